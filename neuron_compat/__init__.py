@@ -1,0 +1,1 @@
+"""neuronx-distributed's and SageMaker model parallel's calls, over xla_ckpt."""

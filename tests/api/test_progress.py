@@ -1,0 +1,64 @@
+"""A bar appears on a terminal when it takes long, or when asked for, and nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.runs import run
+from xla_ckpt.api import progress
+from xla_ckpt.api.progress import Progress
+
+
+def test_asked_for(tmp_path: Path) -> None:
+    code = """
+        import sys, torch, xla_ckpt
+        wanted = {"yes": True, "no": False, "auto": None}[sys.argv[2]]
+        xla_ckpt.save_checkpoint(sys.argv[1], "a", model={"w": torch.ones(100_000)}, progress=wanted)
+        xla_ckpt.load_checkpoint(sys.argv[1], model={"w": torch.ones(100_000)}, progress=wanted)
+    """
+    shown = run(code, tmp_path, "yes").stderr
+    assert "save a: 100%" in shown
+    assert "load a: 100%" in shown
+    for choice in ("no", "auto"):  # stderr is a pipe here
+        assert "%" not in run(code, tmp_path, choice).stderr
+
+
+def test_by_itself_on_a_terminal_after_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
+    with Progress("save x", 100, None) as bar:
+        bar(10)
+        assert capsys.readouterr().err == ""
+        now[0] += 1.5
+        bar(10)
+        bar(80)
+    assert "save x" in capsys.readouterr().err
+    with Progress("save x", 100, None) as bar:
+        bar(100)
+    assert capsys.readouterr().err == ""
+
+
+def test_counts_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the bars are told adds up to what they announced."""
+    bars: list[Progress] = []
+    init = Progress.__init__
+
+    def spy(self: Progress, *args: object) -> None:
+        init(self, *args)  # type: ignore[arg-type]
+        bars.append(self)
+
+    monkeypatch.setattr(Progress, "__init__", spy)
+    state = {"a": torch.ones(3_000_000), "b": torch.ones(5), "c": torch.ones(700, 900)}
+    xla_ckpt.save_checkpoint(tmp_path, "a", model=state)
+    xla_ckpt.load_checkpoint(tmp_path, model=state)
+    xla_ckpt.restore(tmp_path)
+    assert len(bars) == 3
+    for bar in bars:
+        assert bar.done == bar._total

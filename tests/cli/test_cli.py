@@ -1,0 +1,123 @@
+"""The command line: what a person sees, what a script gets, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.runs import environment
+from xla_ckpt.cli.main import main
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    xla_ckpt.save_checkpoint(tmp_path, "best", model=model, pinned=True)
+    xla_ckpt.save_checkpoint(tmp_path, "step_2", model=model, user_content={"epoch": 3, "note": "x" * 100, "t": (1,)})
+    return tmp_path
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]:
+    code = main([str(a) for a in args])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "ls", root)
+    assert code == 0
+    rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    assert [r[0] for r in rows[1:]] == ["tag", "best", "step_2"]
+    assert rows[2][-1] == "pinned"
+    assert rows[3][-1] == "newest"
+    code, out, _ = call(capsys, "ls", root, "--json")
+    facts = json.loads(out)
+    assert [(t["tag"], t["sequence"], t["pinned"], t["arrays"], t["nbytes"]) for t in facts["tags"]] == [
+        ("best", 1, True, 1, 80), ("step_2", 2, False, 1, 80),
+    ]  # fmt: skip
+
+
+def test_show(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "show", root)
+    assert code == 0
+    assert out.startswith("step_2 in ")
+    assert re.search(r"model/0.weight +float32 +5 x 4 +80 B +1", out)
+    assert re.search(r"model/1.weight +model/0.weight", out)
+    assert re.search(r"user_content/epoch +3", out)
+    assert "x" * 59 + "..." in out
+    code, out, _ = call(capsys, "show", root / "best", "--json", "--leaf", "model/0*")
+    facts = json.loads(out)
+    assert facts["tag"] == "best"
+    assert facts["arrays"] == [
+        {"leaf": "model/0.weight", "dtype": "float32", "shape": [5, 4], "nbytes": 80, "shards": 1}
+    ]
+    assert facts["aliases"] == {}
+    assert call(capsys, "show", root, "--leaf", "user_content")[1].count("user_content/") == 3
+
+
+def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "verify", root, "--all")
+    assert (code, out.count("sound")) == (0, 2)
+    (root / "best/stranger").write_text("x")
+    payload = root / "step_2/model/00001-of-00001.safetensors"
+    data = bytearray(payload.read_bytes())
+    data[-1] ^= 1
+    payload.write_bytes(data)
+    code, out, _ = call(capsys, "verify", root)
+    assert code == 1
+    assert "DAMAGED" in out
+    assert "leaf model/0.weight, file model/00001-of-00001.safetensors" in out
+    code, out, _ = call(capsys, "verify", root, "--all", "--json")
+    assert code == 1
+    best, step = json.loads(out)
+    assert (best["ok"], best["strangers"], step["ok"]) == (True, ["stranger"], False)
+    assert step["problems"][0]["leaf"] == "model/0.weight"
+    code, out, _ = call(capsys, "ls", root)
+    assert code == 0  # a listing reads manifests, not payloads
+    (root / "step_2/manifest.json").write_text("broken")
+    code, out, _ = call(capsys, "ls", root)
+    assert code == 1
+    assert "no manifest of xla_ckpt" in out
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (["ls", "/nowhere"], 1, "does not exist"),
+        (["show", "ROOT", "--tag", "x"], 1, "Tags there, oldest first: best, step_2"),
+        (["verify", "ROOT", "--tag", "../x"], 1, "cannot be a tag"),
+        (["verify", "/nowhere", "--all"], 1, "does not exist"),
+    ],
+)
+def test_problems(root: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, words: str) -> None:
+    found, out, err = call(capsys, *[str(root) if a == "ROOT" else a for a in args])
+    assert found == code
+    assert words in err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in ([], ["nonsense"], ["ls"]):
+        with pytest.raises(SystemExit) as caught:
+            main(args)
+        assert caught.value.code == 2
+
+
+def test_the_installed_command(root: Path) -> None:
+    command = Path(sys.executable).with_name("xla-ckpt")
+    if not command.exists():
+        pytest.skip("xla-ckpt is not installed in this environment")
+    done = subprocess.run([command, "ls", root], capture_output=True, text=True, env=environment(), check=True)
+    assert "step_2" in done.stdout
+    piped = subprocess.run(f"{command} show {root} | head -1", shell=True, capture_output=True, text=True, check=True)
+    assert (piped.stdout.startswith("step_2"), piped.stderr) == (True, "")

@@ -1,0 +1,78 @@
+"""A disk that is really full: a typed error, nothing lost, nothing left behind, and the next save works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+
+
+@pytest.fixture(params=["tmpfs", "ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    mountpoint = tmp_path / "disk"
+    mountpoint.mkdir()
+    if request.param == "tmpfs":
+        mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mountpoint)]
+    else:
+        image = tmp_path / "image"
+        image.write_bytes(b"")
+        os.truncate(image, 12 << 20)
+        made = subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], capture_output=True, check=False)
+        if made.returncode:
+            pytest.skip("mkfs.ext4 does not work here")
+        mount = ["mount", "-o", "loop", str(image), str(mountpoint)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    yield mountpoint
+    subprocess.run(["umount", "-l", str(mountpoint)], check=True)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk(small_disk: Path, async_save: bool) -> None:
+    root = small_disk / "ckpts"
+    fits = {"w": torch.ones(500_000)}
+    too_large = {"a": torch.zeros(200_000), "w": torch.zeros(4_000_000)}
+    xla_ckpt.save_checkpoint(root, "good", model=fits, user_content=1)
+    for tag in ("bad", "good"):
+        with pytest.raises(xla_ckpt.StorageError, match="No space left on device") as caught:
+            xla_ckpt.save_checkpoint(root, tag, model=too_large, async_save=async_save).result()
+        assert caught.value.errno == 28
+        assert caught.value.tag == tag
+    assert xla_ckpt.list_tags(root) == ["good"]
+    assert xla_ckpt.verify(root, "good").ok
+    target = {"w": torch.zeros(500_000)}
+    assert xla_ckpt.load_checkpoint(root, model=target) == 1
+    assert (target["w"] == 1).all()
+    xla_ckpt.save_checkpoint(root, "next", model=fits, user_content=2, num_kept_ckpts=1)
+    xla_ckpt.finalize_checkpoint()
+    assert sorted(p.name for p in root.iterdir()) == ["next"]
+
+
+def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
+    root = small_disk / "ckpts"
+    xla_ckpt.save(root, "good", {"n": 1})
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+        except OSError:
+            pass
+    with pytest.raises((xla_ckpt.StorageError, xla_ckpt.SaveError)):
+        xla_ckpt.save(root, "bad", {"n": 2, "text": "x" * 200_000})
+    assert xla_ckpt.list_tags(root) == ["good"]
+    assert xla_ckpt.restore(root)["n"] == 1
+    filler.unlink()
+    xla_ckpt.save(root, "next", {"n": 3})
+    xla_ckpt.finalize_checkpoint()
+    assert sorted(p.name for p in root.iterdir()) == ["good", "next"]

@@ -1,0 +1,87 @@
+"""kill -9 at any instant of a save: every listed tag is whole, the newest never goes backwards, the next save works."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.runs import start
+
+INSTANTS = 30
+ELEMENTS = 1_500_000
+
+TRAIN = """
+    import sys, time, torch, xla_ckpt
+    root, elements = sys.argv[1], int(sys.argv[2])
+    number = 0
+    while True:
+        number += 1
+        model = {"w": torch.full((elements,), float(number)), "b": torch.full((7,), float(number))}
+        tag = "best" if number % 2 else f"step_{number}"
+        xla_ckpt.save_checkpoint(
+            root, tag, model=model, user_content=number, num_kept_ckpts=3, pinned=tag == "best",
+            async_save=number % 3 != 0,
+        ).result()
+        print(number, tag, flush=True)
+"""
+
+
+def whole(root: Path, tag: str) -> int:
+    """The number that a tag was saved with, after checking every byte of it."""
+    report = xla_ckpt.verify(root, tag)
+    assert report.ok, report.problems
+    tree = xla_ckpt.restore(root, tag)
+    number = tree["user_content"]
+    assert (tree["model"]["w"] == number).all(), f"{tag} is a mixture"
+    assert (tree["model"]["b"] == number).all()
+    assert isinstance(number, int)
+    return number
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("instant", range(INSTANTS))
+def test_kill_nine(tmp_path: Path, instant: int) -> None:
+    rng = random.Random(instant)
+    process = start(TRAIN, tmp_path, ELEMENTS)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    committed: dict[str, int] = {}
+    times = []
+    for _ in range(3 + instant % 3):
+        number, tag = process.stdout.readline().split()
+        committed[tag] = int(number)
+        times.append(time.monotonic())
+    # The instants are spread over the length of a save, which the run itself has shown.
+    length = max(b - a for a, b in zip(times, times[1:], strict=False))
+    end = times[-1] + (instant + rng.random()) / INSTANTS * 1.2 * length
+    while time.monotonic() < end:
+        pass
+    os.kill(process.pid, signal.SIGKILL)
+    rest = process.stdout.read().splitlines()
+    process.wait()
+    process.stdout.close(), process.stderr.close()
+    committed |= {tag: int(number) for number, tag in (line.split() for line in rest if len(line.split()) == 2)}
+
+    last = max(committed.values())
+    there = {tag: whole(tmp_path, tag) for tag in xla_ckpt.list_tags(tmp_path)}
+    assert there["best"] >= committed["best"]
+    assert max(there.values()) >= last, "a committed tag is gone"
+    newest = xla_ckpt.latest_tag(tmp_path)
+    assert newest is not None
+    assert there[newest] == max(there.values())
+    assert sorted(there.values()) == [there[t] for t in xla_ckpt.list_tags(tmp_path)]
+
+    model = {"w": torch.full((ELEMENTS,), -1.0), "b": torch.full((7,), -1.0)}
+    xla_ckpt.save_checkpoint(tmp_path, "after", model=model, user_content=-1, num_kept_ckpts=1)
+    xla_ckpt.finalize_checkpoint()
+    assert xla_ckpt.list_tags(tmp_path) == ["best", "after"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["after", "best"], "litter"
+    assert whole(tmp_path, "after") == -1
+    assert whole(tmp_path, "best") == there["best"]

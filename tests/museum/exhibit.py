@@ -1,0 +1,48 @@
+"""What the museum's checkpoints hold. `python -m tests.museum.exhibit DIR` writes one with the code of today.
+
+A checkpoint is added when the format gets a new version, and none is ever changed: they must load for ever.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def tree() -> dict[str, Any]:
+    """A small state with something of everything."""
+    shared = torch.arange(6.0).reshape(2, 3)
+    return {
+        "model": {
+            "embed.weight": shared,
+            "head.weight": shared,
+            "norm": torch.tensor([1.0, -0.0, float("inf"), float("nan")], dtype=torch.bfloat16),
+            "wide": torch.tensor([1 + 2j], dtype=torch.complex128),
+            "scale": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
+            "odd": torch.tensor([1.0]).to(torch.float8_e5m2fnuz),
+            "scalar": torch.tensor(7, dtype=torch.int64),
+            "empty": torch.empty(0, 3),
+            "large": torch.arange(20_000, dtype=torch.int32),
+        },
+        "optimizer": {
+            "state": {"embed.weight": {"step": torch.tensor(3.0), "exp_avg": torch.full((2, 3), 0.5)}},
+            "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.999), "params": ["embed.weight"]}],
+        },
+        "scheduler": {"last_epoch": 3, "_last_lr": [0.1, float("inf")]},
+        "extras": {"rng": {"numpy": ("MT19937", np.arange(4, dtype=np.uint32), 2, 0, 0.0)}},
+        "user_content": {
+            "tuple": (1, None, True), 5: b"\x00\xff", "when": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC),
+            "dtype": torch.bfloat16, "set": {1, 2}, "a/b~c": "path", "": "empty key",
+        },
+        "more": [np.float32(1.5), {"deep": torch.ones(1, dtype=torch.bool)}],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    import xla_ckpt
+
+    xla_ckpt.save(sys.argv[1], "exhibit", tree(), pinned=True)

@@ -1,0 +1,120 @@
+"""The contract that every storage keeps, checked through the file system where there is one."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from xla_ckpt.storage.base import BLOCK, Directory
+from xla_ckpt.storage.local import LocalDirectory, LocalSink, write_small
+from xla_ckpt.storage.memory import MemoryDirectory
+
+
+def aligned(data: bytes) -> memoryview:
+    buffer = mmap.mmap(-1, -(-max(len(data), 1) // BLOCK) * BLOCK)
+    buffer[: len(data)] = data
+    return memoryview(buffer)
+
+
+@pytest.fixture(params=["memory", "local"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Directory:
+    return MemoryDirectory() if request.param == "memory" else LocalDirectory(tmp_path)
+
+
+def read(directory: Directory, path: str) -> bytes:
+    source = directory.open(path)
+    data = bytearray(source.size)
+    assert source.read_into(memoryview(data), 0) == source.size
+    source.close()
+    return bytes(data)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (3 << 20) + 5])
+def test_what_is_written_is_read(directory: Directory, size: int) -> None:
+    data = os.urandom(size)
+    sink = directory.create("a/b/file", size)
+    half = size // 2 // BLOCK * BLOCK
+    sink.write(aligned(data[half:]), size - half, half)  # in any order
+    sink.write(aligned(data[:half]), half, 0)
+    sink.commit()
+    directory.sync()
+    assert read(directory, "a/b/file") == data
+    assert directory.files() == ["a/b/file"]
+    source = directory.open("a/b/file")
+    assert source.size == size
+    part = bytearray(10)
+    got = source.read_into(memoryview(part), max(size - 4, 0))
+    assert bytes(part[:got]) == data[max(size - 4, 0) :][:10]
+
+
+def test_a_file_is_not_created_twice(directory: Directory) -> None:
+    directory.create("f", 1).commit()
+    with pytest.raises(FileExistsError):
+        directory.create("f", 1)
+    with pytest.raises(FileNotFoundError):
+        directory.open("g")
+
+
+def test_a_directory_stays_itself_when_it_is_renamed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    held = LocalDirectory(tmp_path / "a")
+    write_small(held, "f", b"old")
+    (tmp_path / "a").rename(tmp_path / "b")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/f").write_bytes(b"new")
+    assert read(held, "f") == b"old"
+    write_small(held, "sub/g", b"more")
+    held.sync()
+    assert (tmp_path / "b/sub/g").read_bytes() == b"more"
+
+
+def test_links_and_special_files_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"secret")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    os.mkfifo(tmp_path / "pipe")
+    directory = LocalDirectory(tmp_path)
+    with pytest.raises(OSError, match="symbolic"):
+        directory.open("link")
+    with pytest.raises(FileExistsError):
+        directory.create("link", 3)
+    (tmp_path / "sub").mkdir()
+    with pytest.raises(OSError, match="not a regular file"):
+        directory.open("sub")
+
+
+def test_large_files_bypass_the_page_cache_where_they_can(tmp_path: Path) -> None:
+    directory = LocalDirectory(tmp_path)
+    sink = directory.create("big", 4 << 20)
+    assert isinstance(sink, LocalSink)
+    assert sink.direct == _direct_works(tmp_path)
+    sink.abandon()
+
+
+def _direct_works(path: Path) -> bool:
+    try:
+        fd = os.open(path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
+    except OSError:
+        return False
+    os.close(fd)
+    return True
+
+
+def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        pytest.skip("no /dev/shm here: the buffered path has no file system to be tested on")
+    root = shm / f"xla_ckpt-test-{os.getpid()}"
+    root.mkdir()
+    try:
+        directory = LocalDirectory(root)
+        data = os.urandom((2 << 20) + 77)
+        sink = directory.create("f", len(data))
+        sink.write(aligned(data), len(data), 0)
+        sink.commit()
+        assert read(directory, "f") == data
+    finally:
+        (root / "f").unlink(missing_ok=True)
+        root.rmdir()

@@ -1,0 +1,78 @@
+"""Checkpoints for PyTorch/XLA training: any topology in, any topology out, nothing lost.
+
+Names are loaded when they are first used: ``import xla_ckpt`` itself loads no framework. The first name that needs
+torch loads all of them, so that the first save does not pay for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xla_ckpt.adapters.registry import ArraySpec as ArraySpec
+    from xla_ckpt.adapters.rng import RNGState as RNGState
+    from xla_ckpt.api.load import load_checkpoint as load_checkpoint
+    from xla_ckpt.api.load import restore as restore
+    from xla_ckpt.api.load_run import LoadReport as LoadReport
+    from xla_ckpt.api.save import finalize_checkpoint as finalize_checkpoint
+    from xla_ckpt.api.save import save as save
+    from xla_ckpt.api.save import save_checkpoint as save_checkpoint
+    from xla_ckpt.api.tags import has_checkpoint as has_checkpoint
+    from xla_ckpt.api.tags import latest_tag as latest_tag
+    from xla_ckpt.api.tags import list_tags as list_tags
+    from xla_ckpt.api.tags import verify as verify
+    from xla_ckpt.engine.background import SaveHandle as SaveHandle
+    from xla_ckpt.engine.save import SaveReport as SaveReport
+    from xla_ckpt.engine.verify import VerifyReport as VerifyReport
+    from xla_ckpt.errors import CheckpointError as CheckpointError
+    from xla_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
+    from xla_ckpt.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
+    from xla_ckpt.errors import InvalidTagError as InvalidTagError
+    from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
+    from xla_ckpt.errors import RankFailedError as RankFailedError
+    from xla_ckpt.errors import SaveError as SaveError
+    from xla_ckpt.errors import StorageError as StorageError
+    from xla_ckpt.errors import UnsupportedStateError as UnsupportedStateError
+    from xla_ckpt.errors import UnsupportedVersionError as UnsupportedVersionError
+    from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
+    from xla_ckpt.errors import UsageError as UsageError
+    from xla_ckpt.layout.mesh import Mesh as Mesh
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "adapters.registry": ("ArraySpec",),
+    "adapters.rng": ("RNGState",),
+    "api.load": ("load_checkpoint", "restore"),
+    "api.load_run": ("LoadReport",),
+    "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
+    "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "verify"),
+    "engine.background": ("SaveHandle",),
+    "engine.save": ("SaveReport",),
+    "engine.verify": ("VerifyReport",),
+    "errors": (
+        "CheckpointError", "CorruptCheckpointError", "IncompatibleCheckpointError", "InvalidTagError",
+        "NoCheckpointError", "RankFailedError", "SaveError", "StorageError", "UnsupportedStateError",
+        "UnsupportedVersionError", "UntrustedObjectError", "UsageError",
+    ),
+    "layout.mesh": ("Mesh",),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604  # all of them are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'xla_ckpt' has no attribute {name!r}")
+    home = _HOME_OF[name]
+    if home.startswith("adapters") or home == "api.load":
+        importlib.import_module("xla_ckpt.api.save")
+    value = getattr(importlib.import_module(f"xla_ckpt.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The boundary to torch, torch_xla, jax and numpy."""

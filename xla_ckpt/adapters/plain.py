@@ -1,0 +1,151 @@
+"""Plain values that the pure core cannot name, because they belong to a framework or to the operating system."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import enum
+import importlib
+import pathlib
+import sys
+import types
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from xla_ckpt.errors import FormatError, UntrustedObjectError
+from xla_ckpt.tree.codec import Codec, Json, Kind
+from xla_ckpt.tree.flatten import NAMESPACES
+
+
+def _torch_constant(kind: type) -> Kind:
+    """torch.float32, torch.strided, ...: values that are attributes of torch, by their name."""
+
+    def decode(json: Json) -> Any:
+        found = getattr(torch, json)
+        if type(found) is not kind:
+            raise FormatError(f"torch.{json} is no {kind.__name__}")
+        return found
+
+    return Kind(kind.__name__, kind, lambda v: str(v).removeprefix("torch."), decode)
+
+
+def _numpy_scalar(kind: type) -> Kind:
+    name = f"numpy.{np.dtype(kind).name}"
+    return Kind(name, kind, lambda v: v.tobytes().hex(), lambda j: np.frombuffer(bytes.fromhex(j), kind)[0])
+
+
+def _dtype_text(value: np.dtype[Any]) -> Json:
+    """``<f4``, or the name where that text would mean another type (ml_dtypes')."""
+    try:
+        return value.str if np.dtype(value.str) == value else value.name
+    except TypeError:
+        return value.name
+
+
+def _encode_sized(value: Any) -> Json:
+    """Numpy strings, bytes and times: scalars whose dtype has parameters."""
+    return [value.dtype.str, value.tobytes().hex()]
+
+
+def _decode_sized(json: Json) -> Any:
+    dtype = np.dtype(json[0])
+    data = bytes.fromhex(json[1])
+    return np.frombuffer(data, dtype)[0] if dtype.itemsize else np.zeros(1, dtype)[0]
+
+
+def _encode_array(value: Any) -> Json:
+    """Numpy arrays that are no array leaves: strings, times, records, foreign byte order. Not objects."""
+    if value.dtype.hasobject:
+        return NotImplemented
+    description = value.dtype.str if value.dtype.names is None else np.lib.format.dtype_to_descr(value.dtype)
+    return [_lists(description), list(value.shape), base64.b64encode(value.tobytes()).decode()]
+
+
+def _lists(description: Any) -> Json:
+    return [_lists(d) for d in description] if isinstance(description, list | tuple) else description
+
+
+def _tuples(description: Json) -> Any:
+    """A record dtype's description is a list of tuples whose last member may be a shape or a description."""
+    if not isinstance(description, list):
+        return description
+    return [
+        tuple(_tuples(p) if i == 1 else (tuple(p) if isinstance(p, list) else p) for i, p in enumerate(field))
+        for field in description
+    ]
+
+
+def _decode_array(json: Json) -> Any:
+    dtype = np.dtype(_tuples(json[0]))
+    if dtype.hasobject:
+        raise FormatError("an array of objects cannot be stored like this")
+    data = base64.b64decode(json[2], validate=True)
+    return np.frombuffer(bytearray(data), dtype).reshape(json[1]) if dtype.itemsize else np.zeros(json[1], dtype)
+
+
+_SCALARS = (
+    np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64, np.float16,
+    np.float32, np.float64, np.complex64, np.complex128, np.longdouble, ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
+)  # fmt: skip
+
+_DTYPE_CLASSES = {type(np.dtype(s)) for s in (*_SCALARS, np.str_, np.bytes_, np.datetime64, np.timedelta64)}
+
+SHELL_KINDS: tuple[Kind, ...] = (
+    *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)),
+    Kind("torch.device", torch.device, str, torch.device),
+    Kind("torch.Size", torch.Size, list, torch.Size),
+    *(Kind(k.__name__, k, str, k) for k in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),
+    Kind("Path", type(pathlib.Path()), str, pathlib.Path),
+    *(_numpy_scalar(kind) for kind in _SCALARS),
+    *(
+        Kind(f"numpy.{k.__name__}", k, _encode_sized, _decode_sized)
+        for k in (np.str_, np.bytes_, np.datetime64, np.timedelta64)
+    ),
+    *(Kind("numpy.dtype", k, _dtype_text, np.dtype) for k in _DTYPE_CLASSES),
+    Kind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
+)
+
+CODEC = Codec(SHELL_KINDS)
+"""The plain values of a PyTorch program."""
+
+
+def resolver(trust: bool) -> Any:
+    """A function that finds the namedtuple, dataclass or enum that a skeleton names.
+
+    Without `trust` only classes of modules that the program has imported itself are found: importing a module that
+    a file names would run code. No constructor is called either way.
+    """
+
+    def resolve(name: str, base: type) -> Any:
+        module, _, path = name.partition(":")
+        if name in NAMESPACES:
+            return {"argparse:Namespace": argparse.Namespace, "types:SimpleNamespace": types.SimpleNamespace}[name]
+        if module not in sys.modules:
+            if not trust:
+                raise UntrustedObjectError(
+                    f"the checkpoint holds a value of the class {path} of the module {module}, which is not imported",
+                    hint=f"Import {module} before loading, or pass trust_pickle=True.",
+                )
+            importlib.import_module(module)
+        found: Any = sys.modules[module]
+        for part in path.split("."):
+            found = getattr(found, part, None)
+        if not (isinstance(found, type) and _fits(found, base)):
+            raise FormatError(f"the class {name} has changed or is gone", expected=_EXPECTED[base], found=str(found))
+        return found
+
+    return resolve
+
+
+_EXPECTED = {tuple: "a namedtuple", int: "an enum", object: "a dataclass"}
+
+
+def _fits(found: type, base: type) -> bool:
+    if base is tuple:
+        return issubclass(found, tuple) and hasattr(found, "_fields")
+    return issubclass(found, enum.Enum) if base is int else dataclasses.is_dataclass(found)

@@ -1,0 +1,117 @@
+"""torch tensors on an XLA device. Loaded only where torch_xla already is.
+
+XLA buffers never change: an in-place operation makes a new one. On CPU they are host memory, so a snapshot is a DLPack
+view that holds the buffer, and a restored array is host memory that XLA adopts; nothing is copied either way. Other
+devices go through one batched transfer (unverified: no TPU or Trainium was at hand).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.runtime
+import torch_xla.utils.dlpack
+
+from xla_ckpt.adapters.base import Placement, Target
+from xla_ckpt.adapters.replicas import replicated
+from xla_ckpt.adapters.torch_host import bytes_of, check_dense, dtype_of, tensor_from
+from xla_ckpt.layout.box import Box
+from xla_ckpt.plan.leaf import Leaf, whole_leaf
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.take import HostShard
+
+_XLAC: Any = torch_xla._XLAC
+_to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # public, but not in its stub
+
+NO_DLPACK = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+)
+"""Element types that DLPack has no name for."""
+
+
+@functools.cache
+def on_cpu() -> bool:
+    """Whether XLA runs on the CPU, where its buffers are host memory."""
+    return bool(torch_xla.runtime.device_type() == "CPU")
+
+
+def materialize(values: Sequence[torch.Tensor]) -> None:
+    """Have every value computed and in a buffer. Nothing is added to the pending graph.
+
+    This is no `torch_xla.sync()`: that ends a step, which would move the random number generator on, and a run that
+    saves would train on other numbers than one that does not.
+    """
+    # A value that is still a constant of the graph has no buffer yet, and asking DLPack for it aborts the process.
+    _XLAC._xla_sync_multi(list(values), devices=[], wait=True, sync_xla_data=True)
+
+
+def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor in 64-byte aligned memory as a tensor on the device; on CPU the memory is adopted."""
+    if on_cpu() and value.dtype not in NO_DLPACK:
+        adopted: torch.Tensor = torch_xla.utils.dlpack.from_dlpack(_to_dlpack(value))
+        return adopted
+    return value.to(device)
+
+
+class Xla:
+    """Tensors that lie whole on one XLA device."""
+
+    kind = "torch"
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+    def identity(self, value: torch.Tensor) -> Hashable | None:
+        return "xla", _XLAC._xla_get_tensor_id(value)
+
+    def leaf(self, path: str, value: torch.Tensor, placement: Placement) -> Leaf:
+        check_dense(value, path)
+        return replicated(whole_leaf(path, dtype_of(value, path), tuple(value.shape)), placement)
+
+    def host(self, values: Sequence[torch.Tensor]) -> list[list[HostShard]]:
+        if not values:
+            return []
+        tensors = [v.detach() for v in values]
+        materialize(tensors)
+        views: list[torch.Tensor | None] = [_view(t) for t in tensors]
+        missing = [t for t, v in zip(tensors, views, strict=True) if v is None]
+        moved = iter(_XLAC._xla_get_cpu_tensors(missing) if missing else ())
+        held = [(v if v is not None else next(moved)).contiguous() for v in views]
+        return [[HostShard(bytes_of(h), h, immutable=True)] for h in held]
+
+    def into(self, value: torch.Tensor, *, owned: bool) -> Target:
+        fresh = self.like(value)
+
+        def install() -> torch.Tensor:
+            made = fresh.install()
+            with torch.no_grad():
+                if owned:
+                    value.data = made  # the parameter takes over the new buffer: no copy, no graph
+                else:
+                    value.copy_(made)  # an alias cannot hand a buffer on to what it is an alias of
+            return value
+
+        return Target(fresh.dtype, fresh.shape, fresh.boxes, False, fresh.memory, install)
+
+    def like(self, value: torch.Tensor) -> Target:
+        shape, torch_type, device = tuple(value.shape), value.dtype, value.device
+        made = torch.empty(0)
+
+        def memory(slabs: Slabs) -> list[memoryview]:
+            nonlocal made
+            made = tensor_from(slabs.take(value.numel() * value.element_size()), torch_type, shape)
+            return [bytes_of(made)]
+
+        return Target(dtype_of(value), shape, (Box.whole(shape),), False, memory, lambda: from_host(made, device))
+
+
+def _view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The buffer of a materialized tensor as a CPU tensor, held and not copied; None where that is impossible."""
+    if not on_cpu() or tensor.dtype in NO_DLPACK:
+        return None
+    view: torch.Tensor = torch.utils.dlpack.from_dlpack(torch_xla.utils.dlpack.to_dlpack(tensor))
+    return view

@@ -1,0 +1,1 @@
+"""The public functions: where a program's objects meet the engine."""

@@ -1,0 +1,53 @@
+"""A progress bar for saves and loads that take long, on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+DELAY = 1.0
+"""Seconds before a bar appears."""
+
+
+class Progress:
+    """Counts bytes, and shows a bar when that takes longer than a second on a terminal.
+
+    Args:
+        what: Label of the bar.
+        total: Bytes to come.
+        wanted: True shows a bar from the start, False never; None decides by itself.
+    """
+
+    def __init__(self, what: str, total: int, wanted: bool | None) -> None:
+        self._what, self._total = what, total
+        self._wanted = sys.stderr.isatty() if wanted is None else wanted
+        self._from = time.monotonic() + (DELAY if wanted is None else 0.0)
+        self._lock = threading.Lock()
+        self._bar: Any = None
+        self.done = 0
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if not self._wanted:
+                return
+            if self._bar is None and time.monotonic() >= self._from:
+                from tqdm import tqdm
+
+                self._bar = tqdm(
+                    desc=self._what, total=self._total, unit="B", unit_scale=True, initial=self.done - nbytes
+                )
+            if self._bar is not None:
+                self._bar.update(nbytes)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._lock:
+            self._wanted = False
+            if self._bar is not None:
+                self._bar.close()

@@ -1,0 +1,97 @@
+"""``xla-ckpt``: look into checkpoint directories.
+
+Exit codes: 0, all is well; 1, a problem (no such tag, damage); 2, wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from xla_ckpt.cli import facts, render
+from xla_ckpt.errors import CheckpointError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="xla-ckpt", description="Look into checkpoint directories.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, help_: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=help_, description=help_)
+        made.add_argument("path", metavar="PATH", help="root directory of tags, or the directory of one tag")
+        made.add_argument("--json", action="store_true", help="print JSON, for scripts")
+        made.set_defaults(action=action)
+        return made
+
+    command("ls", "List the tags of a directory, oldest first.", _ls)
+    show = command("show", "Show what a tag holds.", _show)
+    show.add_argument("--tag", help="which one (default: the newest)")
+    show.add_argument("--leaf", metavar="PATTERN", help="only leaves like this: 'model/*', 'optimizer'")
+    check = command("verify", "Read all bytes of a tag and compare them with their digests.", _verify)
+    check.add_argument("--tag", help="which one (default: the newest)")
+    check.add_argument("--all", action="store_true", help="all tags of the directory")
+    return parser
+
+
+def _ls(args: argparse.Namespace) -> int:
+    root, tag = facts.locate(args.path, None)
+    answer = facts.list_facts(root)
+    if tag is not None:
+        answer["tags"] = [t for t in answer["tags"] if t["tag"] == tag]
+    _print(args, answer, render.tags)
+    return int(any(t["problem"] for t in answer["tags"]))
+
+
+def _show(args: argparse.Namespace) -> int:
+    root, tag = facts.locate(args.path, args.tag)
+    _print(args, facts.show_facts(root, facts.newest(root, tag), args.leaf), render.tag)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    root, tag = facts.locate(args.path, args.tag)
+    if args.all and tag is None:
+        tags = [t["tag"] for t in facts.list_facts(root)["tags"]]
+        if not tags:
+            facts.newest(root, None)  # says that there is none
+    else:
+        tags = [facts.newest(root, tag)]
+    answers = []
+    for name in tags:
+        answers.append(facts.verify_facts(root, name))
+        if not args.json:
+            _print(args, answers[-1], render.verdict)
+    if args.json:
+        _print(args, answers if args.all else answers[0], render.verdict)
+    return int(not all(a["ok"] for a in answers))
+
+
+def _print(args: argparse.Namespace, answer: Any, how: Callable[[Any], RenderableType]) -> None:
+    if args.json:
+        print(json.dumps(answer, indent=1))
+    else:
+        # Long paths and errors are folded, never cut; a pipe gets lines as long as they are.
+        console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+        console.print(how(answer), soft_wrap=not sys.stdout.isatty() and how is render.verdict)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.action(args))
+    except CheckpointError as error:
+        print(f"xla-ckpt: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        sys.stderr.close()  # `| head` has seen enough; the interpreter must not complain about it at exit
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Facts as tables that a person likes to read."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+MAX_VALUE = 60
+"""Longest plain value that is shown whole."""
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes for people.
+
+    >>> size(999), size(123_456_789), size(None)
+    ('999 B', '123.5 MB', '?')
+    """
+    if nbytes is None:
+        return "?"
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    raise AssertionError("unreachable")
+
+
+def when(created: str) -> str:
+    """A time of the manifest in the local time zone.
+
+    >>> when("")
+    '?'
+    """
+    try:
+        return datetime.datetime.fromisoformat(created).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return "?"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.strip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return table
+
+
+def tags(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``ls``."""
+    if not facts["tags"]:
+        return Text(f"No tags in {facts['path']}")
+    table = _table(escape(facts["path"]), "tag", ">commit", "saved", ">arrays", ">size", ">files", ">ranks", "")
+    for i, t in enumerate(facts["tags"]):
+        marks = ["newest"] if i == len(facts["tags"]) - 1 else []
+        marks += ["pinned"] if t["pinned"] else []
+        note = f"[red]{escape(t['problem'])}[/red]" if t["problem"] else ", ".join(marks)
+        count = ["?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks")]
+        table.add_row(
+            escape(t["tag"]), str(t["sequence"] or "?"), when(t["created"]), count[0], size(t["nbytes"]), count[1],
+            count[2], note,
+        )  # fmt: skip
+    return table
+
+
+def tag(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``show``."""
+    about = (
+        f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: commit {facts['sequence']}, "
+        f"saved {when(facts['created'])}, {size(facts['nbytes'])} in {len(facts['files'])} files "
+        f"by {facts['ranks']} {'rank' if facts['ranks'] == 1 else 'ranks'}"
+        + (f", mesh {facts['mesh']}" if facts["mesh"] else "")
+        + (", pinned" if facts["pinned"] else "")
+    )
+    parts: list[RenderableType] = [Text.from_markup(about)]
+    if facts["arrays"]:
+        table = _table(f"\n{len(facts['arrays'])} arrays", "leaf", "dtype", ">shape", ">size", ">shards")
+        for a in facts["arrays"]:
+            shape = " x ".join(map(str, a["shape"])) or "scalar"
+            table.add_row(escape(a["leaf"]), a["dtype"], shape, size(a["nbytes"]), str(a["shards"]))
+        parts.append(table)
+    if facts["aliases"]:
+        table = _table(f"\n{len(facts['aliases'])} shared arrays", "leaf", "is stored as")
+        for alias, target in facts["aliases"].items():
+            table.add_row(escape(alias), escape(target))
+        parts.append(table)
+    if facts["values"]:
+        table = _table(f"\n{len(facts['values'])} plain values", "leaf", "value")
+        for leaf, value in facts["values"].items():
+            text = json.dumps(value, ensure_ascii=False)
+            table.add_row(escape(leaf), escape(text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."))
+        parts.append(table)
+    return Group(*parts)
+
+
+def verdict(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``verify``."""
+    lines = []
+    where = f"{escape(facts['tag'])} in {escape(facts['path'])}"
+    if facts["ok"]:
+        speed = f" ({size(int(facts['nbytes'] / facts['seconds']))}/s)" if facts["seconds"] > 0 else ""
+        lines.append(
+            f"[green]sound[/green]  {where}: {facts['arrays']} arrays, {size(facts['nbytes'])} in {facts['files']} "
+            f"files, every byte as it was saved{speed}"
+        )
+    else:
+        lines.append(f"[red]DAMAGED[/red]  {where}: {len(facts['problems'])} problems")
+        lines += [f"  {escape(p['message'])}" for p in facts["problems"]]
+    lines += [f"  [yellow]not part of the tag:[/yellow] {escape(name)}" for name in facts["strangers"]]
+    return Text.from_markup("\n".join(lines))

@@ -1,0 +1,1 @@
+"""Several processes, one verdict."""

@@ -1,0 +1,63 @@
+"""How the processes of a job talk about a save: a key-value store, never a collective.
+
+A collective on the training group from a background thread would tangle with training's own; a store does not, and a
+process that dies blocks nobody but those who wait for its key, for a bounded time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+
+class Communicator(Protocol):
+    """A rank's view of the job's key-value store."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make `value` visible to all ranks."""
+
+    def take(self, key: str, timeout: float) -> bytes:
+        """The value of `key`, waiting for it at most `timeout` seconds. TimeoutError if it does not come."""
+
+    def forget(self, key: str) -> None:
+        """Remove a key that nobody will ask for again."""
+
+
+class Solo:
+    """The communicator of a process on its own (and, shared by threads as different ranks, of tests)."""
+
+    def __init__(self, rank: int = 0, size: int = 1, board: dict[str, bytes] | None = None,
+                 changed: threading.Condition | None = None) -> None:  # fmt: skip
+        self.rank, self.size = rank, size
+        self._board = {} if board is None else board
+        self._changed = changed or threading.Condition()
+
+    def peer(self, rank: int) -> Solo:
+        """Another rank on the same board."""
+        return Solo(rank, self.size, self._board, self._changed)
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._board[key] = value
+            self._changed.notify_all()
+
+    def take(self, key: str, timeout: float) -> bytes:
+        end = time.monotonic() + timeout
+        with self._changed:
+            while key not in self._board:
+                if not self._changed.wait(end - time.monotonic()) and key not in self._board:
+                    raise TimeoutError(key)
+            return self._board[key]
+
+    def forget(self, key: str) -> None:
+        with self._changed:
+            self._board.pop(key, None)

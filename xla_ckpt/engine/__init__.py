@@ -1,0 +1,1 @@
+"""Plans carried out: writing, reading, verifying, the save in flight."""

@@ -1,0 +1,155 @@
+"""Saves in flight: at most one per root directory, each on a thread of its own, none lost when the program ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+
+from xla_ckpt.engine.save import SaveReport
+from xla_ckpt.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+class SaveHandle:
+    """A save that may still be in flight."""
+
+    def __init__(self, path: str, tag: str) -> None:
+        self.path = path
+        """Root directory."""
+        self.tag = tag
+        self._settled = threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._told = False
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        state = "in flight" if not self.done() else "failed" if self._error else "committed"
+        return f"<SaveHandle {self.tag!r} in {self.path!r}: {state}>"
+
+    def done(self) -> bool:
+        """Whether the save has committed or failed; never waits, never raises."""
+        return self._settled.is_set()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait for the save, and say what it did.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Raises:
+            CheckpointError: The save failed; the same error on every rank.
+            TimeoutError: It is still in flight.
+        """
+        if not self._settled.wait(timeout):
+            raise TimeoutError(f"the save of tag {self.tag} in {self.path} is still in flight after {timeout} s")
+        if self._error is not None:
+            self._told = True
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+
+class Saves:
+    """The saves of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latest: dict[str, SaveHandle] = {}
+        self._turns: dict[str, threading.Lock] = {}
+
+    @contextlib.contextmanager
+    def turn(self, path: str) -> Iterator[None]:
+        """The turn to begin a save on `path`: waits for the save in flight there, and for other threads.
+
+        Raises:
+            CheckpointError: The save in flight failed, and nobody has been told yet.
+        """
+        with self._lock:
+            lock = self._turns.setdefault(path, threading.Lock())
+        with lock:
+            self.wait(path)
+            yield
+
+    def start(self, path: str, tag: str, run: Callable[[], SaveReport], after: Callable[[], None]) -> SaveHandle:
+        """Run a save in the background; `after` runs once its outcome is known.
+
+        The caller has the `turn`.
+        """
+        handle = SaveHandle(path, tag)
+        go = threading.Event()
+
+        def work() -> None:
+            # A fresh thread holds the interpreter lock for its whole slice (5 ms); this one lets its caller go first.
+            go.wait()
+            try:
+                handle._report = run()
+            except BaseException as error:
+                # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
+                handle._error = error
+            finally:
+                handle._settled.set()
+                after()
+
+        # Not a daemon: the interpreter must not end under a save.
+        handle._thread = threading.Thread(target=work, name=f"xla_ckpt-save-{tag}", daemon=False)
+        handle._thread.start()
+        with self._lock:
+            self._latest[path] = handle
+        go.set()
+        return handle
+
+    def wait(self, path: str | None = None) -> None:
+        """Wait for the save in flight on `path` (None: on all paths).
+
+        Raises:
+            CheckpointError: It failed, and nobody has been told yet.
+        """
+        with self._lock:
+            handles = [h for p, h in self._latest.items() if path is None or p == path]
+        for handle in handles:
+            assert handle._thread is not None
+            handle._thread.join()
+            with self._lock:
+                if self._latest.get(handle.path) is handle:
+                    del self._latest[handle.path]
+        untold = [h for h in handles if h._error is not None and not h._told]
+        if untold:
+            for other in untold[1:]:
+                logger.error("the save of tag %s in %s failed: %s", other.tag, other.path, other._error)
+                other._told = True
+            untold[0].result()
+
+    def at_exit(self) -> None:
+        """Wait for all saves, and log what failed: nobody is left to raise to."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            logger.error("a save in flight at exit failed: %s", error)  # noqa: TRY400  # the message says all
+        except BaseException:
+            # The interpreter is going down; a traceback is the best that can be left behind.
+            logger.exception("a save in flight at exit failed")
+
+
+SAVES = Saves()
+"""The saves of this process."""
+
+# orbax needs thread pools, and the interpreter closes those before it joins threads or runs atexit functions; only
+# this hook, the one that concurrent.futures itself uses, runs before.
+_register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+
+
+@functools.cache
+def install_exit_hook() -> None:
+    """Have the interpreter wait for saves in flight. Called by every save; the first one counts."""
+    # Hooks run newest first, and none can be added once the first runs: whatever a save in flight may still import
+    # has to have its hooks in place before ours.
+    import concurrent.futures.process
+    import concurrent.futures.thread  # noqa: F401
+
+    _register(SAVES.at_exit)

@@ -1,0 +1,136 @@
+"""An open tag: its manifest, its files, and their digests, whatever happens to its name meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
+from xla_ckpt.format import manifest_json, payload
+from xla_ckpt.format.digest import digest, to_hex
+from xla_ckpt.format.manifest import Manifest
+from xla_ckpt.storage.base import Directory, Source
+
+MANIFEST = "manifest.json"
+"""Name of the manifest inside of a tag directory."""
+
+MAX_MANIFEST = 1 << 30
+"""A larger manifest is not read."""
+
+
+class TagReader:
+    """Reads one tag. Safe for several threads. Use as a context manager.
+
+    Raises (on construction):
+        CorruptCheckpointError: The manifest is missing or damaged.
+        UnsupportedVersionError: A newer version wrote it.
+    """
+
+    def __init__(self, directory: Directory, root: str, tag: str, manifest: Manifest | None = None) -> None:
+        self.directory = directory
+        self.root = root
+        self.tag = tag
+        self._lock = threading.Lock()
+        self._sources: dict[int, Source] = {}
+        self._tables: dict[int, payload.BlockTable | None] = {}
+        self.manifest = manifest if manifest is not None else self._named(self._read_manifest)
+
+    def __enter__(self) -> TagReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release all files."""
+        for source in self._sources.values():
+            source.close()
+        self._sources.clear()
+        self.directory.close()
+
+    def _named(self, action: Callable[[], Manifest]) -> Manifest:
+        try:
+            return action()
+        except CheckpointError as error:
+            error.at(path=self.root, tag=self.tag, file=MANIFEST)
+            raise
+
+    def _read_manifest(self) -> Manifest:
+        try:
+            source = self.directory.open(MANIFEST)
+        except FileNotFoundError:
+            raise CorruptCheckpointError("the tag has no manifest") from None
+        try:
+            if source.size > MAX_MANIFEST:
+                raise FormatError("the manifest is too large", expected=f"at most {MAX_MANIFEST}", found=source.size)
+            data = bytearray(source.size)
+            source.read_into(memoryview(data), 0)
+        finally:
+            source.close()
+        return manifest_json.parse(bytes(data))
+
+    def file_name(self, file: int) -> str:
+        """Path of a file of the manifest, relative to the tag directory."""
+        return self.manifest.files[file].path
+
+    def source(self, file: int) -> Source:
+        """A file of the manifest, opened once and checked for its size.
+
+        Raises:
+            CorruptCheckpointError: It is missing, or has another size.
+        """
+        with self._lock:
+            if (source := self._sources.get(file)) is not None:
+                return source
+            record = self.manifest.files[file]
+            try:
+                source = self.directory.open(record.path)
+            except FileNotFoundError:
+                raise CorruptCheckpointError(
+                    "a payload file is missing", path=self.root, tag=self.tag, file=record.path
+                ) from None
+            self._sources[file] = source
+            if source.size != record.size:
+                raise CorruptCheckpointError(
+                    "a file does not have its size", path=self.root, tag=self.tag, file=record.path,
+                    expected=f"{record.size} bytes", found=source.size,
+                    hint="It was cut off or replaced. Load another tag, or restore this file from a copy.",
+                )  # fmt: skip
+            return source
+
+    def head(self, file: int) -> bytes:
+        """The bytes of a file that its own record covers, verified.
+
+        Raises:
+            CorruptCheckpointError: They are damaged.
+        """
+        source, record = self.source(file), self.manifest.files[file]
+        data = bytearray(record.head)
+        source.read_into(memoryview(data), 0)
+        if (found := digest(data)) != record.digest:
+            raise CorruptCheckpointError(
+                "the header of a file is damaged", path=self.root, tag=self.tag, file=record.path,
+                expected=f"digest {to_hex(record.digest)}", found=to_hex(found),
+            )  # fmt: skip
+        return bytes(data)
+
+    def digests(self, file: int, offset: int, nbytes: int) -> tuple[int, ...] | None:
+        """Digests of the blocks of a stored region; None where its file has none (a foreign format)."""
+        with self._lock:
+            table = self._tables.get(file, _UNREAD)
+        if table is _UNREAD:
+            if self.manifest.files[file].path.endswith(".safetensors"):
+                head = self.head(file)
+                try:
+                    table = payload.parse_header(head)
+                except CheckpointError as error:
+                    error.at(path=self.root, tag=self.tag, file=self.file_name(file))
+                    raise
+            else:
+                table = None
+            with self._lock:
+                self._tables[file] = table
+        return None if table is None else table.of(offset, nbytes)
+
+
+_UNREAD = payload.BlockTable({})

@@ -1,0 +1,84 @@
+"""Reading a whole tag to see whether it is what was saved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from xla_ckpt.engine.read import READERS, check
+from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
+from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.plan.restore_plan import Read, RestorePlan
+from xla_ckpt.tree.weave import array_paths
+
+ORBAX_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
+"""What orbax leaves in a tag; nothing here depends on it."""
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify` found."""
+
+    path: str
+    tag: str
+    problems: list[CheckpointError] = field(default_factory=list)
+    """Everything that is wrong, each with file and leaf."""
+
+    strangers: list[str] = field(default_factory=list)
+    """Files in the tag directory that belong to nobody. They do no harm."""
+
+    arrays: int = 0
+    files: int = 0
+    nbytes: int = 0
+    """Array bytes that were read and compared with their digests."""
+
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is what was saved."""
+        return not self.problems
+
+
+def verify_tag(
+    reader: TagReader, *, workers: int = READERS, progress: Callable[[int], None] = lambda _: None
+) -> VerifyReport:
+    """Read everything that the manifest lists."""
+    began = time.monotonic()
+    manifest = reader.manifest
+    report = VerifyReport(reader.root, reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
+    sound: set[int] = set()
+    for number, record in enumerate(manifest.files):
+        try:
+            reader.head(number)
+            sound.add(number)
+        except CheckpointError as error:
+            report.problems.append(error)
+        except OSError as error:
+            report.problems.append(
+                StorageError.of(error, "reading a file", path=reader.root, tag=reader.tag, file=record.path)
+            )
+    reads = [
+        Read(leaf, 0, s.file, s.offset, s.box, s.box, s.box, record.dtype.itemsize)
+        for leaf, record in manifest.arrays.items()
+        for s in record
+        if s.file in sound and s.box.size
+    ]
+    reads.sort(key=lambda r: (r.file, r.offset))
+    lock = threading.Lock()
+
+    def note(error: CheckpointError) -> None:
+        with lock:
+            report.problems.append(error)
+
+    check(reader, RestorePlan(tuple(reads)), workers=workers, progress=progress, on_problem=note)
+    report.nbytes = sum(r.nbytes for r in reads)
+    for leaf in array_paths(manifest.skeleton, ""):
+        if manifest.array(leaf) is None:
+            note(CheckpointError("the skeleton names an array that is not stored", tag=reader.tag, leaf=leaf))
+    known = {f.path for f in manifest.files} | ORBAX_FILES | {MANIFEST}
+    report.strangers = [name for name in reader.directory.files() if name not in known]
+    report.seconds = time.monotonic() - began
+    return report

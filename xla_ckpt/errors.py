@@ -1,0 +1,165 @@
+"""The errors of this library: one closed tree, each also the builtin that a caller would expect.
+
+An error is an address, a comparison and a way out: where (path, tag, leaf, rank, file), what was expected and what
+was found, and what to do. The same facts are attributes, and an error survives a trip through JSON unchanged, so
+that every rank of a job can raise the one that a single rank met.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class CheckpointError(Exception):
+    """Base of everything that this library raises on purpose.
+
+    Attributes:
+        problem: What went wrong, in one sentence without the address.
+        path: Checkpoint root directory, where known.
+        tag: Tag inside `path`.
+        leaf: Leaf path inside the tag, such as ``model/layers.0.weight``.
+        file: File inside the tag, relative to it.
+        rank: Rank that met the error.
+        expected: What should have been there.
+        found: What was there.
+        hint: What to do about it.
+        details: Further findings, one a line.
+    """
+
+    FACTS: ClassVar[tuple[str, ...]] = ("path", "tag", "leaf", "file", "rank", "expected", "found", "hint", "details")
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        path: str | None = None,
+        tag: str | None = None,
+        leaf: str | None = None,
+        file: str | None = None,
+        rank: int | None = None,
+        expected: object = None,
+        found: object = None,
+        hint: str | None = None,
+        details: str | None = None,
+    ) -> None:
+        self.problem = problem
+        self.path = path
+        self.tag = tag
+        self.leaf = leaf
+        self.file = file
+        self.rank = rank
+        self.expected = expected
+        self.found = found
+        self.hint = hint
+        self.details = details
+        super().__init__(problem)
+
+    def __str__(self) -> str:
+        names = {"tag": "tag", "leaf": "leaf", "file": "file", "rank": "rank", "path": "in"}
+        where = ", ".join(
+            f"{word} {getattr(self, fact)}" for fact, word in names.items() if getattr(self, fact) is not None
+        )
+        text = f"{self.problem} [{where}]" if where else self.problem
+        if self.expected is not None or self.found is not None:
+            text += f": expected {self.expected}, found {self.found}"
+        text = f"{text}. {self.hint}" if self.hint else text
+        return f"{text}\n{self.details}" if self.details else text
+
+    def at(self, **facts: Any) -> CheckpointError:
+        """This error with the facts that it did not know yet; what it knew stays. Returns itself."""
+        for name, value in facts.items():
+            if name not in self.FACTS:
+                raise TypeError(f"{name!r} is not a fact of a CheckpointError")
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """The error as plain JSON, for the way to other ranks."""
+        facts = {name: getattr(self, name) for name in self.FACTS}
+        plain = {k: v if isinstance(v, int | str) else str(v) for k, v in facts.items() if v is not None}
+        return {"kind": type(self).__name__, "problem": self.problem, **plain}
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError, RuntimeError):
+    """There is no such tag, or no tag at all. A `RuntimeError` too, because neuronx-distributed raises that."""
+
+    __str__ = CheckpointError.__str__
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Stored bytes are not the bytes that were saved: wrong digest, size or structure."""
+
+
+class FormatError(CorruptCheckpointError, ValueError):
+    """A manifest or payload header that no version of this library writes."""
+
+
+class IncompatibleCheckpointError(CheckpointError, ValueError):
+    """The checkpoint is sound, but the target wants other names, shapes or dtypes."""
+
+
+class UnsupportedVersionError(IncompatibleCheckpointError):
+    """The checkpoint was written by a newer version of the format."""
+
+
+class InvalidTagError(CheckpointError, ValueError):
+    """A tag that is not a safe file name."""
+
+
+class UnsupportedStateError(CheckpointError, TypeError):
+    """State that cannot be described: an unknown dtype, a cycle, a sparse tensor."""
+
+
+class UntrustedObjectError(CheckpointError, PermissionError):
+    """A pickled object that would be loaded only with ``trust_pickle=True``."""
+
+    __str__ = CheckpointError.__str__
+
+
+class StorageError(CheckpointError, OSError):
+    """The operating system refused: no space, no permission, an I/O error. `errno` is kept."""
+
+    __str__ = CheckpointError.__str__
+
+    @classmethod
+    def of(cls, error: OSError, doing: str, **facts: Any) -> StorageError:
+        """`error` as a `StorageError` that says what was being done."""
+        made = cls(f"{doing} failed: {error.strerror or error}", **facts)
+        made.errno = error.errno
+        made.strerror = error.strerror
+        return made
+
+
+class SaveError(CheckpointError, RuntimeError):
+    """A save did not commit; the tag is as it was before."""
+
+
+class RankFailedError(SaveError):
+    """Another rank failed, died or did not answer in time. `rank` names it."""
+
+
+class UsageError(CheckpointError, ValueError):
+    """An argument that makes no sense, or that ranks disagree about."""
+
+
+class RestoredElsewhereError(CheckpointError, RuntimeError):
+    """Another rank met an error of a kind that this process does not know."""
+
+
+KINDS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError, NoCheckpointError, CorruptCheckpointError, FormatError, IncompatibleCheckpointError,
+        UnsupportedVersionError, InvalidTagError, UnsupportedStateError, UntrustedObjectError, StorageError,
+        SaveError, RankFailedError, UsageError,
+    )
+}  # fmt: skip
+"""Every kind of error that can travel between ranks, by name."""
+
+
+def from_json(facts: dict[str, Any]) -> CheckpointError:
+    """The error that `CheckpointError.to_json` described on another rank."""
+    kind = KINDS.get(str(facts.get("kind")), RestoredElsewhereError)
+    known = {name: facts[name] for name in CheckpointError.FACTS if name in facts}
+    return kind(str(facts.get("problem", "unknown problem")), **known)

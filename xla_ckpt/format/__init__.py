@@ -1,0 +1,1 @@
+"""What bytes mean: the manifest, the payload header, digests. Pure."""

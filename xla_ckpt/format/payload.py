@@ -1,0 +1,144 @@
+"""Payload files: plain safetensors, with two extra entries in the header's ``__metadata__``.
+
+``DCP_SHARDING_INFO`` tells stock `torch.distributed.checkpoint.HuggingFaceStorageReader` where each tensor lies in its
+global array. ``xla_ckpt_digests`` holds the digests of all blocks, region after region. The length of the header
+depends on the names and sizes alone, so the data can be written before the digests are known. The header is padded
+with spaces until the data begins at a multiple of 4096.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import FormatError
+from xla_ckpt.format import digest
+from xla_ckpt.layout.box import Box
+
+ALIGNMENT = 4096
+"""Data of a payload file begins at a multiple of this (bytes): what direct I/O and memory maps want."""
+
+MAX_HEADER = 100_000_000
+"""What the safetensors package refuses to read."""
+
+DIGESTS = "xla_ckpt_digests"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A region of an array as it stands in a payload file."""
+
+    name: str
+    """Its key in the file."""
+
+    dtype: DType
+    box: Box
+    """Region of the global array."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.box.size * self.dtype.itemsize
+
+
+def order(regions: Sequence[Region]) -> list[int]:
+    """The order of regions in a file: wide element types first, so that all are aligned; else as given."""
+    return sorted(range(len(regions)), key=lambda i: -(regions[i].dtype.itemsize))
+
+
+def offsets(regions: Sequence[Region]) -> list[int]:
+    """Where each region begins, counted from the start of the data."""
+    places, at = [], 0
+    for region in regions:
+        places.append(at)
+        at += region.nbytes
+    return places
+
+
+def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> bytes:
+    """The first bytes of a payload file, up to where its data begins.
+
+    Without `digests` (one per block, region after region) their place is filled with zeros: same length.
+
+    >>> from xla_ckpt.dtypes import dtype
+    >>> len(header([Region("w", dtype("float32"), Box((0,), (8,)))]))
+    4096
+    """
+    count = sum(digest.block_count(r.nbytes) for r in regions)
+    table = digest.pack(digests if digests is not None else [0] * count)
+    sharding = {}
+    entries: dict[str, object] = {}
+    for region, at in zip(regions, offsets(regions), strict=True):
+        raw = region.dtype.safetensors is None
+        tail = [region.dtype.itemsize] if raw and region.dtype.itemsize > 1 else []
+        sharding[region.name] = {"saved_offsets": [*region.box.start, *(0 for _ in tail)]}
+        entries[region.name] = {
+            "dtype": region.dtype.safetensors or "U8",
+            "shape": [*region.box.shape, *tail],
+            "data_offsets": [at, at + region.nbytes],
+        }
+    about = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+        DIGESTS: table,
+    }
+    text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
+    size = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    if size > MAX_HEADER:
+        raise FormatError(
+            f"{len(regions)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
+        )
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """The digests of one payload file, found by where a region begins."""
+
+    blocks: Mapping[int, tuple[int, tuple[int, ...]]]
+    """Offset in the file -> (bytes of the region, digests of its blocks)."""
+
+    def of(self, offset: int, nbytes: int) -> tuple[int, ...]:
+        """Digests of the blocks of the region of `nbytes` bytes at `offset`.
+
+        Raises:
+            FormatError: No such region is in the file.
+        """
+        size, digests = self.blocks.get(offset, (None, ()))
+        if size != nbytes:
+            raise FormatError("the payload has no such region", expected=f"{nbytes} bytes at {offset}", found=size)
+        return digests
+
+
+def parse_header(head: bytes) -> BlockTable:
+    """The digests in a payload header (all bytes before the data).
+
+    Raises:
+        FormatError: No header that `header` writes.
+    """
+    try:
+        length = int.from_bytes(head[:8], "little")
+        raw = json.loads(head[8:]) if length == len(head) - 8 else None
+        about = raw.pop("__metadata__")[DIGESTS]  # type: ignore[union-attr]
+        spans = sorted((e["data_offsets"][0], e["data_offsets"][1]) for e in raw.values())  # type: ignore[union-attr]
+        sizes = [_span(first, last) for first, last in spans]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise FormatError("broken payload header") from error
+    all_digests = digest.unpack(about, sum(map(digest.block_count, sizes)))
+    blocks: dict[int, tuple[int, tuple[int, ...]]] = {}
+    at = 0
+    for (first, _), size in zip(spans, sizes, strict=True):
+        count = digest.block_count(size)
+        if size:
+            blocks[len(head) + first] = (size, all_digests[at : at + count])
+        at += count
+    return BlockTable(blocks)
+
+
+def _span(first: object, last: object) -> int:
+    if not (type(first) is int and type(last) is int and 0 <= first <= last):
+        raise ValueError(f"impossible offsets {first}, {last}")
+    return last - first

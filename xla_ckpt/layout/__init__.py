@@ -1,0 +1,1 @@
+"""Where elements are: boxes, grids, meshes, owners, byte ranges. Pure."""

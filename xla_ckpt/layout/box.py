@@ -1,0 +1,129 @@
+"""Boxes: rectangular regions of a tensor's index space.
+
+A box is half-open and speaks *global* coordinates: a shard's box says where its elements live in the whole tensor,
+whatever buffer holds them. Resharding is box intersection and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The elements `start[d] <= i[d] < stop[d]` of a tensor; empty where a start meets its stop.
+
+    >>> left, mid = Box((0, 0), (4, 2)), Box((2, 1), (6, 5))
+    >>> left.intersect(mid)
+    Box(start=(2, 1), stop=(4, 2))
+    >>> left.intersect(Box((4, 0), (8, 2))) is None  # they touch, they do not overlap
+    True
+    """
+
+    start: tuple[int, ...]
+    """First index held, per tensor dim (elements)."""
+
+    stop: tuple[int, ...]
+    """One past the last index held, per tensor dim (elements)."""
+
+    def __post_init__(self) -> None:
+        for dim, (low, high) in enumerate(zip(self.start, self.stop, strict=True)):
+            if not 0 <= low <= high:
+                raise ValueError(f"tensor dim {dim} of a box runs from {low} to {high}")
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Box:
+        """The box of a whole tensor.
+
+        >>> Box.whole((2, 3))
+        Box(start=(0, 0), stop=(2, 3))
+        """
+        stop = tuple(shape)
+        return cls((0,) * len(stop), stop)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements per tensor dim."""
+        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements (1 for the box of a scalar)."""
+        return prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, in global coordinates; None if no element is shared."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(low >= high for low, high in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def relative_to(self, origin: Box) -> Box:
+        """The same region in the coordinates of a buffer that holds `origin`.
+
+        >>> Box((2, 1), (4, 2)).relative_to(Box((2, 0), (6, 5)))
+        Box(start=(0, 1), stop=(2, 2))
+        """
+        return Box(
+            tuple(a - o for a, o in zip(self.start, origin.start, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin.start, strict=True)),
+        )
+
+    def moved(self, offset: Sequence[int]) -> Box:
+        """The same region `offset` elements further along every tensor dim."""
+        return Box(
+            tuple(a + o for a, o in zip(self.start, offset, strict=True)),
+            tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
+        )
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` is in this box (an empty box is in all)."""
+        return other.size == 0 or (
+            all(a <= b for a, b in zip(self.start, other.start, strict=True))
+            and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+        )
+
+    def along(self, dim: int, low: int, high: int) -> Box:
+        """The slice `low <= i < high` (global indices) of this box along one tensor dim.
+
+        >>> Box((0, 0), (4, 2)).along(0, 1, 3)
+        Box(start=(1, 0), stop=(3, 2))
+        """
+        return Box((*self.start[:dim], low, *self.start[dim + 1 :]), (*self.stop[:dim], high, *self.stop[dim + 1 :]))
+
+    def __str__(self) -> str:
+        """As in Python's slicing: ``[2:4, 1:2]``."""
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
+    """Two boxes that share an element, or None if the boxes are disjoint.
+
+    A sweep along the first tensor dim: quadratic only in how many boxes are open at once.
+    """
+    alive: list[Box] = []
+    for box in sorted(b for b in boxes if b.size):
+        if not box.start:
+            if alive:
+                return alive[0], box
+        else:
+            alive = [other for other in alive if other.stop[0] > box.start[0]]
+        for other in alive:
+            if other.intersect(box) is not None:
+                return other, box
+        alive.append(box)
+    return None
+
+
+def is_partition(boxes: Iterable[Box], whole: Box) -> bool:
+    """Whether the boxes hold every element of `whole` exactly once, and nothing else.
+
+    >>> is_partition([Box((0,), (2,)), Box((2,), (3,))], Box((0,), (3,)))
+    True
+    """
+    held = [b for b in boxes if b.size]
+    inside = all(whole.contains(b) for b in held)
+    return inside and sum(b.size for b in held) == whole.size and overlapping_pair(held) is None

@@ -1,0 +1,1 @@
+"""Every decision of a save or a restore, before any action. Pure."""

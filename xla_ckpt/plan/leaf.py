@@ -1,0 +1,60 @@
+"""Array leaves as plans see them: where the elements are, not what holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.layout.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A region of a global array that this process holds, and who else holds it."""
+
+    box: Box
+    """Region of the global array."""
+
+    replica: int = 0
+    """Which of the equal copies this is, from 0; the same number on no other holder."""
+
+    replicas: int = 1
+    """How many copies there are in the job."""
+
+    group: Hashable = None
+    """Names the set of holders (see `xla_ckpt.layout.owners.Held`)."""
+
+    lane: int = 0
+    """Which local device holds it; each lane has payload files of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """An array leaf on this process: global type and shape, local shards."""
+
+    path: str
+    """Leaf path in the state tree."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    """Global shape (elements)."""
+
+    shards: tuple[LocalShard, ...]
+    """What this process holds of it; may be nothing."""
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.shape)
+        for shard in self.shards:
+            if not whole.contains(shard.box):
+                raise ValueError(f"{self.path}: shard {shard.box} lies outside of the array {whole}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global array."""
+        return Box.whole(self.shape).size * self.dtype.itemsize
+
+
+def whole_leaf(path: str, dtype: DType, shape: tuple[int, ...]) -> Leaf:
+    """The leaf of an array that one process holds alone."""
+    return Leaf(path, dtype, shape, (LocalShard(Box.whole(shape)),))

@@ -1,0 +1,152 @@
+"""What one process writes: which bytes of which shard, into which file, at which offset.
+
+Computed by every process alone, without asking anybody, from the leaves that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xla_ckpt.format import payload
+from xla_ckpt.format.manifest import FileRecord, Shard
+from xla_ckpt.layout.box import Box
+from xla_ckpt.layout.owners import Held, owned
+from xla_ckpt.layout.ranges import runs
+from xla_ckpt.plan.leaf import Leaf
+
+ITEMS = ("model", "optimizer", "scheduler", "extras", "user_content")
+"""Top-level members of the state that get a payload directory of their own; everything else shares `REST`."""
+
+REST = "tree"
+"""Payload directory of arrays that belong to none of the `ITEMS`."""
+
+
+def item_and_name(leaf: str) -> tuple[str, str]:
+    """Payload directory and key in its files for a leaf path.
+
+    >>> item_and_name("model/layers.0.weight"), item_and_name("params/w")
+    (('model', 'layers.0.weight'), ('tree', 'params/w'))
+    """
+    first, slash, rest = leaf.partition("/")
+    item, name = (first, rest) if slash and first in ITEMS else (REST, leaf)
+    return item, name if name and name != "__metadata__" else "~" + name
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the bytes of a region come from."""
+
+    leaf: str
+    shard: int
+    """Index into the leaf's local shards."""
+
+    offset: int
+    """Of the first byte in that shard's C-ordered memory."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One payload file."""
+
+    path: str
+    """Relative to the tag directory."""
+
+    regions: tuple[payload.Region, ...]
+    """In file order."""
+
+    leaves: tuple[str, ...]
+    """Leaf path of each region."""
+
+    sources: tuple[Source, ...]
+    """Bytes of each region."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all regions."""
+        return sum(r.nbytes for r in self.regions)
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Everything that one process writes."""
+
+    files: tuple[FilePlan, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Array bytes that this process writes."""
+        return sum(f.data_bytes for f in self.files)
+
+
+def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int = 1) -> SavePlan:
+    """Decide what process `rank` of `world` writes.
+
+    `lanes` is the number of local devices that the job has per process, when its leaves name several.
+    """
+    shards = [(leaf, i) for leaf in leaves for i in range(len(leaf.shards))]
+    held = [_held(leaf, i) for leaf, i in shards]
+    by_file: dict[tuple[str, int, int], list[tuple[str, Source, payload.Region]]] = {}
+    seen: dict[tuple[str, int], int] = {}
+    for (leaf, i), box in zip(shards, owned(held), strict=True):
+        if box is None:
+            continue
+        shard = leaf.shards[i]
+        item, name = item_and_name(leaf.path)
+        # Stock readers know one region per name and file: the second box of a name goes to a second file.
+        again = seen.get((leaf.path, shard.lane), 0)
+        seen[leaf.path, shard.lane] = again + 1
+        region = payload.Region(name, leaf.dtype, box)
+        where = runs(box, shard.box, leaf.dtype.itemsize)
+        source = Source(leaf.path, i, where.offset, region.nbytes)
+        by_file.setdefault((item, shard.lane, again), []).append((leaf.path, source, region))
+    files = []
+    for (item, lane, again), unordered in sorted(by_file.items(), key=lambda kv: kv[0]):
+        entries = [unordered[i] for i in payload.order([region for _, _, region in unordered])]
+        path = f"{item}/{_file_name(rank * lanes + lane, world * lanes, again)}"
+        files.append(
+            FilePlan(path, tuple(e[2] for e in entries), tuple(e[0] for e in entries), tuple(e[1] for e in entries))
+        )
+    return SavePlan(tuple(files))
+
+
+def _held(leaf: Leaf, i: int) -> Held:
+    shard = leaf.shards[i]
+    return Held(shard.box, leaf.dtype.itemsize, shard.replica, shard.replicas, shard.group)
+
+
+def _file_name(writer: int, writers: int, again: int) -> str:
+    more = f"-{again + 1}" if again else ""
+    return f"{writer + 1:05d}-of-{writers:05d}{more}.safetensors"
+
+
+def stored_shards(plan: FilePlan, head_bytes: int, file: int) -> list[tuple[str, Shard]]:
+    """(leaf path, shard) of every region of a file that begins with `head_bytes` bytes of header."""
+    places = payload.offsets(plan.regions)
+    return [
+        (leaf, Shard(region.box, file, head_bytes + at))
+        for leaf, region, at in zip(plan.leaves, plan.regions, places, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one process reports after its bytes are durable: the pure part of its record."""
+
+    files: tuple[FileRecord, ...]
+    shards: tuple[tuple[str, Box, int, int], ...]
+    """(leaf path, box, index into `files`, offset)."""
+
+
+def shards_by_leaf(records: Sequence[Written]) -> tuple[list[FileRecord], Mapping[str, list[Shard]]]:
+    """All files and shards of all processes, with the file numbers of the whole."""
+    files: list[FileRecord] = []
+    shards: dict[str, list[Shard]] = {}
+    for record in records:
+        base = len(files)
+        files.extend(record.files)
+        for leaf, box, file, offset in record.shards:
+            shards.setdefault(leaf, []).append(Shard(box, base + file, offset))
+    return files, shards

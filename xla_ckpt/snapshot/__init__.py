@@ -1,0 +1,1 @@
+"""A state, frozen in host memory."""

@@ -1,0 +1,1 @@
+"""Tag directories: names, order, retention, commit."""

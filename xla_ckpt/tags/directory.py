@@ -1,0 +1,155 @@
+"""A root directory of tags, as readers see it. Neither orbax nor any framework is needed here.
+
+A directory is a committed tag if it has a manifest and no temporary name. Order is the commit sequence that the
+manifest's first line gives, never a time stamp. While a tag is replaced, its old version stands under another name
+for an instant; readers find it there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from dataclasses import dataclass
+
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, StorageError
+from xla_ckpt.format import manifest_json
+from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, check_tag, is_tag_name
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TagEntry:
+    """A committed tag, as a listing shows it."""
+
+    tag: str
+    sequence: int
+    pinned: bool
+    created: str
+    """Time of the commit: UTC, ISO 8601; empty if unknown."""
+
+    directory: str
+    """Its name in the root directory: the tag, or its name while it is being replaced."""
+
+    damage: CheckpointError | None = None
+    """Why its manifest could not be read; the sequence then comes from orbax's metadata, or is 0."""
+
+
+def entries(root: str) -> list[TagEntry]:
+    """All committed tags, oldest first. An absent root has none.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError.of(error, "listing the checkpoint directory", path=root) from error
+    found: dict[str, TagEntry] = {}
+    for name in sorted(names, key=lambda n: not n.startswith(OLD_PREFIX)):  # a tag itself wins over its old version
+        tag = name.removeprefix(OLD_PREFIX)
+        if is_tag_name(tag) and (entry := _entry(root, name, tag)) is not None:
+            found[tag] = entry
+    return sorted(found.values(), key=lambda e: (e.sequence, e.tag))
+
+
+def _entry(root: str, name: str, tag: str) -> TagEntry | None:
+    try:
+        with open(os.path.join(root, name, MANIFEST), "rb") as file:
+            start = file.read(manifest_json.HEAD_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        damage: CheckpointError = StorageError.of(error, "reading a manifest", path=root, tag=tag)
+        return TagEntry(tag, _orbax_sequence(root, name), False, "", name, damage)
+    try:
+        head = manifest_json.parse_head(start)
+    except CheckpointError as error:
+        error.at(path=root, tag=tag, file=MANIFEST)
+        return TagEntry(tag, _orbax_sequence(root, name), False, "", name, error)
+    return TagEntry(tag, head.sequence, head.pinned, head.created, name)
+
+
+def _orbax_sequence(root: str, name: str) -> int:
+    """The commit sequence from orbax's copy of it: enough to keep a damaged tag in its place in the order."""
+    try:
+        with open(os.path.join(root, name, "_CHECKPOINT_METADATA"), "rb") as file:
+            sequence = json.load(file)["custom_metadata"]["sequence"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0  # unknown: such a tag counts as the oldest
+    return sequence if type(sequence) is int and sequence > 0 else 0
+
+
+def open_tag(root: str, tag: str) -> LocalDirectory:
+    """The directory of a committed tag, marked as being read so that no retention deletes it under the reader.
+
+    Raises:
+        NoCheckpointError: There is no such tag; the message lists those that there are.
+        InvalidTagError: `tag` cannot be one.
+    """
+    check_tag(tag, root)
+    for name in (tag, OLD_PREFIX + tag, tag):  # it may move from the first name to the second, or be replaced
+        path = os.path.join(root, name)
+        if not os.path.exists(os.path.join(path, MANIFEST)):
+            continue
+        try:
+            directory = LocalDirectory(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StorageError.of(error, "opening a tag", path=root, tag=tag) from error
+        _lock(directory.fd, fcntl.LOCK_SH)
+        return directory
+    raise no_such_tag(root, tag)
+
+
+def no_such_tag(root: str, tag: str | None) -> NoCheckpointError:
+    """The error for a tag that is not there, or for a root without any (`tag` None)."""
+    try:
+        there = [e.tag for e in entries(root)]
+        unfinished = [n for n in os.listdir(root) if n.endswith(TMP_SUFFIX)]
+    except (OSError, CheckpointError):
+        there, unfinished = [], []
+    if not os.path.isdir(root):
+        hint = "The directory does not exist."
+    elif there:
+        hint = f"Tags there, oldest first: {', '.join(there[-10:])}."
+    else:
+        hint = "No tag was ever committed there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
+    return NoCheckpointError(
+        "there is no such checkpoint" if tag else "there is no checkpoint", path=root, tag=tag, hint=hint
+    )
+
+
+def _lock(fd: int, how: int) -> bool:
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.debug("no locks on this file system: %s", error)  # then nothing is known to be in use
+    return True
+
+
+def in_use(path: str) -> bool:
+    """Whether somebody reads (or, for an unfinished save, writes) this directory right now."""
+    try:
+        directory = LocalDirectory(path)
+    except OSError:
+        return False
+    try:
+        return not _lock(directory.fd, fcntl.LOCK_EX)
+    finally:
+        directory.close()
+
+
+def mark_in_use(directory: LocalDirectory) -> None:
+    """Mark a directory as being written, until it is closed or the process ends."""
+    _lock(directory.fd, fcntl.LOCK_EX)

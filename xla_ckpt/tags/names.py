@@ -1,0 +1,66 @@
+"""Which strings are tags, and which names in a root directory mean something else. Pure."""
+
+from __future__ import annotations
+
+from xla_ckpt.errors import InvalidTagError
+
+TMP_SUFFIX = ".orbax-checkpoint-tmp"
+"""What orbax appends to a directory that is still being written."""
+
+OLD_PREFIX = ".old-"
+"""A tag that is just being replaced: complete, and good until its successor is in place."""
+
+TRASH = ".trash"
+"""Where tags go to be deleted."""
+
+MAX_BYTES = 200
+"""Longest tag: a file name may have 255 bytes, and suffixes need room."""
+
+
+def check_tag(tag: object, path: str | None = None) -> str:
+    """`tag`, if it is a safe file name.
+
+    Raises:
+        InvalidTagError: It is not, and why.
+
+    >>> check_tag("step_10")
+    'step_10'
+    >>> is_tag_name("../best")
+    False
+    """
+    if not isinstance(tag, str):
+        reason = f"it is {type(tag).__name__}, not str"
+    elif not tag:
+        reason = "it is empty"
+    elif found := next((c for c in tag if c in "/\\\0"), None):
+        reason = f"it contains {found!r}"
+    elif not tag.isprintable():
+        reason = "it contains a control character"
+    elif tag.startswith("."):
+        reason = "it starts with a dot"
+    elif tag != tag.strip():
+        reason = "it starts or ends with white space"
+    elif TMP_SUFFIX in tag:
+        reason = f"it contains {TMP_SUFFIX!r}, which marks unfinished saves"
+    elif _is_too_long(tag):
+        reason = f"it is longer than {MAX_BYTES} bytes"
+    else:
+        return tag
+    raise InvalidTagError(
+        f"{tag!r} cannot be a tag: {reason}",
+        path=path,
+        hint="A tag names a directory: use letters, digits and characters such as '_', '-' or '.'.",
+    )
+
+
+def _is_too_long(tag: str) -> bool:
+    return len(tag.encode("utf-8", "surrogatepass")) > MAX_BYTES
+
+
+def is_tag_name(name: str) -> bool:
+    """Whether a directory of this name may be a tag."""
+    try:
+        check_tag(name)
+    except InvalidTagError:
+        return False
+    return True

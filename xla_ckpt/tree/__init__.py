@@ -1,0 +1,1 @@
+"""What a state is: nested containers, plain values, and named array leaves. Pure."""

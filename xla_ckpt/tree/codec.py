@@ -1,0 +1,138 @@
+"""What the leaves and containers of a state tree are, and how each is written as typed JSON.
+
+JSON says nothing about tuples, sets, bytes or the difference between 1 and True as a dict key. Every value that plain
+JSON would change is wrapped as ``{"$kind": ...}``. The kinds of the standard library's pure types live here; types
+that need a framework or the operating system (torch.dtype, pathlib.Path, ...) are `Kind` objects from the shell.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import fractions
+import struct
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.errors import FormatError
+
+Json = Any
+"""Anything that `json.dumps` writes and `json.loads` gives back equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A type of plain value: exact type, and its two directions."""
+
+    name: str
+    """Name in the file, without the ``$``."""
+
+    type: type
+    """The exact type (not a base class) that this kind encodes."""
+
+    encode: Callable[[Any], Json]
+    """Value to JSON; NotImplemented for a value of the type that it cannot write."""
+
+    decode: Callable[[Json], Any]
+    """JSON to value; whatever it raises is reported as a broken manifest."""
+
+
+def _float_bits(text: str) -> float:
+    return float(struct.unpack("<d", bytes.fromhex(text))[0])
+
+
+def encode_float(value: float) -> Json:
+    """A float, exactly: as a JSON number where that is exact, else by its bits (inf, NaN with its payload)."""
+    finite = value - value == 0
+    return value if finite else {"$float": struct.pack("<d", value).hex()}
+
+
+def _timezone(json: Json) -> datetime.timezone:
+    seconds, name = json
+    offset = datetime.timedelta(seconds=seconds)
+    return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
+
+
+PURE_KINDS: tuple[Kind, ...] = (
+    Kind("bytes", bytes, lambda v: base64.b64encode(v).decode(), lambda j: base64.b64decode(j, validate=True)),
+    Kind("bytearray", bytearray, lambda v: base64.b64encode(v).decode(),
+         lambda j: bytearray(base64.b64decode(j, validate=True))),
+    Kind("complex", complex, lambda v: [encode_float(v.real), encode_float(v.imag)],
+         lambda j: complex(*(_float_bits(p["$float"]) if isinstance(p, dict) else p for p in j))),
+    Kind("range", range, lambda v: [v.start, v.stop, v.step], lambda j: range(*j)),
+    Kind("ellipsis", type(...), lambda v: None, lambda j: ...),
+    Kind("datetime", datetime.datetime, lambda v: [v.isoformat(), v.fold],
+         lambda j: datetime.datetime.fromisoformat(j[0]).replace(fold=j[1])),
+    Kind("date", datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
+    Kind("time", datetime.time, lambda v: [v.isoformat(), v.fold],
+         lambda j: datetime.time.fromisoformat(j[0]).replace(fold=j[1])),
+    Kind("timedelta", datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds],
+         lambda j: datetime.timedelta(*j)),
+    Kind("timezone", datetime.timezone,
+         lambda v: [v.utcoffset(None).total_seconds(), v.tzname(None)], _timezone),
+    Kind("decimal", decimal.Decimal, str, decimal.Decimal),
+    Kind("fraction", fractions.Fraction, lambda v: [v.numerator, v.denominator], lambda j: fractions.Fraction(*j)),
+    Kind("uuid", uuid.UUID, str, uuid.UUID),
+)  # fmt: skip
+
+
+def _datetime_is_plain(value: object) -> bool:
+    """Isoformat keeps an offset but not a named zone's rules: those must not pass as plain."""
+    zone = getattr(value, "tzinfo", None)
+    return zone is None or type(zone) is datetime.timezone
+
+
+class Codec:
+    """The plain values of one program: JSON's own, the pure kinds, and the shell's.
+
+    >>> codec = Codec()
+    >>> codec.decode(codec.encode(complex(1, 2)))
+    (1+2j)
+    >>> codec.encode(object()) is NotImplemented
+    True
+    """
+
+    def __init__(self, shell_kinds: tuple[Kind, ...] = ()) -> None:
+        kinds = PURE_KINDS + shell_kinds
+        self._by_type = {k.type: k for k in kinds}
+        self._by_name = {"$" + k.name: k for k in kinds}
+
+    def encode(self, value: Any) -> Json:
+        """A scalar value as JSON, or NotImplemented if it is no plain value."""
+        kind = type(value)
+        if value is None or kind is bool or kind is int or kind is str:
+            return value
+        if kind is float:
+            return encode_float(value)
+        known = self._by_type.get(kind)
+        if known is None or not _datetime_is_plain(value):
+            return NotImplemented
+        body = known.encode(value)
+        return NotImplemented if body is NotImplemented else {"$" + known.name: body}
+
+    def decode(self, json: Json) -> Any:
+        """The value that `encode` wrote.
+
+        Raises:
+            FormatError: `json` is nothing that any codec of ours writes.
+        """
+        if json is None or isinstance(json, bool | int | float | str):
+            return json
+        if isinstance(json, dict) and len(json) == 1:
+            ((name, body),) = json.items()
+            if name == "$float":
+                return self._guard(name, _float_bits, body)
+            if (kind := self._by_name.get(name)) is not None:
+                return self._guard(name, kind.decode, body)
+        raise FormatError("unknown value in the skeleton", found=str(json)[:80])
+
+    @staticmethod
+    def _guard(name: str, decode: Callable[[Json], Any], body: Json) -> Any:
+        try:
+            return decode(body)
+        except Exception as error:
+            # Decoders call constructors of many libraries; whatever they raise on garbage is the file's fault.
+            raise FormatError(f"broken {name} value in the skeleton", found=str(body)[:80]) from error

@@ -1,0 +1,307 @@
+"""A nested state as named array leaves plus a skeleton, and back.
+
+`flatten` takes the arrays out of nested containers; what stays is the skeleton: JSON with ``{"$array": kind}`` where an
+array was and ``{"$object": n}`` where a value was that only pickle can store. `Unflattener` puts values back. Neither
+knows what an array is: the caller says, and names its kind (``torch``, ``numpy``, ``jax``).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json as json_text
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt.errors import FormatError, UnsupportedStateError
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.codec import Codec, Json
+
+MAX_DEPTH = 200
+"""Containers inside containers; deeper trees are a cycle in all but name."""
+
+NAMESPACES = frozenset({"argparse:Namespace", "types:SimpleNamespace"})
+"""Classes that are nothing but a bag of attributes."""
+
+_FACTORIES: dict[str, Any] = {t.__name__: t for t in (int, float, str, bool, list, dict, set, tuple)}
+
+Resolve = Callable[[str, type], Any]
+"""(``module:qualname``, base kind) -> the class of a namedtuple, dataclass or enum; raises where it cannot."""
+
+
+@dataclass(slots=True)
+class Flat:
+    """A tree taken apart."""
+
+    arrays: dict[str, Any] = field(default_factory=dict)
+    """Array leaves by leaf path, in tree order."""
+
+    objects: list[tuple[str, Any]] = field(default_factory=list)
+    """(leaf path, value) of what is neither array, container nor plain; the skeleton refers to it by index."""
+
+    skeleton: Json = None
+    """The tree without them."""
+
+
+def class_name(kind: type) -> str:
+    """``module:qualname`` of a class, as the skeleton stores it."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def is_enum_member(value: Any) -> bool:
+    """Whether `value` is a named member of an enum (a combination of flags is not)."""
+    members = getattr(type(value), "__members__", {})
+    return members.get(getattr(value, "name", None)) is value if members else False
+
+
+def _is_namedtuple(value: object) -> bool:
+    return isinstance(value, tuple) and type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
+
+
+ArrayKind = Callable[[Any], str | None]
+"""value -> what kind of array it is, or None if it is none."""
+
+
+class _Flattener:
+    def __init__(self, array_kind: ArrayKind, codec: Codec) -> None:
+        self.array_kind = array_kind
+        self.codec = codec
+        self.flat = Flat()
+        self.open: set[int] = set()
+
+    def visit(self, value: Any, path: str) -> Json:
+        if (kind := self.array_kind(value)) is not None:
+            self.flat.arrays[path] = value
+            return {"$array": kind}
+        plain = self.codec.encode(value)
+        if plain is not NotImplemented:
+            return plain
+        if id(value) in self.open:
+            raise UnsupportedStateError("the state contains itself", leaf=path)
+        if len(self.open) >= MAX_DEPTH:
+            raise UnsupportedStateError(f"the state is nested deeper than {MAX_DEPTH} containers", leaf=path)
+        self.open.add(id(value))
+        try:
+            return self.container(value, path)
+        finally:
+            self.open.discard(id(value))
+
+    def container(self, value: Any, path: str) -> Json:
+        kind = type(value)
+        if kind is dict:
+            if all(type(k) is str and not k.startswith("$") for k in value):
+                return {k: self.visit(v, paths.join(path, paths.escape(k))) for k, v in value.items()}
+            return self.pairs("$dict", value, path)
+        if kind is list:
+            return self.items(value, path)
+        if kind is tuple:
+            return {"$tuple": self.items(value, path)}
+        if kind is collections.OrderedDict:
+            return self.pairs("$OrderedDict", value, path)
+        if kind is collections.Counter:
+            return self.pairs("$Counter", value, path)
+        if kind is collections.defaultdict and self.factory(value) is not NotImplemented:
+            pairs = self.pairs("$defaultdict", value, path)
+            return pairs if "$object" in pairs else {"$defaultdict": [self.factory(value), pairs["$defaultdict"]]}
+        if kind is collections.deque:
+            return {"$deque": [value.maxlen, self.items(value, path)]}
+        if kind is set or kind is frozenset:
+            members = [self.hashable(v) for v in value]
+            if NotImplemented not in members:
+                ordered = sorted(members, key=lambda j: json_text.dumps(j, sort_keys=True))
+                return {"$set" if kind is set else "$frozenset": ordered}
+        if kind is slice:
+            return {"$slice": self.items([value.start, value.stop, value.step], path)}
+        if _is_namedtuple(value):
+            return {"$namedtuple": [class_name(kind), self.fields(value._asdict(), path)]}
+        if class_name(kind) in NAMESPACES:
+            return {"$namespace": [class_name(kind), self.fields(vars(value), path)]}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+            if set(getattr(value, "__dict__", {})) - set(held):  # attributes that are no fields would be lost
+                return self.object(value, path)
+            return {"$dataclass": [class_name(kind), self.fields(held, path)]}
+        return {"$enum": [class_name(kind), value.name]} if is_enum_member(value) else self.object(value, path)
+
+    def object(self, value: Any, path: str) -> Json:
+        self.flat.objects.append((path, value))
+        return {"$object": len(self.flat.objects) - 1}
+
+    def items(self, values: Any, path: str) -> list[Json]:
+        return [self.visit(v, paths.join(path, str(i))) for i, v in enumerate(values)]
+
+    def fields(self, members: Mapping[str, Any], path: str) -> dict[str, Json]:
+        return {k: self.visit(v, paths.join(path, paths.escape(k))) for k, v in members.items()}
+
+    def pairs(self, name: str, value: Mapping[Any, Any], path: str) -> Json:
+        keys = [self.hashable(k) for k in value]
+        if NotImplemented in keys:  # a key that is itself an object: the whole dict is one
+            return self.object(value, path)
+        return {name: [[k, self.visit(v, paths.join(path, component(k)))]
+                       for k, v in zip(keys, value.values(), strict=True)]}  # fmt: skip
+
+    def hashable(self, value: Any) -> Json:
+        """A dict key or set member as JSON: plain values, tuples and enums of them; else NotImplemented."""
+        plain = self.codec.encode(value)
+        if plain is not NotImplemented:
+            return plain
+        if type(value) is tuple or type(value) is frozenset:
+            members = [self.hashable(v) for v in value]
+            if NotImplemented not in members:
+                return {"$tuple" if type(value) is tuple else "$frozenset": members}
+        elif is_enum_member(value):
+            return {"$enum": [class_name(type(value)), value.name]}
+        return NotImplemented
+
+    @staticmethod
+    def factory(value: collections.defaultdict[Any, Any]) -> Any:
+        made = value.default_factory
+        if made is None:
+            return None
+        name = getattr(made, "__name__", "")
+        return name if _FACTORIES.get(name) is made else NotImplemented
+
+
+def component(key: Json) -> str:
+    """The path component of an encoded dict key."""
+    return paths.escape(key) if isinstance(key, str) else paths.escape_other(json_text.dumps(key))
+
+
+def flatten(tree: Any, array_kind: ArrayKind, codec: Codec) -> Flat:
+    """Take `tree` apart.
+
+    Raises:
+        UnsupportedStateError: A cycle, or absurd nesting.
+
+    >>> flat = flatten({"w": 3.5, "names": ("a", 1)}, lambda v: "mine" if isinstance(v, float) else None, Codec())
+    >>> flat.arrays, flat.skeleton
+    ({'w': 3.5}, {'w': {'$array': 'mine'}, 'names': {'$tuple': ['a', 1]}})
+    """
+    walk = _Flattener(array_kind, codec)
+    walk.flat.skeleton = walk.visit(tree, paths.ROOT)
+    return walk.flat
+
+
+def resolve_nothing(name: str, base: type) -> Any:
+    """A `Resolve` that knows no class."""
+    raise FormatError(f"the skeleton names the class {name}", hint=f"It should be a {base.__name__} of this program.")
+
+
+@dataclass(frozen=True, slots=True)
+class Unflattener:
+    """Rebuilds a tree from its skeleton."""
+
+    array: Callable[[str, str], Any]
+    """(leaf path, kind of array) -> the array to put there."""
+
+    codec: Codec
+    object: Callable[[int, str], Any] = lambda index, path: resolve_nothing(f"object {index}", type(None))
+    """(index, leaf path) -> the pickled object to put there."""
+
+    resolve: Resolve = resolve_nothing
+
+    def build(self, skeleton: Json, path: str = paths.ROOT, depth: int = 0) -> Any:
+        """The tree below `path`.
+
+        Raises:
+            FormatError: The skeleton is nothing that `flatten` writes.
+        """
+        if depth > MAX_DEPTH:
+            raise FormatError(f"the skeleton is nested deeper than {MAX_DEPTH}", leaf=path)
+        if isinstance(skeleton, list):
+            return [self.build(v, paths.join(path, str(i)), depth + 1) for i, v in enumerate(skeleton)]
+        if not isinstance(skeleton, dict):
+            return self.codec.decode(skeleton)
+        if len(skeleton) != 1 or not next(iter(skeleton)).startswith("$"):
+            return {k: self.build(v, paths.join(path, paths.escape(k)), depth + 1) for k, v in skeleton.items()}
+        ((name, body),) = skeleton.items()
+        if name not in _CONTAINERS:
+            return self.codec.decode(skeleton)
+        make = getattr(self, _CONTAINERS[name])
+        try:
+            return make(body, path, depth + 1)
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+            if isinstance(error, FormatError):
+                raise
+            raise FormatError(f"broken {name} in the skeleton", leaf=path, found=str(body)[:80]) from error
+
+    def _array(self, body: Json, path: str, depth: int) -> Any:
+        return self.array(path, str(body))
+
+    def _object(self, body: Json, path: str, depth: int) -> Any:
+        return self.object(int(body), path)
+
+    def _pairs(self, body: Json, path: str, depth: int) -> list[tuple[Any, Any]]:
+        return [(self.build(k, path, depth), self.build(v, paths.join(path, component(k)), depth)) for k, v in body]
+
+    def _items(self, body: Json, path: str, depth: int) -> list[Any]:
+        return [self.build(v, paths.join(path, str(i)), depth) for i, v in enumerate(body)]
+
+    def _fields(self, body: Json, path: str, depth: int) -> dict[str, Any]:
+        return {k: self.build(v, paths.join(path, paths.escape(k)), depth) for k, v in body.items()}
+
+    def _dict(self, body: Json, path: str, depth: int) -> Any:
+        return dict(self._pairs(body, path, depth))
+
+    def _ordered_dict(self, body: Json, path: str, depth: int) -> Any:
+        return collections.OrderedDict(self._pairs(body, path, depth))
+
+    def _counter(self, body: Json, path: str, depth: int) -> Any:
+        return collections.Counter(dict(self._pairs(body, path, depth)))
+
+    def _defaultdict(self, body: Json, path: str, depth: int) -> Any:
+        factory, pairs = body
+        made = None if factory is None else _FACTORIES[factory]
+        return collections.defaultdict(made, self._pairs(pairs, path, depth))
+
+    def _tuple(self, body: Json, path: str, depth: int) -> Any:
+        return tuple(self._items(body, path, depth))
+
+    def _deque(self, body: Json, path: str, depth: int) -> Any:
+        maxlen, items = body
+        return collections.deque(self._items(items, path, depth), maxlen)
+
+    def _set(self, body: Json, path: str, depth: int) -> Any:
+        return set(self._items(body, path, depth))
+
+    def _frozenset(self, body: Json, path: str, depth: int) -> Any:
+        return frozenset(self._items(body, path, depth))
+
+    def _slice(self, body: Json, path: str, depth: int) -> Any:
+        return slice(*self._items(body, path, depth))
+
+    def _namedtuple(self, body: Json, path: str, depth: int) -> Any:
+        name, fields = body
+        kind = self.resolve(name, tuple)
+        members = self._fields(fields, path, depth)
+        if tuple(members) != tuple(kind._fields):
+            raise FormatError(f"the fields of {name} changed", leaf=path, expected=tuple(members), found=kind._fields)
+        return tuple.__new__(kind, members.values())
+
+    def _dataclass(self, body: Json, path: str, depth: int) -> Any:
+        name, fields = body
+        kind = self.resolve(name, object)
+        made = object.__new__(kind)  # no __init__: a file must not be able to call code
+        for k, v in self._fields(fields, path, depth).items():
+            object.__setattr__(made, k, v)
+        return made
+
+    def _namespace(self, body: Json, path: str, depth: int) -> Any:
+        name, fields = body
+        if name not in NAMESPACES:
+            raise FormatError("unknown kind of namespace in the skeleton", leaf=path, found=str(name)[:80])
+        return self.resolve(name, object)(**self._fields(fields, path, depth))
+
+    def _enum(self, body: Json, path: str, depth: int) -> Any:
+        name, member = body
+        return self.resolve(name, int).__members__[member]
+
+
+_CONTAINERS = {
+    "$array": "_array", "$object": "_object", "$dict": "_dict", "$OrderedDict": "_ordered_dict",
+    "$Counter": "_counter", "$defaultdict": "_defaultdict", "$tuple": "_tuple", "$deque": "_deque", "$set": "_set",
+    "$frozenset": "_frozenset", "$slice": "_slice", "$namedtuple": "_namedtuple", "$namespace": "_namespace",
+    "$dataclass": "_dataclass", "$enum": "_enum",
+}  # fmt: skip
+"""Name in the file -> method of `Unflattener`."""

@@ -1,0 +1,65 @@
+"""Leaf paths: where a leaf sits in a state tree, as one readable string.
+
+A path is the keys from the root down, joined by ``/``: ``optimizer/state/layers.0.weight/exp_avg``. A string key that
+contains ``/`` or ``~`` is escaped as in JSON Pointer (RFC 6901: ``~1`` and ``~0``); a list index is its number; any
+other dict key is ``~(`` its JSON ``)``, which no string key can look like.
+"""
+
+from __future__ import annotations
+
+ROOT = ""
+"""The path of the tree itself."""
+
+
+def escape(key: str) -> str:
+    """A string key as one path component.
+
+    >>> escape("a/b~c")
+    'a~1b~0c'
+    """
+    return (key.replace("~", "~0").replace("/", "~1") if "/" in key or "~" in key else key) or "~e"
+
+
+def escape_other(key_json: str) -> str:
+    """A key that is not a string, given as its JSON text, as one path component.
+
+    >>> escape_other("[1, 2]")
+    '~([1, 2])'
+    """
+    return "~(" + key_json.replace("~", "~0").replace("/", "~1") + ")"
+
+
+def join(parent: str, component: str) -> str:
+    """The path of a child.
+
+    >>> join("model", "weight"), join(ROOT, "model")
+    ('model/weight', 'model')
+    """
+    return f"{parent}/{component}" if parent else component
+
+
+def split(path: str) -> tuple[str, ...]:
+    """The components of a path, still escaped.
+
+    >>> split("model/a~1b")
+    ('model', 'a~1b')
+    """
+    return tuple(path.split("/")) if path else ()
+
+
+def unescape(component: str) -> str:
+    """The string key that `escape` made `component` from.
+
+    >>> unescape("a~1b~0c")
+    'a/b~c'
+    """
+    return "" if component == "~e" else component.replace("~1", "/").replace("~0", "~")
+
+
+def is_under(path: str, prefix: str) -> bool:
+    """Whether `path` is `prefix` or lies below it.
+
+    >>> is_under("model/w", "model"), is_under("models/w", "model")
+    (True, False)
+    """
+    return not prefix or path == prefix or path.startswith(prefix + "/")
