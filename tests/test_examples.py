@@ -32,3 +32,16 @@ def test_saving_does_not_change_the_training(tmp_path: Path) -> None:
         program("train_lm.py", "--root", tmp_path / str(every), "--steps", 7, "--save-every", every, "--log", log)
         losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
     assert losses[0] == losses[1]
+
+
+def test_fsdp2_on_four_ranks_resumed_on_two_and_on_one() -> None:
+    shown = program("fsdp2_reshard.py")
+    assert "save on 4 rank(s)" in shown
+    assert "load on 2 rank(s)" in shown
+    assert "load on 1 rank(s)" in shown
+
+
+def test_zero1_resumes_bit_for_bit_and_in_another_shape() -> None:
+    shown = program("tp_zero1_resume.py")
+    assert "20 losses after the resume as tp=2,dp=2: bit-identical, right" in shown
+    assert "20 losses after the resume as tp=1,dp=2: largest relative difference" in shown

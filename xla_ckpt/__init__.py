@@ -10,8 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xla_ckpt.adapters.per_rank import PerRank as PerRank
     from xla_ckpt.adapters.registry import ArraySpec as ArraySpec
     from xla_ckpt.adapters.rng import RNGState as RNGState
+    from xla_ckpt.api.explain import explain as explain
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
     from xla_ckpt.api.load import restore as restore
     from xla_ckpt.api.load_run import LoadReport as LoadReport
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from xla_ckpt.engine.verify import VerifyReport as VerifyReport
     from xla_ckpt.errors import CheckpointError as CheckpointError
     from xla_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
+    from xla_ckpt.errors import DivergentReplicasError as DivergentReplicasError
     from xla_ckpt.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
     from xla_ckpt.errors import InvalidTagError as InvalidTagError
     from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
@@ -38,12 +41,15 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
     from xla_ckpt.errors import UsageError as UsageError
     from xla_ckpt.layout.mesh import Mesh as Mesh
+    from xla_ckpt.plan.explain import Explanation as Explanation
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "adapters.per_rank": ("PerRank",),
     "adapters.registry": ("ArraySpec",),
     "adapters.rng": ("RNGState",),
+    "api.explain": ("explain",),
     "api.load": ("load_checkpoint", "restore"),
     "api.load_run": ("LoadReport",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
@@ -52,11 +58,12 @@ _HOMES = {
     "engine.save": ("SaveReport",),
     "engine.verify": ("VerifyReport",),
     "errors": (
-        "CheckpointError", "CorruptCheckpointError", "IncompatibleCheckpointError", "InvalidTagError",
-        "NoCheckpointError", "RankFailedError", "SaveError", "StorageError", "UnsupportedStateError",
+        "CheckpointError", "CorruptCheckpointError", "DivergentReplicasError", "IncompatibleCheckpointError",
+        "InvalidTagError", "NoCheckpointError", "RankFailedError", "SaveError", "StorageError", "UnsupportedStateError",
         "UnsupportedVersionError", "UntrustedObjectError", "UsageError",
     ),
     "layout.mesh": ("Mesh",),
+    "plan.explain": ("Explanation",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -130,9 +130,16 @@ class StorageError(CheckpointError, OSError):
         made.strerror = error.strerror
         return made
 
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {k: v for k, v in (("errno", self.errno), ("strerror", self.strerror)) if v}
+
 
 class SaveError(CheckpointError, RuntimeError):
     """A save did not commit; the tag is as it was before."""
+
+
+class DivergentReplicasError(SaveError):
+    """Ranks that should hold equal copies hold different values. `leaf` names one of them."""
 
 
 class RankFailedError(SaveError):
@@ -152,7 +159,7 @@ KINDS: dict[str, type[CheckpointError]] = {
     for kind in (
         CheckpointError, NoCheckpointError, CorruptCheckpointError, FormatError, IncompatibleCheckpointError,
         UnsupportedVersionError, InvalidTagError, UnsupportedStateError, UntrustedObjectError, StorageError,
-        SaveError, RankFailedError, UsageError,
+        SaveError, DivergentReplicasError, RankFailedError, UsageError,
     )
 }  # fmt: skip
 """Every kind of error that can travel between ranks, by name."""
@@ -162,4 +169,7 @@ def from_json(facts: dict[str, Any]) -> CheckpointError:
     """The error that `CheckpointError.to_json` described on another rank."""
     kind = KINDS.get(str(facts.get("kind")), RestoredElsewhereError)
     known = {name: facts[name] for name in CheckpointError.FACTS if name in facts}
-    return kind(str(facts.get("problem", "unknown problem")), **known)
+    made = kind(str(facts.get("problem", "unknown problem")), **known)
+    if isinstance(made, StorageError):
+        made.errno, made.strerror = facts.get("errno"), facts.get("strerror")
+    return made

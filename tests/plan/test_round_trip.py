@@ -17,12 +17,14 @@ from xla_ckpt.engine.verify import verify_tag
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.format import digest, manifest_json
-from xla_ckpt.format.manifest import Head, Manifest, array_record
+from xla_ckpt.format.manifest import Head, Manifest
 from xla_ckpt.layout.box import Box
 from xla_ckpt.layout.grid import Grid
+from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.plan.leaf import Leaf, LocalShard
+from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.restore_plan import Want, plan_restore
-from xla_ckpt.plan.save_plan import item_and_name, plan_save, shards_by_leaf
+from xla_ckpt.plan.save_plan import item_and_name, plan_save
 from xla_ckpt.storage.memory import MemoryDirectory
 
 Arrays = dict[str, Any]
@@ -46,11 +48,12 @@ def store(ranks: list[list[tuple[Leaf, list[Any]]]], segment_bytes: int = 4096) 
     for rank, held in enumerate(ranks):
         plan = plan_save([leaf for leaf, _ in held], rank, len(ranks))
         memory = {(leaf.path, i): bytes_view(a) for leaf, arrays in held for i, a in enumerate(arrays)}
-        records.append(write_files(directory, plan, memory, workers=2, segment_bytes=segment_bytes))
-    files, shards = shards_by_leaf(records)
-    leaves = {leaf.path: leaf for held in ranks for leaf, _ in held}
-    arrays = {p: array_record(leaf.dtype, leaf.shape, shards.get(p, ())) for p, leaf in leaves.items()}
-    manifest = Manifest(Head("t", 1, False, ""), None, arrays, tuple(files))
+        written = write_files(directory, plan, memory, workers=2, segment_bytes=segment_bytes)
+        arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf, _ in held}
+        records.append(Record(rank, written.files, written.shards, arrays, {}, None))
+    merged = merge(records, Mesh(dp=len(ranks)))
+    assert not merged.duplicates
+    manifest = Manifest(Head("t", 1, False, ""), None, merged.arrays, merged.files)
     directory.contents["manifest.json"] = manifest_json.dump(manifest)
     return directory
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.layout.box import Box
+from xla_ckpt.layout.local import Local
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -20,7 +20,8 @@ class Placement:
 
     rank: int = 0
     world: int = 1
-    mesh: Mesh | None = None
+    mesh: Mesh = field(default_factory=Mesh)
+    """How the ranks are arranged; pure data parallelism where nobody says otherwise."""
 
 
 @dataclass(slots=True)
@@ -56,18 +57,24 @@ class ArrayAdapter(Protocol):
     def identity(self, value: Any) -> Hashable | None:
         """Equal for two values that share all their elements; None where that cannot be told."""
 
-    def leaf(self, path: str, value: Any, placement: Placement) -> Leaf:
-        """Where its elements are.
+    def dtype(self, value: Any, path: str = "") -> DType:
+        """Its element type.
 
         Raises:
             UnsupportedStateError: It cannot be stored (sparse, quantized, an unknown dtype).
         """
 
-    def host(self, values: Sequence[Any]) -> list[list[HostShard]]:
-        """The bytes of each local shard of each value, in the order of `leaf`'s shards."""
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """Shape of what this process holds in one tensor; for arrays that know their place, the global shape."""
 
-    def into(self, value: Any, *, owned: bool) -> Target:
+    def place(self, value: Any, path: str = "") -> Local | None:
+        """Where its elements are in the global array; None if the array itself does not know."""
+
+    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+        """The bytes of each piece of each value."""
+
+    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
         """A target that overwrites `value`. `owned`: it is the parameter itself, not an alias of it."""
 
-    def like(self, value: Any) -> Target:
-        """A target that makes a new array like `value`, which stays as it is."""
+    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+        """A target that makes a new array like `value` (of another type, if one is named); `value` stays as it is."""

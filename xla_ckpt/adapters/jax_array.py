@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from xla_ckpt import dtypes
-from xla_ckpt.adapters.base import Placement, Target
-from xla_ckpt.adapters.numpy_array import bytes_of, fresh, numpy_dtype
+from xla_ckpt.adapters.base import Target
+from xla_ckpt.adapters.numpy_array import bytes_of, numpy_dtype
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layout.box import Box
-from xla_ckpt.plan.leaf import Leaf, LocalShard
+from xla_ckpt.layout.local import Local, Piece
+from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
 
@@ -34,31 +35,35 @@ class Jax:
     def identity(self, value: Any) -> Hashable | None:
         return "jax", id(value)
 
-    def leaf(self, path: str, value: Any, placement: Placement) -> Leaf:
+    def dtype(self, value: Any, path: str = "") -> DType:
         if not dtypes.known(value.dtype.name):
             raise UnsupportedStateError(
                 f"a jax array of dtype {value.dtype} cannot be stored", leaf=path,
                 hint="Store jax.random.key_data(key) of a random key.",
             )  # fmt: skip
-        shards = tuple(LocalShard(_box(s.index, value.shape)) for s in _firsts(value))
-        return Leaf(path, dtypes.dtype(value.dtype.name), tuple(value.shape), shards)
+        return dtypes.dtype(value.dtype.name)
 
-    def host(self, values: Sequence[Any]) -> list[list[HostShard]]:
-        return [[_host(s.data) for s in _firsts(v)] for v in values]
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.shape)
 
-    def into(self, value: Any, *, owned: bool) -> Target:
-        return self.like(value)  # a jax array cannot be overwritten: its place takes the new one
+    def place(self, value: Any, path: str = "") -> Local | None:
+        boxes = [_box(s.index, value.shape) for s in _owned(value)]
+        pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
+        return Local(tuple(value.shape), pieces)
 
-    def like(self, value: Any) -> Target:
-        return fresh_jax(tuple(value.shape), value.dtype, value.sharding)
+    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+        return [[_host(s.data) for s in _owned(v) if s.data.size] for v, _ in values]
+
+    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+        return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
+
+    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+        return fresh_jax(tuple(value.shape), numpy_dtype(dtype) if dtype else value.dtype, value.sharding)
 
 
-def _firsts(value: Any) -> list[Any]:
-    """One local shard of each region that this process holds."""
-    found: dict[str, Any] = {}
-    for shard in value.addressable_shards:
-        found.setdefault(str(shard.index), shard)
-    return list(found.values())
+def _owned(value: Any) -> list[Any]:
+    """The shards that this process writes: of the copies of a region, jax counts one as the first."""
+    return [s for s in value.addressable_shards if s.replica_id == 0]
 
 
 def _host(data: Any) -> HostShard:
@@ -69,14 +74,24 @@ def _host(data: Any) -> HostShard:
 
 
 def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
-    """A target that makes a new jax array; `sharding` None means jax's default device."""
+    """A target that makes a new jax array; `sharding` None means jax's default device.
+
+    Only the regions that the devices of this process hold are read, each once.
+    """
     dtype: DType = dtypes.dtype(np.dtype(numpy_type).name)
-    whole = fresh(dtype, shape, numpy_dtype(dtype))
+    if sharding is None:
+        indices = [tuple(slice(0, n) for n in shape)]
+    else:
+        indices = list(sharding.addressable_devices_indices_map(shape).values())
+    parts: dict[Box, Any] = dict.fromkeys(_box(index, shape) for index in indices)
+
+    def memory(_: Slabs) -> list[memoryview]:
+        parts.update({box: np.empty(box.shape, numpy_dtype(dtype)) for box in parts})
+        return [bytes_of(part) for part in parts.values()]
 
     def install() -> Any:
-        made = whole.install()
         if sharding is None:
-            return jax.device_put(made)
-        return jax.make_array_from_callback(shape, sharding, lambda index: made[index])
+            return jax.device_put(parts[Box.whole(shape)])
+        return jax.make_array_from_callback(shape, sharding, lambda index: parts[_box(index, shape)])
 
-    return Target(dtype, shape, whole.boxes, False, whole.memory, install)
+    return Target(dtype, shape, tuple(parts), False, memory, install)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.adapters.registry import adapter_of, array_kind, target_into, target_like
-from xla_ckpt.adapters.stored import ArrayAt, Loading, Stored, arrays_of, plan_arrays
+from xla_ckpt.adapters.registry import adapter_of, array_kind
+from xla_ckpt.adapters.stored import ArrayAt, Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.tree import path as paths
 
 
@@ -30,6 +30,11 @@ def parameter_names(model: Any) -> dict[Any, str]:
             if (identity := adapter.identity(value)) is not None:
                 names.setdefault(identity, name)
     return names
+
+
+def buffer_names(model: Any) -> list[str]:
+    """Names of the buffers of a module: state that is not trained, and may differ between data-parallel ranks."""
+    return [n for n, _ in model.named_buffers(remove_duplicate=False)] if isinstance(model, torch.nn.Module) else []
 
 
 def name_of(parameter: Any, names: Mapping[Any, str]) -> str | None:
@@ -61,7 +66,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
         if is_array != stored_array:
             loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
         elif is_array:
-            target = target_into(value, owned=True) if direct else target_like(value)
+            target = stored.into(path, value, owned=True) if direct else stored.like(path, value)
             if loading.want(path, target, stored.record(path)):
                 # Of several names of one parameter the last is read, as in torch's load_state_dict.
                 if direct and (earlier := by_object.get(id(value))) is not None:
@@ -101,9 +106,10 @@ def _has_load_logic(module: torch.nn.Module) -> bool:
 
 
 def _compare_keys(stored: Stored, loading: Loading, wanted: Mapping[Any, Any], held: Mapping[Any, Any]) -> None:
-    for key in [*(k for k in wanted if k not in held), *(k for k in held if k not in wanted)]:
-        text = "wanted, but not stored" if key in wanted else "stored, but not wanted"
-        loading.add_problem(paths.join(stored.prefix, paths.escape(str(key))), text)
+    for key in (k for k in wanted if k not in held):
+        loading.add_problem(paths.join(stored.prefix, paths.escape(str(key))), "wanted, but not stored")
+    for key in (k for k in held if k not in wanted):
+        loading.unwanted.append(Problem(paths.join(stored.prefix, paths.escape(str(key))), "stored, but not wanted"))
 
 
 def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:

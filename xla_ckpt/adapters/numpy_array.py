@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from xla_ckpt import dtypes
-from xla_ckpt.adapters.base import Placement, Target
-from xla_ckpt.adapters.replicas import replicated
+from xla_ckpt.adapters.base import Target
 from xla_ckpt.dtypes import DType
 from xla_ckpt.layout.box import Box
-from xla_ckpt.plan.leaf import Leaf, whole_leaf
+from xla_ckpt.layout.local import Local
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -48,39 +48,68 @@ class Numpy:
     def identity(self, value: Any) -> Hashable | None:
         return (value.ctypes.data, value.dtype.name, value.shape, value.strides) if value.size else None
 
-    def leaf(self, path: str, value: Any, placement: Placement) -> Leaf:
-        return replicated(whole_leaf(path, dtypes.dtype(value.dtype.name), tuple(value.shape)), placement)
+    def dtype(self, value: Any, path: str = "") -> DType:
+        return dtypes.dtype(value.dtype.name)
 
-    def host(self, values: Sequence[Any]) -> list[list[HostShard]]:
-        shards = []
-        for value in values:
-            plain = np.ascontiguousarray(value).reshape(value.shape)  # a copy exactly where it was not contiguous
-            shards.append([HostShard(bytes_of(plain), plain, immutable=not value.flags.c_contiguous)])
-        return shards
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.shape)
 
-    def into(self, value: Any, *, owned: bool) -> Target:
-        dtype, shape = dtypes.dtype(value.dtype.name), tuple(value.shape)
-        if value.flags.c_contiguous and value.flags.writeable:
-            return Target(dtype, shape, (Box.whole(shape),), True, lambda _: [bytes_of(value)], lambda: value)
-        fresh = self.like(value)
+    def place(self, value: Any, path: str = "") -> Local | None:
+        return None
+
+    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+        return [[_host(_cut(v, p.local)) for p in local.pieces] for v, local in values]
+
+    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+        direct = value.flags.c_contiguous and value.flags.writeable and _is_whole(local, value.shape)
+        if direct:
+            boxes = tuple(p.box for p in local.pieces)
+            return Target(self.dtype(value), local.shape, boxes, True, lambda _: [bytes_of(value)], lambda: value)
+        fresh = self.like(value, local)
 
         def install() -> Any:
-            np.copyto(value, fresh.install())
+            made = fresh.install()
+            for piece in local.pieces:
+                np.copyto(_cut(value, piece.local), _cut(made, piece.local))
             return value
 
-        return Target(dtype, shape, fresh.boxes, False, fresh.memory, install)
+        return replace(fresh, install=install)
 
-    def like(self, value: Any) -> Target:
-        return fresh(dtypes.dtype(value.dtype.name), tuple(value.shape), value.dtype)
+    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+        element = dtype or self.dtype(value)
+        return fresh(element, tuple(value.shape), numpy_dtype(element), local)
 
 
-def fresh(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any]) -> Target:
-    """A target that makes a new array."""
+def _cut(value: Any, box: Box) -> Any:
+    return value[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+
+
+def _is_whole(local: Local, shape: Sequence[int]) -> bool:
+    return len(local.pieces) == 1 and local.pieces[0].local.shape == tuple(shape)
+
+
+def _host(value: Any) -> HostShard:
+    plain = np.ascontiguousarray(value).reshape(value.shape)  # a copy exactly where it was not contiguous
+    return HostShard(bytes_of(plain), plain, immutable=not value.flags.c_contiguous)
+
+
+def fresh(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local: Local) -> Target:
+    """A target that makes a new array of a local shape; its padding is zero."""
     made: Any = None
+    buffers: list[Any] = []
 
     def memory(_: Slabs) -> list[memoryview]:
         nonlocal made
-        made = np.empty(shape, numpy_type)
-        return [bytes_of(made)]
+        if _is_whole(local, shape):
+            made = np.empty(shape, numpy_type)
+            return [bytes_of(made)]
+        made = np.zeros(shape, numpy_type)
+        buffers.extend(np.empty(p.local.shape, numpy_type) for p in local.pieces)
+        return [bytes_of(b) for b in buffers]
 
-    return Target(dtype, shape, (Box.whole(shape),), False, memory, lambda: made)
+    def install() -> Any:
+        for piece, buffer in zip(local.pieces, buffers, strict=False):
+            np.copyto(_cut(made, piece.local), buffer)
+        return made
+
+    return Target(dtype, local.shape, tuple(p.box for p in local.pieces), False, memory, install)

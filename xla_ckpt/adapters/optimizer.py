@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from xla_ckpt.adapters import zero1
+from xla_ckpt.adapters.base import Placement, Target
+from xla_ckpt.adapters.layouts import Parameter, with_parameters
 from xla_ckpt.adapters.module import load_dict, name_of
-from xla_ckpt.adapters.stored import Loading, Stored, arrays_of, plan_arrays
+from xla_ckpt.adapters.registry import array_kind, new_array
+from xla_ckpt.adapters.stored import Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.format.manifest import ArrayRecord
+from xla_ckpt.layout.local import whole
 from xla_ckpt.tree import path as paths
 
 Names = Mapping[Any, str]
@@ -52,7 +59,7 @@ def tree_of(optimizer: Any, names: Names) -> Any:
     """The state of an optimizer, by name. Plain dicts, and optimizers of another structure, stay as they are."""
     if isinstance(optimizer, Mapping):
         return optimizer
-    packed = optimizer.state_dict()
+    packed = zero1.outer_state(optimizer) if zero1.is_zero1(optimizer) else optimizer.state_dict()
     if not _is_standard(packed) or not hasattr(optimizer, "param_groups"):
         return packed
     called = names_of(optimizer, names)
@@ -64,7 +71,41 @@ def tree_of(optimizer: Any, names: Names) -> Any:
         for g in packed["param_groups"]
     ]
     state = {called[i] if type(i) is int else i: v for i, v in packed["state"].items()}
-    return {**packed, "state": state, "param_groups": groups}
+    tree = {**packed, "state": state, "param_groups": groups}
+    if zero1.is_zero1(optimizer) and zero1.keeps_master(optimizer):
+        shards = zero1.shards_of(optimizer)
+        order = _parameters(optimizer)
+        tree["master"] = {name: shards[id(p)] for name, (p, _) in zip(called, order, strict=True)}
+    return tree
+
+
+def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement) -> dict[str, Parameter]:
+    """The parameters of an optimizer that is about to be saved; of a plain dict those of the model.
+
+    Raises:
+        UsageError: It is a ZeRO-1 optimizer whose groups do not fit the mesh.
+    """
+    if hasattr(optimizer, "param_groups"):
+        return parameters(optimizer, names_of(optimizer, names), placement)
+    arrays: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else (model or {}).items()
+    return {_component(name): Parameter(str(name), v) for name, v in arrays if array_kind(v) is not None}
+
+
+def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> dict[str, Parameter]:
+    """An optimizer's parameters by the path component that their state has, for the sake of its layout.
+
+    Raises:
+        UsageError: It is a ZeRO-1 optimizer whose groups do not fit the mesh.
+    """
+    axes: tuple[str, ...] = ()
+    shards: Mapping[int, Any] = {}
+    if zero1.is_zero1(optimizer):
+        shards = zero1.shards_of(optimizer)
+        axes = zero1.mesh_axes(optimizer, placement)
+    return {
+        _component(name): Parameter(str(name), parameter, axes, tuple(shards[id(parameter)].shape) if axes else None)
+        for name, (parameter, _) in zip(called, _parameters(optimizer), strict=True)
+    }
 
 
 def _is_standard(packed: Any) -> bool:
@@ -74,12 +115,14 @@ def _is_standard(packed: Any) -> bool:
     return isinstance(groups, list) and all(isinstance(g, Mapping) and "params" in g for g in groups)
 
 
-def load(stored: Stored, optimizer: Any, names: Names) -> Loading:
-    """Prepare to load an optimizer, or a plain dict."""
+def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loading:
+    """Prepare to load an optimizer, or a plain dict (whose layout is that of the model's parameters)."""
     if isinstance(optimizer, dict):
-        return load_dict(stored, optimizer)
+        known = parameters_of(optimizer, model, names, stored.layouts.placement)
+        return load_dict(replace(stored, layouts=with_parameters(stored.layouts, known)), optimizer)
     held = stored.build()
     loading = Loading()
+    keys = zero1.shards_of(optimizer) if zero1.is_zero1(optimizer) else {}
     if not _is_standard(held) or not hasattr(optimizer, "param_groups"):
         return _load_opaque(stored, optimizer, loading)
     order = _parameters(optimizer)
@@ -87,35 +130,53 @@ def load(stored: Stored, optimizer: Any, names: Names) -> Loading:
     group_of = {name: g for g in held["param_groups"] for name in g["params"]}
     for name in [n for n in called if n not in group_of]:
         loading.add_problem(_state_path(stored, name), "the optimizer has this parameter, the stored one does not")
-    for name in [n for n in group_of if n not in set(called)]:
-        loading.add_problem(_state_path(stored, name), "the stored optimizer has this parameter, this one does not")
-    by_name = {name: parameter for name, (parameter, _) in zip(called, order, strict=True)}
+    loading.unwanted = [
+        Problem(_state_path(stored, name), "the stored optimizer has this parameter, this one does not")
+        for name in group_of
+        if name not in set(called)
+    ]
+    stored = replace(
+        stored, layouts=with_parameters(stored.layouts, parameters(optimizer, called, stored.layouts.placement))
+    )
+    by_name = {name: keys.get(id(parameter), parameter) for name, (parameter, _) in zip(called, order, strict=True)}
     groups = _match_groups(stored, loading, optimizer, called)
-    current = {name: optimizer.state[p] for name, p in by_name.items() if p in optimizer.state}
+    inner = optimizer.base_optimizer if keys else optimizer
+    current = {name: inner.state[p] for name, p in by_name.items() if p in inner.state}
     tree_now = {
         "state": {name: v for name, v in current.items() if name in held["state"]},
         "param_groups": _groups_now(held, groups, optimizer),
     }
-    devices = _Devices(stored, by_name, group_of)
+    if keys:
+        tree_now["master"] = {n: by_name[n] for n in held.get("master", {}) if n in by_name}
+    fresh = _Fresh(stored, by_name, group_of)
     wanted = Loading()
-    plan_arrays(stored, wanted, arrays_of(tree_now, stored.prefix), owned=True, device=devices.of)
-    kept = {path: t for path, t in wanted.targets.items() if devices.is_kept(path)}
-    loading.targets, loading.problems = kept, loading.problems + wanted.problems
-    bad = {devices.name(p.leaf) for p in wanted.problems}
+    plan_arrays(stored, wanted, arrays_of(tree_now, stored.prefix), owned=True, new=fresh.target)
+    kept = {path: t for path, t in wanted.targets.items() if fresh.is_kept(path, masters=bool(keys))}
+    loading.targets = kept
+    loading.problems += [p for p in wanted.problems if fresh.is_kept(p.leaf, masters=bool(keys))]
+    bad = {fresh.name(p.leaf) for p in wanted.problems}
 
     def finish(arrays: Mapping[str, Any]) -> None:
         tree = stored.build(lambda path, _: arrays.get(path))
         state: dict[Any, Any] = collections.defaultdict(dict)
         for name, parameter in by_name.items():
             if name in bad or name not in group_of:
-                if parameter in optimizer.state:  # not strict: what does not fit stays as it is
-                    state[parameter] = optimizer.state[parameter]
+                if parameter in inner.state:  # not strict: what does not fit stays as it is
+                    state[parameter] = inner.state[parameter]
             elif name in tree["state"]:
                 state[parameter] = tree["state"][name]
         state.update({k: v for k, v in tree["state"].items() if k not in group_of})
         values = [None if g is None else tree["param_groups"][g] for g in groups]
-        others = {k: v for k, v in tree.items() if k not in ("state", "param_groups")}
-        _install(optimizer, order, state, values, others)
+        others = {k: v for k, v in tree.items() if k not in ("state", "param_groups", "master")}
+        if not keys:
+            _install(optimizer, order, state, values, others)
+            return
+        for outer, mine, new in zip(optimizer.param_groups, inner.param_groups, values, strict=True):
+            outer.update({} if new is None else _hyper(new))
+            mine.update({} if new is None else _hyper(new))
+        inner.__setstate__({"state": state, "param_groups": inner.param_groups})
+        if not all(_state_path(stored, name, "master") in kept for name in called):
+            zero1.take_weights(optimizer)  # no master weights are stored: the parameters are what there is
 
     loading.finish = finish
     return loading
@@ -135,8 +196,8 @@ def _component(name: Any) -> str:
     return paths.escape(name) if isinstance(name, str) else paths.escape_other(str(name))
 
 
-def _state_path(stored: Stored, name: Any) -> str:
-    return paths.join(paths.join(stored.prefix, "state"), _component(name))
+def _state_path(stored: Stored, name: Any, kind: str = "state") -> str:
+    return paths.join(paths.join(stored.prefix, kind), _component(name))
 
 
 def _match_groups(stored: Stored, loading: Loading, optimizer: Any, called: Sequence[Any]) -> list[int | None]:
@@ -173,35 +234,41 @@ def _groups_now(held: Any, groups: Sequence[int | None], optimizer: Any) -> list
     return now
 
 
-class _Devices:
-    """Where state goes that the optimizer does not have yet: torch's own rule."""
+class _Fresh:
+    """State that the optimizer does not have yet: laid out as its parameter is, on the device of torch's own rule."""
 
     def __init__(self, stored: Stored, by_name: Mapping[Any, Any], group_of: Mapping[Any, Any]) -> None:
-        self._base = paths.join(stored.prefix, "state") + "/"
+        self._layouts = stored.layouts
+        self._bases = tuple(paths.join(stored.prefix, kind) + "/" for kind in ("state", "master"))
         self._by_component = {_component(n): (n, p) for n, p in by_name.items()}
         self._group_of = group_of
 
+    def _component(self, path: str) -> str | None:
+        base = next((b for b in self._bases if path.startswith(b)), None)
+        return None if base is None else path[len(base) :].split("/", maxsplit=1)[0]
+
     def name(self, path: str) -> Any:
         """The parameter whose state this is; None for anything else."""
-        if not path.startswith(self._base):
-            return None
-        return self._by_component.get(path[len(self._base) :].split("/", maxsplit=1)[0], (None, None))[0]
+        return self._by_component.get(self._component(path) or "", (None, None))[0]
 
-    def is_kept(self, path: str) -> bool:
+    def is_kept(self, path: str, *, masters: bool) -> bool:
         """Whether the program has a use for this array."""
-        if not path.startswith(self._base):
-            return True
-        component = path[len(self._base) :].split("/", maxsplit=1)[0]
-        return component in self._by_component
+        if path.startswith(self._bases[1]) and not masters:
+            return False
+        component = self._component(path)
+        return component is None or component in self._by_component
 
-    def of(self, path: str) -> torch.device | None:
-        name = self.name(path)
-        if name is None:
+    def target(self, path: str, record: ArrayRecord, kind: str) -> Target | None:
+        """Memory for one array of the state; None for one that belongs to no parameter."""
+        name, parameter = self._by_component.get(self._component(path) or "", (None, None))
+        known = self._layouts.parameter(path)
+        if parameter is None or known is None:
             return None
-        parameter = self._by_component[_component(name)][1]
         group = self._group_of.get(name, {})
         on_host = path.endswith("/step") and not (group.get("capturable") or group.get("fused"))
-        return None if on_host else parameter.device
+        if not on_host and (made := self._layouts.state_like(path, record, known)) is not None:
+            return made
+        return new_array(record.dtype, whole(record.shape), kind, None if on_host else parameter.device)
 
 
 def _install(

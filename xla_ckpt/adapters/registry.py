@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch
 from xla_ckpt.adapters.base import ArrayAdapter, Placement, Target
 from xla_ckpt.adapters.numpy_array import Numpy, numpy_dtype
 from xla_ckpt.adapters.numpy_array import fresh as fresh_numpy
-from xla_ckpt.adapters.torch_host import TorchHost, torch_dtype
+from xla_ckpt.adapters.torch_host import PLAIN, TorchHost, torch_dtype
 from xla_ckpt.adapters.torch_host import fresh as fresh_torch
 from xla_ckpt.dtypes import DType, dtype
-from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.plan.leaf import Leaf
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.layout.local import Local
+from xla_ckpt.layout.sharding import Sharding
 
 _TORCH_HOST: ArrayAdapter = TorchHost()
 _NUMPY: ArrayAdapter = Numpy()
@@ -40,10 +39,56 @@ def _jax() -> ArrayAdapter:
     return _loaded["jax"]
 
 
+def _spmd() -> ArrayAdapter:
+    if "spmd" not in _loaded:
+        from xla_ckpt.adapters.spmd import Spmd
+
+        _loaded["spmd"] = Spmd()
+    return _loaded["spmd"]
+
+
+def _dtensor() -> ArrayAdapter:
+    if "dtensor" not in _loaded:
+        from xla_ckpt.adapters.dtensor import DTensors
+
+        _loaded["dtensor"] = DTensors(_plain_torch)
+    return _loaded["dtensor"]
+
+
+def _sharded_tensor() -> ArrayAdapter:
+    if "sharded_tensor" not in _loaded:
+        from xla_ckpt.adapters.sharded_tensor import ShardedTensors
+
+        _loaded["sharded_tensor"] = ShardedTensors(_plain_torch)
+    return _loaded["sharded_tensor"]
+
+
+def _plain_torch(value: torch.Tensor) -> ArrayAdapter:
+    if value.device.type != "xla":
+        return _TORCH_HOST
+    return _spmd() if _uses_spmd() and _spmd().accepts(value) else _xla()
+
+
+def _uses_spmd() -> bool:
+    runtime: Any = sys.modules.get("torch_xla.runtime")
+    return runtime is not None and bool(runtime.is_spmd())
+
+
+def local_lanes() -> int:
+    """Devices of this process that hold shards of their own: several under SPMD, else one."""
+    return int(sys.modules["torch_xla.runtime"].addressable_runtime_device_count()) if _uses_spmd() else 1
+
+
 def adapter_of(value: Any) -> ArrayAdapter | None:
     """The adapter of an array; None for anything else."""
     if isinstance(value, torch.Tensor):
-        return _xla() if value.device.type == "xla" else _TORCH_HOST
+        if type(value) in PLAIN or type(value).__name__ == "XLAShardedTensor":
+            return _plain_torch(value)
+        if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
+            return _dtensor()
+        if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
+            return _sharded_tensor()
+        return _plain_torch(value)
     if _NUMPY.accepts(value):
         return _NUMPY
     if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):
@@ -57,54 +102,12 @@ def array_kind(value: Any) -> str | None:
     return None if adapter is None else adapter.kind
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The arrays of a state: each one once, where it is, and who is the same as whom."""
-
-    leaves: tuple[Leaf, ...]
-    values: Mapping[str, Any]
-    """The array of each leaf."""
-
-    aliases: Mapping[str, str]
-    """Leaf path of a shared array -> leaf path under which it is described."""
-
-
-def describe(arrays: Mapping[str, Any], placement: Placement) -> Described:
-    """Describe the arrays of a flattened state.
+def require(value: Any, path: str = "") -> ArrayAdapter:
+    """The adapter of an array.
 
     Raises:
-        UnsupportedStateError: One of them cannot be stored.
+        UnsupportedStateError: It is none.
     """
-    first: dict[Any, str] = {}
-    values: dict[str, Any] = {}
-    aliases: dict[str, str] = {}
-    leaves: list[Leaf] = []
-    for path, value in arrays.items():
-        adapter = _require(value, path)
-        leaf = adapter.leaf(path, value, placement)
-        identity = adapter.identity(value)
-        if identity is not None and (same := first.setdefault(identity, path)) != path:
-            aliases[path] = same
-            continue
-        values[path] = value
-        leaves.append(leaf)
-    return Described(tuple(leaves), values, aliases)
-
-
-def host_shards(values: Mapping[str, Any]) -> dict[tuple[str, int], HostShard]:
-    """The bytes of all local shards, by (leaf path, shard). One batch for each kind of array."""
-    batches: dict[int, tuple[ArrayAdapter, list[str]]] = {}
-    for path, value in values.items():
-        adapter = _require(value, path)
-        batches.setdefault(id(adapter), (adapter, []))[1].append(path)
-    shards: dict[tuple[str, int], HostShard] = {}
-    for adapter, paths in batches.values():
-        for path, held in zip(paths, adapter.host([values[p] for p in paths]), strict=True):
-            shards |= {(path, i): shard for i, shard in enumerate(held)}
-    return shards
-
-
-def _require(value: Any, path: str) -> ArrayAdapter:
     adapter = adapter_of(value)
     if adapter is None:
         raise UnsupportedStateError(f"{type(value).__name__} is no array", leaf=path)
@@ -126,20 +129,27 @@ class ArraySpec:
     """``torch.float32``, ``"float32"`` or ``np.dtype("float32")``."""
 
     sharding: Any = None
-    """None, or a jax sharding."""
+    """None, a jax sharding, or a spec such as ``("tp", None)``: then the array is this rank's part of it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
 
-    def target(self) -> Target:
-        """Memory for it."""
-        if self.sharding is not None:
+    def target(self, placement: Placement) -> Target:
+        """Memory for it.
+
+        Raises:
+            UsageError: The sharding does not fit to the shape.
+        """
+        if self.sharding is not None and not isinstance(self.sharding, tuple | list | Sharding):
             from xla_ckpt.adapters.jax_array import fresh_jax
 
             return fresh_jax(self.shape, numpy_dtype(dtype(_name(self.dtype))), self.sharding)
-        if isinstance(self.dtype, str | torch.dtype):
-            return new_array(dtype(_name(self.dtype)), self.shape, "torch")
-        return new_array(dtype(_name(self.dtype)), self.shape, "numpy")
+        try:
+            local = Sharding.parse(self.sharding).part(self.shape, placement.mesh, placement.rank)
+        except ValueError as error:
+            raise UsageError(f"an ArraySpec makes no sense: {error}", found=repr(self)) from error
+        kind = "torch" if isinstance(self.dtype, str | torch.dtype) else "numpy"
+        return new_array(dtype(_name(self.dtype)), local, kind)
 
 
 def _name(given: Any) -> str:
@@ -155,31 +165,27 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, ArraySpec) or type(value).__name__ == "ShapeDtypeStruct"
 
 
-def target_like(value: Any) -> Target:
-    """A target that makes a new array like an array or a description."""
+def target_of_spec(value: Any, placement: Placement) -> Target:
+    """A target that makes the array that an `ArraySpec` or a `jax.ShapeDtypeStruct` describes."""
     if isinstance(value, ArraySpec):
-        return value.target()
-    if is_spec(value):
-        from xla_ckpt.adapters.jax_array import fresh_jax
+        return value.target(placement)
+    from xla_ckpt.adapters.jax_array import fresh_jax
 
-        return fresh_jax(tuple(value.shape), value.dtype, getattr(value, "sharding", None))
-    return _require(value, "").like(value)
+    return fresh_jax(tuple(value.shape), value.dtype, getattr(value, "sharding", None))
 
 
-def target_into(value: Any, *, owned: bool) -> Target:
-    """A target that overwrites an array."""
-    return _require(value, "").into(value, owned=owned)
-
-
-def new_array(element: DType, shape: tuple[int, ...], kind: str, device: torch.device | None = None) -> Target:
+def new_array(element: DType, local: Local, kind: str, device: torch.device | None = None) -> Target:
     """A target that makes a new array of a kind, in host memory unless a torch device is named.
 
     A jax array becomes one again if jax is loaded and has the type; else a numpy array.
     """
+    shape = tuple(max((p.local.stop[d] for p in local.pieces), default=0) for d in range(len(local.shape)))
     if kind == "torch" and (torch_type := torch_dtype(element)) is not None:
         if device is not None and device.type == "xla":
-            return _xla().like(torch.empty(shape, dtype=torch_type, device=device))
-        return fresh_torch(element, shape, torch_type, device)
+            from xla_ckpt.adapters.xla import fresh as fresh_xla
+
+            return fresh_xla(element, shape, torch_type, device, local)
+        return fresh_torch(element, shape, torch_type, device, local)
     if kind == "jax" and "jax" in sys.modules:
         import jax
 
@@ -187,5 +193,5 @@ def new_array(element: DType, shape: tuple[int, ...], kind: str, device: torch.d
 
         numpy_type = numpy_dtype(element)
         if jax.dtypes.canonicalize_dtype(numpy_type) == numpy_type:
-            return fresh_jax(shape, numpy_type, None)
-    return fresh_numpy(element, shape, numpy_dtype(element))
+            return fresh_jax(local.shape, numpy_type, None)
+    return fresh_numpy(element, shape, numpy_dtype(element), local)

@@ -15,7 +15,13 @@ class RNGState:
 
     ``extras={"rng": xla_ckpt.RNGState()}`` stores them with a save and sets them on a load. XLA's is included where
     torch_xla is loaded; a state without it leaves XLA's generator alone.
+
+    Every rank has a state of its own (see `PerRank`). A job of more ranks than saved it leaves the generators of the
+    others as they are, with a warning: two ranks must not draw the same numbers.
     """
+
+    per_rank = True
+    """Tells the saving side that this member differs from rank to rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state of all generators, as they are now."""

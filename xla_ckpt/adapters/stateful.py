@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.adapters.module import load_dict
-from xla_ckpt.adapters.registry import new_array, target_like
+from xla_ckpt.adapters.registry import new_array
 from xla_ckpt.adapters.stored import Loading, Stored, arrays_of
 from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.layout.local import whole
 from xla_ckpt.tree.weave import array_paths
 
 
@@ -36,9 +37,9 @@ def load(stored: Stored, member: Any) -> Loading:
     current = arrays_of(tree_of(member, stored.prefix), stored.prefix)
     for path, kind in array_paths(stored.skeleton, stored.prefix).items():
         record, now = stored.record(path), current.get(path)
-        like = None if now is None else target_like(now)
+        like = None if now is None else stored.like(path, now)
         fits = like is not None and (like.shape, like.dtype) == (record.shape, record.dtype)
         # Such state may have grown or changed since: the object itself knows best whether it fits.
-        loading.want(path, like if fits and like else new_array(record.dtype, record.shape, kind), record)
+        loading.want(path, like if fits and like else new_array(record.dtype, whole(record.shape), kind), record)
     loading.finish = lambda arrays: member.load_state_dict(stored.build(lambda path, _: arrays[path]))
     return loading

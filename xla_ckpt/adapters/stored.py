@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from xla_ckpt.adapters.base import Target
+from xla_ckpt.adapters.layouts import Layouts
 from xla_ckpt.adapters.plain import CODEC
-from xla_ckpt.adapters.registry import array_kind, new_array, target_into
+from xla_ckpt.adapters.registry import array_kind, new_array, require
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.format.manifest import ArrayRecord, Manifest
+from xla_ckpt.layout.local import whole
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
 from xla_ckpt.tree.weave import array_paths, children, find
@@ -40,6 +40,8 @@ class Stored:
     skeleton: Any
     read_object: Callable[[int, str], Any]
     resolve: Resolve
+    layouts: Layouts = field(default_factory=Layouts)
+    """Where the arrays of the program lie."""
 
     def record(self, path: str) -> ArrayRecord:
         """The record of an array leaf that the skeleton names.
@@ -58,7 +60,15 @@ class Stored:
 
     def part(self, skeleton: Any, path: str) -> Stored:
         """A part of this part, given its skeleton and full leaf path."""
-        return Stored(self.manifest, path, skeleton, self.read_object, self.resolve)
+        return replace(self, prefix=path, skeleton=skeleton)
+
+    def into(self, path: str, value: Any, *, owned: bool) -> Target:
+        """A target that overwrites an array of the program."""
+        return require(value, path).into(value, self.layouts.local(path, value), owned=owned)
+
+    def like(self, path: str, value: Any) -> Target:
+        """A target that makes a new array like one of the program."""
+        return require(value, path).like(value, self.layouts.local(path, value))
 
     def at(self, path: str) -> Stored | None:
         """The part at a path below this one; None if it is not stored."""
@@ -87,6 +97,9 @@ class Loading:
     """Leaf path -> where the array goes."""
 
     problems: list[Problem] = field(default_factory=list)
+
+    unwanted: list[Problem] = field(default_factory=list)
+    """Stored, and not wanted by this rank: a problem unless another pipeline stage wants it."""
 
     finish: Callable[[Mapping[str, Any]], None] = lambda arrays: None
     """Called with the restored arrays by leaf path, when all parts are read."""
@@ -122,15 +135,18 @@ def plan_arrays(
     current: Mapping[str, Any],
     *,
     owned: bool = False,
-    device: Callable[[str], torch.device | None] = lambda path: None,
+    new: Callable[[str, ArrayRecord, str], Target | None] = lambda path, record, kind: None,
 ) -> None:
-    """Want every array of a stored part: over the program's own where `current` has one, else as a new one."""
+    """Want every array of a stored part: over the program's own where `current` has one, else as a new one.
+
+    `new` may make the target of a new one from (leaf path, record, kind); by default it is whole, in host memory.
+    """
     for path, kind in array_paths(stored.skeleton, stored.prefix).items():
         record = stored.record(path)
         if path in current:
-            target = target_into(current[path], owned=owned)
+            target = stored.into(path, current[path], owned=owned)
         else:
-            target = new_array(record.dtype, record.shape, kind, device(path))
+            target = new(path, record, kind) or new_array(record.dtype, whole(record.shape), kind)
         loading.want(path, target, record)
 
 

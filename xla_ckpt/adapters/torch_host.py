@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 
 from xla_ckpt import dtypes
-from xla_ckpt.adapters.base import Placement, Target
-from xla_ckpt.adapters.replicas import replicated
+from xla_ckpt.adapters.base import Target
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layout.box import Box
-from xla_ckpt.plan.leaf import Leaf, whole_leaf
+from xla_ckpt.layout.local import Local
+from xla_ckpt.layout.ranges import runs
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -90,12 +92,18 @@ class TorchHost:
             return None
         return value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
 
-    def leaf(self, path: str, value: torch.Tensor, placement: Placement) -> Leaf:
+    def dtype(self, value: torch.Tensor, path: str = "") -> DType:
         check_dense(value, path)
-        return replicated(whole_leaf(path, dtype_of(value, path), tuple(value.shape)), placement)
+        return dtype_of(value, path)
 
-    def host(self, values: Sequence[torch.Tensor]) -> list[list[HostShard]]:
-        return [[self._host(v.detach())] for v in values]
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+        return None
+
+    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+        return [[self._host(cut(v.detach(), p.local)) for p in local.pieces] for v, local in values]
 
     @staticmethod
     def _host(value: torch.Tensor) -> HostShard:
@@ -104,32 +112,95 @@ class TorchHost:
         private = plain.data_ptr() != value.data_ptr() if value.device.type == "cpu" else True
         return HostShard(bytes_of(plain), plain, immutable=private)
 
-    def into(self, value: torch.Tensor, *, owned: bool) -> Target:
+    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
         if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
-            fresh = self.like(value)
+            fresh = self.like(value, local)
 
             def install() -> torch.Tensor:
+                made = fresh.install()
                 with torch.no_grad():
-                    return value.copy_(fresh.install())
+                    for piece in local.pieces:
+                        cut(value, piece.local).copy_(cut(made, piece.local))
+                return value
 
-            return Target(fresh.dtype, fresh.shape, fresh.boxes, False, fresh.memory, install)
-        shape = tuple(value.shape)
-        return Target(dtype_of(value), shape, (Box.whole(shape),), True, lambda _: [bytes_of(value)], lambda: value)
+            return replace(fresh, install=install)
+        spread = Spread(local)
+        return Target(
+            dtype_of(value), local.shape, spread.boxes, True, lambda _: spread.over(value), lambda: spread.fill(value)
+        )
 
-    def like(self, value: torch.Tensor) -> Target:
-        return fresh(dtype_of(value), tuple(value.shape), value.dtype, value.device)
+    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+        element = dtype or dtype_of(value)
+        return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
 
 
-def fresh(dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None = None) -> Target:
-    """A target that makes a new tensor."""
-    made = torch.empty(0)
+def torch_type(dtype: DType, value: torch.Tensor) -> torch.dtype:
+    """Torch's type for this element type; the value's own where torch has none."""
+    return torch_dtype(dtype) or value.dtype
+
+
+def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
+    """A view of a region of a tensor."""
+    if box.shape == tuple(value.shape):
+        return value
+    for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
+        value = value.narrow(dim, low, high - low)
+    return value
+
+
+class Spread:
+    """The pieces of a local CPU tensor, as memory to be filled.
+
+    A piece that is contiguous in the tensor is filled in place, another one in a buffer of its own.
+    """
+
+    def __init__(self, local: Local) -> None:
+        self._pieces = local.pieces
+        self._buffers: list[tuple[Box, torch.Tensor]] = []
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The box of each piece."""
+        return tuple(p.box for p in self._pieces)
+
+    def over(self, tensor: torch.Tensor) -> list[memoryview]:
+        """Memory for each piece of `tensor`, which is contiguous."""
+        memory, whole = [], Box.whole(tensor.shape)
+        for piece in self._pieces:
+            where = runs(piece.local, whole, tensor.element_size()) if piece.local.size else None
+            if where is not None and where.contiguous:
+                memory.append(bytes_of(tensor.detach())[where.offset : where.offset + where.nbytes])
+            else:
+                buffer = torch.empty(piece.local.shape, dtype=tensor.dtype)
+                self._buffers.append((piece.local, buffer))
+                memory.append(bytes_of(buffer))
+        return memory
+
+    def fill(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Put what came through buffers in place."""
+        with torch.no_grad():
+            for region, buffer in self._buffers:
+                cut(tensor, region).copy_(buffer)
+        return tensor
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether nothing of a tensor of this shape is padding."""
+        return sum(p.local.size for p in self._pieces) == prod(shape)
+
+
+def fresh(
+    dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: Local
+) -> Target:
+    """A target that makes a new tensor of a local shape; its padding is zero."""
+    spread, made = Spread(local), torch.empty(0)
 
     def memory(_: Slabs) -> list[memoryview]:
         nonlocal made
-        made = torch.empty(shape, dtype=torch_type)
-        return [bytes_of(made)]
+        made = (torch.empty if spread.covers(shape) else torch.zeros)(shape, dtype=torch_type)
+        return spread.over(made)
 
-    return Target(
-        dtype, shape, (Box.whole(shape),), False, memory,
-        lambda: made if device is None or device.type == "cpu" else made.to(device),
-    )  # fmt: skip
+    def install() -> torch.Tensor:
+        spread.fill(made)
+        return made if device is None or device.type == "cpu" else made.to(device)
+
+    return Target(dtype, local.shape, spread.boxes, False, memory, install)

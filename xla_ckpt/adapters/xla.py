@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -16,11 +18,10 @@ import torch_xla
 import torch_xla.runtime
 import torch_xla.utils.dlpack
 
-from xla_ckpt.adapters.base import Placement, Target
-from xla_ckpt.adapters.replicas import replicated
-from xla_ckpt.adapters.torch_host import bytes_of, check_dense, dtype_of, tensor_from
-from xla_ckpt.layout.box import Box
-from xla_ckpt.plan.leaf import Leaf, whole_leaf
+from xla_ckpt.adapters.base import Target
+from xla_ckpt.adapters.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, tensor_from, torch_type
+from xla_ckpt.dtypes import DType
+from xla_ckpt.layout.local import Local
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -51,7 +52,7 @@ def materialize(values: Sequence[torch.Tensor]) -> None:
 
 def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A CPU tensor in 64-byte aligned memory as a tensor on the device; on CPU the memory is adopted."""
-    if on_cpu() and value.dtype not in NO_DLPACK:
+    if on_cpu() and value.dtype not in NO_DLPACK and not torch_xla.runtime.is_spmd():
         adopted: torch.Tensor = torch_xla.utils.dlpack.from_dlpack(_to_dlpack(value))
         return adopted
     return value.to(device)
@@ -68,23 +69,22 @@ class Xla:
     def identity(self, value: torch.Tensor) -> Hashable | None:
         return "xla", _XLAC._xla_get_tensor_id(value)
 
-    def leaf(self, path: str, value: torch.Tensor, placement: Placement) -> Leaf:
+    def dtype(self, value: torch.Tensor, path: str = "") -> DType:
         check_dense(value, path)
-        return replicated(whole_leaf(path, dtype_of(value, path), tuple(value.shape)), placement)
+        return dtype_of(value, path)
 
-    def host(self, values: Sequence[torch.Tensor]) -> list[list[HostShard]]:
-        if not values:
-            return []
-        tensors = [v.detach() for v in values]
-        materialize(tensors)
-        views: list[torch.Tensor | None] = [_view(t) for t in tensors]
-        missing = [t for t, v in zip(tensors, views, strict=True) if v is None]
-        moved = iter(_XLAC._xla_get_cpu_tensors(missing) if missing else ())
-        held = [(v if v is not None else next(moved)).contiguous() for v in views]
-        return [[HostShard(bytes_of(h), h, immutable=True)] for h in held]
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return tuple(value.shape)
 
-    def into(self, value: torch.Tensor, *, owned: bool) -> Target:
-        fresh = self.like(value)
+    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+        return None
+
+    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+        held = to_host([v for v, _ in values])
+        return [[_shard(cut(h, p.local)) for p in local.pieces] for h, (_, local) in zip(held, values, strict=True)]
+
+    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
+        fresh = self.like(value, local)
 
         def install() -> torch.Tensor:
             made = fresh.install()
@@ -95,23 +95,47 @@ class Xla:
                     value.copy_(made)  # an alias cannot hand a buffer on to what it is an alias of
             return value
 
-        return Target(fresh.dtype, fresh.shape, fresh.boxes, False, fresh.memory, install)
+        return replace(fresh, install=install)
 
-    def like(self, value: torch.Tensor) -> Target:
-        shape, torch_type, device = tuple(value.shape), value.dtype, value.device
-        made = torch.empty(0)
+    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+        element = dtype or dtype_of(value)
+        return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
 
-        def memory(slabs: Slabs) -> list[memoryview]:
-            nonlocal made
-            made = tensor_from(slabs.take(value.numel() * value.element_size()), torch_type, shape)
-            return [bytes_of(made)]
 
-        return Target(dtype_of(value), shape, (Box.whole(shape),), False, memory, lambda: from_host(made, device))
+def fresh(dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device, local: Local) -> Target:
+    """A target that makes a new tensor of a local shape on the device; its padding is zero."""
+    spread, made = Spread(local), torch.empty(0)
+
+    def memory(slabs: Slabs) -> list[memoryview]:
+        nonlocal made
+        made = tensor_from(slabs.take(prod(shape) * torch_type.itemsize), torch_type, shape)
+        if not spread.covers(shape):
+            made.zero_()
+        return spread.over(made)
+
+    return Target(dtype, local.shape, spread.boxes, False, memory, lambda: from_host(spread.fill(made), device))
+
+
+def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values as contiguous CPU tensors that stay as they are: views of the buffers where that is possible."""
+    if not values:
+        return []
+    tensors = [v.detach() for v in values]
+    materialize(tensors)
+    views: list[torch.Tensor | None] = [_view(t) for t in tensors]
+    missing = [t for t, v in zip(tensors, views, strict=True) if v is None]
+    moved = iter(_XLAC._xla_get_cpu_tensors(missing) if missing else ())
+    return [(v if v is not None else next(moved)).contiguous() for v in views]
+
+
+def _shard(held: torch.Tensor) -> HostShard:
+    plain = held.contiguous()
+    return HostShard(bytes_of(plain), plain, immutable=True)
 
 
 def _view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The buffer of a materialized tensor as a CPU tensor, held and not copied; None where that is impossible."""
-    if not on_cpu() or tensor.dtype in NO_DLPACK:
+    if not on_cpu() or tensor.dtype in NO_DLPACK or torch_xla.runtime.is_spmd():
         return None
     view: torch.Tensor = torch.utils.dlpack.from_dlpack(torch_xla.utils.dlpack.to_dlpack(tensor))
     return view

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from xla_ckpt.adapters import module, stateful
+from xla_ckpt.adapters import module, per_rank, stateful
 from xla_ckpt.adapters import optimizer as optimizers
+from xla_ckpt.adapters.base import Target
+from xla_ckpt.adapters.layouts import Rules, parse_rules
 from xla_ckpt.adapters.plain import CODEC
-from xla_ckpt.adapters.registry import array_kind, is_spec, target_like
+from xla_ckpt.adapters.registry import array_kind, is_spec, target_of_spec
 from xla_ckpt.adapters.stored import Loading, Stored, absent, plan_arrays
-from xla_ckpt.api.job import current_job
-from xla_ckpt.api.load_run import LoadReport, LoadRun
+from xla_ckpt.api.job import TIMEOUT, current_job
+from xla_ckpt.api.load_run import LoadReport, LoadRun, check_mode
 from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.weave import Make, Weave
@@ -31,10 +33,12 @@ def load_checkpoint(
     *,
     extras: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
-    shardings: Sequence[tuple[str, Any]] | None = None,  # noqa: ARG001
+    shardings: Rules | None = None,
     trust_pickle: bool = False,
     progress: bool | None = None,
     report: LoadReport | None = None,
+    replica_read: str = "each",
+    timeout: float = TIMEOUT,
 ) -> Any:
     """Load a tag into the given objects, each of them optional.
 
@@ -51,11 +55,14 @@ def load_checkpoint(
         num_workers: Threads that read, at most.
         strict: False loads what fits, and logs what does not.
         extras: Named objects with ``load_state_dict``, as given to `save_checkpoint`.
-        mesh: How the ranks are arranged; by default found out.
-        shardings: Rules for arrays that do not say themselves how they are split.
+        mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
+        shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code. Plain values never need it.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         report: Filled with what was done.
+        replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
+            columns of the same rows, read a part each and send it to the others, so that the storage is read once.
+        timeout: Seconds that a rank waits for another one.
 
     Returns:
         The `user_content` of the save; None if there was none.
@@ -68,7 +75,9 @@ def load_checkpoint(
     """
     report = LoadReport() if report is None else report
     root = os.path.abspath(os.fspath(path))
-    job = current_job(root, mesh)
+    job = current_job(root, mesh, doing="load", timeout=timeout)
+
+    rules = parse_rules(shardings)
 
     def prepare(stored: Stored) -> tuple[list[Loading], Make]:
         parts: list[Loading] = []
@@ -77,13 +86,17 @@ def load_checkpoint(
             members.append(("model", model, module.load))
         if optimizer is not None:
             names = module.parameter_names(model)
-            members.append(("optimizer", optimizer, lambda s, o: optimizers.load(s, o, names)))
+            members.append(("optimizer", optimizer, lambda s, o: optimizers.load(s, o, names, model)))
         if scheduler is not None:
             members.append(("scheduler", scheduler, stateful.load))
-        members += [(f"extras/{paths.escape(name)}", member, stateful.load) for name, member in (extras or {}).items()]
-        for where, member, load in members:
-            part = stored.at(where)
-            parts.append(absent(stored, where) if part is None else load(part, member))
+        where = job.placement
+        members += [
+            (f"extras/{paths.escape(name)}", member, lambda s, m: per_rank.load(s, m, where.rank, where.world))
+            for name, member in (extras or {}).items()
+        ]
+        for path_of, member, load in members:
+            part = stored.at(path_of)
+            parts.append(absent(stored, path_of) if part is None else load(part, member))
         content = stored.at("user_content")
         if content is None:
             return parts, lambda arrays: None
@@ -94,8 +107,8 @@ def load_checkpoint(
         return parts, lambda arrays: content.build(lambda leaf, _: arrays[leaf])
 
     return LoadRun(
-        root, job, prepare, strict=strict, workers=max(1, num_workers), trust=trust_pickle,
-        progress=job.shows(progress), report=report,
+        root, job, prepare, rules, strict=strict, workers=max(1, num_workers), trust=trust_pickle,
+        progress=job.shows(progress), report=report, share=check_mode(replica_read),
     ).load(tag)  # fmt: skip
 
 
@@ -106,10 +119,12 @@ def restore(
     *,
     num_workers: int = 8,
     mesh: Mesh | None = None,
-    shardings: Sequence[tuple[str, Any]] | None = None,  # noqa: ARG001
+    shardings: Rules | None = None,
     trust_pickle: bool = False,
     progress: bool | None = None,
     report: LoadReport | None = None,
+    replica_read: str = "each",
+    timeout: float = TIMEOUT,
 ) -> Any:
     """Restore a tag, or a part of it, as a new tree. Nothing that exists is changed.
 
@@ -121,11 +136,14 @@ def restore(
             other leaves are placeholders, for which the stored value comes back. None restores everything, torch
             arrays as CPU tensors, numpy and jax arrays as such.
         num_workers: Threads that read, at most.
-        mesh: How the ranks are arranged; by default found out.
-        shardings: Rules for arrays that do not say themselves how they are split.
+        mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
+        shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         report: Filled with what was done.
+        replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
+            columns of the same rows, read a part each and send it to the others, so that the storage is read once.
+        timeout: Seconds that a rank waits for another one.
 
     Returns:
         The restored tree.
@@ -138,7 +156,9 @@ def restore(
     """
     report = LoadReport() if report is None else report
     root = os.path.abspath(os.fspath(path))
-    job = current_job(root, mesh)
+    job = current_job(root, mesh, doing="load", timeout=timeout)
+
+    rules = parse_rules(shardings)
 
     def prepare(stored: Stored) -> tuple[list[Loading], Make]:
         loading = Loading()
@@ -153,13 +173,16 @@ def restore(
             part.build()
             return lambda arrays: part.build(lambda path, _: arrays[path])
 
+        def target(leaf: str, wanted: Any) -> Target:
+            return target_of_spec(wanted, job.placement) if is_spec(wanted) else stored.like(leaf, wanted)
+
         weave = Weave(lambda v: array_kind(v) is not None or is_spec(v), CODEC, whole)
         make = weave.visit(like, stored.skeleton)
         for leaf, wanted in weave.wanted.items():
-            loading.want(leaf, target_like(wanted), stored.record(leaf))
+            loading.want(leaf, target(leaf, wanted), stored.record(leaf))
         return [loading], make
 
     return LoadRun(
-        root, job, prepare, strict=True, workers=max(1, num_workers), trust=trust_pickle,
-        progress=job.shows(progress), report=report,
+        root, job, prepare, rules, strict=True, workers=max(1, num_workers), trust=trust_pickle,
+        progress=job.shows(progress), report=report, share=check_mode(replica_read),
     ).load(tag)  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +12,18 @@ from typing import Any
 
 from xla_ckpt.adapters import pickles
 from xla_ckpt.adapters.base import Target
+from xla_ckpt.adapters.layouts import Layouts
 from xla_ckpt.adapters.plain import resolver
-from xla_ckpt.adapters.stored import Loading, Stored, incompatible
+from xla_ckpt.adapters.sharing import agree_on_shares, exchange_shares
+from xla_ckpt.adapters.stored import Loading, Problem, Stored, incompatible
 from xla_ckpt.api.job import Job
 from xla_ckpt.api.progress import Progress
-from xla_ckpt.coord.verdict import agree
+from xla_ckpt.coord.verdict import LEAD, Deadline, Round, agree
 from xla_ckpt.engine.background import SAVES
 from xla_ckpt.engine.read import check, read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, StorageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, StorageError, UsageError
+from xla_ckpt.layout.sharding import Sharding
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.tags.directory import entries, no_such_tag, open_tag
@@ -62,11 +67,14 @@ class LoadRun:
     root: str
     job: Job
     prepare: Prepare
+    rules: tuple[tuple[re.Pattern[str], Sharding], ...]
     strict: bool
     workers: int
     trust: bool
     progress: bool | None
     report: LoadReport
+    share: bool = False
+    """Whether ranks that need the same bytes read them together."""
 
     def load(self, tag: str | None) -> Any:
         """Load `tag`, or the newest that is not damaged.
@@ -75,49 +83,84 @@ class LoadRun:
             CheckpointError: As `xla_ckpt.load_checkpoint` documents; the same on every rank.
         """
         began = time.monotonic()
-        SAVES.wait(self.root)
-        if tag is not None:
-            result = self._load_tag(tag)
-        else:
-            tag, result = self._load_newest()
+        exchange = self.job.exchange
+        try:
+            self.job.tidy()
+            agree(exchange, "waiting", lambda: SAVES.wait(self.root))
+            if tag is not None:
+                result = self._load_tag(tag, exchange.within("tag"))
+            else:
+                tag, result = self._load_newest()
+        except CheckpointError as error:
+            error.at(path=self.root)
+            raise
         self.report.path, self.report.tag = self.root, tag
         self.report.seconds = time.monotonic() - began
         return result
 
     def _load_newest(self) -> tuple[str, Any]:
         first: CheckpointError | None = None
-        for entry in reversed(entries(self.root)):
+        for tag in self._tags():
             try:
-                return entry.tag, self._load_tag(entry.tag)
+                return tag, self._load_tag(tag, self.job.exchange.within(tag))
             except CorruptCheckpointError as error:
-                logger.error("tag %s is damaged, trying the one before it: %s", entry.tag, error)  # noqa: TRY400
-                self.report.corrupt_tags.append(entry.tag)
+                logger.error("tag %s is damaged, trying the one before it: %s", tag, error)  # noqa: TRY400
+                self.report.corrupt_tags.append(tag)
                 first = first or error
         if first is not None:
             raise first
         raise no_such_tag(self.root, None)
 
-    def _load_tag(self, tag: str) -> Any:
+    def _tags(self) -> list[str]:
+        """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
         exchange = self.job.exchange
+        if exchange.size == 1:
+            return [e.tag for e in reversed(entries(self.root))]
+        if exchange.rank == 0:
+            try:
+                exchange.say("tags", [e.tag for e in reversed(entries(self.root))])
+            except CheckpointError as error:
+                exchange.say("tags", error=error)
+        tags: list[str] = exchange.hear("tags", 0)
+        return tags
+
+    def _load_tag(self, tag: str, exchange: Round) -> Any:
         reader = agree(exchange, "opening", lambda: TagReader(open_tag(self.root, tag), self.root, tag))
         with reader:
-            ready = agree(exchange, "checking", lambda: self._check(reader))
-            arrays = agree(exchange, "reading", lambda: self._read(reader, *ready))
+            ready = agree(exchange, "checking", lambda: self._prepare(reader))
+            unwanted = self._unwanted(ready[0], exchange)
+            agree(exchange, "comparing", lambda: self._check(reader, ready[0], unwanted))
+            arrays = self._read(reader, ready[0], exchange)
             return agree(exchange, "installing", lambda: self._install(ready[0], arrays, ready[1]))
 
-    def _check(self, reader: TagReader) -> tuple[list[Loading], Make]:
+    def _prepare(self, reader: TagReader) -> tuple[list[Loading], Make]:
         try:
-            parts, make = self.prepare(self._stored(reader))
-            problems = [p for part in parts for p in part.problems]
-            if problems and self.strict:
-                raise incompatible(problems)
+            return self.prepare(self._stored(reader))
         except CheckpointError as error:
             error.at(path=self.root, tag=reader.tag)
             raise
+
+    def _unwanted(self, parts: Sequence[Loading], exchange: Round) -> list[Problem]:
+        """What is stored and not wanted here; over pipeline stages, what none of them wants."""
+        mine = {p.leaf: p for part in parts for p in part.unwanted}
+        if self.job.placement.mesh.pp == 1 or exchange.size == 1:
+            return list(mine.values())
+        exchange.say(f"unwanted/{exchange.rank}", list(mine))
+        if exchange.rank == 0:
+            deadline = Deadline(exchange.timeout * LEAD)
+            for rank in range(1, exchange.size):
+                theirs = set(exchange.hear(f"unwanted/{rank}", rank, deadline))
+                mine = {leaf: p for leaf, p in mine.items() if leaf in theirs}
+            exchange.say("unwanted", [[p.leaf, p.text] for p in mine.values()])
+        return [Problem(leaf, text) for leaf, text in exchange.hear("unwanted", 0)]
+
+    def _check(self, reader: TagReader, parts: Sequence[Loading], unwanted: Sequence[Problem]) -> None:
+        problems = [*(p for part in parts for p in part.problems), *unwanted]
+        if problems and self.strict:
+            raise incompatible(problems).at(path=self.root, tag=reader.tag)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         self.report.skipped = [str(p) for p in problems]
-        return parts, make
 
     def _stored(self, reader: TagReader) -> Stored:
         def read_object(index: int, leaf: str) -> Any:
@@ -126,37 +169,48 @@ class LoadRun:
                 raise FormatError("the skeleton names an object that is not stored", leaf=leaf, found=index)
             return pickles.load(reader.head(numbers[index]), leaf, trust=self.trust)
 
-        return Stored(reader.manifest, paths.ROOT, reader.manifest.skeleton, read_object, resolver(self.trust))
+        layouts = Layouts(self.job.placement, self.rules)
+        return Stored(reader.manifest, paths.ROOT, reader.manifest.skeleton, read_object, resolver(self.trust), layouts)
 
-    def _read(self, reader: TagReader, parts: Sequence[Loading], _: Make) -> dict[str, Target]:
+    def _read(self, reader: TagReader, parts: Sequence[Loading], exchange: Round) -> dict[str, Target]:
         """Fill the memory of all targets: verified before anything that is in use is overwritten."""
         targets = {path: target for part in parts for path, target in part.targets.items()}
-        slots: list[memoryview] = []
-        wants: list[Want] = []
-        live: set[int] = set()
-        slabs = Slabs()
-        for path, target in targets.items():
-            for box, memory in zip(target.boxes, target.memory(slabs), strict=True):
-                if target.live:
-                    live.add(len(slots))
-                wants.append(Want(path, box, len(slots)))
-                slots.append(memory)
-        plan = plan_restore(reader.manifest, wants)
-        in_use = RestorePlan(tuple(r for r in plan.reads if r.slot in live))
-        fresh = RestorePlan(tuple(r for r in plan.reads if r.slot not in live))
-        total = plan.read_bytes + in_use.read_bytes
-        try:
-            with Progress(f"load {reader.tag}", total, self.progress) as bar:
+        slots, wants, live = _memory(targets)
+        plan = agree(exchange, "planning", lambda: plan_restore(reader.manifest, wants))
+        mine, share, rows = plan, None, []
+        if self.share and exchange.size > 1:
+            share = agree_on_shares(exchange, wants)
+            rows = share.rows(len(slots))
+            itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
+            slabs = Slabs()
+            slots += [slabs.take(want.box.size * itemsize[want.leaf]).data for _, want in rows]
+            more = plan_restore(reader.manifest, [want for _, want in rows])
+            mine = RestorePlan((*share.alone(plan).reads, *more.reads))
+        in_use = RestorePlan(tuple(r for r in mine.reads if r.slot in live))
+        fresh = RestorePlan(tuple(r for r in mine.reads if r.slot not in live))
+        total = mine.read_bytes + in_use.read_bytes
+        with Progress(f"load {reader.tag}", total, self.progress) as bar:
+
+            def verify() -> None:
                 read_into(reader, fresh, slots, workers=self.workers, progress=bar)
                 check(reader, in_use, workers=self.workers, progress=bar)
-                read_into(reader, in_use, slots, workers=self.workers, progress=bar)
+
+            agree(exchange, "reading", lambda: self._storage(reader, verify))
+            again = functools.partial(read_into, reader, in_use, slots, workers=self.workers, progress=bar)
+            agree(exchange, "overwriting", lambda: self._storage(reader, again))
+        if share is not None:
+            exchange_shares(share, slots, rows, itemsize)
+        self.report.arrays = len(targets)
+        self.report.needed_bytes, self.report.read_bytes = plan.needed_bytes, total
+        return targets
+
+    def _storage(self, reader: TagReader, action: Callable[[], None]) -> None:
+        try:
+            action()
         except OSError as error:
             if isinstance(error, CheckpointError):
                 raise
             raise StorageError.of(error, "reading a tag", path=self.root, tag=reader.tag) from error
-        self.report.arrays = len(targets)
-        self.report.needed_bytes, self.report.read_bytes = plan.needed_bytes, total
-        return targets
 
     @staticmethod
     def _install(parts: Sequence[Loading], targets: Mapping[str, Target], make: Make) -> Any:
@@ -164,3 +218,29 @@ class LoadRun:
         for part in parts:
             part.finish(arrays)
         return make(arrays)
+
+
+def _memory(targets: Mapping[str, Target]) -> tuple[list[memoryview], list[Want], set[int]]:
+    """Memory of all wanted boxes, the wishes, and which of the memory is in use."""
+    slots: list[memoryview] = []
+    wants: list[Want] = []
+    live: set[int] = set()
+    slabs = Slabs()
+    for path, target in targets.items():
+        for box, memory in zip(target.boxes, target.memory(slabs), strict=True):
+            if target.live:
+                live.add(len(slots))
+            wants.append(Want(path, box, len(slots)))
+            slots.append(memory)
+    return slots, wants, live
+
+
+def check_mode(replica_read: str) -> bool:
+    """Whether replicas share their reads.
+
+    Raises:
+        UsageError: It is neither ``each`` nor ``share``.
+    """
+    if replica_read not in ("each", "share"):
+        raise UsageError("replica_read is 'each' or 'share'", found=repr(replica_read))
+    return replica_read == "share"

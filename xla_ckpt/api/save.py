@@ -5,29 +5,28 @@ from __future__ import annotations
 import functools
 import os
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.adapters import module, pickles, stateful
-from xla_ckpt.adapters import optimizer as optimizers
-from xla_ckpt.adapters.plain import CODEC
-from xla_ckpt.adapters.registry import Described, array_kind, describe, host_shards
-from xla_ckpt.api.job import current_job
+from xla_ckpt.adapters.base import Placement
+from xla_ckpt.adapters.described import host_shards
+from xla_ckpt.adapters.layouts import Rules
+from xla_ckpt.adapters.registry import local_lanes
+from xla_ckpt.api.job import TIMEOUT, Job, current_job
 from xla_ckpt.api.progress import Progress
-from xla_ckpt.coord.verdict import agree
+from xla_ckpt.api.state import State, prepare, samples, training_state
+from xla_ckpt.coord.verdict import as_checkpoint_error
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.save import SaveJob, SaveReport, check_writable, run_save
-from xla_ckpt.errors import StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, StorageError, UsageError
 from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.plan.save_plan import plan_save
-from xla_ckpt.snapshot.take import take
+from xla_ckpt.snapshot.take import HostShard, Snapshot, take
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.lazy import save_tag
 from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tags.retention import check_keep
-from xla_ckpt.tree.flatten import Flat, flatten
 
 PathLike = str | os.PathLike[str]
 
@@ -47,9 +46,10 @@ def save_checkpoint(
     *,
     extras: Mapping[str, Any] | None = None,
     mesh: Mesh | None = None,
-    shardings: Sequence[tuple[str, Any]] | None = None,
+    shardings: Rules | None = None,
     pinned: bool = False,
     progress: bool | None = None,
+    timeout: float = TIMEOUT,
 ) -> SaveHandle:
     """Save a training state as one tag, completely or not at all.
 
@@ -62,19 +62,24 @@ def save_checkpoint(
         model: A module, or a dict of arrays.
         optimizer: An optimizer, or a dict. Its state is stored by parameter *name*, taken from `model`.
         scheduler: A learning rate scheduler, or a dict.
-        user_content: Any Python value. Plain values are stored as typed JSON, arrays as arrays; other objects are
-            pickled, with a warning, and need ``trust_pickle=True`` to load.
+        user_content: Any Python value; rank 0's is stored. Plain values are stored as typed JSON, arrays as arrays;
+            other objects are pickled, with a warning, and need ``trust_pickle=True`` to load.
         num_workers: Threads that write, at most.
         use_xser: Write neuronx-distributed's xser layout instead of the native format.
         num_kept_ckpts: Keep this many of the newest tags that are not pinned, and delete older ones after the commit;
             None keeps all.
         async_save: Return as soon as the state is frozen, and write in the background.
         zero1_optimizer: Accepted for compatibility with neuronx-distributed; a ZeRO-1 optimizer is recognised.
-        extras: Named objects with ``state_dict`` and ``load_state_dict`` (data loaders, `RNGState`), or dicts.
-        mesh: How the ranks are arranged; by default found out.
-        shardings: Rules ``(regular expression, spec)`` for arrays that do not say themselves how they are split.
+        extras: Named objects with ``state_dict`` and ``load_state_dict`` (data loaders, `RNGState`), or dicts. One
+            that differs from rank to rank is wrapped in `PerRank`.
+        mesh: How the ranks are arranged; by default taken from an initialised ``parallel_state``, else pure data
+            parallelism.
+        shardings: Rules ``(regular expression, spec)`` for arrays that do not say themselves how they are split:
+            ``(r"up_proj", ("tp", None))`` splits dim 0 over the mesh axis ``tp``. The first expression that is found
+            in a leaf path or parameter name counts; optimizer state follows its parameter.
         pinned: Exempt this tag from retention, now and later.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
+        timeout: Seconds that a rank which is done waits for the others before all that are left give up.
 
     Returns:
         The save; finished already unless `async_save`.
@@ -83,22 +88,10 @@ def save_checkpoint(
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
-    names = module.parameter_names(model) if optimizer is not None else {}
-    tree: dict[str, Any] = {}
-    if model is not None:
-        tree["model"] = module.tree_of(model)
-    if optimizer is not None:
-        tree["optimizer"] = optimizers.tree_of(optimizer, names)
-    if scheduler is not None:
-        tree["scheduler"] = stateful.tree_of(scheduler, "scheduler")
-    if extras:
-        tree["extras"] = {name: stateful.tree_of(member, f"extras/{name}") for name, member in extras.items()}
-    if user_content is not None:
-        tree["user_content"] = user_content
-    return save(
-        path, tag, tree, num_workers=num_workers, use_xser=use_xser, num_kept_ckpts=num_kept_ckpts,
-        async_save=async_save, mesh=mesh, shardings=shardings, pinned=pinned, progress=progress,
-    )  # fmt: skip
+    options = _Options(num_workers, use_xser, num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout)
+    return _save(
+        path, tag, lambda where: training_state(where, model, optimizer, scheduler, user_content, extras), options
+    )
 
 
 def save(
@@ -111,58 +104,106 @@ def save(
     num_kept_ckpts: int | None = None,
     async_save: bool = False,
     mesh: Mesh | None = None,
-    shardings: Sequence[tuple[str, Any]] | None = None,
+    shardings: Rules | None = None,
     pinned: bool = False,
     progress: bool | None = None,
+    timeout: float = TIMEOUT,
 ) -> SaveHandle:
     """Save any tree of containers, arrays (torch, XLA, numpy, jax) and plain values as one tag.
 
-    The arguments, the result and the errors are those of `save_checkpoint`, which makes such a tree of its arguments
-    and calls this.
+    The arguments, the result and the errors are those of `save_checkpoint`, which makes such a tree of its arguments.
+    In a job of several ranks the plain values are the same on all of them.
 
     Raises:
         UnsupportedStateError: Something in the tree cannot be stored; nothing was written.
     """
+    options = _Options(num_workers, use_xser, num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout)
+    return _save(path, tag, lambda _: State(tree), options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The arguments of a save that are not its state."""
+
+    num_workers: int
+    use_xser: bool
+    num_kept: int | None
+    async_save: bool
+    mesh: Mesh | None
+    shardings: Rules | None
+    pinned: bool
+    progress: bool | None
+    timeout: float
+
+
+def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options: _Options) -> SaveHandle:
     began = time.monotonic()
     root = os.path.abspath(os.fspath(path))
-    with SAVES.turn(root):
-        job = current_job(root, mesh)
-
-        def prepare() -> tuple[Flat, Described, list[bytes]]:
-            check_tag(tag, root)
-            check_keep(num_kept_ckpts)
-            if use_xser or shardings:
-                raise UsageError("use_xser and shardings are not there yet", path=root, tag=tag)
-            if job.exchange.rank == 0:
-                _check_root(root)
-            flat = flatten(tree, array_kind, CODEC)
-            return flat, describe(flat.arrays, job.placement), _pickle(flat)
-
-        flat, described, objects = agree(job.exchange, "preparing", prepare)
-        snapshot = take(host_shards(described.values), freeze=async_save)
+    with SAVES.turn(root) as untold:
+        job = current_job(root, options.mesh, doing="save", timeout=options.timeout)
+        ready: tuple[SaveJob, Snapshot] | CheckpointError
+        try:
+            if untold is not None:
+                raise untold
+            ready = _ready(root, tag, state, options, job)
+        except Exception as error:
+            # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
+            if job.exchange.size == 1:
+                raise
+            ready = as_checkpoint_error(error, "preparing", job.exchange.rank, path=root, tag=tag)
         stall = time.monotonic() - began
 
         def run() -> SaveReport:
+            job.tidy()
+            if isinstance(ready, CheckpointError):
+                return run_save(ready, job.exchange, save_tag, path=root, tag=tag)
+            save_job, snapshot = ready
             try:
-                plan = plan_save(described.leaves, job.exchange.rank, job.exchange.size)
-                shown = False if async_save and progress is None else job.shows(progress)
-                with Progress(f"save {tag}", plan.nbytes, shown) as bar:
-                    save_job = SaveJob(
-                        root, tag, plan, snapshot.memory,
-                        {leaf.path: (leaf.dtype.name, leaf.shape) for leaf in described.leaves}, described.aliases,
-                        flat.skeleton, objects, mesh=None if job.placement.mesh is None else str(job.placement.mesh),
-                        pinned=pinned, num_kept=num_kept_ckpts, workers=max(1, num_workers), progress=bar,
-                    )  # fmt: skip
-                    return replace(run_save(save_job, job.exchange, save_tag), stall=stall)
+                shown = False if options.async_save and options.progress is None else job.shows(options.progress)
+                with Progress(f"save {tag}", save_job.plan.nbytes, shown) as bar:
+                    with_bar = replace(save_job, progress=bar)
+                    return replace(run_save(with_bar, job.exchange, save_tag, path=root, tag=tag), stall=stall)
             finally:
                 snapshot.release()
 
         install_exit_hook()
         after = functools.partial(clean, root) if job.exchange.rank == 0 else lambda: None
         handle = SAVES.start(root, tag, run, after)
-    if not async_save:
+    if not options.async_save:
         handle.result()
     return handle
+
+
+def _ready(
+    root: str, tag: str, state: Callable[[Placement], State], options: _Options, job: Job
+) -> tuple[SaveJob, Snapshot]:
+    """Everything that happens before the caller goes on: the checks, the description, and the frozen bytes."""
+    check_tag(tag, root)
+    check_keep(options.num_kept)
+    if options.use_xser:
+        raise UsageError("use_xser is not there yet", path=root, tag=tag)
+    if job.exchange.rank == 0:
+        _check_root(root)
+    rank, world = job.exchange.rank, job.exchange.size
+    prepared = prepare(state(job.placement), job.placement, options.shardings)
+    leaves = prepared.described.leaves
+    plan = plan_save(leaves, rank, world, local_lanes())
+    shards = host_shards(prepared.described.values)
+    needed = {(source.leaf, source.shard) for file in plan.files for source in file.sources}
+    freeze = options.async_save
+
+    def lasts(shard: HostShard) -> bool:
+        return shard.immutable or not freeze
+
+    # Memory that its owner changes soon is looked at now, the rest in the background.
+    now = samples(prepared, shards, lambda s: not lasts(s)) if world > 1 else {}
+    save_job = SaveJob(
+        root, tag, leaves, plan, {}, prepared.skeleton, prepared.described.aliases, prepared.objects, prepared.named,
+        prepared.parts, lambda: samples(prepared, shards, lasts) | now, job.placement.mesh, options.pinned,
+        options.num_kept, max(1, options.num_workers),
+    )  # fmt: skip
+    snapshot = take({key: s for key, s in shards.items() if key in needed}, freeze=freeze)
+    return replace(save_job, memory=snapshot.memory), snapshot
 
 
 def _check_root(root: str) -> None:
@@ -170,16 +211,6 @@ def _check_root(root: str) -> None:
         check_writable(root)
     except OSError as error:
         raise StorageError.of(error, "preparing the checkpoint directory", path=root) from error
-
-
-def _pickle(flat: Flat) -> list[bytes]:
-    for leaf, value in flat.objects:
-        warnings.warn(
-            f"{leaf}: a {type(value).__module__}.{type(value).__qualname__} is no plain value and will be pickled; "
-            "loading it needs trust_pickle=True",
-            stacklevel=4,
-        )
-    return [pickles.dump(value, leaf) for leaf, value in flat.objects]
 
 
 def finalize_checkpoint() -> None:

@@ -6,6 +6,7 @@ import fnmatch
 import os
 from typing import Any
 
+from xla_ckpt.api.explain import explain
 from xla_ckpt.api.tags import verify
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError
@@ -108,4 +109,28 @@ def verify_facts(root: str, tag: str) -> dict[str, Any]:
         "path": root, "tag": tag, "ok": report.ok, "arrays": report.arrays, "files": report.files,
         "nbytes": report.nbytes, "seconds": round(report.seconds, 3), "strangers": report.strangers,
         "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
+    }  # fmt: skip
+
+
+def spec(text: str) -> tuple[Any, ...]:
+    """A sharding as a person types it.
+
+    >>> spec("tp,_"), spec("dp+tp")
+    (('tp', None), (('dp', 'tp'),))
+    """
+    words = [w.strip() for w in text.split(",")]
+    return tuple(None if w in ("_", "-", "None", "") else tuple(w.split("+")) if "+" in w else w for w in words)
+
+
+def explain_facts(root: str, tag: str, mesh: str, rules: list[tuple[str, Any]]) -> dict[str, Any]:
+    """What a restore over a mesh would do."""
+    found = explain(root, tag, like_mesh=mesh, shardings=rules)
+    return {
+        "path": root, "tag": tag, "saved_mesh": found.saved_mesh, "saved_ranks": found.saved_ranks,
+        "mesh": str(found.mesh), "ok": found.ok, "problems": list(found.problems), "notes": list(found.notes),
+        "split": {leaf: list(how) for leaf, how in found.split.items()},
+        "ranks": [
+            {"rank": r.rank, "needed_bytes": r.needed_bytes, "read_bytes": r.read_bytes, "files": dict(r.files)}
+            for r in found.readings
+        ],
     }  # fmt: skip

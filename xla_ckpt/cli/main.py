@@ -35,7 +35,22 @@ def _parser() -> argparse.ArgumentParser:
     check = command("verify", "Read all bytes of a tag and compare them with their digests.", _verify)
     check.add_argument("--tag", help="which one (default: the newest)")
     check.add_argument("--all", action="store_true", help="all tags of the directory")
+    explain = command("explain", "Say what a restore over another mesh would read, before it reads it.", _explain)
+    explain.add_argument("--tag", help="which one (default: the newest)")
+    explain.add_argument("--like-mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
+    explain.add_argument(
+        "--sharding", nargs=2, action="append", metavar=("PATTERN", "SPEC"),
+        help="split leaves in which PATTERN is found like SPEC, one word a dim: 'up_proj' 'tp,_', 'emb' 'dp+tp'",
+    )  # fmt: skip
     return parser
+
+
+def _explain(args: argparse.Namespace) -> int:
+    root, tag = facts.locate(args.path, args.tag)
+    rules = [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
+    answer = facts.explain_facts(root, facts.newest(root, tag), args.like_mesh, rules)
+    _print(args, answer, render.explanation)
+    return int(not answer["ok"])
 
 
 def _ls(args: argparse.Namespace) -> int:

@@ -11,6 +11,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+MAX_RANKS = 16
+"""Ranks that `explain` lists; the rest is a range."""
+
 MAX_VALUE = 60
 """Longest plain value that is shown whole."""
 
@@ -112,3 +115,26 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
         lines += [f"  {escape(p['message'])}" for p in facts["problems"]]
     lines += [f"  [yellow]not part of the tag:[/yellow] {escape(name)}" for name in facts["strangers"]]
     return Text.from_markup("\n".join(lines))
+
+
+def explanation(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``explain``."""
+    saved = f"saved by {facts['saved_ranks']} ranks" + (f" ({facts['saved_mesh']})" if facts["saved_mesh"] else "")
+    verdict_ = "[green]can be restored[/green]" if facts["ok"] else "[red]CANNOT be restored[/red]"
+    where = f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}"
+    parts: list[RenderableType] = [Text.from_markup(f"{where}, {saved}, {verdict_} on {facts['mesh']}")]
+    parts += [Text.from_markup(f"  [red]problem:[/red] {escape(p)}") for p in facts["problems"]]
+    parts += [Text.from_markup(f"  [yellow]note:[/yellow] {escape(n)}") for n in facts["notes"]]
+    table = _table("", ">rank", ">needs", ">reads", ">reads/needs", ">files", "most from")
+    for r in facts["ranks"][:MAX_RANKS]:
+        ratio = f"{r['read_bytes'] / r['needed_bytes']:.3f}" if r["needed_bytes"] else "-"
+        most = max(r["files"], key=r["files"].get, default="-")
+        table.add_row(
+            str(r["rank"]), size(r["needed_bytes"]), size(r["read_bytes"]), ratio, str(len(r["files"])), escape(most)
+        )
+    parts.append(table)
+    if (more := len(facts["ranks"]) - MAX_RANKS) > 0:
+        parts.append(Text(f"and {more} ranks more (--json lists them all)"))
+    reads = [r["read_bytes"] for r in facts["ranks"]]
+    parts.append(Text(f"all ranks together read {size(sum(reads))}; {len(facts['split'])} arrays are split"))
+    return Group(*parts)

@@ -26,7 +26,13 @@ class Communicator(Protocol):
         """Make `value` visible to all ranks."""
 
     def take(self, key: str, timeout: float) -> bytes:
-        """The value of `key`, waiting for it at most `timeout` seconds. TimeoutError if it does not come."""
+        """The value of `key`, waiting for it at most `timeout` seconds.
+
+        TimeoutError if it does not come, ConnectionError if the store is gone.
+        """
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is there, now."""
 
     def forget(self, key: str) -> None:
         """Remove a key that nobody will ask for again."""
@@ -57,6 +63,10 @@ class Solo:
                 if not self._changed.wait(end - time.monotonic()) and key not in self._board:
                     raise TimeoutError(key)
             return self._board[key]
+
+    def has(self, key: str) -> bool:
+        with self._changed:
+            return key in self._board
 
     def forget(self, key: str) -> None:
         with self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,14 +27,53 @@ def as_checkpoint_error(error: BaseException, doing: str, rank: int, **facts: An
     return made.at(rank=rank, **facts)
 
 
+LEAD = 0.8
+"""Rank 0 waits for the others this part of the timeout, so that its verdict on them comes before theirs on it."""
+
+COMPRESS_BYTES = 4096
+"""Messages from this length on travel compressed."""
+
+KEPT_ROUNDS = 4
+"""Keys of this many rounds before are still there: a rank may be late to hear the verdict of an earlier one."""
+
+
+def _packed(message: Any) -> bytes:
+    """JSON; long texts (records are, and full of repetition) are compressed: rank 0 hears thousands of them."""
+    text = json.dumps(message).encode()
+    return b"z" + zlib.compress(text, 1) if len(text) > COMPRESS_BYTES else text
+
+
+def _unpacked(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data[1:]) if data[:1] == b"z" else data)
+
+
+class Deadline:
+    """A span of time for several waits together."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; never quite none."""
+        return max(self._end - time.monotonic(), 0.001)
+
+
 class Round:
-    """One exchange between all ranks (a save, a load), on keys of its own."""
+    """One exchange between all ranks (a save, a load), on keys of its own.
+
+    Args:
+        communicator: The job's store.
+        name: The same on all ranks, and of no other round.
+        timeout: Seconds that this rank waits for another one, once it has nothing to do itself.
+    """
 
     def __init__(self, communicator: Communicator, name: str, timeout: float) -> None:
         self.communicator = communicator
         self.name = name
         self.timeout = timeout
-        self._end = time.monotonic() + timeout
+        self.said: list[str] = []
+        """The keys that this rank has put."""
 
     @property
     def rank(self) -> int:
@@ -48,31 +88,58 @@ class Round:
     def say(self, key: str, value: Any = None, error: CheckpointError | None = None) -> None:
         """Publish a value, or an error in its place."""
         message = {"error": error.to_json()} if error is not None else {"value": value}
-        self.communicator.put(f"{self.name}/{key}", json.dumps(message).encode())
+        self.said.append(f"{self.name}/{key}")
+        self._reach(lambda: self.communicator.put(f"{self.name}/{key}", _packed(message)))
 
-    def hear(self, key: str, whose: int) -> Any:
-        """The value that rank `whose` published.
+    def has(self, key: str) -> bool:
+        """Whether anybody has published this."""
+        return self._reach(lambda: self.communicator.has(f"{self.name}/{key}"))
+
+    def heard_error(self, key: str) -> CheckpointError:
+        """The error that somebody has published under a key."""
+        message = _unpacked(self.communicator.take(f"{self.name}/{key}", self.timeout))
+        return from_json(message["error"])
+
+    def hear(self, key: str, whose: int, deadline: Deadline | None = None) -> Any:
+        """The value that rank `whose` published; waits until the deadline, by default for the timeout.
 
         Raises:
             CheckpointError: The error that it published instead.
             RankFailedError: It published nothing in time.
         """
         try:
-            data = self.communicator.take(f"{self.name}/{key}", max(self._end - time.monotonic(), 0.001))
+            left = self.timeout if deadline is None else deadline.left
+            data = self._reach(lambda: self.communicator.take(f"{self.name}/{key}", left))
         except TimeoutError:
             raise RankFailedError(
                 f"rank {whose} did not answer within {self.timeout:g} s", rank=whose,
                 hint="It died, hangs, or never made this call: all ranks must make the same calls.",
             ) from None  # fmt: skip
-        message = json.loads(data)
+        message = _unpacked(data)
         if "error" in message:
             raise from_json(message["error"])
         return message["value"]
 
-    def forget(self, *keys: str) -> None:
-        """Remove keys that nobody will ask for again."""
-        for key in keys:
-            self.communicator.forget(f"{self.name}/{key}")
+    def _reach(self, action: Callable[[], Value]) -> Value:
+        try:
+            return action()
+        except ConnectionError as error:
+            raise RankFailedError(
+                "the store through which the ranks of the job meet is gone",
+                hint="The process that holds it (rank 0 or the launcher) died; restart the job.",
+            ) from error
+
+    def within(self, name: str) -> Round:
+        """A round inside of this one."""
+        inner = Round(self.communicator, f"{self.name}/{name}", self.timeout)
+        inner.said = self.said
+        return inner
+
+    def forget(self) -> None:
+        """Remove what this rank has put: nobody will ask for it again."""
+        for key in self.said:
+            self._reach(lambda key=key: self.communicator.forget(key))  # type: ignore[misc]
+        self.said.clear()
 
 
 def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
@@ -102,9 +169,10 @@ def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
 
 
 def _first_error(exchange: Round, what: str) -> CheckpointError | None:
+    deadline = Deadline(exchange.timeout * LEAD)
     for rank in range(exchange.size):
         try:
-            exchange.hear(f"{what}/{rank}", rank)
+            exchange.hear(f"{what}/{rank}", rank, deadline)
         except CheckpointError as error:
             return error
     return None

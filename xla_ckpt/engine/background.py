@@ -64,17 +64,21 @@ class Saves:
         self._turns: dict[str, threading.Lock] = {}
 
     @contextlib.contextmanager
-    def turn(self, path: str) -> Iterator[None]:
+    def turn(self, path: str) -> Iterator[CheckpointError | None]:
         """The turn to begin a save on `path`: waits for the save in flight there, and for other threads.
 
-        Raises:
-            CheckpointError: The save in flight failed, and nobody has been told yet.
+        Yields the error of that save if it failed and nobody has been told yet. Whoever has the turn raises it, on all
+        ranks: one that was told before would else go on to a save for which the others do not come.
         """
         with self._lock:
             lock = self._turns.setdefault(path, threading.Lock())
         with lock:
-            self.wait(path)
-            yield
+            untold: CheckpointError | None = None
+            try:
+                self.wait(path)
+            except CheckpointError as error:
+                untold = error
+            yield untold
 
     def start(self, path: str, tag: str, run: Callable[[], SaveReport], after: Callable[[], None]) -> SaveHandle:
         """Run a save in the background; `after` runs once its outcome is known.

@@ -7,23 +7,36 @@ rank 0 waits for all reports, writes the manifest, and commits. The verdict, goo
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from xla_ckpt import dtypes
-from xla_ckpt.coord.verdict import Round, as_checkpoint_error
-from xla_ckpt.engine.tag_reader import MANIFEST
+from xla_ckpt.coord.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
 from xla_ckpt.engine.write import WRITERS, Memory, Progress, write_files
-from xla_ckpt.errors import CheckpointError, FormatError, SaveError
+from xla_ckpt.errors import (
+    CheckpointError,
+    DivergentReplicasError,
+    RankFailedError,
+    StorageError,
+    UsageError,
+)  # fmt: skip
 from xla_ckpt.format import manifest_json
-from xla_ckpt.format.digest import digest
-from xla_ckpt.format.manifest import ArrayRecord, FileRecord, Head, Manifest, array_record
-from xla_ckpt.layout.box import Box
-from xla_ckpt.plan.save_plan import SavePlan, Written, shards_by_leaf
+from xla_ckpt.format.digest import digest, to_hex
+from xla_ckpt.format.manifest import FileRecord, Head, Manifest
+from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.plan.leaf import Leaf
+from xla_ckpt.plan.merge import Duplicate, Record, Sample, merge
+from xla_ckpt.plan.save_plan import SavePlan, plan_save
 from xla_ckpt.storage.local import LocalDirectory, write_small
+
+logger = logging.getLogger(__name__)
+
+ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path, such as a shared file system."
+"""What to do about hosts that do not."""
 
 
 class Committer(Protocol):
@@ -40,19 +53,30 @@ class SaveJob:
 
     root: str
     tag: str
+    leaves: Sequence[Leaf]
     plan: SavePlan
+    """What `plan_save` says of the leaves."""
+
     memory: Memory
     """Bytes of the local shards; must not change until the job is done."""
 
-    arrays: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Leaf path -> (dtype, global shape) of the leaves that this rank knows."""
-
-    aliases: Mapping[str, str]
     skeleton: Any
+    """The structure of the state, if this rank speaks for its stage; else what only this rank has of it, or None."""
+
+    aliases: Mapping[str, str] = field(default_factory=dict)
     objects: Sequence[bytes] = ()
     """Pickled objects, by their index in the skeleton."""
 
-    mesh: str | None = None
+    named: Callable[[str], bool] = lambda path: True
+    """Which leaves this rank reports type and shape of."""
+
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Part of the state -> digest of its plain values, which all ranks have in common."""
+
+    samples: Callable[[], Mapping[str, Sample]] = dict
+    """Digests of a few bytes of each replicated leaf."""
+
+    mesh: Mesh = field(default_factory=Mesh)
     pinned: bool = False
     num_kept: int | None = None
     workers: int = WRITERS
@@ -81,67 +105,159 @@ class SaveReport:
     """Seconds that the caller waited for the snapshot."""
 
 
-def run_save(job: SaveJob, exchange: Round, commit: Committer) -> SaveReport:
+def run_save(job: SaveJob | CheckpointError, exchange: Round, commit: Committer, **facts: str) -> SaveReport:
     """Carry out this rank's part, and wait for the verdict.
 
-    `commit` is called on rank 0 only.
+    `commit` is called on rank 0 only. A `job` that is an error is one that this rank could not even prepare: the
+    others hear of it.
 
     Raises:
         CheckpointError: The save did not commit; the same error on every rank.
     """
     began = time.monotonic()
-    facts = {"path": job.root, "tag": job.tag}
     try:
-        sequence = _lead(job, exchange, commit) if exchange.rank == 0 else _follow(job, exchange)
+        if exchange.rank == 0:
+            sequence, written = _lead(job, exchange, commit, **facts)
+        else:
+            sequence, written = _follow(job, exchange, **facts)
     except CheckpointError as error:
         error.at(**facts)
         raise
-    return SaveReport(job.root, job.tag, sequence, job.plan.nbytes, len(job.plan.files), time.monotonic() - began)
+    return SaveReport(
+        facts["path"], facts["tag"], sequence, written.nbytes, len(written.files), time.monotonic() - began
+    )
 
 
-def _lead(job: SaveJob, exchange: Round, commit: Committer) -> int:
-    def write(directory: LocalDirectory, sequence: int) -> None:
-        exchange.say("directory", directory.path)
-        records = [_write_part(job, directory, exchange.rank, exchange.size)]
-        records += [exchange.hear(f"record/{rank}", rank) for rank in range(1, exchange.size)]
-        manifest = merge(job, records, sequence, exchange.size)
+def _lead(
+    job: SaveJob | CheckpointError, exchange: Round, commit: Committer, path: str, tag: str
+) -> tuple[int, SavePlan]:
+    done: list[SavePlan] = []
+
+    def write(job: SaveJob, directory: LocalDirectory, sequence: int) -> None:
+        exchange.say("begin", [tag, os.path.basename(directory.path), str(job.mesh)])
+        plan = _untied(job, exchange)
+        records = [_write_part(job, plan, directory, exchange)]
+        deadline = Deadline(exchange.timeout * LEAD)
+        records += [
+            Record.from_json(exchange.hear(f"record/{rank}", rank, deadline)) for rank in range(1, exchange.size)
+        ]
+        _check_files(records, directory)
+        manifest = _manifest(job, records, directory, sequence)
         write_small(directory, MANIFEST, manifest_json.dump(manifest))
         directory.sync()
+        if exchange.size > 1 and exchange.has("abort"):
+            raise exchange.heard_error("abort")
+        done.append(plan)
 
     try:
-        sequence = commit(job.root, job.tag, write, pinned=job.pinned, num_kept=job.num_kept)
+        if isinstance(job, CheckpointError):
+            raise job
+        ready = job
+        sequence = commit(
+            path, tag, lambda directory, number: write(ready, directory, number),
+            pinned=job.pinned, num_kept=job.num_kept,
+        )  # fmt: skip
     except Exception as error:
         # Whatever it is, no rank may wait for a verdict that never comes.
         problem = as_checkpoint_error(error, "saving", 0)
-        exchange.say("directory", error=problem)
-        exchange.say("verdict", error=problem)
+        problem.at(path=path, tag=tag)
+        if exchange.size > 1:
+            exchange.say("begin", error=problem)
+            exchange.say("verdict", error=problem)
         if problem is error:
             raise
         raise problem from error
     exchange.say("verdict", sequence)
-    return sequence
+    return sequence, done[0]
 
 
-def _follow(job: SaveJob, exchange: Round) -> int:
+def _follow(job: SaveJob | CheckpointError, exchange: Round, path: str, tag: str) -> tuple[int, SavePlan]:
+    plan = SavePlan(())
+    key = f"record/{exchange.rank}"
     try:
-        path = exchange.hear("directory", 0)
-        directory = LocalDirectory(path)
+        if isinstance(job, CheckpointError):
+            raise job
+        theirs, name, mesh = exchange.hear("begin", 0)
+        if (theirs, mesh) != (tag, str(job.mesh)):
+            raise UsageError(
+                "the ranks make different calls", rank=exchange.rank, expected=f"a save of tag {theirs} over {mesh}",
+                found=f"tag {tag} over {job.mesh}", hint="All ranks must make the same calls in the same order.",
+            )  # fmt: skip
+        directory = _open(os.path.join(path, name))
         try:
-            record = _write_part(job, directory, exchange.rank, exchange.size)
+            plan = _untied(job, exchange)
+            record = _write_part(job, plan, directory, exchange)
             directory.sync()
         finally:
             directory.close()
-        exchange.say(f"record/{exchange.rank}", record)
+        exchange.say(key, record.to_json())
     except Exception as error:
         # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
-        exchange.say(f"record/{exchange.rank}", error=as_checkpoint_error(error, "saving", exchange.rank))
-    sequence: int = exchange.hear("verdict", 0)
-    return sequence
+        exchange.say(key, error=as_checkpoint_error(error, "saving", exchange.rank))
+    try:
+        sequence: int = exchange.hear("verdict", 0)
+    except RankFailedError as error:
+        if error.rank == 0:
+            _give_up(error, exchange)
+        raise
+    return sequence, plan
 
 
-def _write_part(job: SaveJob, directory: LocalDirectory, rank: int, world: int) -> dict[str, Any]:
-    """Write this rank's files; the JSON record of what is in them."""
-    written = write_files(directory, job.plan, job.memory, workers=job.workers, progress=job.progress)
+def _give_up(error: RankFailedError, exchange: Round) -> None:
+    """Tell rank 0, which may only be slow: it must not commit what others have given up."""
+    try:
+        if not exchange.has("verdict"):
+            exchange.say("abort", error=error)
+    except RankFailedError:
+        pass  # it holds the store, and is gone with it
+
+
+def _open(path: str) -> LocalDirectory:
+    try:
+        return LocalDirectory(path)
+    except FileNotFoundError as error:
+        raise StorageError.of(
+            error, "opening the directory that rank 0 made", file=path, hint=ONE_DIRECTORY
+        ) from error  # fmt: skip
+
+
+def _check_files(records: Sequence[Record], directory: LocalDirectory) -> None:
+    """Another host may have found a directory of that name on a disk of its own, and have written there."""
+    for record in records:
+        for file in record.files:
+            try:
+                size = os.stat(file.path, dir_fd=directory.fd).st_size
+            except FileNotFoundError:
+                size = None
+            if size != file.size:
+                raise StorageError(
+                    "what this rank has written is not in the directory that rank 0 made", rank=record.rank,
+                    file=file.path, expected=f"{file.size} bytes", found="no file" if size is None else f"{size} bytes",
+                    hint=ONE_DIRECTORY,
+                )  # fmt: skip
+
+
+def _untied(job: SaveJob, exchange: Round) -> SavePlan:
+    """The save plan without what an earlier pipeline stage holds, too: a tied parameter is stored once.
+
+    The first rank of each stage publishes the names of its leaves; the others of its stage have the same ones.
+    """
+    if job.mesh.pp == 1 or exchange.size == 1:
+        return job.plan
+    stage = job.mesh.coordinates(exchange.rank)["pp"]
+    if exchange.rank == job.mesh.rank({"pp": stage}):
+        exchange.say(f"names/{stage}", [to_hex(digest(leaf.path.encode())) for leaf in job.leaves])
+    earlier = {name for s in range(stage) for name in exchange.hear(f"names/{s}", job.mesh.rank({"pp": s}))}
+    mine = [
+        leaf if to_hex(digest(leaf.path.encode())) not in earlier else replace(leaf, shards=()) for leaf in job.leaves
+    ]
+    return plan_save(mine, exchange.rank, exchange.size, job.plan.lanes)
+
+
+def _write_part(job: SaveJob, plan: SavePlan, directory: LocalDirectory, exchange: Round) -> Record:
+    """Write this rank's files; the record of what is in them."""
+    rank, world = exchange.rank, exchange.size
+    written = write_files(directory, plan, job.memory, workers=job.workers, progress=job.progress)
     files = list(written.files)
     objects = []
     for i, data in enumerate(job.objects):
@@ -149,50 +265,38 @@ def _write_part(job: SaveJob, directory: LocalDirectory, rank: int, world: int) 
         write_small(directory, path, data)
         objects.append(len(files))
         files.append(FileRecord(path, len(data), len(data), digest(data)))
-    return {
-        "files": [[f.path, f.size, f.head, f.digest] for f in files],
-        "shards": [[leaf, box.start, box.stop, file, offset] for leaf, box, file, offset in written.shards],
-        "arrays": {leaf: [dtype, list(shape)] for leaf, (dtype, shape) in job.arrays.items()},
-        "aliases": dict(job.aliases),
-        "objects": objects,
-        "skeleton": job.skeleton,
-    }
+    arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in job.leaves if job.named(leaf.path)}
+    aliases = {alias: target for alias, target in job.aliases.items() if job.named(alias)}
+    samples = job.samples() if world > 1 else {}
+    return Record(rank, tuple(files), written.shards, arrays, aliases, job.skeleton, tuple(objects), samples, job.parts)
 
 
-def merge(job: SaveJob, records: Sequence[Mapping[str, Any]], sequence: int, world: int) -> Manifest:
-    """The manifest of all ranks' records. Pure but for the clock.
-
-    Raises:
-        SaveError: The ranks' records do not make up a whole state.
-    """
-    written = [
-        Written(
-            tuple(FileRecord(*f) for f in record["files"]),
-            tuple((leaf, Box(tuple(a), tuple(b)), file, offset) for leaf, a, b, file, offset in record["shards"]),
-        )
-        for record in records
-    ]
-    files, shards = shards_by_leaf(written)
-    arrays: dict[str, ArrayRecord] = {}
-    aliases: dict[str, str] = {}
-    for record in records:
-        for leaf, (dtype, shape) in record["arrays"].items():
-            if leaf not in arrays:
-                try:
-                    arrays[leaf] = array_record(dtypes.dtype(dtype), tuple(shape), shards.get(leaf, ()))
-                except FormatError as error:
-                    raise SaveError(
-                        f"the ranks together did not write this array exactly once: {error.problem}", leaf=leaf,
-                        expected=error.expected, found=error.found,
-                        hint="Ranks disagree about who holds what: check mesh, shardings and the calls of all ranks.",
-                    ) from error  # fmt: skip
-        aliases.update(record["aliases"])
+def _manifest(job: SaveJob, records: Sequence[Record], directory: LocalDirectory, sequence: int) -> Manifest:
+    merged = merge(records, job.mesh)
+    for warning in merged.warnings:
+        logger.warning("tag %s: %s", job.tag, warning)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     head = Head(job.tag, sequence, job.pinned, now)
-    return Manifest(
-        head, records[0]["skeleton"], arrays, tuple(files), aliases, tuple(records[0]["objects"]),
-        mesh=job.mesh, world=world,
+    world = len(records)
+    manifest = Manifest(
+        head, merged.skeleton, merged.arrays, merged.files, merged.aliases, merged.objects,
+        mesh=str(job.mesh) if world > 1 else None, world=world,
     )  # fmt: skip
+    if merged.duplicates:
+        _check_copies(TagReader(directory, job.root, job.tag, manifest), merged.duplicates)
+    return manifest
+
+
+def _check_copies(reader: TagReader, duplicates: Sequence[Duplicate]) -> None:
+    """Ranks that did not know of each other may write the same region, but not different bytes."""
+    for twice in duplicates:
+        tables = [reader.digests(f, at, twice.nbytes) for f, at in zip(twice.files, twice.offsets, strict=True)]
+        if tables[0] != tables[1]:
+            raise DivergentReplicasError(
+                f"two ranks hold different values of the region {twice.box}", leaf=twice.leaf,
+                expected=f"the bytes of rank {twice.ranks[0]}", found=f"others on rank {twice.ranks[1]}",
+                hint="Check mesh and shardings: one of them is likely not what the rank really holds.",
+            )  # fmt: skip
 
 
 def check_writable(root: str) -> None:

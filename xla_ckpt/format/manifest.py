@@ -105,6 +105,9 @@ class ArrayRecord:
     dtype: DType
     shape: tuple[int, ...]
     grids: tuple[ShardGrid, ...]
+    spec: tuple[Any, ...] | None = None
+    """How its dims were split, as `layout.sharding.Sharding.spec` writes it, or None. Nothing is read by it: it is for
+    people, and for guessing how another job would split the array."""
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
@@ -133,7 +136,7 @@ class ArrayRecord:
             yield from grid.touching(box)
 
 
-def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard]) -> ArrayRecord:
+def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], spec: Any = None) -> ArrayRecord:
     """The record of an array that is stored in these shards, as one grid if they are one.
 
     Raises:
@@ -144,7 +147,11 @@ def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard]) 
     for grid, order in fit_all([s.box for s in places]):
         cells = [places[i] for i in order]
         grids.append(ShardGrid(grid, tuple(s.file for s in cells), tuple(s.offset for s in cells)))
-    return ArrayRecord(dtype, shape, tuple(grids))
+    return ArrayRecord(dtype, shape, tuple(grids), None if spec is None else _frozen(spec))
+
+
+def _frozen(spec: Any) -> Any:
+    return tuple(map(_frozen, spec)) if isinstance(spec, list | tuple) else spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,9 +63,11 @@ def dump(manifest: Manifest) -> bytes:
 
 
 def _array_json(record: ArrayRecord) -> dict[str, Any]:
+    split = record.spec is not None and any(record.spec)
     return {
         "dtype": record.dtype.name,
         "shape": list(record.shape),
+        **({"spec": record.spec} if split else {}),
         "grids": [
             [[intseq.pack(c) for c in g.grid.cuts], intseq.pack(g.files), intseq.pack(g.offsets)] for g in record.grids
         ],
@@ -163,7 +165,26 @@ def _parse_array(entry: Any, budget: int) -> ArrayRecord:
                 grids.append(ShardGrid(grid, *places))
             case _:
                 raise FormatError("broken grid of shards", found=str(packed)[:80])
-    return ArrayRecord(dtypes.dtype(_get(entry, "dtype", str)), shape, tuple(grids))
+    return ArrayRecord(dtypes.dtype(_get(entry, "dtype", str)), shape, tuple(grids), _parse_spec(entry, len(shape)))
+
+
+def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
+    """None, or for each tensor dim None, a name, or a list of names with perhaps an integer at the end."""
+    spec = entry.get("spec")
+    if spec is None:
+        return None
+    if not isinstance(spec, list) or len(spec) > dims:
+        raise FormatError("broken spec", found=str(spec)[:80])
+    found: list[Any] = []
+    for split in spec:
+        match split:
+            case None | str():
+                found.append(split)
+            case [*names] if names and all(isinstance(n, str) or type(n) is int for n in names):
+                found.append(tuple(names))
+            case _:
+                raise FormatError("broken spec", found=str(spec)[:80])
+    return tuple(found)
 
 
 def _as_list(cuts: Any) -> Any:

@@ -96,8 +96,9 @@ def fit(boxes: Sequence[Box]) -> tuple[Grid, tuple[int, ...]] | None:
     grid = Grid(cuts)
     if grid.cells != len(boxes):
         return None
-    places = {box: i for i, box in enumerate(boxes)}
-    order = [places.get(grid.cell(i), -1) for i in range(grid.cells)]
+    places = {(box.start, box.stop): i for i, box in enumerate(boxes)}
+    starts, stops = product(*(c[:-1] for c in cuts)), product(*(c[1:] for c in cuts))  # in the order of cells
+    order = [places.get(corners, -1) for corners in zip(starts, stops, strict=True)]
     return None if -1 in order else (grid, tuple(order))
 
 

@@ -34,6 +34,9 @@ class Held:
     group: Hashable = None
     """Names the set of holders: shards with an equal group are held, all of them, by the same ones."""
 
+    together: bool = False
+    """Whether one holder writes it whole: the copies need not be equal, and no file may mix them."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.replicas:
             raise ValueError(f"replica {self.replica} of {self.replicas}")
@@ -68,15 +71,15 @@ def owned(shards: Sequence[Held]) -> Iterable[Box | None]:
     """
     total: dict[Hashable, int] = {}
     for shard in shards:
-        if _is_small(shard):
+        if _is_small(shard) and not shard.together:
             key = (shard.group, shard.replicas)
             total[key] = total.get(key, 0) + shard.nbytes
     walked: dict[Hashable, int] = {}
     for shard in shards:
         if shard.box.size == 0:
             yield None
-        elif shard.replicas == 1:
-            yield shard.box
+        elif shard.replicas == 1 or shard.together:
+            yield shard.box if shard.replica == 0 else None
         elif _is_small(shard):
             key = (shard.group, shard.replicas)
             before = walked.get(key, 0)

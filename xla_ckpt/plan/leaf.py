@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.layout.box import Box
+from xla_ckpt.layout.local import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,9 @@ class LocalShard:
     lane: int = 0
     """Which local device holds it; each lane has payload files of its own."""
 
+    together: bool = False
+    """Whether one holder writes it whole (see `xla_ckpt.layout.owners.Held`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
@@ -43,6 +47,9 @@ class Leaf:
     shards: tuple[LocalShard, ...]
     """What this process holds of it; may be nothing."""
 
+    spec: tuple[object, ...] | None = None
+    """How it is split, for people and for `explain` (see `xla_ckpt.layout.sharding.Sharding.spec`)."""
+
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
         for shard in self.shards:
@@ -55,6 +62,9 @@ class Leaf:
         return Box.whole(self.shape).size * self.dtype.itemsize
 
 
-def whole_leaf(path: str, dtype: DType, shape: tuple[int, ...]) -> Leaf:
-    """The leaf of an array that one process holds alone."""
-    return Leaf(path, dtype, shape, (LocalShard(Box.whole(shape)),))
+def leaf_of(path: str, dtype: DType, local: Local, *, together: bool = False) -> Leaf:
+    """The leaf of a local tensor that lies like this."""
+    shards = tuple(
+        LocalShard(p.box, local.replica, local.replicas, local.group, p.lane, together) for p in local.pieces
+    )
+    return Leaf(path, dtype, local.shape, shards, local.spec)

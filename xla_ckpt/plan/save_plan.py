@@ -5,7 +5,7 @@ Computed by every process alone, without asking anybody, from the leaves that it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.format import payload
@@ -74,6 +74,8 @@ class SavePlan:
     """Everything that one process writes."""
 
     files: tuple[FilePlan, ...]
+    lanes: int = 1
+    """Devices per process that write files of their own."""
 
     @property
     def nbytes(self) -> int:
@@ -109,12 +111,12 @@ def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int 
         files.append(
             FilePlan(path, tuple(e[2] for e in entries), tuple(e[0] for e in entries), tuple(e[1] for e in entries))
         )
-    return SavePlan(tuple(files))
+    return SavePlan(tuple(files), lanes)
 
 
 def _held(leaf: Leaf, i: int) -> Held:
     shard = leaf.shards[i]
-    return Held(shard.box, leaf.dtype.itemsize, shard.replica, shard.replicas, shard.group)
+    return Held(shard.box, leaf.dtype.itemsize, shard.replica, shard.replicas, shard.group, shard.together)
 
 
 def _file_name(writer: int, writers: int, again: int) -> str:
@@ -138,15 +140,3 @@ class Written:
     files: tuple[FileRecord, ...]
     shards: tuple[tuple[str, Box, int, int], ...]
     """(leaf path, box, index into `files`, offset)."""
-
-
-def shards_by_leaf(records: Sequence[Written]) -> tuple[list[FileRecord], Mapping[str, list[Shard]]]:
-    """All files and shards of all processes, with the file numbers of the whole."""
-    files: list[FileRecord] = []
-    shards: dict[str, list[Shard]] = {}
-    for record in records:
-        base = len(files)
-        files.extend(record.files)
-        for leaf, box, file, offset in record.shards:
-            shards.setdefault(leaf, []).append(Shard(box, base + file, offset))
-    return files, shards

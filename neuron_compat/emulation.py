@@ -1,0 +1,226 @@
+"""Many XLA devices, emulated: a script written for them runs under torchrun on CPUs, one process a device.
+
+Under torchrun every process has an XLA client of its own, in which it is alone: `xr.world_size()` is 1, and XLA's
+collectives reach nobody. `emulate()` has torch_xla's queries and collectives answer for the whole job instead, over
+gloo. Sums are made in the order of the ranks, so that every rank gets the same bits, run after run. It is for tests
+and continuous integration: every collective ends the lazy graph and travels through host memory.
+
+Emulated are `torch_xla.runtime`'s ``global_ordinal``, ``world_size``, ``global_device_count``, ``process_index``,
+``process_count``, ``local_ordinal`` and ``local_process_count``, and `torch_xla.core.xla_model`'s ``all_reduce``,
+``all_gather``, ``reduce_scatter``, ``collective_permute``, ``collective_broadcast``, ``all_to_all`` and ``rendezvous``,
+with what torch_xla builds on them (`reduce_gradients`, `optimizer_step`, `mesh_reduce`, the bucketized forms,
+`ZeroRedundancyOptimizer`). Not emulated: ``send`` and ``recv``, and collectives inside of a compiled graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch
+
+Groups: TypeAlias = Sequence[Sequence[int]] | None
+Tensors: TypeAlias = Any
+"""A tensor, or a list of tensors."""
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "mul": torch.mul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+class Emulation:
+    """torch_xla's functions, replaced; `undo` (or leaving the ``with`` block) puts the originals back."""
+
+    def __init__(self) -> None:
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Emulation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def replace(self, module: Any, **functions: Callable[..., Any]) -> None:
+        """Put functions in the place of those of a module."""
+        for name, function in functions.items():
+            original = getattr(module, name)
+            self._originals.append((module, name, original))
+            setattr(module, name, functools.wraps(original)(function))
+
+    def undo(self) -> None:
+        """Put all originals back."""
+        while self._originals:
+            module, name, original = self._originals.pop()
+            setattr(module, name, original)
+        _current.clear()
+
+
+_current: list[Emulation] = []
+"""The emulation in force, if any."""
+
+
+def emulate() -> Emulation:
+    """Have torch_xla answer for all processes of this torchrun job, from now on or for a ``with`` block.
+
+    Joins the process group (gloo) if the program has not done so yet. Calling it again changes nothing.
+
+    Raises:
+        RuntimeError: There is no process group, and no torchrun environment to make one from.
+    """
+    if _current:
+        return _current[0]
+    import torch_xla.core.xla_model as xm
+    import torch_xla.runtime as xr
+
+    distributed: Any = torch.distributed
+    if not distributed.is_initialized():
+        if "RANK" not in os.environ:
+            raise RuntimeError("neuron_compat.emulate() needs torchrun, or an initialised torch.distributed")
+        distributed.init_process_group("gloo")
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    made = Emulation()
+    made.replace(
+        xr, global_ordinal=lambda: rank, process_index=lambda: rank,
+        world_size=lambda: world, global_device_count=lambda: world, process_count=lambda: world,
+        local_ordinal=lambda: int(os.environ.get("LOCAL_RANK", rank)),
+        local_process_count=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+    )  # fmt: skip
+    made.replace(
+        xm, all_reduce=_all_reduce, all_gather=_all_gather, reduce_scatter=_reduce_scatter,
+        collective_permute=_collective_permute, collective_broadcast=_collective_broadcast, all_to_all=_all_to_all,
+        rendezvous=_rendezvous,
+    )  # fmt: skip
+    _current.append(made)
+    return made
+
+
+def _group_of(groups: Groups) -> tuple[tuple[int, ...], Any]:
+    """(ranks of this process' group in their order, process group) for XLA's list of replica groups."""
+    distributed: Any = torch.distributed
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    known = tuple(tuple(g) for g in groups) if groups else (tuple(range(world)),)
+    mine = next((g for g in known if rank in g), None)
+    if mine is None:
+        raise RuntimeError(f"rank {rank} is in none of the replica groups {known}")
+    return mine, _process_groups(known)[mine]
+
+
+@functools.cache
+def _process_groups(groups: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...], Any]:
+    """Gloo groups for replica groups. All ranks come here with the same list, as XLA demands of them, too."""
+    distributed: Any = torch.distributed
+    return {g: distributed.new_group(list(g), backend="gloo") for g in groups}
+
+
+def _gather(value: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+    """The value of every rank of the group, in the group's order, on the CPU."""
+    members, group = _group_of(groups)
+    own = value.detach().cpu().contiguous()
+    data = own.reshape(-1).view(torch.uint8)  # bytes: gloo does not know all element types
+    found = [torch.empty_like(data) for _ in members]
+    distributed: Any = torch.distributed
+    distributed.all_gather(found, data, group=group)
+    by_rank = dict(zip(sorted(members), found, strict=True))  # a process group orders its ranks itself
+    return [by_rank[r].view(own.dtype).reshape(own.shape) for r in members]
+
+
+def _index(groups: Groups) -> int:
+    distributed: Any = torch.distributed
+    return _group_of(groups)[0].index(distributed.get_rank())
+
+
+def _reduced(kind: str, value: torch.Tensor, scale: float, groups: Groups) -> torch.Tensor:
+    total = functools.reduce(_REDUCE[kind], _gather(value, groups))
+    return total if scale == 1.0 else total * scale
+
+
+def _each(value: Tensors, output: Tensors, one: Callable[[torch.Tensor], torch.Tensor]) -> Tensors:
+    """Apply `one` to a tensor or to each of a list, into `output` where that is given."""
+    if isinstance(value, torch.Tensor):
+        made = one(value).to(value.device)
+        return made if output is None else output.copy_(made)
+    results = [one(v).to(v.device) for v in value]
+    if output is None:
+        return results
+    return [o.copy_(r) for o, r in zip(output, results, strict=True)]
+
+
+@torch.no_grad()
+def _all_reduce(
+    reduce_type: str, inputs: Tensors, scale: float = 1.0, groups: Groups = None, pin_layout: bool = True
+) -> Tensors:
+    if isinstance(inputs, torch.Tensor):
+        return _reduced(reduce_type, inputs, scale, groups).to(inputs.device)
+    for tensor in inputs:
+        tensor.copy_(_reduced(reduce_type, tensor, scale, groups).to(tensor.device))
+    return inputs
+
+
+@torch.no_grad()
+def _all_gather(
+    value: Tensors, dim: int = 0, groups: Groups = None, output: Tensors = None, pin_layout: bool = True,
+    channel_id: Any = None, use_global_device_ids: Any = None,
+) -> Tensors:  # fmt: skip
+    return _each(value, output, lambda v: torch.cat(_gather(v, groups), dim))
+
+
+@torch.no_grad()
+def _reduce_scatter(
+    reduce_type: str, input: Tensors, scale: float, scatter_dim: int, shard_count: int,  # noqa: A002  # XLA's name
+    groups: Groups = None, output: Tensors = None, pin_layout: bool = True, channel_id: Any = None,
+    use_global_device_ids: Any = None,
+) -> Tensors:  # fmt: skip
+    def one(value: torch.Tensor) -> torch.Tensor:
+        if value.shape[scatter_dim] % shard_count:
+            raise ValueError(f"dim {scatter_dim} of {list(value.shape)} does not divide into {shard_count} shards")
+        return _reduced(reduce_type, value, scale, groups).chunk(shard_count, scatter_dim)[_index(groups)].contiguous()
+
+    return _each(input, output, one)
+
+
+@torch.no_grad()
+def _collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
+    distributed: Any = torch.distributed
+    rank = distributed.get_rank()
+    values = _gather(value, None)
+    source = next((a for a, b in pairs if b == rank), None)
+    return (torch.zeros_like(values[rank]) if source is None else values[source]).to(value.device)
+
+
+@torch.no_grad()
+def _collective_broadcast(
+    tensors: Sequence[torch.Tensor], root_ordinal: int = 0, groups: Groups = None, pin_layout: bool = True
+) -> None:
+    at = _group_of(groups)[0].index(root_ordinal)
+    for tensor in tensors:
+        tensor.copy_(_gather(tensor, groups)[at].to(tensor.device))
+
+
+@torch.no_grad()
+def _all_to_all(
+    value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Groups = None,
+    pin_layout: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    mine = _index(groups)
+    parts = [v.chunk(split_count, split_dimension)[mine] for v in _gather(value, groups)]
+    return torch.cat(parts, concat_dimension).to(value.device)
+
+
+def _rendezvous(tag: str, payload: bytes = b"", replicas: Sequence[int] = ()) -> list[bytes]:
+    distributed: Any = torch.distributed
+    _, group = _group_of([list(replicas)] if replicas else None)
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, (tag, payload), group=group)
+    if any(t != tag for t, _ in found):
+        raise RuntimeError(f"ranks meet at different rendezvous: {sorted({t for t, _ in found})}")
+    return [p for _, p in found]

@@ -1,0 +1,49 @@
+"""Every way to hold the toy state, by name: what the ranks of a test job save, and load as something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.topology import dtensors
+from tests.topology.state import Toy, adamw, annotate, differences, fill, zero1
+from xla_ckpt import Mesh
+
+HALF = "bf16"
+
+
+@dataclass
+class Held:
+    """A training state on this rank."""
+
+    model: Any
+    optimizer: Any
+    options: dict[str, Any]
+    differences: Callable[[], list[str]]
+
+
+def build(kind: str, *, blank: bool) -> Held:
+    """``tp=2,dp=2``, with ``zero1``, ``bf16`` and ``cpu`` after it; or one of `dtensors.RECIPES`."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if kind in dtensors.RECIPES:
+        toy, by_name, optimizer = dtensors.make(kind, blank=blank)
+        return Held(toy, optimizer, {}, lambda: dtensors.differences(kind, by_name, optimizer))
+    text, *words = kind.split()
+    mesh = Mesh.parse(text)
+    toy = Toy(mesh, rank, blank=blank, device="cpu" if "cpu" in words else "xla")
+    if HALF in words:
+        toy.to(torch.bfloat16)
+        for name, parameter in toy.named_parameters():
+            annotate(parameter, name, mesh.tp)
+    by_name = dict(toy.named_parameters())
+    masters = HALF in words
+    optimizer = zero1(by_name, mesh) if "zero1" in words else adamw(by_name)
+    if not blank:
+        fill(optimizer, by_name, mesh, rank, masters=masters)
+    return Held(
+        toy, optimizer, {"mesh": mesh},
+        lambda: differences(optimizer, by_name, mesh, rank, masters=masters if "zero1" in words else None),
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Explaining a restore before any array byte is read. Needs neither torch nor orbax."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from xla_ckpt.api.tags import latest_tag
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import CorruptCheckpointError, UsageError
+from xla_ckpt.format.manifest import Manifest
+from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.plan.explain import Explanation, explain_manifest
+from xla_ckpt.tags.directory import no_such_tag, open_tag
+
+PathLike = str | os.PathLike[str]
+
+
+def explain(
+    path: PathLike,
+    tag: str | None = None,
+    *,
+    like_mesh: Mesh | str,
+    shardings: Sequence[tuple[str, Any]] | None = None,
+) -> Explanation:
+    """Say what a restore over another mesh would read from where, how much, and every reason why it would fail.
+
+    Only the manifest is read; of the payload files only existence and size are looked at. How arrays would be split
+    is taken from how they were (tensor-parallel dims over tp, ZeRO-1's rows over dp), unless a rule says otherwise.
+
+    Args:
+        path: Root directory.
+        tag: Which checkpoint; None takes the newest.
+        like_mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``.
+        shardings: Rules as in `save_checkpoint`, found in leaf paths.
+
+    Returns:
+        An `Explanation`: `ok`, `problems`, `notes`, and per rank the bytes needed and read, by file.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        CorruptCheckpointError: Its manifest is damaged.
+        UsageError: Mesh or rules make no sense.
+
+    Example:
+        ``print(xla_ckpt.explain("ckpt", like_mesh="dp=2,tp=4").problems)``
+    """
+    root = os.path.abspath(os.fspath(path))
+    try:
+        mesh = Mesh.parse(like_mesh) if isinstance(like_mesh, str) else like_mesh
+        rules = [(re.compile(pattern), Sharding.parse(spec)) for pattern, spec in shardings or ()]
+    except (ValueError, TypeError, re.error) as error:
+        raise UsageError(f"a mesh or rule makes no sense: {error}", path=root) from error
+    tag = latest_tag(root) if tag is None else tag
+    if tag is None:
+        raise no_such_tag(root, None)
+    with TagReader(open_tag(root, tag), root, tag) as reader:
+        found = explain_manifest(reader.manifest, root, tag, mesh, rules)
+        more = [*_broken_files(reader), *_own_members(reader.manifest, mesh)]
+        notes = [*found.notes]
+        if reader.manifest.objects:
+            notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
+    return replace(found, problems=(*found.problems, *more), notes=tuple(notes))
+
+
+def _broken_files(reader: TagReader) -> list[str]:
+    """Payload files that are missing or do not have their size."""
+    problems = []
+    for number in range(len(reader.manifest.files)):
+        try:
+            reader.source(number)
+        except CorruptCheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _own_members(manifest: Manifest, mesh: Mesh) -> list[str]:
+    """Members of `extras` that every rank has its own of, and that another number of ranks cannot take over."""
+    extras = manifest.skeleton.get("extras", {}) if isinstance(manifest.skeleton, dict) else {}
+    return [
+        f"extras/{name}: the state of {member['per_rank']} ranks; {mesh.size} ranks need PerRank(..., reshard=...) "
+        "(a RNGState may be left as it is)"
+        for name, member in (extras.items() if isinstance(extras, dict) else ())
+        if isinstance(member, dict) and set(member) == {"per_rank", "ranks"} and member["per_rank"] != mesh.size
+    ]

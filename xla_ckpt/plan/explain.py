@@ -1,0 +1,149 @@
+"""What a restore over another mesh would read, and why it would fail: from the manifest alone. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError
+from xla_ckpt.format.manifest import ArrayRecord, Manifest
+from xla_ckpt.layout.local import Local
+from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.layout.sharding import AXES, Sharding, Split
+from xla_ckpt.plan.restore_plan import Want, plan_restore
+
+Rules = Sequence[tuple[re.Pattern[str], Sharding]]
+
+OPTIMIZER = "optimizer/"
+
+
+@dataclass(frozen=True, slots=True)
+class RankReading:
+    """What one rank would read."""
+
+    rank: int
+    needed_bytes: int
+    """Bytes of the arrays that it would hold."""
+
+    read_bytes: int
+    """Bytes that would leave the storage for them."""
+
+    files: Mapping[str, int]
+    """Payload file -> bytes read from it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a restore would do."""
+
+    path: str
+    tag: str
+    saved_mesh: str | None
+    saved_ranks: int
+    mesh: Mesh
+    readings: tuple[RankReading, ...]
+    """One for each rank of the first pipeline stage: stages divide what is read here as they divide the layers."""
+
+    problems: tuple[str, ...]
+    """Every reason why the restore would fail."""
+
+    notes: tuple[str, ...] = ()
+    """What was assumed."""
+
+    split: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Leaf path -> how it would be split, where it would be."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing speaks against it."""
+        return not self.problems
+
+
+def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules: Rules = ()) -> Explanation:
+    """Plan the restore of every array of a tag over `mesh`.
+
+    An array is split as a rule says, else over the mesh axes that it was split over when it was saved: the rows of
+    ZeRO-1 states over dp, tensor-parallel dims over tp.
+    """
+    problems: list[str] = []
+    unknown: set[str] = set()
+    shardings: dict[str, Sharding] = {}
+    for leaf, record in manifest.arrays.items():
+        try:
+            shardings[leaf] = _sharding(leaf, record, rules, unknown)
+        except ValueError as error:
+            problems.append(f"{leaf}: {error}")
+    notes = []
+    if unknown:
+        notes.append(
+            f"some arrays were split over {', '.join(sorted(unknown))}, which is no axis of this mesh: those dims are "
+            "taken as whole; say otherwise with rules"
+        )
+    if mesh.pp > 1:
+        notes.append(f"over {mesh.pp} pipeline stages each rank reads its own layers' part of these bytes only")
+    readings = []
+    for rank in range(mesh.size // mesh.pp):
+        wants: list[Want] = []
+        for leaf, sharding in list(shardings.items()):
+            try:
+                local = _place(leaf, sharding, manifest.arrays[leaf].shape, mesh, rank)
+            except ValueError as error:
+                problems.append(f"{leaf}: {error}")
+                del shardings[leaf]
+                continue
+            wants += [Want(leaf, piece.box, 0) for piece in local.pieces if piece.box.size]
+        readings.append(_reading(manifest, wants, rank, problems))
+    split = {leaf: s.spec for leaf, s in shardings.items() if s.axes}
+    return Explanation(
+        path, tag, manifest.mesh, manifest.world, mesh, tuple(readings), tuple(dict.fromkeys(problems)), tuple(notes),
+        split,
+    )  # fmt: skip
+
+
+def _reading(manifest: Manifest, wants: Sequence[Want], rank: int, problems: list[str]) -> RankReading:
+    try:
+        plan = plan_restore(manifest, wants)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return RankReading(rank, 0, 0, {})
+    files: Counter[str] = Counter()
+    for read in plan.reads:
+        files[manifest.files[read.file].path] += read.read_bytes
+    return RankReading(rank, plan.needed_bytes, plan.read_bytes, dict(files))
+
+
+def _sharding(leaf: str, record: ArrayRecord, rules: Rules, unknown: set[str]) -> Sharding:
+    for pattern, sharding in rules:
+        if pattern.search(leaf):
+            if len(sharding.dims) > len(record.shape):
+                raise ValueError(f"a rule splits {len(sharding.dims)} dims, the array has {len(record.shape)}")
+            return sharding
+    dims: list[Split | None] = []
+    for entry in record.spec or ():
+        names: tuple[Any, ...] = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = tuple(n for n in names if n in AXES)
+        unknown |= {n for n in names if isinstance(n, str) and n not in AXES}
+        strides = [n for n in names if isinstance(n, int)]
+        dims.append(Split(axes, strides[0] if strides else 1) if axes else None)
+    return Sharding(tuple(dims))
+
+
+def _place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Local:
+    """Rows that a ZeRO-1 optimizer deals out are cut after tensor parallelism has cut them, as it does."""
+    first = sharding.dims[0] if sharding.dims else None
+    dealt = () if first is None else tuple(a for a in first.axes if a in ("dp", "edp", "cp"))
+    if first is None or not dealt or not leaf.startswith(OPTIMIZER):
+        return sharding.part(shape, mesh, rank)
+    others = tuple(a for a in first.axes if a not in dealt)
+    base = Sharding((Split(others, first.stride) if others else None, *sharding.dims[1:]), shape)
+    local = []
+    for d, n in enumerate(shape):
+        split = base.dims[d] if d < len(base.dims) else None
+        ranks = 1
+        for axis in split.axes if split is not None else ():
+            ranks *= mesh.sizes[axis]
+        local.append(-(-n // ranks))
+    return base.zero1(local, mesh, rank, dealt)

@@ -1,0 +1,263 @@
+"""What all ranks wrote, put together: records in, the contents of a manifest out. Pure.
+
+Each rank reports its files and shards. The first rank of each pipeline stage also reports the structure of the state,
+in which it stands for its stage; a rank with a state of its own (`extras/<name>/ranks/<rank>`) reports that part. Every
+rank reports digests of what it should have in common with others, and so undeclared differences are found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt import dtypes
+from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
+from xla_ckpt.format.manifest import ArrayRecord, FileRecord, Shard, array_record
+from xla_ckpt.layout.box import Box
+from xla_ckpt.layout.mesh import Mesh
+
+GROUPS = "param_groups"
+"""The one list of a state that pipeline stages share: group by group, each with its own parameters."""
+
+_UNDECLARED = (
+    "Undeclared tensor parallelism is the likely cause: give the parameter neuronx-distributed's attributes "
+    "(tensor_model_parallel, partition_dim), or pass mesh= and shardings=. If it is meant to be the same everywhere, "
+    "the ranks have drifted apart."
+)
+_OWN_MEMBER = "Wrap a member of extras that every rank has its own of in xla_ckpt.PerRank."
+
+MAX_NAMED = 8
+"""Leaves or ranks that a message names before it only counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A few bytes of a replicated leaf on one rank, as digests."""
+
+    place: str
+    """Digest of where its pieces lie: only equal places are compared."""
+
+    content: str
+    loose: bool = False
+    """Whether a difference is worth a warning only (a buffer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one rank reports of its part of a save."""
+
+    rank: int
+    files: tuple[FileRecord, ...]
+    shards: tuple[tuple[str, Box, int, int], ...]
+    """(leaf path, box, index into `files`, offset)."""
+
+    arrays: Mapping[str, tuple[str, tuple[int, ...], Any]]
+    """Leaf path -> (dtype, global shape, spec)."""
+
+    aliases: Mapping[str, str]
+    skeleton: Any
+    objects: tuple[int, ...] = ()
+    """Index into `files` of each pickled object, as the skeleton numbers them."""
+
+    samples: Mapping[str, Sample] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Part of the state -> digest of its plain values."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON, for the way to rank 0."""
+        return {
+            "rank": self.rank,
+            "files": [[f.path, f.size, f.head, f.digest] for f in self.files],
+            "shards": [[leaf, box.start, box.stop, file, offset] for leaf, box, file, offset in self.shards],
+            "arrays": self.arrays,
+            "aliases": self.aliases,
+            "skeleton": self.skeleton,
+            "objects": self.objects,
+            "samples": {leaf: [s.place, s.content, s.loose] for leaf, s in self.samples.items()},
+            "parts": self.parts,
+        }
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> Record:
+        """The record that `to_json` described."""
+        return cls(
+            json["rank"],
+            tuple(FileRecord(*f) for f in json["files"]),
+            tuple((leaf, Box(tuple(a), tuple(b)), file, offset) for leaf, a, b, file, offset in json["shards"]),
+            {leaf: (dtype, tuple(shape), spec) for leaf, (dtype, shape, spec) in json["arrays"].items()},
+            json["aliases"],
+            json["skeleton"],
+            tuple(json["objects"]),
+            {leaf: Sample(*s) for leaf, s in json["samples"].items()},
+            json["parts"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """A region that two ranks wrote, which did not know of each other. Equal copies are fine, and one is kept."""
+
+    leaf: str
+    box: Box
+    nbytes: int
+    ranks: tuple[int, int]
+    files: tuple[int, int]
+    offsets: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The contents of the manifest."""
+
+    skeleton: Any
+    arrays: dict[str, ArrayRecord]
+    files: tuple[FileRecord, ...]
+    aliases: dict[str, str]
+    objects: tuple[int, ...]
+    duplicates: tuple[Duplicate, ...]
+    warnings: tuple[str, ...]
+
+
+def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
+    """Put the records of all ranks together.
+
+    Raises:
+        DivergentReplicasError: Ranks that should hold the same hold different values.
+        SaveError: The ranks together did not write every element exactly once, or disagree about the structure.
+    """
+    warnings = compare(records, mesh)
+    files: list[FileRecord] = []
+    shards: dict[str, dict[Box, tuple[int, Shard]]] = {}
+    facts: dict[str, tuple[str, tuple[int, ...], Any]] = {}
+    aliases: dict[str, str] = {}
+    objects: list[int] = []
+    skeleton: Any = None
+    duplicates = []
+    for record in records:
+        base, first_object = len(files), len(objects)
+        files.extend(record.files)
+        objects += [base + n for n in record.objects]
+        for leaf, fact in record.arrays.items():
+            if facts.setdefault(leaf, fact)[:2] != fact[:2]:
+                raise SaveError(
+                    "ranks disagree about an array", leaf=leaf, rank=record.rank,
+                    expected=f"{facts[leaf][0]} {list(facts[leaf][1])}", found=f"{fact[0]} {list(fact[1])}",
+                )  # fmt: skip
+        for leaf, box, file, offset in record.shards:
+            held = shards.setdefault(leaf, {})
+            shard = Shard(box, base + file, offset)
+            if box in held:
+                rank, other = held[box]
+                duplicates.append((leaf, (rank, record.rank), other, shard))
+            else:
+                held[box] = record.rank, shard
+        aliases.update(record.aliases)
+        if record.skeleton is not None:
+            mine = _renumbered(record.skeleton, first_object) if first_object else record.skeleton
+            skeleton = mine if skeleton is None else _united(skeleton, mine, "", record.rank)
+    arrays = {leaf: _array(leaf, fact, [s for _, s in shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
+    aliases = {alias: target for alias, target in aliases.items() if alias not in arrays}
+    twice = tuple(
+        Duplicate(leaf, a.box, a.box.size * arrays[leaf].dtype.itemsize, ranks, (a.file, b.file), (a.offset, b.offset))
+        for leaf, ranks, a, b in duplicates
+    )
+    return Merged(skeleton, arrays, tuple(files), aliases, tuple(objects), twice, tuple(warnings))
+
+
+def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Iterable[Shard]) -> ArrayRecord:
+    dtype, shape, spec = fact
+    try:
+        return array_record(dtypes.dtype(dtype), shape, shards, spec)
+    except FormatError as error:
+        raise SaveError(
+            f"the ranks together did not write this array exactly once: {error.problem}", leaf=leaf,
+            expected=error.expected, found=error.found,
+            hint="Ranks disagree about who holds what: check mesh, shardings and the calls of all ranks.",
+        ) from error  # fmt: skip
+
+
+def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
+    """Compare what ranks have in common; the differences that are worth a warning only.
+
+    Raises:
+        DivergentReplicasError: A difference that is not.
+    """
+    warnings: list[str] = []
+    first: dict[tuple[str, str], tuple[int, Sample]] = {}
+    bad: dict[str, tuple[int, list[int]]] = {}
+    loose: dict[str, tuple[int, list[int]]] = {}
+    plain: dict[str, tuple[int, list[int]]] = {}
+    seen: dict[tuple[str, int], tuple[int, str]] = {}
+    for record in records:
+        for leaf, sample in record.samples.items():
+            rank, other = first.setdefault((leaf, sample.place), (record.rank, sample))
+            if other.content != sample.content:
+                (loose if sample.loose else bad).setdefault(leaf, (rank, []))[1].append(record.rank)
+        stage = mesh.coordinates(record.rank)["pp"] if mesh.pp > 1 else 0
+        for part, text in record.parts.items():
+            rank, known = seen.setdefault(
+                (part, stage if part in ("model", "optimizer", "") else 0), (record.rank, text)
+            )
+            if known != text:
+                plain.setdefault(part, (rank, []))[1].append(record.rank)
+    if bad:
+        leaf, (rank, ranks) = next(iter(bad.items()))
+        raise DivergentReplicasError(
+            f"{len(bad)} replicated {'arrays differ' if len(bad) > 1 else 'array differs'} between ranks, and no copy "
+            "can stand for the others", leaf=leaf, expected=f"the bytes of rank {rank}",
+            found=f"others on {_ranks(ranks)}",
+            hint=_OWN_MEMBER if leaf.startswith("extras/") else _UNDECLARED,
+            details="\n".join(f"  {name}: rank {a} against {_ranks(b)}" for name, (a, b) in [*bad.items()][:MAX_NAMED]),
+        )  # fmt: skip
+    if plain:
+        part, (rank, ranks) = next(iter(plain.items()))
+        raise DivergentReplicasError(
+            "plain values differ between ranks", leaf=part, expected=f"those of rank {rank}",
+            found=f"others on {_ranks(ranks)}",
+            hint=_OWN_MEMBER,
+        )  # fmt: skip
+    for leaf, (rank, ranks) in loose.items():
+        warnings.append(f"the buffer {leaf} of rank {rank} differs from that of {_ranks(ranks)}; rank {rank}'s is kept")
+    return warnings
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:MAX_NAMED]))
+    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+
+
+def _renumbered(skeleton: Any, by: int) -> Any:
+    """The skeleton with its pickled objects numbered from `by`."""
+    if isinstance(skeleton, list):
+        return [_renumbered(v, by) for v in skeleton]
+    if isinstance(skeleton, dict):
+        if set(skeleton) == {"$object"}:
+            return {"$object": skeleton["$object"] + by}
+        return {k: _renumbered(v, by) for k, v in skeleton.items()}
+    return skeleton
+
+
+def _is_plain(skeleton: Any) -> bool:
+    return isinstance(skeleton, dict) and not (len(skeleton) == 1 and next(iter(skeleton)).startswith("$"))
+
+
+def _united(a: Any, b: Any, path: str, rank: int) -> Any:
+    """One skeleton that has the members of both."""
+    if a == b:
+        return a
+    if _is_plain(a) and _is_plain(b):
+        both = {k: _united(v, b[k], f"{path}/{k}", rank) if k in b else v for k, v in a.items()}
+        return both | {k: v for k, v in b.items() if k not in a}
+    if isinstance(a, list) and isinstance(b, list):
+        name = path.rsplit("/", 1)[-1]
+        if name == GROUPS and len(a) == len(b):
+            return [_united(x, y, path, rank) for x, y in zip(a, b, strict=True)]
+        if name == "params":
+            return a + [v for v in b if v not in a]
+    raise SaveError(
+        "pipeline stages disagree about a value that they should share", leaf=path.lstrip("/"), rank=rank,
+        expected=str(a)[:80], found=str(b)[:80],
+        hint="Optimizers of all stages need the same groups, in the same order, with the same hyper-parameters.",
+    )  # fmt: skip
