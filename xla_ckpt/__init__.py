@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from xla_ckpt.adapters.registry import ArraySpec as ArraySpec
     from xla_ckpt.adapters.rng import RNGState as RNGState
     from xla_ckpt.api.explain import explain as explain
+    from xla_ckpt.api.export import ExportReport as ExportReport
+    from xla_ckpt.api.export import export_hf as export_hf
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
     from xla_ckpt.api.load import restore as restore
     from xla_ckpt.api.load_run import LoadReport as LoadReport
@@ -50,6 +52,7 @@ _HOMES = {
     "adapters.registry": ("ArraySpec",),
     "adapters.rng": ("RNGState",),
     "api.explain": ("explain",),
+    "api.export": ("ExportReport", "export_hf"),
     "api.load": ("load_checkpoint", "restore"),
     "api.load_run": ("LoadReport",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 from typing import Any
 
 from xla_ckpt.api.explain import explain
@@ -134,3 +135,15 @@ def explain_facts(root: str, tag: str, mesh: str, rules: list[tuple[str, Any]]) 
             for r in found.readings
         ],
     }  # fmt: skip
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes as a person types it.
+
+    >>> nbytes("5GB"), nbytes("1.5 mb"), nbytes("4096")
+    (5000000000, 1500000, 4096)
+    """
+    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)b?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{text!r} is no size; write 5GB or 500MB")
+    return int(float(found.group(1)) * 1000 ** " kmgt".index(found.group(2) or " "))

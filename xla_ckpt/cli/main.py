@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
+from xla_ckpt.api.export import MAX_SHARD_BYTES, export_hf
 from xla_ckpt.cli import facts, render
 from xla_ckpt.errors import CheckpointError
 
@@ -42,7 +43,24 @@ def _parser() -> argparse.ArgumentParser:
         "--sharding", nargs=2, action="append", metavar=("PATTERN", "SPEC"),
         help="split leaves in which PATTERN is found like SPEC, one word a dim: 'up_proj' 'tp,_', 'emb' 'dp+tp'",
     )  # fmt: skip
+    export = command("export", "Write the model of a tag as Hugging Face safetensors.", _export)
+    export.add_argument("destination", metavar="DST", help="directory to make")
+    export.add_argument("--hf", action="store_true", required=True, help="the format: Hugging Face safetensors")
+    export.add_argument("--tag", help="which one (default: the newest)")
+    export.add_argument("--part", default="model", help="leaf path of what is exported (default: model)")
+    export.add_argument(
+        "--max-shard-size", type=facts.nbytes, default=MAX_SHARD_BYTES, metavar="SIZE", help="such as 5GB"
+    )
     return parser
+
+
+def _export(args: argparse.Namespace) -> int:
+    root, tag = facts.locate(args.path, args.tag)
+    report = export_hf(root, args.destination, tag, part=args.part, max_shard_bytes=args.max_shard_size)
+    answer = {"path": report.path, "tag": report.tag, "files": list(report.files), "arrays": report.arrays,
+              "nbytes": report.nbytes}  # fmt: skip
+    _print(args, answer, render.exported)
+    return 0
 
 
 def _explain(args: argparse.Namespace) -> int:

@@ -138,3 +138,9 @@ def explanation(facts: dict[str, Any]) -> RenderableType:
     reads = [r["read_bytes"] for r in facts["ranks"]]
     parts.append(Text(f"all ranks together read {size(sum(reads))}; {len(facts['split'])} arrays are split"))
     return Group(*parts)
+
+
+def exported(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``export``."""
+    files = f"{len(facts['files'])} files" if len(facts["files"]) > 1 else facts["files"][0]
+    return Text(f"{facts['tag']}: {facts['arrays']} arrays, {size(facts['nbytes'])}, as {files} in {facts['path']}")

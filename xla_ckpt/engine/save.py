@@ -283,7 +283,11 @@ def _manifest(job: SaveJob, records: Sequence[Record], directory: LocalDirectory
         mesh=str(job.mesh) if world > 1 else None, world=world,
     )  # fmt: skip
     if merged.duplicates:
-        _check_copies(TagReader(directory, job.root, job.tag, manifest), merged.duplicates)
+        reader = TagReader(directory, job.root, job.tag, manifest)
+        try:
+            _check_copies(reader, merged.duplicates)
+        finally:
+            reader.close_files()
     return manifest
 
 

@@ -42,11 +42,15 @@ class TagReader:
         self.close()
 
     def close(self) -> None:
-        """Release all files."""
+        """Release all files, and the directory."""
+        self.close_files()
+        self.directory.close()
+
+    def close_files(self) -> None:
+        """Release all files; the directory is somebody else's."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
-        self.directory.close()
 
     def _named(self, action: Callable[[], Manifest]) -> Manifest:
         try:
