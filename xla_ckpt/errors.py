@@ -60,8 +60,9 @@ class CheckpointError(Exception):
             f"{word} {getattr(self, fact)}" for fact, word in names.items() if getattr(self, fact) is not None
         )
         text = f"{self.problem} [{where}]" if where else self.problem
-        if self.expected is not None or self.found is not None:
-            text += f": expected {self.expected}, found {self.found}"
+        compared = [f"{word} {fact}" for word, fact in (("expected", self.expected), ("found", self.found))
+                    if fact is not None]  # fmt: skip
+        text += f": {', '.join(compared)}" if compared else ""
         text = f"{text}. {self.hint}" if self.hint else text
         return f"{text}\n{self.details}" if self.details else text
 

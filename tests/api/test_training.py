@@ -445,3 +445,13 @@ def test_a_foreign_optimizer_uses_its_own_loading(tmp_path: Path) -> None:
     assert set(other.got["state"]) == {0, 1}
     assert other.param_groups[0]["lr"] == 0.1
     assert torch.equal(other.state[model.weight]["momentum_buffer"], optimizer.state[model.weight]["momentum_buffer"])
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, torch.optim.AdamW(model.parameters(), lr=0.25))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="another kind of optimizer is stored: it has betas"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model, sgd)
+    assert sgd.param_groups[0]["lr"] == 0.5
+    xla_ckpt.load_checkpoint(tmp_path, "a", model, torch.optim.Adam(model.parameters()))  # the same options

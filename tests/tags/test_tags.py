@@ -229,7 +229,7 @@ def test_the_newest_good_tag_is_used_and_the_damage_reported(
         assert (target == 0).all()
         assert report.corrupt_tags == ["s2", "s1"]
         assert report.tag == "s0"
-    assert "tag s2 is damaged, trying the one before it" in caplog.text
+    assert "tag s2 is damaged and passed over" in caplog.text
     target = torch.full((5000,), 9.0)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="tag s2") as caught:
         xla_ckpt.load_checkpoint(tmp_path, "s2", model={"w": target})
@@ -276,3 +276,17 @@ def test_orbax_opens_what_it_manages(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
         "_CHECKPOINT_METADATA", "commit_success.txt", "manifest.json", "tree",
     ]  # fmt: skip
+
+
+def test_a_tag_that_lost_its_manifest_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in (1, 2):
+        xla_ckpt.save(tmp_path, f"s{i}", {"w": torch.full((3,), float(i))})
+    (tmp_path / "s2" / "manifest.json").unlink()
+    assert xla_ckpt.list_tags(tmp_path) == ["s1", "s2"]
+    assert xla_ckpt.restore(tmp_path)["w"][0] == 1
+    assert "tag s2 is damaged and passed over: the tag has no manifest" in caplog.text
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="the tag has no manifest"):
+        xla_ckpt.restore(tmp_path, "s2")
+    assert not xla_ckpt.verify(tmp_path, "s2").ok
+    xla_ckpt.save(tmp_path, "s2", {"w": torch.full((3,), 3.0)})  # and can be replaced
+    assert xla_ckpt.restore(tmp_path)["w"][0] == 3

@@ -196,6 +196,29 @@ def test_replicas_that_differ_are_caught(tmp_path: Path) -> None:
     assert loader.at == 10 + 11 + 12 + 13
 
 
+OUT_OF_STEP = """
+root = sys.argv[1]
+save = lambda tag: xla_ckpt.save(root, tag, {"w": torch.ones(3)}, timeout=4)
+save("a")
+if rank == 0:
+    try:
+        save("left out by rank 1".replace(" ", "_"))
+    except xla_ckpt.RankFailedError as error:
+        say(error.rank, "did not answer within 3.2 s" in str(error))
+dist.barrier()
+try:
+    save("b")
+except xla_ckpt.CheckpointError as error:
+    say(type(error).__name__, "left_out_by_rank_1" in str(error), "out of step: restart it" in str(error))
+"""
+
+
+def test_a_rank_that_leaves_a_call_out_is_told_so(tmp_path: Path) -> None:
+    said = job(OUT_OF_STEP, 2, tmp_path, tmp_path / "ckpt")
+    assert said == ["1 True", "RankFailedError False False", "UsageError True True"]
+    assert xla_ckpt.list_tags(tmp_path / "ckpt") == ["a"]
+
+
 COUNTED = """
 root = sys.argv[1]
 import ctypes

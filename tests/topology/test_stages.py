@@ -118,7 +118,9 @@ def test_explain_says_what_would_be_read_and_what_would_fail(tmp_path: Path) -> 
     assert not bad.ok
     assert any("model/up" in p and "do not divide by 3" in p for p in bad.problems)
     assert any("model/norm" in p and "a rule splits 2 dims" in p for p in bad.problems)
-    assert "extras/rng: the state of 4 ranks" in xla_ckpt.explain(root, "b", like_mesh="dp=2").problems[0]
+    rng = xla_ckpt.explain(root, "b", like_mesh="dp=2")
+    assert rng.ok
+    assert "extras/rng holds a state for each of 4 ranks" in rng.notes[0]
     (root / "a" / "model" / "00002-of-00004.safetensors").unlink()
     assert "payload file is missing" in xla_ckpt.explain(root, "a", like_mesh="tp=4").problems[0]
     with pytest.raises(xla_ckpt.UsageError, match="no mesh axis"):

@@ -125,6 +125,9 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     keys = zero1.shards_of(optimizer) if zero1.is_zero1(optimizer) else {}
     if not _is_standard(held) or not hasattr(optimizer, "param_groups"):
         return _load_opaque(stored, optimizer, loading)
+    if (other := _other_kind(held, optimizer)) is not None:
+        loading.add_problem(paths.join(stored.prefix, "param_groups"), other)
+        return loading
     order = _parameters(optimizer)
     called = _called(held, optimizer, names)
     group_of = {name: g for g in held["param_groups"] for name in g["params"]}
@@ -180,6 +183,25 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
 
     loading.finish = finish
     return loading
+
+
+_FLAGS = frozenset(
+    {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "amsgrad"}
+)
+"""Options that come and go with versions of torch, and do not tell one kind of optimizer from another."""
+
+
+def _other_kind(held: Any, optimizer: Any) -> str | None:
+    """Why the stored state is that of another kind of optimizer: both have options that the other does not know."""
+    stored = {k for g in held["param_groups"] for k in g} - _FLAGS
+    mine = set(getattr(optimizer, "defaults", {})) - _FLAGS
+    here, there = mine - stored, stored - {k for g in optimizer.param_groups for k in g} - {"params", "initial_lr"}
+    if not held["param_groups"] or not here or not there:
+        return None
+    return (
+        f"the state of another kind of optimizer is stored: it has {', '.join(sorted(there))}, and "
+        f"{type(optimizer).__name__} has {', '.join(sorted(here))}"
+    )
 
 
 def _called(held: Any, optimizer: Any, names: Names) -> list[Any]:

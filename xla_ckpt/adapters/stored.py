@@ -166,6 +166,8 @@ def incompatible(problems: list[Problem]) -> IncompatibleCheckpointError:
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     return IncompatibleCheckpointError(
         f"the checkpoint does not fit the target: {count}; nothing was changed",
-        hint="Pass strict=False to load what fits.",
+        hint="A rank that holds a part of an array says so with mesh= and shardings=; strict=False loads what fits."
+        if any(p.text.startswith("shape") for p in problems)
+        else "Pass strict=False to load what fits.",
         details="\n".join(shown),
     )

@@ -60,8 +60,8 @@ def explain(
         raise no_such_tag(root, None)
     with TagReader(open_tag(root, tag), root, tag) as reader:
         found = explain_manifest(reader.manifest, root, tag, mesh, rules)
-        more = [*_broken_files(reader), *_own_members(reader.manifest, mesh)]
-        notes = [*found.notes]
+        more = _broken_files(reader)
+        notes = [*found.notes, *_own_members(reader.manifest, mesh)]
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
     return replace(found, problems=(*found.problems, *more), notes=tuple(notes))
@@ -79,11 +79,11 @@ def _broken_files(reader: TagReader) -> list[str]:
 
 
 def _own_members(manifest: Manifest, mesh: Mesh) -> list[str]:
-    """Members of `extras` that every rank has its own of, and that another number of ranks cannot take over."""
+    """Members of `extras` that every rank has its own of, and that another number of ranks may not take over."""
     extras = manifest.skeleton.get("extras", {}) if isinstance(manifest.skeleton, dict) else {}
     return [
-        f"extras/{name}: the state of {member['per_rank']} ranks; {mesh.size} ranks need PerRank(..., reshard=...) "
-        "(a RNGState may be left as it is)"
+        f"extras/{name} holds a state for each of {member['per_rank']} ranks: on {mesh.size} ranks a PerRank member "
+        "needs reshard=, and RNGState leaves the generators of further ranks as they are"
         for name, member in (extras.items() if isinstance(extras, dict) else ())
         if isinstance(member, dict) and set(member) == {"per_rank", "ranks"} and member["per_rank"] != mesh.size
     ]

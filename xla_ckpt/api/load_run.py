@@ -104,7 +104,7 @@ class LoadRun:
             try:
                 return tag, self._load_tag(tag, self.job.exchange.within(tag))
             except CorruptCheckpointError as error:
-                logger.error("tag %s is damaged, trying the one before it: %s", tag, error)  # noqa: TRY400
+                logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
                 self.report.corrupt_tags.append(tag)
                 first = first or error
         if first is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from xla_ckpt.snapshot.take import HostShard
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Flat, flatten
 from xla_ckpt.tree.weave import find
+
+logger = logging.getLogger(__name__)
 
 Json = Any
 
@@ -109,6 +112,7 @@ def prepare(state: State, placement: Placement, rules: Rules | None) -> Prepared
     """
     layouts = Layouts(placement, parse_rules(rules), state.parameters, state.alone)
     flat = flatten(state.tree, array_kind, CODEC)
+    _warn_of_idle_rules(layouts, flat.arrays)
     described = describe(flat.arrays, layouts, state.buffers)
     mesh = placement.mesh
     speaks = placement.rank == mesh.rank({"pp": mesh.coordinates(placement.rank)["pp"]})
@@ -117,6 +121,17 @@ def prepare(state: State, placement: Placement, rules: Rules | None) -> Prepared
         flat = _own_part(flat, state.alone)
     objects = [_pickle(leaf, value) for leaf, value in flat.objects]
     return Prepared(described, flat.skeleton, objects, speaks, state.alone, parts, state.buffers)
+
+
+def _warn_of_idle_rules(layouts: Layouts, arrays: Mapping[str, Any]) -> None:
+    """A rule in which no leaf is found is a typing error, or belongs to another pipeline stage."""
+    if layouts.placement.mesh.pp > 1 or layouts.placement.rank:
+        return
+    for pattern, sharding in layouts.rules:
+        if not any(pattern.search(path) or pattern.search(path.partition("/")[2]) for path in arrays):
+            logger.warning(
+                "no leaf path has a part that the sharding rule (%r, %s) fits", pattern.pattern, sharding.spec
+            )
 
 
 def samples(

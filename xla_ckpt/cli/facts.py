@@ -120,7 +120,7 @@ def spec(text: str) -> tuple[Any, ...]:
     (('tp', None), (('dp', 'tp'),))
     """
     words = [w.strip() for w in text.split(",")]
-    return tuple(None if w in ("_", "-", "None", "") else tuple(w.split("+")) if "+" in w else w for w in words)
+    return tuple(None if w.lower() in ("_", "-", "none", "") else tuple(w.split("+")) if "+" in w else w for w in words)
 
 
 def explain_facts(root: str, tag: str, mesh: str, rules: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,6 +14,9 @@ from rich.text import Text
 MAX_RANKS = 16
 """Ranks that `explain` lists; the rest is a range."""
 
+MAX_SIBLINGS = 32
+"""Numbers in one container that are shown one by one."""
+
 MAX_VALUE = 60
 """Longest plain value that is shown whole."""
 
@@ -74,8 +77,8 @@ def tag(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``show``."""
     about = (
         f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: commit {facts['sequence']}, "
-        f"saved {when(facts['created'])}, {size(facts['nbytes'])} in {len(facts['files'])} files "
-        f"by {facts['ranks']} {'rank' if facts['ranks'] == 1 else 'ranks'}"
+        f"saved {when(facts['created'])}, {size(facts['nbytes'])} in "
+        f"{count(len(facts['files']), 'file')} by {count(facts['ranks'], 'rank')}"
         + (f", mesh {facts['mesh']}" if facts["mesh"] else "")
         + (", pinned" if facts["pinned"] else "")
     )
@@ -93,11 +96,40 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         parts.append(table)
     if facts["values"]:
         table = _table(f"\n{len(facts['values'])} plain values", "leaf", "value")
-        for leaf, value in facts["values"].items():
-            text = json.dumps(value, ensure_ascii=False)
-            table.add_row(escape(leaf), escape(text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."))
+        for leaf, text in _collapsed(facts["values"]):
+            table.add_row(escape(leaf), escape(text))
         parts.append(table)
     return Group(*parts)
+
+
+def _collapsed(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Leaf and text of plain values; long lists of numbers (the state of a generator) as one row.
+
+    >>> _collapsed({"a/0": 1, "b": "x"})
+    [('a/0', '1'), ('b', '"x"')]
+    """
+    siblings: dict[str, int] = {}
+    for leaf, value in values.items():
+        if isinstance(value, int | float):
+            siblings[leaf.rpartition("/")[0]] = siblings.get(leaf.rpartition("/")[0], 0) + 1
+    rows: dict[str, str] = {}
+    for leaf, value in values.items():
+        parent = leaf.rpartition("/")[0]
+        if isinstance(value, int | float) and siblings[parent] > MAX_SIBLINGS:
+            rows[f"{parent}/..."] = f"{siblings[parent]} numbers"
+            continue
+        text = json.dumps(value, ensure_ascii=False)
+        rows[leaf] = text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."
+    return list(rows.items())
+
+
+def count(n: int, word: str) -> str:
+    """A number with its noun.
+
+    >>> count(1, "file"), count(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{n} {word}" if n == 1 else f"{n} {word}s"
 
 
 def verdict(facts: dict[str, Any]) -> RenderableType:
@@ -107,11 +139,11 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
     if facts["ok"]:
         speed = f" ({size(int(facts['nbytes'] / facts['seconds']))}/s)" if facts["seconds"] > 0 else ""
         lines.append(
-            f"[green]sound[/green]  {where}: {facts['arrays']} arrays, {size(facts['nbytes'])} in {facts['files']} "
-            f"files, every byte as it was saved{speed}"
+            f"[green]sound[/green]  {where}: {facts['arrays']} arrays, {size(facts['nbytes'])} in "
+            f"{count(facts['files'], 'file')}, every byte as it was saved{speed}"
         )
     else:
-        lines.append(f"[red]DAMAGED[/red]  {where}: {len(facts['problems'])} problems")
+        lines.append(f"[red]DAMAGED[/red]  {where}: {count(len(facts['problems']), 'problem')}")
         lines += [f"  {escape(p['message'])}" for p in facts["problems"]]
     lines += [f"  [yellow]not part of the tag:[/yellow] {escape(name)}" for name in facts["strangers"]]
     return Text.from_markup("\n".join(lines))
@@ -119,7 +151,9 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
 
 def explanation(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``explain``."""
-    saved = f"saved by {facts['saved_ranks']} ranks" + (f" ({facts['saved_mesh']})" if facts["saved_mesh"] else "")
+    saved = f"saved by {count(facts['saved_ranks'], 'rank')}" + (
+        f" ({facts['saved_mesh']})" if facts["saved_mesh"] else ""
+    )
     verdict_ = "[green]can be restored[/green]" if facts["ok"] else "[red]CANNOT be restored[/red]"
     where = f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}"
     parts: list[RenderableType] = [Text.from_markup(f"{where}, {saved}, {verdict_} on {facts['mesh']}")]

@@ -51,6 +51,7 @@ class Deadline:
     """A span of time for several waits together."""
 
     def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     @property
@@ -112,7 +113,8 @@ class Round:
             data = self._reach(lambda: self.communicator.take(f"{self.name}/{key}", left))
         except TimeoutError:
             raise RankFailedError(
-                f"rank {whose} did not answer within {self.timeout:g} s", rank=whose,
+                f"rank {whose} did not answer within {self.timeout if deadline is None else deadline.seconds:g} s",
+                rank=whose,
                 hint="It died, hangs, or never made this call: all ranks must make the same calls.",
             ) from None  # fmt: skip
         message = _unpacked(data)

@@ -132,8 +132,11 @@ def _lead(
     job: SaveJob | CheckpointError, exchange: Round, commit: Committer, path: str, tag: str
 ) -> tuple[int, SavePlan]:
     done: list[SavePlan] = []
+    begun = False
 
     def write(job: SaveJob, directory: LocalDirectory, sequence: int) -> None:
+        nonlocal begun
+        begun = True
         exchange.say("begin", [tag, os.path.basename(directory.path), str(job.mesh)])
         plan = _untied(job, exchange)
         records = [_write_part(job, plan, directory, exchange)]
@@ -162,7 +165,8 @@ def _lead(
         problem = as_checkpoint_error(error, "saving", 0)
         problem.at(path=path, tag=tag)
         if exchange.size > 1:
-            exchange.say("begin", error=problem)
+            if not begun:
+                exchange.say("begin", error=problem)
             exchange.say("verdict", error=problem)
         if problem is error:
             raise
@@ -172,17 +176,19 @@ def _lead(
 
 
 def _follow(job: SaveJob | CheckpointError, exchange: Round, path: str, tag: str) -> tuple[int, SavePlan]:
-    plan = SavePlan(())
+    plan, out_of_step = SavePlan(()), None
     key = f"record/{exchange.rank}"
     try:
         if isinstance(job, CheckpointError):
             raise job
         theirs, name, mesh = exchange.hear("begin", 0)
         if (theirs, mesh) != (tag, str(job.mesh)):
-            raise UsageError(
+            out_of_step = UsageError(
                 "the ranks make different calls", rank=exchange.rank, expected=f"a save of tag {theirs} over {mesh}",
-                found=f"tag {tag} over {job.mesh}", hint="All ranks must make the same calls in the same order.",
+                found=f"tag {tag} over {job.mesh}", hint="All ranks must make the same calls in the same order. "
+                "If a rank left one out, this job stays out of step: restart it.",
             )  # fmt: skip
+            raise out_of_step
         directory = _open(os.path.join(path, name))
         try:
             plan = _untied(job, exchange)
@@ -194,6 +200,8 @@ def _follow(job: SaveJob | CheckpointError, exchange: Round, path: str, tag: str
     except Exception as error:
         # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
         exchange.say(key, error=as_checkpoint_error(error, "saving", exchange.rank))
+        if out_of_step is not None and exchange.has("verdict"):
+            raise out_of_step from None  # the verdict may be that of a call which this rank never made
     try:
         sequence: int = exchange.hear("verdict", 0)
     except RankFailedError as error:

@@ -207,8 +207,8 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
             f"{len(bad)} replicated {'arrays differ' if len(bad) > 1 else 'array differs'} between ranks, and no copy "
             "can stand for the others", leaf=leaf, expected=f"the bytes of rank {rank}",
             found=f"others on {_ranks(ranks)}",
-            hint=_OWN_MEMBER if leaf.startswith("extras/") else _UNDECLARED,
-            details="\n".join(f"  {name}: rank {a} against {_ranks(b)}" for name, (a, b) in [*bad.items()][:MAX_NAMED]),
+            hint=_OWN_MEMBER if leaf.startswith("extras/") else f"{_UNDECLARED} The mesh of this save was {mesh}.",
+            details="\n".join(_listed(bad)),
         )  # fmt: skip
     if plain:
         part, (rank, ranks) = next(iter(plain.items()))
@@ -220,6 +220,11 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
     for leaf, (rank, ranks) in loose.items():
         warnings.append(f"the buffer {leaf} of rank {rank} differs from that of {_ranks(ranks)}; rank {rank}'s is kept")
     return warnings
+
+
+def _listed(bad: Mapping[str, tuple[int, Sequence[int]]]) -> list[str]:
+    lines = [f"  {leaf}: rank {rank} against {_ranks(others)}" for leaf, (rank, others) in [*bad.items()][:MAX_NAMED]]
+    return lines + ([f"  ... and {len(bad) - MAX_NAMED} more"] if len(bad) > MAX_NAMED else [])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from xla_ckpt.errors import CheckpointError, NoCheckpointError, StorageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, StorageError
 from xla_ckpt.format import manifest_json
 from xla_ckpt.storage.local import LocalDirectory
 from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, check_tag, is_tag_name
@@ -21,6 +21,8 @@ from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, check_tag, is_tag_name
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+COMMITTED = "commit_success.txt"
+"""orbax's mark of a committed directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,10 @@ def _entry(root: str, name: str, tag: str) -> TagEntry | None:
         with open(os.path.join(root, name, MANIFEST), "rb") as file:
             start = file.read(manifest_json.HEAD_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        if not _was_committed(root, name):
+            return None
+        lost = CorruptCheckpointError("the tag has no manifest", path=root, tag=tag, file=MANIFEST)
+        return TagEntry(tag, _orbax_sequence(root, name), False, "", name, lost)
     except OSError as error:
         damage: CheckpointError = StorageError.of(error, "reading a manifest", path=root, tag=tag)
         return TagEntry(tag, _orbax_sequence(root, name), False, "", name, damage)
@@ -75,6 +80,11 @@ def _entry(root: str, name: str, tag: str) -> TagEntry | None:
         error.at(path=root, tag=tag, file=MANIFEST)
         return TagEntry(tag, _orbax_sequence(root, name), False, "", name, error)
     return TagEntry(tag, head.sequence, head.pinned, head.created, name)
+
+
+def _was_committed(root: str, name: str) -> bool:
+    """Whether orbax's own marks say that this directory without a manifest was a tag of ours."""
+    return os.path.exists(os.path.join(root, name, COMMITTED)) and _orbax_sequence(root, name) > 0
 
 
 def _orbax_sequence(root: str, name: str) -> int:
@@ -97,7 +107,7 @@ def open_tag(root: str, tag: str) -> LocalDirectory:
     check_tag(tag, root)
     for name in (tag, OLD_PREFIX + tag, tag):  # it may move from the first name to the second, or be replaced
         path = os.path.join(root, name)
-        if not os.path.exists(os.path.join(path, MANIFEST)):
+        if not os.path.exists(os.path.join(path, MANIFEST)) and not _was_committed(root, name):
             continue
         try:
             directory = LocalDirectory(path)
