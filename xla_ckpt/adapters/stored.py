@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.adapters.base import Target
+from xla_ckpt.adapters.casting import cast
 from xla_ckpt.adapters.layouts import Layouts
 from xla_ckpt.adapters.plain import CODEC
 from xla_ckpt.adapters.registry import array_kind, new_array, require
@@ -112,6 +113,9 @@ class Loading:
         """Add a target if it fits to what is stored, else a problem."""
         if target.shape != record.shape:
             self.add_problem(path, f"shape {_list(record.shape)} is stored, {_list(target.shape)} wanted")
+        elif target.dtype != record.dtype and target.dtype == record.stands_for:
+            self.targets[path] = cast(target, record.dtype)
+            return True
         elif target.dtype != record.dtype:
             self.add_problem(path, f"{record.dtype.name} is stored, {target.dtype.name} wanted")
         else:

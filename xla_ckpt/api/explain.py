@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from xla_ckpt.api.foreign import find
 from xla_ckpt.api.tags import latest_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UsageError
@@ -44,7 +45,7 @@ def explain(
     Raises:
         NoCheckpointError: There is no such tag.
         CorruptCheckpointError: Its manifest is damaged.
-        UsageError: Mesh or rules make no sense.
+        UsageError: Mesh or rules make no sense, or neuronx-distributed wrote the tag.
 
     Example:
         ``print(xla_ckpt.explain("ckpt", like_mesh="dp=2,tp=4").problems)``
@@ -58,6 +59,10 @@ def explain(
     tag = latest_tag(root) if tag is None else tag
     if tag is None:
         raise no_such_tag(root, None)
+    if find(root, tag) is not None:
+        raise UsageError(
+            "neuronx-distributed wrote this tag: only a target's parameters say how it was split", path=root, tag=tag
+        )
     with TagReader(open_tag(root, tag), root, tag) as reader:
         found = explain_manifest(reader.manifest, root, tag, mesh, rules)
         more = _broken_files(reader)

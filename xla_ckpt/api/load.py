@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from xla_ckpt.adapters.layouts import Rules, parse_rules
 from xla_ckpt.adapters.plain import CODEC
 from xla_ckpt.adapters.registry import array_kind, is_spec, target_of_spec
 from xla_ckpt.adapters.stored import Loading, Stored, absent, plan_arrays
+from xla_ckpt.api import foreign
 from xla_ckpt.api.job import TIMEOUT, current_job
 from xla_ckpt.api.load_run import LoadReport, LoadRun, check_mode
 from xla_ckpt.layout.mesh import Mesh
@@ -46,7 +48,7 @@ def load_checkpoint(
     that would be overwritten in place.
 
     Args:
-        path: Root directory.
+        path: Root directory; one that neuronx-distributed wrote to will do, too (see docs/from-nxd.md).
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
             and the newest good one is taken instead.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
@@ -109,6 +111,7 @@ def load_checkpoint(
     return LoadRun(
         root, job, prepare, rules, strict=strict, workers=max(1, num_workers), trust=trust_pickle,
         progress=job.shows(progress), report=report, share=check_mode(replica_read),
+        wanted=functools.partial(foreign.wanted_by, model, optimizer),
     ).load(tag)  # fmt: skip
 
 
@@ -185,4 +188,5 @@ def restore(
     return LoadRun(
         root, job, prepare, rules, strict=True, workers=max(1, num_workers), trust=trust_pickle,
         progress=job.shows(progress), report=report, share=check_mode(replica_read),
+        wanted=functools.partial(foreign.wanted_by_tree, like),
     ).load(tag)  # fmt: skip

@@ -7,7 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.adapters import pickles
@@ -16,6 +16,7 @@ from xla_ckpt.adapters.layouts import Layouts
 from xla_ckpt.adapters.plain import resolver
 from xla_ckpt.adapters.sharing import agree_on_shares, exchange_shares
 from xla_ckpt.adapters.stored import Loading, Problem, Stored, incompatible
+from xla_ckpt.api import foreign
 from xla_ckpt.api.job import Job
 from xla_ckpt.api.progress import Progress
 from xla_ckpt.coord.verdict import LEAD, Deadline, Round, agree
@@ -23,10 +24,11 @@ from xla_ckpt.engine.background import SAVES
 from xla_ckpt.engine.read import check, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, StorageError, UsageError
+from xla_ckpt.formats.wanted import Wanted
 from xla_ckpt.layout.sharding import Sharding
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.tags.directory import entries, no_such_tag, open_tag
+from xla_ckpt.tags.directory import no_such_tag, open_tag
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.weave import Make
 
@@ -73,6 +75,9 @@ class LoadRun:
     trust: bool
     progress: bool | None
     report: LoadReport
+    wanted: Callable[[Layouts], Wanted]
+    """What the targets say about their arrays, for tags that do not say everything themselves."""
+
     share: bool = False
     """Whether ranks that need the same bytes read them together."""
 
@@ -115,23 +120,52 @@ class LoadRun:
         """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
         exchange = self.job.exchange
         if exchange.size == 1:
-            return [e.tag for e in reversed(entries(self.root))]
+            return foreign.tag_names(self.root)[::-1]
         if exchange.rank == 0:
             try:
-                exchange.say("tags", [e.tag for e in reversed(entries(self.root))])
+                exchange.say("tags", foreign.tag_names(self.root)[::-1])
             except CheckpointError as error:
                 exchange.say("tags", error=error)
         tags: list[str] = exchange.hear("tags", 0)
         return tags
 
     def _load_tag(self, tag: str, exchange: Round) -> Any:
-        reader = agree(exchange, "opening", lambda: TagReader(open_tag(self.root, tag), self.root, tag))
+        reader = self._open(tag, exchange)
         with reader:
             ready = agree(exchange, "checking", lambda: self._prepare(reader))
             unwanted = self._unwanted(ready[0], exchange)
             agree(exchange, "comparing", lambda: self._check(reader, ready[0], unwanted))
             arrays = self._read(reader, ready[0], exchange)
             return agree(exchange, "installing", lambda: self._install(ready[0], arrays, ready[1]))
+
+    def _open(self, tag: str, exchange: Round) -> TagReader:
+        found = foreign.find(self.root, tag)
+        if found is None:
+            return agree(exchange, "opening", lambda: TagReader(open_tag(self.root, tag), self.root, tag))
+        wanted = agree(exchange, "describing", lambda: self.wanted(Layouts(self.job.placement, self.rules)))
+        wanted = self._of_all_stages(wanted, exchange)
+        return agree(exchange, "opening", lambda: foreign.open_tag(self.root, found, wanted))
+
+    def _of_all_stages(self, wanted: Wanted, exchange: Round) -> Wanted:
+        """The same, with the optimizer's groups of all pipeline stages: foreign optimizers number their parameters."""
+        mesh = self.job.placement.mesh
+        if mesh.pp == 1 or exchange.size == 1:
+            return wanted
+        first = [mesh.rank({"pp": stage}) for stage in range(mesh.pp)]
+        if exchange.rank in first:
+            groups = None if wanted.groups is None else [list(g) for g in wanted.groups]
+            exchange.say(f"groups/{exchange.rank}", groups)
+        if exchange.rank == 0:
+            deadline = Deadline(exchange.timeout * LEAD)
+            heard = [exchange.hear(f"groups/{rank}", rank, deadline) for rank in first]
+            united: list[list[str]] | None = None
+            if None not in heard:
+                united = [[] for _ in range(max(map(len, heard)))]
+                for groups in heard:
+                    for n, names in enumerate(groups):
+                        united[n] += [name for name in names if name not in united[n]]
+            exchange.say("groups", united)
+        return replace(wanted, groups=exchange.hear("groups", 0))
 
     def _prepare(self, reader: TagReader) -> tuple[list[Loading], Make]:
         try:
@@ -164,6 +198,8 @@ class LoadRun:
 
     def _stored(self, reader: TagReader) -> Stored:
         def read_object(index: int, leaf: str) -> Any:
+            if reader.foreign_object is not None:
+                return reader.foreign_object(index, leaf, self.trust)
             numbers = reader.manifest.objects
             if not 0 <= index < len(numbers):
                 raise FormatError("the skeleton names an object that is not stored", leaf=leaf, found=index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.format import manifest_json, payload
@@ -30,6 +31,8 @@ class TagReader:
         self.directory = directory
         self.root = root
         self.tag = tag
+        self.foreign_object: Callable[[int, str, bool], Any] | None = None
+        """In foreign formats: (index in the skeleton, leaf path, trust) -> the object."""
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, payload.BlockTable | None] = {}

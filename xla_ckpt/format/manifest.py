@@ -73,7 +73,10 @@ class Shard:
     """Index into the manifest's files."""
 
     offset: int
-    """Of its first byte in the file; the elements follow in C order."""
+    """Of its first byte in the file (of its frame's, where it has one); the elements follow in C order."""
+
+    frame: Box | None = None
+    """In foreign formats: the larger box whose elements lie there one after the other, of which this is a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +86,24 @@ class ShardGrid:
     grid: Grid
     files: tuple[int, ...]
     offsets: tuple[int, ...]
+    frames: tuple[Box | None, ...] | None = None
+    """The frame of each shard; None where no shard has one. The native format has none."""
 
     def __post_init__(self) -> None:
         if not len(self.files) == len(self.offsets) == self.grid.cells:
             raise FormatError("a grid of shards has more cells than places", expected=self.grid.cells)
 
     def __iter__(self) -> Iterator[Shard]:
-        for i, (file, offset) in enumerate(zip(self.files, self.offsets, strict=True)):
-            yield Shard(self.grid.cell(i), file, offset)
+        for i in range(self.grid.cells):
+            yield self._shard(i, self.grid.cell(i))
 
     def touching(self, box: Box) -> Iterator[Shard]:
         """The shards that share an element with `box`."""
         for i, cell in self.grid.touching(box):
-            yield Shard(cell, self.files[i], self.offsets[i])
+            yield self._shard(i, cell)
+
+    def _shard(self, i: int, cell: Box) -> Shard:
+        return Shard(cell, self.files[i], self.offsets[i], None if self.frames is None else self.frames[i])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,9 @@ class ArrayRecord:
     spec: tuple[Any, ...] | None = None
     """How its dims were split, as `layout.sharding.Sharding.spec` writes it, or None. Nothing is read by it: it is for
     people, and for guessing how another job would split the array."""
+
+    stands_for: DType | None = None
+    """In foreign formats: the type that the array had, where its values are stored in another one only."""
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
@@ -146,7 +157,8 @@ def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], 
     grids = []
     for grid, order in fit_all([s.box for s in places]):
         cells = [places[i] for i in order]
-        grids.append(ShardGrid(grid, tuple(s.file for s in cells), tuple(s.offset for s in cells)))
+        frames = tuple(s.frame for s in cells) if any(s.frame is not None for s in cells) else None
+        grids.append(ShardGrid(grid, tuple(s.file for s in cells), tuple(s.offset for s in cells), frames))
     return ArrayRecord(dtype, shape, tuple(grids), None if spec is None else _frozen(spec))
 
 
@@ -211,5 +223,9 @@ def _check_places(leaf: str, itemsize: int, grid: ShardGrid, sizes: list[int]) -
     for i, (file, offset) in enumerate(zip(grid.files, grid.offsets, strict=True)):
         if not 0 <= file < len(sizes):
             raise FormatError("a shard lies in no file", leaf=leaf, found=file)
-        if offset + largest > sizes[file] and offset + grid.grid.cell(i).size * itemsize > sizes[file]:
+        frame = None if grid.frames is None else grid.frames[i]
+        if frame is not None:
+            if not frame.contains(grid.grid.cell(i)) or offset + frame.size * itemsize > sizes[file]:
+                raise FormatError("a shard reaches past the end of its frame or file", leaf=leaf, found=str(frame))
+        elif offset + largest > sizes[file] and offset + grid.grid.cell(i).size * itemsize > sizes[file]:
             raise FormatError("a shard reaches past the end of its file", leaf=leaf, found=f"offset {offset}")

@@ -42,7 +42,7 @@ class Read:
     """Of the shard's first byte in the file."""
 
     stored: Box
-    """Box of the stored shard."""
+    """Box of the stored shard, or its frame."""
 
     wanted: Box
     """Box of the memory that receives it."""
@@ -134,11 +134,12 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
 
 def _reads(want: Want, shard: Shard, part: Box, itemsize: int) -> list[Read]:
     """One read for what is contiguous in the shard, several of bounded span for what is scattered."""
-    block = block_size(shard.box.size * itemsize)
-    if runs(part, shard.box, itemsize).contiguous:
+    stored = shard.frame or shard.box
+    block = block_size(stored.size * itemsize)
+    if runs(part, stored, itemsize).contiguous:
         parts = [part]
-    elif runs(part, shard.box, itemsize).nbytes >= 2 * block:
-        parts = list(pieces(part, shard.box, itemsize, runs(part, shard.box, itemsize).nbytes))
+    elif runs(part, stored, itemsize).nbytes >= 2 * block:
+        parts = list(pieces(part, stored, itemsize, runs(part, stored, itemsize).nbytes))
     else:
-        parts = list(pieces(part, shard.box, itemsize, max(MAX_SPAN, 16 * block)))
-    return [Read(want.leaf, want.slot, shard.file, shard.offset, shard.box, want.box, p, itemsize) for p in parts]
+        parts = list(pieces(part, stored, itemsize, max(MAX_SPAN, 16 * block)))
+    return [Read(want.leaf, want.slot, shard.file, shard.offset, stored, want.box, p, itemsize) for p in parts]

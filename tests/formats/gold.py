@@ -1,0 +1,146 @@
+"""The fixtures that neuronx-distributed itself wrote, and models to load them into."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.topology.state import ceil_to
+from xla_ckpt import Mesh
+from xla_ckpt.adapters.base import Placement
+from xla_ckpt.api.job import Job
+from xla_ckpt.coord.communicator import Solo
+from xla_ckpt.coord.verdict import Round
+
+_ROOT = Path(__file__).resolve().parents[2]
+GOLD = next((p for p in (_ROOT.parent / "shared" / "gold", Path("/work/shared/gold")) if p.is_dir()), None)
+LOST = "tp2_cp2_dp2_z1m__pt_sync"
+"""neuronx-distributed lost half of the optimizer in this one."""
+
+needs_gold = pytest.mark.skipif(GOLD is None, reason="the checkpoints that neuronx-distributed wrote are not here")
+ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "expert_model_parallel")
+HYPER = {"weight_decay": 0.5, "lr": 3.0}
+
+
+def cases() -> list[tuple[str, str]]:
+    """(directory, tag) of each fixture."""
+    found = [(d.name, t.name) for d in sorted(GOLD.iterdir()) for t in (d / "ckpt").iterdir()] if GOLD else []
+    return sorted(found)
+
+
+@dataclass
+class Gold:
+    case: str
+    tag: str
+
+    def __post_init__(self) -> None:
+        assert GOLD is not None
+        self.root = GOLD / self.case / "ckpt"
+        self.topology = json.loads((GOLD / self.case / "topology.json").read_text())
+        self.truth: dict[str, Any] = torch.load(GOLD / self.case / f"truth_{self.tag}.pt", weights_only=True)
+        ranks = self.topology["ranks"]
+        self.infos: dict[str, Any] = {}
+        for rank in ranks if isinstance(ranks, list) else ranks.values():
+            self.infos |= rank["local_params"]
+        if "lm_head.weight" not in self.infos:
+            self.infos["lm_head.weight"] = self.infos["model.embed_tokens.weight"]
+
+    @property
+    def tied(self) -> bool:
+        return bool(self.topology["config"]["v"]["tied"])
+
+    def part(self, name: str, full: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
+        """What a rank holds, by code of the test's own."""
+        info, at = self.infos[name], mesh.coordinates(rank)
+        if info["expert_model_parallel"]:
+            full = full.chunk(mesh.ep, 0)[at["ep"]]
+        if name.endswith(("weight_k", "weight_v")) and mesh.tp == 2:
+            return full.clone()  # each of two ranks has all of it
+        dim, stride = info["partition_dim"], info["partition_stride"]
+        if not info["tensor_model_parallel"] or mesh.tp == 1:
+            return full.clone()
+        blocks = full.chunk(mesh.tp * stride, dim)
+        return torch.cat([blocks[at["tp"] + k * mesh.tp] for k in range(stride)], dim).contiguous()
+
+    def shard(self, name: str, full: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
+        """What a ZeRO-1 rank holds."""
+        part = self.part(name, full, mesh, rank)
+        rows = ceil_to(part.shape[0], mesh.dp)
+        part = torch.cat([part, torch.zeros(rows - part.shape[0], *part.shape[1:], dtype=part.dtype)])
+        return part.chunk(mesh.dp)[mesh.coordinates(rank)["dp"]]
+
+
+class Target:
+    """A model and an optimizer for one rank, without values."""
+
+    def __init__(
+        self, gold: Gold, mesh: Mesh | None = None, rank: int = 0, *, attributes: bool = True, dtype: Any = None,
+        stage: int | None = None, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.gold, self.mesh, self.rank = gold, mesh or Mesh(), rank
+        self.model, self.parameters = torch.nn.Module(), {}
+        buffers = {n: torch.zeros_like(t) for n, t in gold.truth["buffers"].items()}
+        for name, full in gold.truth["params"].items():
+            if stage is not None and stage_of(name) != stage:
+                continue
+            part = torch.full_like(gold.part(name, full, self.mesh, rank), 7.0)
+            parameter = torch.nn.Parameter(part.to(device, dtype))
+            if gold.tied and name == "lm_head.weight":
+                parameter = self.parameters["model.embed_tokens.weight"]
+            for attribute in ATTRIBUTES if attributes else ():
+                setattr(parameter, attribute, gold.infos[name][attribute])
+            self.parameters[name] = parameter
+        for name, value in [*self.parameters.items(), *(buffers.items() if stage in (None, 1) else ())]:
+            parent: Any = self.model
+            *path, last = name.split(".")
+            for step in path:
+                if not hasattr(parent, step):
+                    parent.add_module(step, torch.nn.Module())
+                parent = getattr(parent, step)
+            (parent.register_parameter if name in self.parameters else parent.register_buffer)(last, value)
+        own = list({id(p): p for p in self.parameters.values()}.values())
+        self.groups = [
+            {"params": [p for p in own if p.ndim > 1], **HYPER},
+            {"params": [p for p in own if p.ndim <= 1], **HYPER},
+        ]
+        self.optimizer = torch.optim.AdamW(self.groups)
+
+    def differences(self, weights: str = "params", *, buffers: bool = True) -> list[str]:
+        """What is not bit for bit this rank's part of the truth."""
+        truth, bad = self.gold.truth, []
+        held = self.model.state_dict()
+
+        def compare(what: str, name: str, found: torch.Tensor, full: torch.Tensor) -> None:
+            wanted = self.gold.part(name, full, self.mesh, self.rank) if name in self.gold.infos else full
+            if found.dtype != wanted.dtype or not torch.equal(found, wanted):
+                bad.append(f"{what} of {name}")
+
+        for name, parameter in self.parameters.items():
+            compare(weights, name, held[name], truth[weights][name])
+            if name == "lm_head.weight" and self.gold.tied:
+                continue
+            for kind in ("exp_avg", "exp_avg_sq"):
+                compare(kind, name, self.optimizer.state[parameter][kind], truth[kind][name])
+            if float(self.optimizer.state[parameter]["step"]) != truth["step"]:
+                bad.append(f"step of {name}")
+        for name in truth["buffers"] if buffers else ():
+            if name in held:
+                compare("buffer", name, held[name], truth["buffers"][name])
+        decays = [g["weight_decay"] for g in self.optimizer.param_groups]
+        return bad if decays == [0.01, 0.0] else [*bad, f"groups {decays}"]
+
+
+def stage_of(name: str) -> int:
+    """The pipeline stage of a parameter where there are two."""
+    return 0 if "embed" in name or ".0." in name else 1
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, mesh: Mesh, rank: int, solo: Solo | None = None) -> None:
+    """Let loads of this process (or thread) be those of one rank of a job."""
+    job = Job(Round(solo or Solo(), "load", 60), Placement(rank, mesh.size, mesh))
+    monkeypatch.setattr("xla_ckpt.api.load.current_job", lambda *_, **__: job)

@@ -1,0 +1,134 @@
+"""Tags that another library wrote: found beside our own, and opened with what the targets of a load say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.formats import nxd_tags
+from xla_ckpt.formats.nxd_tags import NxdTag
+from xla_ckpt.tags.directory import entries
+
+if TYPE_CHECKING:
+    from xla_ckpt.adapters.layouts import Layouts
+    from xla_ckpt.formats.wanted import Wanted, Wish
+
+
+def tag_names(root: str) -> list[str]:
+    """Names of all complete tags, oldest first: neuronx-distributed's, then ours, which continue them.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    ours = [e.tag for e in entries(root)]
+    return [t for t in nxd_tags.complete_tags(root) if t not in ours] + ours
+
+
+def find(root: str, tag: str) -> NxdTag | None:
+    """A tag of neuronx-distributed's; None if there is none of that name, or if it is one of ours."""
+    return nxd_tags.find(root, tag)
+
+
+def open_tag(root: str, found: NxdTag, wanted: Wanted) -> TagReader:
+    """A reader of it (see `xla_ckpt.formats.nxd.open_tag`)."""
+    from xla_ckpt.adapters.plain import CODEC
+    from xla_ckpt.formats import nxd
+
+    return nxd.open_tag(root, found, wanted, CODEC)
+
+
+def wanted_by(model: Any, optimizer: Any, layouts: Layouts) -> Wanted:
+    """What a model and an optimizer say about the arrays that they want."""
+    from xla_ckpt.adapters import module
+    from xla_ckpt.adapters.registry import array_kind, is_spec
+    from xla_ckpt.formats.wanted import Wanted
+
+    held = {} if model is None else module.tree_of(model)
+    wishes = {
+        str(name): _wish(f"model/{name}", value, layouts)
+        for name, value in (held.items() if isinstance(held, Mapping) else ())
+        if array_kind(value) is not None or is_spec(value)
+    }
+    names = module.parameter_names(model)
+    groups = _groups(optimizer, names, wishes, layouts)
+    aliases = {called[0]: called for called in _shared(model) if len(called) > 1}
+    order = {name: i for i, name in enumerate(wishes)}
+    return Wanted(wishes, layouts.rules, groups, aliases, order, optimizer is not None)
+
+
+def wanted_by_tree(like: Any, layouts: Layouts) -> Wanted:
+    """What the tree of a `restore` says; None wants everything."""
+    if not isinstance(like, Mapping):
+        return wanted_by(None, {}, layouts)
+    model, optimizer = like.get("model"), like.get("optimizer")
+    made = wanted_by(model if isinstance(model, Mapping) else None, optimizer, layouts)
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if isinstance(groups, list) and all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups):
+        return replace(made, groups=[[str(n) for n in g["params"]] for g in groups])
+    return made
+
+
+def _wish(path: str, value: Any, layouts: Layouts) -> Wish:
+    from xla_ckpt.adapters.registry import is_spec, require
+    from xla_ckpt.formats.wanted import Wish
+    from xla_ckpt.layout.sharding import Sharding
+
+    if is_spec(value):
+        spec = getattr(value, "sharding", None)
+        named = Sharding.parse(spec) if isinstance(spec, tuple | list | Sharding) else None
+        return Wish(tuple(value.shape), str(value.dtype).removeprefix("torch."), named)
+    return Wish(
+        layouts.local(path, value).shape, require(value, path).dtype(value, path).name, _attributes(value),
+        padded=getattr(value, "global_shape", None) is not None,
+    )  # fmt: skip
+
+
+def _attributes(value: Any) -> Any:
+    """The split that neuronx-distributed's attributes name, whatever the mesh of this job is; None without any."""
+    from xla_ckpt.layout.sharding import Sharding, Split
+
+    dims: list[Any] = [None] * len(value.shape)
+    dim = getattr(value, "partition_dim", None)
+    split = bool(getattr(value, "tensor_model_parallel", False)) and type(dim) is int and -len(dims) <= dim < len(dims)
+    if split and dim is not None:
+        dims[dim] = Split(("tp",), getattr(value, "partition_stride", 1) or 1)
+    expert = bool(getattr(value, "expert_model_parallel", False)) and bool(dims) and dims[0] is None
+    if expert:
+        dims[0] = Split(("ep",))
+    return Sharding(tuple(dims)) if split or expert else None
+
+
+def _groups(
+    optimizer: Any, names: Mapping[Any, str], wishes: dict[str, Wish], layouts: Layouts
+) -> Sequence[Sequence[str]] | None:
+    """Names of an optimizer's parameters by group; adds to `wishes` those that the model did not name."""
+    from xla_ckpt.adapters import optimizer as optimizers
+
+    if optimizer is None or isinstance(optimizer, Mapping) or not hasattr(optimizer, "param_groups"):
+        return None
+    called = iter(optimizers.names_of(optimizer, names))
+    seen: dict[int, str] = {}
+    groups: list[list[str]] = []
+    for group in optimizer.param_groups:
+        groups.append([])
+        for parameter in group["params"]:
+            if id(parameter) not in seen:
+                name = seen[id(parameter)] = next(called)
+                groups[-1].append(name)
+                if name not in wishes:
+                    wishes[name] = _wish(f"model/{name}", parameter, layouts)
+    return groups
+
+
+def _shared(model: Any) -> list[list[str]]:
+    """The names of each parameter of a module, in its order."""
+    import torch
+
+    if not isinstance(model, torch.nn.Module):
+        return []
+    by_object: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        by_object.setdefault(id(value), []).append(name)
+    return list(by_object.values())

@@ -1,0 +1,272 @@
+"""Unpickling without running anything: an allowlist of names, each of which stands for a function of this file.
+
+Containers and plain values are made; a tensor becomes what the caller's `tensor` makes of its description; any other
+name in the pickle is refused with its name, before anything of it is imported or called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import io
+import pathlib
+import pickle
+import re
+import types
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what pickle itself applies to the names of old protocols
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_ckpt import dtypes
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
+
+_STORAGES = {
+    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+
+_NUMPY_SCALAR = re.compile(r"[biufc]\d{1,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageType:
+    """The type of a storage: its element type, or None for bytes."""
+
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A storage that a pickle names: a record of its zip."""
+
+    key: str
+    dtype: str | None
+    count: int
+    """Elements; bytes where there is no element type."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor as a pickle describes it: elements of a storage."""
+
+    storage: Storage
+    dtype: str
+    offset: int
+    """Of the first element in the storage (elements)."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Reference:
+    """Stands where torch_xla's `TensorReference` stood: the number of a tensor that lies in a file of its own."""
+
+    tid: Any = None
+
+
+class _Factory:
+    """A type that a pickle may name and not call: the factory of a defaultdict, the class of a tensor."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+
+class _NumpyDType:
+    def __init__(self, text: str, *_: Any) -> None:
+        if not isinstance(text, str) or not _NUMPY_SCALAR.fullmatch(text):
+            raise ValueError(f"the numpy dtype {text!r} is none of a number")
+        self.text = text
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] == ">":
+            raise ValueError("a numpy scalar in big-endian order")
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, tuple | list) or any(type(v) is not int or v < 0 for v in values):
+        raise ValueError("sizes of a tensor that are no numbers")
+    return tuple(values)
+
+
+def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None) -> View:
+    shape, strides = _ints(size), _ints(stride)
+    if not isinstance(storage, Storage) or dtype is None or len(shape) != len(strides) or not dtypes.known(dtype):
+        raise ValueError("a tensor without a storage, or of an unknown type")
+    return View(storage, dtype, _ints([offset])[0], shape, strides)
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
+    return _view(storage, offset, size, stride, getattr(storage, "dtype", None))
+
+
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
+    return _view(storage, offset, size, stride, str(rest[2]).removeprefix("torch."))
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _with_attributes(make: Any, kind: Any, args: Any, *_: Any) -> Any:
+    """A tensor that had attributes, which stay behind."""
+    if make not in (_tensor, _tensor_v3, _parameter) or not isinstance(kind, _Factory):
+        raise ValueError("a tensor of a class of its own")
+    return make(*_only(tuple, args))
+
+
+def _size(values: Any = ()) -> torch.Size:
+    return torch.Size(_ints(values))
+
+
+def _device(kind: Any, index: Any = None) -> torch.device:
+    return torch.device(f"{kind}:{int(index)}" if index is not None else str(kind))
+
+
+def _encode(text: Any, encoding: Any = "latin1") -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes in an encoding that pickle does not use")
+    return bytes(str(text), "latin1")
+
+
+def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
+    return bytearray(_encode(data, encoding) if isinstance(data, str) else _only(bytes, data))
+
+
+def _only(kind: Any, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"a {type(value).__name__} where pickle writes another type")  # noqa: TRY004
+    return value
+
+
+def _defaultdict(factory: Any = None, *_: Any) -> Any:
+    return collections.defaultdict(factory.made if isinstance(factory, _Factory) else _only(type(None), factory))
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    return np.frombuffer(_only(bytes, data), np.dtype("<" + _only(_NumpyDType, dtype).text))[0]
+
+
+_LIST = (list, tuple)
+
+_NAMES: dict[str, Any] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._tensor._rebuild_from_type_v2": _with_attributes,
+    "torch.Tensor": _Factory(None),
+    "torch.nn.parameter.Parameter": _Factory(None),
+    "torch_xla.utils.serialization.TensorReference": Reference,
+    "torch.Size": _size,
+    "torch.device": _device,
+    "torch.storage.UntypedStorage": StorageType(None),
+    "torch.UntypedStorage": StorageType(None),
+    **{f"torch.{name}": StorageType(dtype) for name, dtype in _STORAGES.items()},
+    "collections.OrderedDict": collections.OrderedDict,
+    "collections.defaultdict": _defaultdict,
+    "collections.Counter": lambda held=(): collections.Counter(_only(dict, held or {})),
+    "collections.deque": lambda items=(), maxlen=None: collections.deque(_only(_LIST, items), maxlen),
+    "_codecs.encode": _encode,
+    "builtins.set": lambda items=(): set(_only(_LIST, items)),
+    "builtins.frozenset": lambda items=(): frozenset(_only(_LIST, items)),
+    "builtins.bytearray": _bytearray,
+    "builtins.bytes": lambda data=b"": bytes(_only((bytes, *_LIST), data)),
+    "builtins.complex": complex,
+    "builtins.slice": slice,
+    **{f"builtins.{t.__name__}": _Factory(t) for t in (int, float, str, bool, list, dict, tuple)},
+    "datetime.datetime": datetime.datetime,
+    "datetime.date": datetime.date,
+    "datetime.time": datetime.time,
+    "datetime.timedelta": datetime.timedelta,
+    "datetime.timezone": datetime.timezone,
+    "decimal.Decimal": lambda text: decimal.Decimal(_only(str, text)),
+    "argparse.Namespace": argparse.Namespace,
+    "types.SimpleNamespace": types.SimpleNamespace,
+    "pathlib.PosixPath": lambda *parts: pathlib.Path(*(_only(str, p) for p in parts)),
+    "pathlib._local.PosixPath": lambda *parts: pathlib.Path(*(_only(str, p) for p in parts)),
+    "numpy.dtype": _NumpyDType,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+}
+"""Name in a pickle -> what stands for it here. Nothing else that a pickle names is ever looked up."""
+
+
+class _Restricted(pickle.Unpickler):
+    def __init__(self, data: bytes, file: str) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self.file = file
+
+    def find_class(self, module: str, name: str) -> Any:
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        called = f"{module}.{name}"
+        if called in _NAMES:
+            return _NAMES[called]
+        if module == "torch" and dtypes.known(name):
+            return getattr(torch, name)
+        raise UntrustedObjectError(
+            f"the file names {called}, which is neither a tensor nor a plain value; it was not loaded, and nothing ran",
+            file=self.file, hint="Have the program that wrote it save tensors, plain values and containers only.",
+        )  # fmt: skip
+
+    def persistent_load(self, pid: Any) -> Storage:
+        match pid:
+            case ("storage", StorageType(dtype), str(key), str(), int(count)) if count >= 0:
+                return Storage(key, dtype, count)
+        raise ValueError("a storage that torch.save did not write")
+
+
+def loads(data: bytes, file: str) -> Any:
+    """The value in a pickle, with a `View` for each tensor and a `Reference` for each reference to one.
+
+    Raises:
+        UntrustedObjectError: It names anything but tensors, containers and plain values. Nothing of it has run.
+        CorruptCheckpointError: It is no pickle.
+    """
+    try:
+        return _Restricted(data, file).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Damaged pickles raise whatever the operation that they describe by accident raises.
+        raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file) from error
+
+
+MAX_DEPTH = 100
+
+
+def replaced(value: Any, leaf: Callable[[Any], Any], file: str, *, plain: bool = False, depth: int = 0) -> Any:
+    """The same containers, with `leaf` of every `View` and `Reference`. `plain`: mappings become dicts.
+
+    Raises:
+        CorruptCheckpointError: Containers are nested without end.
+    """
+    if depth > MAX_DEPTH:
+        raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_DEPTH}", file=file)
+
+    def inner(held: Any) -> Any:
+        return replaced(held, leaf, file, plain=plain, depth=depth + 1)
+
+    if isinstance(value, View | Reference):
+        return leaf(value)
+    if isinstance(value, Mapping):
+        members = {k: inner(v) for k, v in value.items()}
+        if plain or type(value) is dict:
+            return members
+        if type(value) is collections.defaultdict:
+            return collections.defaultdict(value.default_factory, members)
+        return type(value)(members)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return _sequence(value, inner)
+    return value
+
+
+def _sequence(value: Sequence[Any], inner: Callable[[Any], Any]) -> Any:
+    return tuple(map(inner, value)) if isinstance(value, tuple) else [inner(v) for v in value]

@@ -1,0 +1,62 @@
+"""What a program says about the arrays that it wants: what a checkpoint without global shapes is opened with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from xla_ckpt.layout.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is known about one array of a model."""
+
+    shape: tuple[int, ...] | None = None
+    """Global shape that the program wants."""
+
+    dtype: str | None = None
+
+    sharding: Sharding | None = None
+    """How any job splits it, by a rule or by attributes of the parameter; None if nobody says."""
+
+    ruled: bool = False
+    """Whether a rule says so: then it is so, whatever the shapes are."""
+
+    padded: bool = False
+    """Whether `shape` is declared to be without the padding that local tensors have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the targets of a load say."""
+
+    wishes: Mapping[str, Wish] = field(default_factory=dict)
+    """By parameter or buffer name."""
+
+    rules: Sequence[tuple[re.Pattern[str], Sharding]] = ()
+
+    groups: Sequence[Sequence[str]] | None = None
+    """Names of the parameters of the optimizer, by group; None without an optimizer that has them."""
+
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """All names of a shared parameter, in the model's order, by the first of them."""
+
+    order: Mapping[str, int] = field(default_factory=dict)
+    """Place of each name in the model."""
+
+    optimizer: bool = True
+    """Whether an optimizer is wanted at all."""
+
+    def wish(self, name: str) -> Wish:
+        """What is known about an array."""
+        known = self.wishes.get(name, Wish())
+        for pattern, sharding in self.rules:
+            if pattern.search(f"model/{name}") or pattern.search(name):
+                return replace(known, sharding=sharding, ruled=True)
+        return known
+
+    def knows(self, name: object) -> bool:
+        """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""
+        return self.groups is None or name in self.wishes
