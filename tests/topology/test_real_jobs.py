@@ -65,7 +65,7 @@ def tags_of(kinds: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize(("mode", "sources"), [("each", FLOAT), ("share", FLOAT[1::3])])
 def test_four_ranks_resume_as_four_others(root: Path, tmp_path: Path, mode: str, sources: tuple[str, ...]) -> None:
-    kinds = (*FLOAT, "dp=4", "dp=2,cp=2 cpu")
+    kinds = (*FLOAT, "dp=2,cp=2 cpu") if mode == "each" else ("tp=4", "dp=4", "fsdp2")
     said = job(LOAD, 4, tmp_path, root, tags_of(sources), json.dumps(kinds), mode)
     assert len(said) == 4 * len(sources) * len(kinds)
 

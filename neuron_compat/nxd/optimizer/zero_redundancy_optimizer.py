@@ -1,0 +1,81 @@
+"""torch_xla's ZeRO-1 optimizer over the groups of `parallel_state`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_xla.core.xla_model as xm
+from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+from neuron_compat.nxd.parallel_layers import parallel_state
+from neuron_compat.nxd.parallel_layers.groups import rank_groups
+from xla_ckpt import Mesh, UsageError
+
+
+def _mesh() -> Mesh:
+    return Mesh(
+        pp=parallel_state.get_pipeline_model_parallel_size(),
+        dp=parallel_state.get_data_parallel_size(),
+        cp=parallel_state.get_context_model_parallel_size(),
+        tp=parallel_state.get_tensor_model_parallel_size(),
+    )
+
+
+def _replica_groups() -> list[list[int]]:
+    """The ranks that hold the same weights: dp and cp."""
+    mesh = _mesh()
+    return parallel_state.get_data_parallel_replica_groups() if mesh.cp == 1 else rank_groups(mesh, "dp_cp")
+
+
+def _model_groups() -> list[list[int]]:
+    """The ranks that hold a model together: pp and tp."""
+    mesh = _mesh()
+    return parallel_state.get_tensor_model_parallel_replica_groups() if mesh.pp == 1 else rank_groups(mesh, "pp_tp")
+
+
+class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # torch_xla has no types
+    """torch_xla's `ZeroRedundancyOptimizer`, which shards states over the data-parallel groups by default.
+
+    The norm of the gradients is that of the whole model: summed over the model-parallel groups, where a parameter that
+    is the same on all tensor-parallel ranks counts once, and one that is ``shared`` with another stage does not count.
+
+    Raises:
+        RuntimeError: `parallel_state` is not initialised.
+        xla_ckpt.UsageError: Some parameters are experts, which data-parallel ranks do not have in common.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not parallel_state.model_parallel_is_initialized():
+            raise RuntimeError("call initialize_model_parallel() before making a NeuronZero1Optimizer")
+        if kwargs.get("sharding_groups") is None:
+            kwargs["sharding_groups"] = _replica_groups()
+        if kwargs.get("grad_norm_groups") is None:
+            kwargs["grad_norm_groups"] = _model_groups()
+        super().__init__(*args, **kwargs)
+
+    def _shard_parameters(self) -> Any:
+        parameters = (p for group in self.param_groups for p in group["params"])
+        if parallel_state.get_expert_model_parallel_size() > 1 and any(
+            getattr(p, "expert_model_parallel", False) for p in parameters
+        ):
+            raise UsageError(
+                "NeuronZero1Optimizer does not shard experts: their replicas are fewer than the data-parallel ranks",
+                hint="Give them an optimizer of their own, with sharding_groups over the expert-data-parallel groups.",
+            )
+        return super()._shard_parameters()
+
+    @torch.no_grad()
+    def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        if norm_type != 2.0:
+            raise RuntimeError(f"only norm type 2 is supported, not {norm_type}")
+        copies = parallel_state.get_tensor_model_parallel_size()
+        total = torch.zeros([], dtype=self.optimizer_dtype, device=self.device)
+        for outer, inner in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
+            for parameter, shard in zip(outer["params"], inner["params"], strict=True):
+                if shard.grad is not None and not getattr(parameter, "shared", False):
+                    own = shard.grad.detach().to(self.optimizer_dtype).pow(2).sum()
+                    total += own if getattr(parameter, "tensor_model_parallel", False) else own / copies
+        for groups in (self._sharding_groups, self._grad_norm_groups):
+            xm.all_reduce(xm.REDUCE_SUM, [total], groups=groups, pin_layout=self.pin_layout)
+        return total.sqrt()

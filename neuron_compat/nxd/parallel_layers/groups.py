@@ -1,0 +1,39 @@
+"""Which ranks form a group, computed from the mesh. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xla_ckpt import Mesh
+
+SHARED = {
+    "tp": ("pp", "dp", "cp"),
+    "pp": ("dp", "cp", "tp"),
+    "dp": ("pp", "cp", "tp"),
+    "cp": ("pp", "dp", "tp"),
+    "ep": ("pp", "edp", "cp", "tp"),
+    "edp": ("pp", "ep", "tp"),
+    "dp_cp": ("pp", "tp"),
+    "pp_tp": ("dp", "cp"),
+    "world": (),
+}
+"""Kind of group -> the axes along which its members stand at the same place.
+
+Ranks that differ in their part of the context hold the same weights, so they count as replicas of experts (``edp``),
+as in neuronx-distributed, and ZeRO-1 deals its states out to them, too (``dp_cp``).
+"""
+
+
+def rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
+    """All groups of a kind, members and groups in ascending order: XLA's replica groups.
+
+    >>> from xla_ckpt import Mesh
+    >>> rank_groups(Mesh(dp=2, tp=2), "tp"), rank_groups(Mesh(dp=2, tp=2), "dp")
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        found.setdefault(tuple(at[axis] for axis in SHARED[kind]), []).append(rank)
+    return list(found.values())
