@@ -15,12 +15,21 @@ from xla_ckpt.snapshot.take import HostShard
 
 
 @dataclass(frozen=True, slots=True)
+class Placed:
+    """An array, and where it lies."""
+
+    value: Any
+    local: Local
+    adapter: ArrayAdapter
+
+
+@dataclass(frozen=True, slots=True)
 class Described:
     """The arrays of a state on this rank."""
 
     leaves: tuple[Leaf, ...]
-    values: Mapping[str, tuple[Any, Local]]
-    """The array of each leaf, and where it lies."""
+    placed: Mapping[str, Placed]
+    """The array of each leaf."""
 
     aliases: Mapping[str, str]
     """Leaf path of a shared array -> leaf path under which it is described."""
@@ -36,7 +45,7 @@ def describe(arrays: Mapping[str, Any], layouts: Layouts, together: frozenset[st
         UsageError: A sharding rule does not fit.
     """
     first: dict[Any, str] = {}
-    values: dict[str, tuple[Any, Local]] = {}
+    placed: dict[str, Placed] = {}
     aliases: dict[str, str] = {}
     leaves: list[Leaf] = []
     for path, value in arrays.items():
@@ -46,20 +55,20 @@ def describe(arrays: Mapping[str, Any], layouts: Layouts, together: frozenset[st
         if identity is not None and (same := first.setdefault(identity, path)) != path:
             aliases[path] = same
             continue
-        local = layouts.local(path, value)
-        values[path] = value, local
+        local = layouts.local(path, value, adapter)
+        placed[path] = Placed(value, local, adapter)
         leaves.append(leaf_of(path, dtype, local, together=path in together))
-    return Described(tuple(leaves), values, aliases)
+    return Described(tuple(leaves), placed, aliases)
 
 
-def host_shards(values: Mapping[str, tuple[Any, Local]]) -> dict[tuple[str, int], HostShard]:
+def host_shards(placed: Mapping[str, Placed]) -> dict[tuple[str, int], HostShard]:
     """The bytes of all local shards, by (leaf path, shard). One batch for each kind of array."""
     batches: dict[int, tuple[ArrayAdapter, list[str]]] = {}
-    for path, (value, _) in values.items():
-        adapter = require(value, path)
-        batches.setdefault(id(adapter), (adapter, []))[1].append(path)
+    for path, array in placed.items():
+        batches.setdefault(id(array.adapter), (array.adapter, []))[1].append(path)
     shards: dict[tuple[str, int], HostShard] = {}
     for adapter, paths in batches.values():
-        for path, held in zip(paths, adapter.host([values[p] for p in paths]), strict=True):
+        pairs = [(placed[p].value, placed[p].local) for p in paths]
+        for path, held in zip(paths, adapter.host(pairs), strict=True):
             shards |= {(path, i): shard for i, shard in enumerate(held)}
     return shards

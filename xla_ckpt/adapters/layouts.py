@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from xla_ckpt.adapters.base import Placement, Target
+from xla_ckpt.adapters.base import ArrayAdapter, Placement, Target
 from xla_ckpt.adapters.registry import require
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.format.manifest import ArrayRecord
@@ -53,14 +53,19 @@ class Layouts:
     alone: tuple[str, ...] = ()
     """Prefixes of leaf paths that this rank alone holds."""
 
-    def local(self, path: str, value: Any) -> Local:
-        """Where an array lies.
+    _places: dict[tuple[Sharding, tuple[int, ...]], Local] = field(default_factory=dict, init=False, repr=False)
+    """Where tensors of a shape lie: a model has few kinds of them, and a save describes all while training waits."""
+
+    _splits: dict[str, Sharding | None] = field(default_factory=dict, init=False, repr=False)
+    """How each parameter is split, by name; None for one that knows its own place."""
+
+    def local(self, path: str, value: Any, adapter: ArrayAdapter) -> Local:
+        """Where an array lies; `adapter` is its own.
 
         Raises:
             UsageError: A rule does not fit to it.
             UnsupportedStateError: Its attributes do not.
         """
-        adapter = require(value, path)
         own = adapter.place(value, path)
         if own is not None:
             return own
@@ -81,8 +86,7 @@ class Layouts:
 
     def parameter_local(self, parameter: Parameter) -> Local:
         """Where a parameter itself lies."""
-        own = require(parameter.value, parameter.name).place(parameter.value, parameter.name)
-        return own or self._placed(f"model/{parameter.name}", self._of(parameter), tuple(parameter.value.shape))
+        return self.local(f"model/{parameter.name}", parameter.value, require(parameter.value, parameter.name))
 
     def state_like(self, path: str, record: ArrayRecord, parameter: Parameter) -> Target | None:
         """A target for optimizer state that does not exist yet but has its parameter's shape; None for any other."""
@@ -94,31 +98,30 @@ class Layouts:
             return require(value, path).like(value, self._state(path, parameter.shard, parameter), record.dtype)
         return require(parameter.value, path).like(parameter.value, local, record.dtype)
 
-    def _of(self, parameter: Parameter) -> Sharding:
-        return self._sharding((f"model/{parameter.name}", parameter.name), parameter.value)
+    def _split(self, parameter: Parameter) -> Sharding | None:
+        if parameter.name not in self._splits:
+            own = require(parameter.value, parameter.name).place(parameter.value, parameter.name)
+            names = (f"model/{parameter.name}", parameter.name)
+            self._splits[parameter.name] = self._sharding(names, parameter.value) if own is None else None
+        return self._splits[parameter.name]
 
     def _state(self, path: str, shape: tuple[int, ...], parameter: Parameter) -> Local:
         """State of a parameter follows it where it has its dims; a dim of one element stands for all of them."""
         full = tuple(parameter.value.shape)
+        split = self._split(parameter) or Sharding()
         if parameter.zero1 and shape == parameter.shard:
             try:
-                return self._of(parameter).zero1(full, self.placement.mesh, self.placement.rank, parameter.zero1)
+                return split.zero1(full, self.placement.mesh, self.placement.rank, parameter.zero1)
             except ValueError as error:
                 raise UnsupportedStateError(f"ZeRO-1 does not fit: {error}", leaf=path) from error
-        sharding = Sharding()
-        if len(shape) == len(full) and require(parameter.value, path).place(parameter.value, path) is None:
-            of = self._of(parameter)
-            if all(n in (1, m) for n, m in zip(shape, full, strict=True)):
-                dims = zip(of.dims, shape, full, strict=False)
-                true = None if of.shape is None else tuple(
-                    t if n == m else None for t, n, m in zip(of.shape, shape, full, strict=True)
-                )  # fmt: skip
-                sharding = Sharding(tuple(s if n == m else None for s, n, m in dims), true)
-        return self._placed(path, sharding, shape)
+        return self._placed(path, split.of_state(full, shape), shape)
 
     def _placed(self, path: str, sharding: Sharding, shape: tuple[int, ...]) -> Local:
+        key = sharding, shape
+        if key in self._places:
+            return self._places[key]
         try:
-            return sharding.place(shape, self.placement.mesh, self.placement.rank)
+            return self._places.setdefault(key, sharding.place(shape, self.placement.mesh, self.placement.rank))
         except ValueError as error:
             raise UsageError(
                 f"the sharding {sharding.spec} does not fit: {error}", leaf=path, found=f"local shape {list(shape)}",
@@ -175,8 +178,3 @@ def attributes(value: Any, path: str, placement: Placement) -> Sharding:
         dims[0] = Split(("ep",))
     shape = getattr(value, "global_shape", None)
     return Sharding(tuple(dims), None if shape is None or len(shape) != len(dims) else tuple(shape))
-
-
-def with_parameters(layouts: Layouts, parameters: Mapping[str, Parameter]) -> Layouts:
-    """The same layouts, for a state with these optimizer parameters."""
-    return replace(layouts, parameters=parameters)

@@ -16,7 +16,7 @@ import torch
 
 from xla_ckpt.adapters import zero1
 from xla_ckpt.adapters.base import Placement, Target
-from xla_ckpt.adapters.layouts import Parameter, with_parameters
+from xla_ckpt.adapters.layouts import Parameter
 from xla_ckpt.adapters.module import load_dict, name_of
 from xla_ckpt.adapters.registry import array_kind, new_array
 from xla_ckpt.adapters.stored import Loading, Problem, Stored, arrays_of, plan_arrays
@@ -119,7 +119,7 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     """Prepare to load an optimizer, or a plain dict (whose layout is that of the model's parameters)."""
     if isinstance(optimizer, dict):
         known = parameters_of(optimizer, model, names, stored.layouts.placement)
-        return load_dict(replace(stored, layouts=with_parameters(stored.layouts, known)), optimizer)
+        return load_dict(replace(stored, layouts=replace(stored.layouts, parameters=known)), optimizer)
     held = stored.build()
     loading = Loading()
     keys = zero1.shards_of(optimizer) if zero1.is_zero1(optimizer) else {}
@@ -138,9 +138,8 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
         for name in group_of
         if name not in set(called)
     ]
-    stored = replace(
-        stored, layouts=with_parameters(stored.layouts, parameters(optimizer, called, stored.layouts.placement))
-    )
+    known = parameters(optimizer, called, stored.layouts.placement)
+    stored = replace(stored, layouts=replace(stored.layouts, parameters=known))
     by_name = {name: keys.get(id(parameter), parameter) for name, (parameter, _) in zip(called, order, strict=True)}
     groups = _match_groups(stored, loading, optimizer, called)
     inner = optimizer.base_optimizer if keys else optimizer

@@ -65,11 +65,13 @@ class Stored:
 
     def into(self, path: str, value: Any, *, owned: bool) -> Target:
         """A target that overwrites an array of the program."""
-        return require(value, path).into(value, self.layouts.local(path, value), owned=owned)
+        adapter = require(value, path)
+        return adapter.into(value, self.layouts.local(path, value, adapter), owned=owned)
 
     def like(self, path: str, value: Any) -> Target:
         """A target that makes a new array like one of the program."""
-        return require(value, path).like(value, self.layouts.local(path, value))
+        adapter = require(value, path)
+        return adapter.like(value, self.layouts.local(path, value, adapter))
 
     def at(self, path: str) -> Stored | None:
         """The part at a path below this one; None if it is not stored."""

@@ -79,8 +79,9 @@ def _wish(path: str, value: Any, layouts: Layouts) -> Wish:
         spec = getattr(value, "sharding", None)
         named = Sharding.parse(spec) if isinstance(spec, tuple | list | Sharding) else None
         return Wish(tuple(value.shape), str(value.dtype).removeprefix("torch."), named)
+    adapter = require(value, path)
     return Wish(
-        layouts.local(path, value).shape, require(value, path).dtype(value, path).name, _attributes(value),
+        layouts.local(path, value, adapter).shape, adapter.dtype(value, path).name, _attributes(value),
         padded=getattr(value, "global_shape", None) is not None,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.save import SaveJob, SaveReport, check_writable, run_save
 from xla_ckpt.errors import CheckpointError, StorageError, UsageError
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.plan.save_plan import plan_save
+from xla_ckpt.plan.save_plan import SavePlan, plan_save
 from xla_ckpt.snapshot.take import HostShard, Snapshot, take
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.lazy import save_tag
@@ -141,7 +141,7 @@ def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options
     root = os.path.abspath(os.fspath(path))
     with SAVES.turn(root) as untold:
         job = current_job(root, options.mesh, doing="save", timeout=options.timeout)
-        ready: tuple[SaveJob, Snapshot] | CheckpointError
+        ready: _Ready | CheckpointError
         try:
             if untold is not None:
                 raise untold
@@ -157,14 +157,14 @@ def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options
             job.tidy()
             if isinstance(ready, CheckpointError):
                 return run_save(ready, job.exchange, save_tag, path=root, tag=tag)
-            save_job, snapshot = ready
             try:
+                plan = ready.plan()
                 shown = False if options.async_save and options.progress is None else job.shows(options.progress)
-                with Progress(f"save {tag}", save_job.plan.nbytes, shown) as bar:
-                    with_bar = replace(save_job, progress=bar)
-                    return replace(run_save(with_bar, job.exchange, save_tag, path=root, tag=tag), stall=stall)
+                with Progress(f"save {tag}", plan.nbytes, shown) as bar:
+                    save_job = ready.job(plan=plan, progress=bar)
+                    return replace(run_save(save_job, job.exchange, save_tag, path=root, tag=tag), stall=stall)
             finally:
-                snapshot.release()
+                ready.snapshot.release()
 
         install_exit_hook()
         after = functools.partial(clean, root) if job.exchange.rank == 0 else lambda: None
@@ -174,9 +174,20 @@ def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options
     return handle
 
 
-def _ready(
-    root: str, tag: str, state: Callable[[Placement], State], options: _Options, job: Job
-) -> tuple[SaveJob, Snapshot]:
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A save that needs nothing more of its caller."""
+
+    plan: Callable[[], SavePlan]
+    """Decides what this rank writes, once: in the background, unless the snapshot depends on it."""
+
+    job: Callable[..., SaveJob]
+    """Takes plan and progress."""
+
+    snapshot: Snapshot
+
+
+def _ready(root: str, tag: str, state: Callable[[Placement], State], options: _Options, job: Job) -> _Ready:
     """Everything that happens before the caller goes on: the checks, the description, and the frozen bytes."""
     check_tag(tag, root)
     check_keep(options.num_kept)
@@ -187,9 +198,8 @@ def _ready(
     rank, world = job.exchange.rank, job.exchange.size
     prepared = prepare(state(job.placement), job.placement, options.shardings)
     leaves = prepared.described.leaves
-    plan = plan_save(leaves, rank, world, local_lanes())
-    shards = host_shards(prepared.described.values)
-    needed = {(source.leaf, source.shard) for file in plan.files for source in file.sources}
+    plan = functools.cache(functools.partial(plan_save, leaves, rank, world, local_lanes()))
+    shards = host_shards(prepared.described.placed)
     freeze = options.async_save
 
     def lasts(shard: HostShard) -> bool:
@@ -197,13 +207,18 @@ def _ready(
 
     # Memory that its owner changes soon is looked at now, the rest in the background.
     now = samples(prepared, shards, lambda s: not lasts(s)) if world > 1 else {}
-    save_job = SaveJob(
-        root, tag, leaves, plan, {}, prepared.skeleton, prepared.described.aliases, prepared.objects, prepared.named,
-        prepared.parts, lambda: samples(prepared, shards, lasts) | now, job.placement.mesh, options.pinned,
-        options.num_kept, max(1, options.num_workers),
+    written = shards
+    if world > 1 and not all(map(lasts, shards.values())):  # what another rank writes is not copied here
+        mine = {(source.leaf, source.shard) for file in plan().files for source in file.sources}
+        written = {key: s for key, s in shards.items() if key in mine}
+    snapshot = take(written, freeze=freeze)
+    save_job = functools.partial(
+        SaveJob, root=root, tag=tag, leaves=leaves, memory=snapshot.memory, skeleton=prepared.skeleton,
+        aliases=prepared.described.aliases, objects=prepared.objects, named=prepared.named, parts=prepared.parts,
+        samples=lambda: samples(prepared, shards, lasts) | now, mesh=job.placement.mesh, pinned=options.pinned,
+        num_kept=options.num_kept, workers=max(1, options.num_workers),
     )  # fmt: skip
-    snapshot = take({key: s for key, s in shards.items() if key in needed}, freeze=freeze)
-    return replace(save_job, memory=snapshot.memory), snapshot
+    return _Ready(plan, save_job, snapshot)
 
 
 def _check_root(root: str) -> None:

@@ -90,7 +90,7 @@ def _unknown(name: str, why: str) -> UnknownArray:
 def _true_size(sharding: Sharding, local: tuple[int, ...], wish: Wish) -> Sharding:
     if not wish.padded or wish.shape is None or len(wish.shape) != len(local):
         return sharding
-    dims = (*sharding.dims, *(None,) * (len(local) - len(sharding.dims)))
+    dims = sharding.over(len(local))
     return replace(sharding, shape=tuple(n if s is not None else None for n, s in zip(wish.shape, dims, strict=True)))
 
 

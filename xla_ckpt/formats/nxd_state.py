@@ -214,7 +214,7 @@ class _OfStage:
             return sharding
         try:
             if not self.zero:
-                return record(self.of.scan, leaf, copies, self.mesh, _following(sharding, local, first.shape))
+                return record(self.of.scan, leaf, copies, self.mesh, sharding.of_state(local, first.shape))
             return record(self.of.scan, leaf, copies, self.mesh, sharding, rows, local)
         except CheckpointError as error:
             error.at(leaf=leaf)
@@ -245,18 +245,6 @@ _CP_HINT = (
     "neuronx-distributed shards over dp and cp, and names the files by dp only: context-parallel ranks wrote over each "
     "other, and the data is lost. The model itself is whole: load it without the optimizer."
 )
-
-
-def _following(sharding: Sharding, local: tuple[int, ...], shape: tuple[int, ...]) -> Sharding:
-    """The sharding of a state whose parameter is split like this: dims of one element stand for all of them."""
-    if len(shape) != len(local) or any(n not in (1, m) for n, m in zip(shape, local, strict=True)):
-        return Sharding()
-    dims = (*sharding.dims, *(None,) * (len(local) - len(sharding.dims)))
-    kept = [n == m for n, m in zip(shape, local, strict=True)]
-    true = (
-        None if sharding.shape is None else tuple(n if k else None for n, k in zip(sharding.shape, kept, strict=True))
-    )
-    return Sharding(tuple(s if k else None for s, k in zip(dims, kept, strict=True)), true)
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,27 @@ class Sharding:
             raise ValueError(f"a sharding is written like ('tp', None), not {spec!r}")  # noqa: TRY004
         return cls(tuple(_split(entry) for entry in spec))
 
+    def over(self, ndim: int) -> tuple[Split | None, ...]:
+        """The split of each dim of an array of so many dims."""
+        return (*self.dims, *(None,) * (ndim - len(self.dims)))
+
+    def of_state(self, full: Sequence[int], shape: Sequence[int]) -> Sharding:
+        """How state of the local shape `shape` is split that belongs to a tensor of the local shape `full`.
+
+        It follows the tensor in the dims that it has; a dim of one element stands for all of the tensor's. State of
+        any other shape is the same everywhere.
+
+        >>> Sharding.parse(("tp", None)).of_state((4, 6), (4, 1)).spec, Sharding.parse(("tp",)).of_state((4,), ()).spec
+        (('tp', None), ())
+        """
+        if len(shape) != len(full) or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+            return Sharding()
+        kept = [n == m for n, m in zip(shape, full, strict=True)]
+        true = None
+        if self.shape is not None:
+            true = tuple(t if k else None for t, k in zip(self.shape, kept, strict=True))
+        return Sharding(tuple(s if k else None for s, k in zip(self.over(len(full)), kept, strict=True)), true)
+
     def place(self, local: Sequence[int], mesh: Mesh, rank: int) -> Local:
         """Where a rank's local tensor of this shape lies.
 
@@ -98,7 +119,7 @@ class Sharding:
         if len(self.dims) > len(local):
             raise ValueError(f"{len(self.dims)} dims are sharded, the tensor has {len(local)}")
         here, sizes = mesh.coordinates(rank), mesh.sizes
-        dims = (*self.dims, *(None,) * (len(local) - len(self.dims)))
+        dims = self.over(len(local))
         shape, blocks = [], []
         for d, (split, n) in enumerate(zip(dims, local, strict=True)):
             ranks = 1 if split is None else prod(sizes[a] for a in split.axes)
@@ -122,7 +143,7 @@ class Sharding:
         """
         if len(self.dims) > len(shape):
             raise ValueError(f"{len(self.dims)} dims are sharded, the array has {len(shape)}")
-        dims = (*self.dims, *(None,) * (len(shape) - len(self.dims)))
+        dims = self.over(len(shape))
         local, bounds = [], []
         for split, n in zip(dims, shape, strict=True):
             ranks = 1 if split is None else prod(mesh.sizes[a] for a in split.axes)
