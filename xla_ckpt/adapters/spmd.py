@@ -9,8 +9,8 @@ import torch
 import torch_xla
 
 from xla_ckpt.adapters.base import Target
-from xla_ckpt.adapters.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, torch_type
-from xla_ckpt.adapters.xla import materialize
+from xla_ckpt.adapters.torch_host import Spread, check_dense, cut, dtype_of, torch_type
+from xla_ckpt.adapters.xla import materialize, shard_of
 from xla_ckpt.dtypes import DType
 from xla_ckpt.layout.box import Box
 from xla_ckpt.layout.local import Local, Piece
@@ -78,7 +78,7 @@ class Spmd:
             return []
         materialize(tensors)
         return [
-            [_shard(cut(on_devices[p.lane][0], p.local)) for p in local.pieces]
+            [shard_of(cut(on_devices[p.lane][0], p.local)) for p in local.pieces]
             for on_devices, (_, local) in zip(_XLAC._get_local_shards(tensors), values, strict=True)
         ]
 
@@ -137,8 +137,3 @@ class _Shards:
             spread.fill(self._made[box])
         nothing = torch.zeros(self._padded, dtype=self._torch_dtype)
         return [self._made.get(box, nothing) for box in self._of_device]
-
-
-def _shard(held: torch.Tensor) -> HostShard:
-    plain_shard = held.contiguous()
-    return HostShard(bytes_of(plain_shard), plain_shard, immutable=True)

@@ -81,7 +81,7 @@ class Xla:
 
     def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
         held = to_host([v for v, _ in values])
-        return [[_shard(cut(h, p.local)) for p in local.pieces] for h, (_, local) in zip(held, values, strict=True)]
+        return [[shard_of(cut(h, p.local)) for p in local.pieces] for h, (_, local) in zip(held, values, strict=True)]
 
     def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
         fresh = self.like(value, local)
@@ -128,7 +128,8 @@ def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [(v if v is not None else next(moved)).contiguous() for v in views]
 
 
-def _shard(held: torch.Tensor) -> HostShard:
+def shard_of(held: torch.Tensor) -> HostShard:
+    """A CPU tensor that nobody writes to, a view of a buffer or a copy of one, as a shard."""
     plain = held.contiguous()
     return HostShard(bytes_of(plain), plain, immutable=True)
 
