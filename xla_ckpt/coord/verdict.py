@@ -96,11 +96,6 @@ class Round:
         """Whether anybody has published this."""
         return self._reach(lambda: self.communicator.has(f"{self.name}/{key}"))
 
-    def heard_error(self, key: str) -> CheckpointError:
-        """The error that somebody has published under a key."""
-        message = _unpacked(self.communicator.take(f"{self.name}/{key}", self.timeout))
-        return from_json(message["error"])
-
     def hear(self, key: str, whose: int, deadline: Deadline | None = None) -> Any:
         """The value that rank `whose` published; waits until the deadline, by default for the timeout.
 
