@@ -22,6 +22,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from neuron_compat.process_group import gathered
+
 Groups: TypeAlias = Sequence[Sequence[int]] | None
 Tensors: TypeAlias = Any
 """A tensor, or a list of tensors."""
@@ -125,13 +127,9 @@ def _process_groups(groups: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...]
 def _gather(value: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
     """The value of every rank of the group, in the group's order, on the CPU."""
     members, group = _group_of(groups)
-    own = value.detach().cpu().contiguous()
-    data = own.reshape(-1).view(torch.uint8)  # bytes: gloo does not know all element types
-    found = [torch.empty_like(data) for _ in members]
-    distributed: Any = torch.distributed
-    distributed.all_gather(found, data, group=group)
+    found = gathered(value.detach().cpu(), group)
     by_rank = dict(zip(sorted(members), found, strict=True))  # a process group orders its ranks itself
-    return [by_rank[r].view(own.dtype).reshape(own.shape) for r in members]
+    return [by_rank[r] for r in members]
 
 
 def _index(groups: Groups) -> int:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from neuron_compat.nxd.parallel_layers import parallel_state
+from neuron_compat.process_group import gathered
 
 Tensor: TypeAlias = torch.Tensor
 
@@ -46,11 +47,7 @@ def _gathered(value: Tensor, dim: int) -> Tensor:
         groups = parallel_state.get_tensor_model_parallel_replica_groups()
         whole: Tensor = xm.all_gather(value, dim=dim % value.dim(), groups=groups, pin_layout=False)
         return whole
-    data = value.contiguous().reshape(-1).view(torch.uint8)  # bytes: gloo does not know all element types
-    parts = [torch.empty_like(data) for _ in range(_size())]
-    distributed: Any = torch.distributed
-    distributed.all_gather(parts, data, group=parallel_state.get_tensor_model_parallel_group())
-    return torch.cat([p.view(value.dtype).reshape(value.shape) for p in parts], dim)
+    return torch.cat(gathered(value, parallel_state.get_tensor_model_parallel_group()), dim)
 
 
 def _own(value: Tensor, dim: int) -> Tensor:
