@@ -6,39 +6,36 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from neuron_compat.lazy import lazily
 
 if TYPE_CHECKING:
+    from neuron_compat import nxd as nxd
     from neuron_compat.emulation import Emulation as Emulation
     from neuron_compat.emulation import emulate as emulate
+    from neuron_compat.nxd import optimizer as optimizer
+    from neuron_compat.nxd import parallel_layers as parallel_layers
+    from neuron_compat.nxd import trainer as trainer
     from neuron_compat.nxd.trainer.checkpoint import finalize_checkpoint as finalize_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
 
-_EMULATION = ("Emulation", "emulate")
-_NXD = (
-    "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint",
-    "optimizer", "parallel_layers", "trainer",
-)  # fmt: skip
-_MODULES = ("nxd",)
-
 __all__ = [
     "Emulation", "emulate", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint",
 ]  # fmt: skip
 
+_HOMES = {
+    "emulation": ("Emulation", "emulate"),
+    "nxd": (  # with its submodules, for `import neuron_compat as nxd`
+        "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint",
+        "optimizer", "parallel_layers", "trainer",
+    ),
+}  # fmt: skip
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"neuron_compat.{name}")
-    if name in _EMULATION:
-        return getattr(importlib.import_module("neuron_compat.emulation"), name)
-    if name in _NXD:  # for `import neuron_compat as nxd`
-        return getattr(importlib.import_module("neuron_compat.nxd"), name)
-    raise AttributeError(f"module 'neuron_compat' has no attribute {name!r}")
-
+__getattr__, __dir__ = lazily(__name__, _HOMES, ["nxd"])
 
 if os.environ.get("NEURON_COMPAT_EMULATE") == "1":
     __getattr__("emulate")()

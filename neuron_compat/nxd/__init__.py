@@ -6,27 +6,19 @@ xla_ckpt's native format, and load on any topology. Names and submodules are loa
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from neuron_compat.lazy import lazily
 
 if TYPE_CHECKING:
+    from neuron_compat.nxd import optimizer as optimizer
+    from neuron_compat.nxd import parallel_layers as parallel_layers
+    from neuron_compat.nxd import trainer as trainer
     from neuron_compat.nxd.trainer.checkpoint import finalize_checkpoint as finalize_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
 
-_MODULES = ("optimizer", "parallel_layers", "trainer")
-
 __all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"neuron_compat.nxd.{name}")
-    if name in __all__:
-        return getattr(importlib.import_module("neuron_compat.nxd.trainer.checkpoint"), name)
-    raise AttributeError(f"module 'neuron_compat.nxd' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+__getattr__, __dir__ = lazily(__name__, {"trainer.checkpoint": __all__}, ["optimizer", "parallel_layers", "trainer"])

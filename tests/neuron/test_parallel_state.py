@@ -145,7 +145,9 @@ def test_importing_the_facade_loads_no_framework() -> None:
         assert not {"torch", "torch_xla", "jax", "orbax"} & set(sys.modules)
         assert neuron_compat.parallel_layers is nxd.parallel_layers
         assert "save_checkpoint" in dir(nxd) and "ColumnParallelLinear" in dir(nxd.parallel_layers)
-        for module in (nxd, nxd.parallel_layers, nxd.optimizer):
+        assert {"emulate", "nxd", "optimizer"} <= set(dir(neuron_compat))
+        assert "NeuronZero1Optimizer" in dir(nxd.optimizer)
+        for module in (neuron_compat, nxd, nxd.parallel_layers, nxd.optimizer):
             try:
                 module.nothing
             except AttributeError as error:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from neuron_compat.lazy import lazily
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.optimizer.zero_redundancy_optimizer import NeuronZero1Optimizer as NeuronZero1Optimizer
 
 __all__ = ["NeuronZero1Optimizer"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'neuron_compat.nxd.optimizer' has no attribute {name!r}")
-    from neuron_compat.nxd.optimizer import zero_redundancy_optimizer
-
-    return getattr(zero_redundancy_optimizer, name)
+__getattr__, __dir__ = lazily(__name__, {"zero_redundancy_optimizer": __all__})
