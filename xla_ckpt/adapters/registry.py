@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -20,47 +21,41 @@ from xla_ckpt.layout.sharding import Sharding
 
 _TORCH_HOST: ArrayAdapter = TorchHost()
 _NUMPY: ArrayAdapter = Numpy()
-_loaded: dict[str, ArrayAdapter] = {}
 
 
+@functools.cache
 def _xla() -> ArrayAdapter:
-    if "xla" not in _loaded:
-        from xla_ckpt.adapters.xla import Xla
+    from xla_ckpt.adapters.xla import Xla
 
-        _loaded["xla"] = Xla()
-    return _loaded["xla"]
+    return Xla()
 
 
+@functools.cache
 def _jax() -> ArrayAdapter:
-    if "jax" not in _loaded:
-        from xla_ckpt.adapters.jax_array import Jax
+    from xla_ckpt.adapters.jax_array import Jax
 
-        _loaded["jax"] = Jax()
-    return _loaded["jax"]
+    return Jax()
 
 
+@functools.cache
 def _spmd() -> ArrayAdapter:
-    if "spmd" not in _loaded:
-        from xla_ckpt.adapters.spmd import Spmd
+    from xla_ckpt.adapters.spmd import Spmd
 
-        _loaded["spmd"] = Spmd()
-    return _loaded["spmd"]
+    return Spmd()
 
 
+@functools.cache
 def _dtensor() -> ArrayAdapter:
-    if "dtensor" not in _loaded:
-        from xla_ckpt.adapters.dtensor import DTensors
+    from xla_ckpt.adapters.dtensor import DTensors
 
-        _loaded["dtensor"] = DTensors(_plain_torch)
-    return _loaded["dtensor"]
+    return DTensors(_plain_torch)
 
 
+@functools.cache
 def _sharded_tensor() -> ArrayAdapter:
-    if "sharded_tensor" not in _loaded:
-        from xla_ckpt.adapters.sharded_tensor import ShardedTensors
+    from xla_ckpt.adapters.sharded_tensor import ShardedTensors
 
-        _loaded["sharded_tensor"] = ShardedTensors(_plain_torch)
-    return _loaded["sharded_tensor"]
+    return ShardedTensors(_plain_torch)
 
 
 def _plain_torch(value: torch.Tensor) -> ArrayAdapter:
