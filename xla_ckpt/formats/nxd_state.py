@@ -13,7 +13,7 @@ from xla_ckpt.formats.nxd_files import At, Held, RankFiles, Scan
 from xla_ckpt.formats.nxd_names import names_of_stage
 from xla_ckpt.formats.wanted import Wanted
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.layout.sharding import Sharding, parts
 
 Trees = Mapping[At, Mapping[Any, Any]]
 """What each rank file holds."""
@@ -222,7 +222,7 @@ class _OfStage:
 
     def _check_rows(self, leaf: str, local: tuple[int, ...], copies: Copies, rows: Sequence[str]) -> None:
         """The rows of all dp ranks, padded, are those of the whole: else ranks wrote over each other's files."""
-        ranks = self.mesh.sizes[rows[0]]
+        ranks = parts(rows, self.mesh.sizes)
         expected = (-(-local[0] // ranks), *local[1:])
         for (dp, _, tp), held in copies.items():
             if held.shape == expected:

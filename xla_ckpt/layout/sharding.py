@@ -5,7 +5,7 @@ Everything follows from the mesh, the rank's number and the shape of the local t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -122,7 +122,7 @@ class Sharding:
         dims = self.over(len(local))
         shape, blocks = [], []
         for d, (split, n) in enumerate(zip(dims, local, strict=True)):
-            ranks = 1 if split is None else prod(sizes[a] for a in split.axes)
+            ranks = 1 if split is None else parts(split.axes, sizes)
             true = n * ranks if self.shape is None or self.shape[d] is None else self.shape[d]
             shape.append(_whole_number(true))
             blocks.append(list(_blocks(n, ranks, 0 if split is None else position(split.axes, mesh, rank),
@@ -146,7 +146,7 @@ class Sharding:
         dims = self.over(len(shape))
         local, bounds = [], []
         for split, n in zip(dims, shape, strict=True):
-            ranks = 1 if split is None else prod(mesh.sizes[a] for a in split.axes)
+            ranks = 1 if split is None else parts(split.axes, mesh.sizes)
             if n % ranks and split is not None and split.stride > 1:
                 raise ValueError(f"{n} elements in strided blocks do not divide by {ranks}")
             bounds.append((0, n) if split is None else chunk(0, n, ranks, position(split.axes, mesh, rank)))
@@ -168,7 +168,7 @@ class Sharding:
         first = self.dims[0] if self.dims else None
         split = Split(axes) if first is None else Split((*first.axes, *axes), first.stride)
         here = Sharding((split, *self.dims[1:]))
-        ranks = prod(mesh.sizes[a] for a in axes)
+        ranks = parts(axes, mesh.sizes)
         size = -(-local[0] // ranks)
         low = min(position(axes, mesh, rank) * size, local[0])
         replica, replicas, group = copies(here.axes, mesh.sizes, mesh.coordinates(rank))
@@ -211,6 +211,11 @@ def _blocks(n: int, ranks: int, index: int, stride: int, true: int) -> Iterator[
         yield 0, min(low + n, true) - low, low
 
 
+def parts(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Into how many parts something falls that is split over these axes."""
+    return prod(sizes[a] for a in axes)
+
+
 def position(axes: Sequence[str], mesh: Mesh, rank: int) -> int:
     """Which part falls to a rank when something is split over these axes."""
     at, sizes, index = mesh.coordinates(rank), mesh.sizes, 0
@@ -226,7 +231,7 @@ def copies(axes: Sequence[str], sizes: dict[str, int], at: dict[str, int]) -> tu
     replica = 0
     for axis in others:
         replica = replica * sizes[axis] + at[axis]
-    return replica, prod(sizes[a] for a in others), ("mesh", tuple(others))
+    return replica, parts(others, sizes), ("mesh", tuple(others))
 
 
 def axes_of(group: Sequence[int], mesh: Mesh, rank: int) -> tuple[str, ...] | None:
@@ -240,6 +245,6 @@ def axes_of(group: Sequence[int], mesh: Mesh, rank: int) -> tuple[str, ...] | No
         free = {b for a in axes for b in (("edp", "ep") if a == "dp" else (a,))}
         fixed = [a for a in ("pp", "edp", "ep", "cp", "tp") if a not in free]
         beside = all(mesh.coordinates(r)[a] == here[a] for r in group for a in fixed)
-        if beside and [position(axes, mesh, r) for r in group] == list(range(prod(mesh.sizes[a] for a in axes))):
+        if beside and [position(axes, mesh, r) for r in group] == list(range(parts(axes, mesh.sizes))):
             return axes
     return None

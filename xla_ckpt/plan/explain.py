@@ -12,7 +12,7 @@ from xla_ckpt.errors import CheckpointError
 from xla_ckpt.format.manifest import ArrayRecord, Manifest
 from xla_ckpt.layout.local import Local
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.sharding import AXES, Sharding, Split
+from xla_ckpt.layout.sharding import AXES, Sharding, Split, parts
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 
 Rules = Sequence[tuple[re.Pattern[str], Sharding]]
@@ -139,11 +139,8 @@ def _place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, ra
         return sharding.part(shape, mesh, rank)
     others = tuple(a for a in first.axes if a not in dealt)
     base = Sharding((Split(others, first.stride) if others else None, *sharding.dims[1:]), shape)
-    local = []
-    for d, n in enumerate(shape):
-        split = base.dims[d] if d < len(base.dims) else None
-        ranks = 1
-        for axis in split.axes if split is not None else ():
-            ranks *= mesh.sizes[axis]
-        local.append(-(-n // ranks))
+    local = [
+        n if split is None else -(-n // parts(split.axes, mesh.sizes))
+        for split, n in zip(base.over(len(shape)), shape, strict=True)
+    ]
     return base.zero1(local, mesh, rank, dealt)
