@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.runs import start
+from tests.nursery import bear
+from tests.runs import environment
 
 INSTANTS = 30
 ELEMENTS = 1_500_000
@@ -49,9 +50,7 @@ def whole(root: Path, tag: str) -> int:
 @pytest.mark.parametrize("instant", range(INSTANTS))
 def test_kill_nine(tmp_path: Path, instant: int) -> None:
     rng = random.Random(instant)
-    process = start(TRAIN, tmp_path, ELEMENTS)
-    assert process.stdout is not None
-    assert process.stderr is not None
+    process = bear(textwrap.dedent(TRAIN), (tmp_path, ELEMENTS), environment(), live=True)
     committed: dict[str, int] = {}
     times = []
     for _ in range(3 + instant % 3):
@@ -63,10 +62,9 @@ def test_kill_nine(tmp_path: Path, instant: int) -> None:
     end = times[-1] + (instant + rng.random()) / INSTANTS * 1.2 * length
     while time.monotonic() < end:
         pass
-    os.kill(process.pid, signal.SIGKILL)
-    rest = process.stdout.read().splitlines()
-    process.wait()
-    process.stdout.close(), process.stderr.close()
+    process.kill()
+    rest = process.communicate()[0].splitlines()
+    assert process.returncode == -signal.SIGKILL
     committed |= {tag: int(number) for number, tag in (line.split() for line in rest if len(line.split()) == 2)}
 
     last = max(committed.values())

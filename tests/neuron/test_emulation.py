@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import neuron_compat
-from tests.jobs import job
+from tests.jobs import job, torchrun
 from tests.runs import run
 
 COLLECTIVES = """
@@ -66,7 +66,7 @@ say("done")
 
 
 def test_collectives_reach_all_ranks_and_undo_restores_everything(tmp_path: Path) -> None:
-    said = job(COLLECTIVES, 4, tmp_path)
+    said = job(COLLECTIVES, 4, tmp_path, launch=torchrun)
     assert said.count("done") == 4
     assert said.count("dim 0 of [7] does not divide into 4 shards") == 4
 

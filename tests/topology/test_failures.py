@@ -210,7 +210,6 @@ def lazy(which):
     return write
 
 attempt("first", lambda: save(1))
-attempt("modules", lambda: [name for name in ("orbax", "jax") if name in sys.modules])
 
 for which in (2, 0):
     on(which, full)
@@ -236,7 +235,6 @@ def test_ranks_that_cannot_write(tmp_path: Path) -> None:
     root = tmp_path / "tags"
     outcome = job(WRITING, root)
     assert outcome.values("first") == ["good"] * RANKS
-    assert outcome.values("modules") == [["orbax", "jax"], [], [], []], "only rank 0 needs them for a save"
 
     for which in (2, 0):
         error = outcome.error(f"full on {which}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import xla_ckpt
-from tests.jobs import job
+from tests.jobs import job, torchrun
 from tests.runs import run
 from tests.topology.state import WHOLE, known, whole
 
@@ -78,7 +78,7 @@ def test_master_weights_go_along(root: Path, tmp_path: Path) -> None:
 
 def test_three_ranks_resume_what_four_saved(root: Path, tmp_path: Path) -> None:
     kinds = ("dp=3 zero1", "tp=3", "dp=3", "fsdp2")
-    said = job(LOAD, 3, tmp_path, root, tags_of(FLOAT), json.dumps(kinds), "each")
+    said = job(LOAD, 3, tmp_path, root, tags_of(FLOAT), json.dumps(kinds), "each", launch=torchrun)
     assert len(said) == 3 * len(FLOAT) * len(kinds)
 
 
@@ -160,3 +160,14 @@ def test_spmd_devices_resume_what_four_ranks_saved_and_a_plain_process_what_they
     files = [path.name for path in (tmp_path / "spmd" / "model").iterdir()]
     assert len(files) >= 6  # one for each device that holds a first copy of anything
     assert all(name.endswith("-of-00008.safetensors") for name in files)
+
+
+IMPORTS = """
+mesh, rules = xla_ckpt.Mesh(tp=2), [("w", ("tp",))]
+xla_ckpt.save(sys.argv[1], "a", {"w": torch.full((3,), float(rank))}, mesh=mesh, shardings=rules)
+say(*(name for name in ("orbax", "jax", "torch_xla") if name in sys.modules))
+"""
+
+
+def test_only_the_first_rank_needs_orbax_for_a_save(tmp_path: Path) -> None:
+    assert job(IMPORTS, 2, tmp_path, tmp_path / "a", launch=torchrun) == ["orbax jax", ""]
