@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from xla_ckpt import dtypes
-from xla_ckpt.format import manifest_json, payload
+from xla_ckpt.format import manifest_json
 from xla_ckpt.format.digest import digest, to_hex
 from xla_ckpt.format.manifest import FileRecord, Head, Manifest
 from xla_ckpt.layout.local import Local
@@ -34,7 +34,7 @@ from xla_ckpt.layout.sharding import Sharding
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import Record, Sample, merge
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
-from xla_ckpt.plan.save_plan import SavePlan, plan_save, stored_shards
+from xla_ckpt.plan.save_plan import SavePlan, plan_save
 
 ROOT = Path(__file__).parent.parent
 WORLDS = (8, 64, 512, 1024, 4096, 16384)
@@ -136,9 +136,9 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
     """What the rank would report had it written its files: as `engine.save` makes it."""
     files, shards = [], []
     for number, file in enumerate(plan.files):
-        head = len(payload.header(file.regions))
-        files.append(FileRecord(file.path, head + file.data_bytes, head, digest(file.path.encode())))
-        shards += [(leaf, s.box, s.file, s.offset) for leaf, s in stored_shards(file, head, number)]
+        size = file.codec.size
+        files.append(FileRecord(file.path, size, size - file.data_bytes, digest(file.path.encode())))
+        shards += file.shards(number)
     stage = mesh.coordinates(rank)["pp"]
     speaks = rank == mesh.rank({"pp": stage})
     samples = {}
@@ -240,7 +240,7 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
         seconds, plan = timed(plan_save, leaves, rank, world)
         plan_seconds.append(seconds)
         result.leaves.append(len(leaves))
-        result.regions.append(sum(len(f.regions) for f in plan.files))
+        result.regions.append(sum(len(f.entries) for f in plan.files))
         result.written.append(plan.nbytes)
         text = json.dumps(record_of(model, mesh, rank, leaves, plan).to_json()).encode()
         facts["json"] += len(text)

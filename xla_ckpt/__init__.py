@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from xla_ckpt.adapters.per_rank import PerRank as PerRank
     from xla_ckpt.adapters.registry import ArraySpec as ArraySpec
     from xla_ckpt.adapters.rng import RNGState as RNGState
+    from xla_ckpt.api.convert import ConvertReport as ConvertReport
+    from xla_ckpt.api.convert import convert as convert
+    from xla_ckpt.api.convert_zero import ZeroReport as ZeroReport
+    from xla_ckpt.api.convert_zero import convert_zero_checkpoints as convert_zero_checkpoints
     from xla_ckpt.api.explain import explain as explain
     from xla_ckpt.api.export import ExportReport as ExportReport
     from xla_ckpt.api.export import export_hf as export_hf
@@ -51,6 +55,8 @@ _HOMES = {
     "adapters.per_rank": ("PerRank",),
     "adapters.registry": ("ArraySpec",),
     "adapters.rng": ("RNGState",),
+    "api.convert": ("ConvertReport", "convert"),
+    "api.convert_zero": ("ZeroReport", "convert_zero_checkpoints"),
     "api.explain": ("explain",),
     "api.export": ("ExportReport", "export_hf"),
     "api.load": ("load_checkpoint", "restore"),

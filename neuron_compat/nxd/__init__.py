@@ -1,7 +1,8 @@
 """neuronx-distributed's calls, answered by `xla_ckpt` and torch_xla.
 
 ``import neuron_compat.nxd as nxd`` in place of ``import neuronx_distributed as nxd``. Checkpoints are written in
-xla_ckpt's native format, and load on any topology. Names and submodules are loaded when they are first used.
+neuronx-distributed's layouts with a manifest beside them, and load on any topology. Names and submodules are loaded
+when they are first used.
 """
 
 from __future__ import annotations

@@ -455,3 +455,32 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
         xla_ckpt.load_checkpoint(tmp_path, "a", model, sgd)
     assert sgd.param_groups[0]["lr"] == 0.5
     xla_ckpt.load_checkpoint(tmp_path, "a", model, torch.optim.Adam(model.parameters()))  # the same options
+
+
+@pytest.mark.parametrize("name", ["exp_avg", "max_exp_avg_sq"])
+def test_states_of_another_shape_than_their_parameter_are_refused(name: str, tmp_path: Path) -> None:
+    def made() -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+        model = torch.nn.Linear(3, 4)
+        return model, torch.optim.AdamW(model.parameters(), amsgrad=True)
+
+    model, optimizer = made()
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.weight][name] = torch.zeros(2, 3)  # half of it, as of a rank
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer)
+    model, optimizer = made()
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="does not fit the target") as caught:
+        xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer)
+    assert f"optimizer/state/weight/{name}: shape [2, 3] is stored, [4, 3] wanted" in str(caught.value)
+    assert not optimizer.state
+
+
+def test_addresses_of_object_stores_are_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: xla_ckpt.save("s3://bucket/run", "a", {"x": 1}), lambda: xla_ckpt.restore("gs://bucket/run"),
+        lambda: xla_ckpt.list_tags("s3://bucket/run"), lambda: xla_ckpt.convert("s3://bucket/run", "b"),
+    ):  # fmt: skip
+        with pytest.raises(xla_ckpt.UsageError, match="Mount the bucket"):
+            call()
+    assert list(tmp_path.iterdir()) == []

@@ -59,17 +59,50 @@ def test_digest_tables_survive(digests: list[int]) -> None:
 
 
 @st.composite
+def files_with_regions(draw: st.DrawFn, path: str) -> FileRecord:
+    """A file whose regions the manifest lists."""
+    at, regions, gaps = 0, [], 0
+    for gap, nbytes in draw(st.lists(st.tuples(st.integers(0, 1 << 34), st.integers(1, 1 << 20)), min_size=1)):
+        regions.append((at + gap, nbytes))
+        at, gaps = at + gap + nbytes, gaps + gap
+    tail = draw(st.integers(1 << 20, 1 << 21))  # manifests() has shards anywhere in the first MiB
+    count = sum(digest.block_count(nbytes) for _, nbytes in regions)
+    digests = (
+        draw(st.lists(st.integers(0, (1 << 64) - 1), min_size=count, max_size=count)) if count < 9 else range(count)
+    )
+    return FileRecord(path, at + tail, gaps + tail, draw(st.integers(0, (1 << 64) - 1)), tuple(regions), tuple(digests))
+
+
+@st.composite
+def frames_of(draw: st.DrawFn, cells: list[Box]) -> tuple[Box | None, ...] | None:
+    """A frame for some of the cells; None for no frames at all."""
+    found: list[Box | None] = []
+    for cell in cells:
+        before = [draw(st.integers(0, min(a, 2))) for a in cell.start]
+        after = [draw(st.integers(0, 2)) for _ in cell.stop]
+        frame = Box(tuple(a - n for a, n in zip(cell.start, before, strict=True)),
+                    tuple(b + n for b, n in zip(cell.stop, after, strict=True)))  # fmt: skip
+        found.append(frame if draw(st.booleans()) else None)
+    return tuple(found) if any(f is not None for f in found) else None
+
+
+@st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     size = draw(st.integers(1 << 20, 1 << 40))
-    files = tuple(FileRecord(f"model/{i}.safetensors", size, 4096, i) for i in range(draw(st.integers(1, 4))))
+    files = tuple(
+        draw(files_with_regions(f"model/{i}.pt")) if draw(st.booleans())
+        else FileRecord(f"model/{i}.safetensors", size, 4096, i)
+        for i in range(draw(st.integers(1, 4)))
+    )  # fmt: skip
     arrays = {}
     for name in draw(st.lists(st.text(max_size=8), max_size=4, unique=True)):
         shape = draw(full_shapes)
         grid = Grid(draw(cuts_of(shape)))
         places = [draw(st.integers(0, len(files) - 1)) for _ in range(grid.cells)]
-        offsets = [draw(st.integers(0, 1 << 19)) for _ in range(grid.cells)]
+        offsets = [draw(st.integers(0, 1 << 17)) for _ in range(grid.cells)]
+        frames = draw(frames_of([grid.cell(i) for i in range(grid.cells)]))
         arrays[f"model/{name}"] = ArrayRecord(
-            draw(some_dtypes), shape, (ShardGrid(grid, tuple(places), tuple(offsets)),)
+            draw(some_dtypes), shape, (ShardGrid(grid, tuple(places), tuple(offsets), frames),)
         )
     head = Head(draw(st.text(max_size=9)), draw(st.integers(1, 1 << 50)), draw(st.booleans()), "2026-01-01T00:00:00Z")
     aliases = {"model/tied": next(iter(arrays))} if arrays and "model/tied" not in arrays else {}
@@ -130,6 +163,14 @@ def test_sealed_manifests_parse() -> None:
 FILE = ["a", 8192, 4096, "0" * 16]
 
 
+DIGEST = digest.pack([1])
+TWO = digest.pack([1, 2])
+
+
+def framed(frames: Any) -> dict[str, Any]:
+    return array(grids=[[[[0, 4]], 0, 4096, frames]])
+
+
 def array(**changes: Any) -> dict[str, Any]:
     return {"dtype": "float32", "shape": [4], "grids": [[[[0, 4]], 0, 4096]], **changes}
 
@@ -162,6 +203,29 @@ def array(**changes: Any) -> dict[str, Any]:
         ({"arrays": []}, "'arrays' is missing or broken"),
         ({"world": "x"}, "'world' is missing or broken"),
         ({"mesh": 3}, "broken mesh"),
+        ({"files": [[*FILE, [1, 4096, 4096]]]}, "broken file record"),
+        ({"files": [[*FILE, [1, 4096, 4096, 5]]]}, "broken file record"),
+        ({"files": [[*FILE, []]]}, "broken file record"),
+        ({"files": [[*FILE, [0, [], [], ""]]]}, "broken file record"),
+        ({"files": [[*FILE, [2**25, 0, 0, ""]]]}, "broken file record"),
+        ({"files": [[*FILE, [1, 4096, 4096, "????"]]]}, "broken table of digests"),
+        ({"files": [[*FILE, [1, 4096, 4096, TWO]]]}, "digests of the wrong size"),
+        ({"files": [[*FILE, [1, 4096, 4000, DIGEST]]]}, "do not add up"),
+        ({"files": [[*FILE, [1, 6000, 4096, DIGEST]]]}, "do not add up"),
+        ({"files": [[*FILE, [1, -4096, 4096, DIGEST]]]}, "list of integers"),
+        ({"files": [[*FILE, [2, [4096, 5000], [2048, 2048], TWO]]]}, "overlap"),
+        ({"files": [[*FILE, [2, [4096, 8192], [4096, 0], DIGEST]]]}, "overlap"),
+        ({"files": [FILE], "arrays": {"w": framed([])}}, "needs a frame, or null, for each"),
+        ({"files": [FILE], "arrays": {"w": framed([None, None])}}, "needs a frame, or null, for each"),
+        ({"files": [FILE], "arrays": {"w": framed(7)}}, "needs a frame, or null, for each"),
+        ({"files": [FILE], "arrays": {"w": framed([[[0]]])}}, "broken frame"),
+        ({"files": [FILE], "arrays": {"w": framed([[[0], [4, 4]]])}}, "broken frame"),
+        ({"files": [FILE], "arrays": {"w": framed([[[0], [True]]])}}, "broken frame"),
+        ({"files": [FILE], "arrays": {"w": framed([[[-1], [4]]])}}, "broken frame"),
+        ({"files": [FILE], "arrays": {"w": framed([[[0], [1 << 62]]])}}, "broken frame"),
+        ({"files": [FILE], "arrays": {"w": framed([[[1], [4]]])}}, "past the end of its frame"),
+        ({"files": [FILE], "arrays": {"w": framed([[[0], [1025]]])}}, "past the end of its frame"),
+        ({"files": [FILE], "arrays": {"w": array(grids=[[[[0, 4]], 0, 4096, [None], 1]])}}, "broken grid"),
     ],
 )  # fmt: skip
 def test_hostile_manifests_are_refused(members: dict[str, Any], words: str) -> None:
@@ -207,9 +271,27 @@ def test_sealed_garbage_in_an_array_raises_typed_errors(shape: Any, grids: Any, 
         array(grids=grids),
         array(grids=[[cuts, 0, 0]]),
         array(grids=[[[[0, 4]], cuts, 0]]),
+        framed(grids),
+        framed([cuts]),
+        framed([[cuts, [4]]]),
     ):
         try:
             manifest_json.parse(seal({}, {"files": [FILE], "arrays": {"w": entry}}))
+        except CheckpointError:
+            pass
+
+
+@given(json_any, json_any, json_any)
+def test_sealed_garbage_in_a_file_raises_typed_errors(table: Any, offsets: Any, text: Any) -> None:
+    for entry in (
+        table,
+        [1, offsets, 4096, DIGEST],
+        [1, 4096, offsets, DIGEST],
+        [1, 4096, 4096, text],
+        [text, 0, 0, ""],
+    ):
+        try:
+            manifest_json.parse(seal({}, {"files": [[*FILE, entry]]}))
         except CheckpointError:
             pass
 

@@ -16,6 +16,7 @@ from xla_ckpt import Mesh
 from xla_ckpt.adapters.base import Placement
 from xla_ckpt.api.job import Job
 from xla_ckpt.coord.communicator import Solo
+from xla_ckpt.coord.rounds import Rounds
 from xla_ckpt.coord.verdict import Round
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -145,5 +146,5 @@ def stage_of(name: str) -> int:
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, mesh: Mesh, rank: int, solo: Solo | None = None) -> None:
     """Let loads of this process (or thread) be those of one rank of a job."""
-    job = Job(Round(solo or Solo(), "load", 60), Placement(rank, mesh.size, mesh))
+    job = Job(Round(solo or Solo(), "load", 60), Placement(rank, mesh.size, mesh), Rounds(solo or Solo()))
     monkeypatch.setattr("xla_ckpt.api.load.current_job", lambda *_, **__: job)

@@ -17,6 +17,7 @@ from xla_ckpt.adapters.base import Placement
 from xla_ckpt.api.job import Job
 from xla_ckpt.api.load_run import LoadReport
 from xla_ckpt.coord.communicator import Solo
+from xla_ckpt.coord.rounds import Rounds
 from xla_ckpt.coord.verdict import Round
 
 pytestmark = needs_gold
@@ -89,7 +90,7 @@ def test_pipeline_stages_tell_each_other_their_names(case: str, monkeypatch: pyt
     monkeypatch.setattr("xla_ckpt.api.load.current_job", lambda *_, **__: local.job)
 
     def load(rank: int) -> None:
-        local.job = Job(Round(solo.peer(rank), "load", 60), Placement(rank, mesh.size, mesh))
+        local.job = Job(Round(solo.peer(rank), "load", 60), Placement(rank, mesh.size, mesh), Rounds(solo.peer(rank)))
         try:
             target = Target(gold, mesh, rank, stage=mesh.coordinates(rank)["pp"])
             xla_ckpt.load_checkpoint(gold.root, "step_40", target.model, target.optimizer)

@@ -52,10 +52,18 @@ def test_the_newest_done_marker_counts(tmp_path: Path, caplog: pytest.LogCapture
     assert "step_30 has no done marker" in caplog.text
     with pytest.raises(xla_ckpt.NoCheckpointError):
         xla_ckpt.load_checkpoint(tmp_path, "step_31", model=model)
-    with pytest.raises(xla_ckpt.UsageError, match="without digests"):
-        xla_ckpt.verify(tmp_path)
-    with pytest.raises(xla_ckpt.UsageError, match="neuronx-distributed"):
-        xla_ckpt.explain(tmp_path, like_mesh="tp=2")
+
+
+def test_a_tag_of_theirs_that_seems_newer_is_mentioned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = {"w": torch.zeros(4)}
+    tag_at(tmp_path, "old", 1, time=2000)
+    xla_ckpt.save_checkpoint(tmp_path, "ours", {"w": torch.full((4,), 2.0)})
+    xla_ckpt.load_checkpoint(tmp_path, model=model)
+    assert "newer time stamp" not in caplog.text
+    tag_at(tmp_path, "trained_on_with_nxd", 3, time=2**31)
+    xla_ckpt.load_checkpoint(tmp_path, model=model)
+    assert model["w"].tolist() == [2] * 4
+    assert "tag trained_on_with_nxd has a newer time stamp than ours" in caplog.text
 
 
 def test_our_tags_continue_theirs(tmp_path: Path) -> None:
@@ -263,3 +271,32 @@ def test_lost_tensors_are_not_taken_for_weights_that_were_left_out(tmp_path: Pat
     target = Target(gold)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="no master weights"):
         xla_ckpt.load_checkpoint(tmp_path, "step_40", target.model, target.optimizer, strict=False)
+
+
+@pytest.mark.parametrize("layout", ["native", "pt", "xser"])
+def test_a_tag_of_ours_without_its_manifest_is_damaged_in_any_layout(layout: str, tmp_path: Path) -> None:
+    weights = {"w": torch.zeros(3)}
+    for tag in ("a", "b"):
+        xla_ckpt.save_checkpoint(tmp_path, tag, weights, extras={"x": {"at": 1}}, layout=layout)
+    (tmp_path / "b/manifest.json").unlink()
+    (problem,) = xla_ckpt.verify(tmp_path, "b").problems
+    assert "no manifest" in str(problem)
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="no manifest"):
+        xla_ckpt.restore(tmp_path, "b")
+    report = xla_ckpt.LoadReport()
+    assert xla_ckpt.restore(tmp_path, report=report)["extras"] == {"x": {"at": 1}}
+    assert report.tag == "a"
+
+
+def test_an_optimizer_that_they_saved_with_dcp_is_refused_and_the_model_loads(tmp_path: Path) -> None:
+    tag_at(tmp_path, "a", 3)
+    (tmp_path / "a/optim").mkdir()
+    (tmp_path / "a/optim/.metadata").write_bytes(b"")
+    model = {"w": torch.zeros(4)}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(4))], lr=0.1)
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="use_zero1_dcp"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer)
+    assert model["w"].tolist() == [0] * 4
+    assert ["use_zero1_dcp" in str(p) for p in xla_ckpt.verify(tmp_path, "a").problems] == [True]
+    xla_ckpt.load_checkpoint(tmp_path, "a", model)
+    assert model["w"].tolist() == [3] * 4

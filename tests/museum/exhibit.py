@@ -42,7 +42,16 @@ def tree() -> dict[str, Any]:
     }  # fmt: skip
 
 
+LAYOUTS = ("xser", "pt")
+"""neuronx-distributed's, in tags of these names: rows of a ZeRO-1 optimizer, padding, columns in strided blocks."""
+
+RULES = [("embed|head", (None, "tp")), ("large", (("tp", 2),))]
+
 if __name__ == "__main__":
     import xla_ckpt
 
     xla_ckpt.save(sys.argv[1], "exhibit", tree(), pinned=True)
+    for layout in LAYOUTS:
+        xla_ckpt.convert(
+            sys.argv[1], sys.argv[1], "exhibit", to=layout, as_tag=layout, mesh="dp=2,tp=2", shardings=RULES, zero1=True
+        )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.museum.exhibit import tree
+from tests.museum.exhibit import LAYOUTS, tree
 
 ROOMS = sorted(p.name for p in Path(__file__).parent.iterdir() if p.is_dir() and p.name.startswith("v"))
 
@@ -33,12 +33,13 @@ def test_the_museum_is_not_empty() -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_old_checkpoints_load(room: str) -> None:
+@pytest.mark.parametrize("tag", ["exhibit", *LAYOUTS])
+def test_old_checkpoints_load(room: str, tag: str) -> None:
     root = Path(__file__).parent / room
-    assert xla_ckpt.verify(root).ok
-    assert same(xla_ckpt.restore(root, "exhibit"), tree())
+    assert xla_ckpt.verify(root, tag).ok
+    assert same(xla_ckpt.restore(root, tag), tree())
     target = {k: torch.zeros_like(v) for k, v in tree()["model"].items()}
-    xla_ckpt.load_checkpoint(root, model=target)
+    xla_ckpt.load_checkpoint(root, tag, model=target)
     assert same(target, tree()["model"])
 
 

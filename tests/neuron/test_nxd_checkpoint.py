@@ -15,7 +15,7 @@ import torch
 import neuron_compat
 import neuron_compat.nxd as nxd
 import xla_ckpt
-from tests.jobs import job
+from tests.jobs import job, torchrun
 
 SETUP = """
 import argparse, copy, torch_xla
@@ -135,7 +135,8 @@ for step in range(6):
         content["step"] = step + 1
         truth[tag] = frozen(model, optimizer, scheduler)
         assert nxd.save_checkpoint(root, tag=tag, model=model, optimizer=optimizer, scheduler=scheduler,
-                                   user_content=content, async_save=True, num_kept_ckpts=2) is None
+                                   user_content=content, async_save=True, num_kept_ckpts=2,
+                                   use_xser=step == 3) is None
         content["step"] = -1  # N6: neither this nor the next step reaches the save
 nxd.finalize_checkpoint()
 local = mappings._own(whole.up.weight.detach(), 0)
@@ -221,7 +222,7 @@ say("moved")
 def test_train_save_and_resume(tmp_path: Path) -> None:
     said = job(TRAIN, 4, tmp_path, tmp_path / "run")
     assert said == ["resumed", "went on", "True", "True", "True", "moved"] * 4
-    for tag in ("step_6", "tp_1", "tp_4"):
+    for tag in ("step_4", "step_6", "tp_1", "tp_4"):
         assert xla_ckpt.verify(tmp_path / "run", tag).ok
     whole: dict[str, Any] = {}
     nxd.load_checkpoint(tmp_path / "run", "tp_4", model=whole)
@@ -260,11 +261,7 @@ args = argparse.Namespace(checkpoint_dir=root, loading_step=7, lr=0.1, name="run
 total_steps, batch_idx = 7, 3
 model, optimizer, lr_scheduler = build(0)
 train(model, optimizer, lr_scheduler, 0)
-try:
-    exec(save)
-except xla_ckpt.UsageError as error:
-    say("use_xser" in str(error) and "still to come" in str(error) and not nxd.has_checkpoint(root))
-exec(save.replace("    use_xser=True,\\n", ""))
+exec(save)
 want = frozen(model, optimizer, lr_scheduler)
 model, optimizer, lr_scheduler = build(1)
 exec(load)
@@ -304,12 +301,14 @@ say("masters")
 
 
 def test_samples_of_the_developer_guide(tmp_path: Path) -> None:
-    assert job(GUIDE, 4, tmp_path, tmp_path / "run", SAMPLES, LOAD_SAMPLE) == ["True", "done", "masters"] * 4
+    assert job(GUIDE, 4, tmp_path, tmp_path / "run", SAMPLES, LOAD_SAMPLE, launch=torchrun) == ["done", "masters"] * 4
 
 
 def test_signatures_are_those_of_neuronx_distributed() -> None:
     save = inspect.signature(nxd.save_checkpoint).parameters
-    assert [(n, p.default) for n, p in save.items()][2:] == [
+    own = {n for n, p in save.items() if p.kind is p.KEYWORD_ONLY}
+    assert own == {"layout"}
+    assert [(n, p.default) for n, p in save.items() if n not in own][2:] == [
         ("model", None), ("optimizer", None), ("scheduler", None), ("user_content", None), ("num_workers", 8),
         ("use_xser", False), ("num_kept_ckpts", None), ("async_save", False), ("zero1_optimizer", False),
         ("use_zero1_dcp", False), ("avoid_saving_lower_precision_weights", False),

@@ -55,14 +55,14 @@ def test_a_save_plan_does_not_grow_with_the_world(stage: int) -> None:
     """Norms and steps are dealt out among the replicas: the more there are, the fewer fall to one."""
 
     def large(plan: SavePlan) -> list[str]:
-        return sorted(leaf for f in plan.files for leaf in f.leaves if "norm" not in leaf and "/step" not in leaf)
+        return sorted(e.leaf for f in plan.files for e in f.entries if not ("norm" in e.leaf or "/step" in e.leaf))
 
     few, small_world = plan_of(64, stage, 1)
     for world in (512, 16384):
         many, plan = plan_of(world, stage, 1)
         assert many == few
         assert len(plan.files) == len(small_world.files) == 2
-        assert sum(len(f.regions) for f in plan.files) <= sum(len(f.regions) for f in small_world.files) + 4
+        assert sum(len(f.entries) for f in plan.files) <= sum(len(f.entries) for f in small_world.files) + 4
         if world == 512:
             assert large(plan) == large(small_world)
 

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xla_ckpt
+from xla_ckpt.engine.verify import ORBAX_FILES
 from xla_ckpt.tags.directory import entries, open_tag
 from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.retention import TagFact, superfluous
@@ -173,6 +174,7 @@ def test_an_interrupted_replacement_is_seen_and_undone(tmp_path: Path) -> None:
 
 def test_leftovers_of_killed_saves_are_ignored_and_cleaned(tmp_path: Path) -> None:
     put(tmp_path, "a", 1)
+    xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
     shutil.copytree(tmp_path / "a", tmp_path / "b.orbax-checkpoint-tmp")
     shutil.copytree(tmp_path / "a", tmp_path / ".old-a")
     shutil.copytree(tmp_path / "a", tmp_path / ".trash/a")
@@ -290,3 +292,45 @@ def test_a_tag_that_lost_its_manifest_is_reported(tmp_path: Path, caplog: pytest
     assert not xla_ckpt.verify(tmp_path, "s2").ok
     xla_ckpt.save(tmp_path, "s2", {"w": torch.full((3,), 3.0)})  # and can be replaced
     assert xla_ckpt.restore(tmp_path)["w"][0] == 3
+
+
+@pytest.mark.parametrize("layout", ["native", "pt", "xser"])
+def test_everything_is_durable_before_a_tag_appears(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durable: dict[int, float] = {}
+    appeared: list[list[str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_sync(fd: int) -> None:
+        fsync(fd)
+        durable[os.fstat(fd).st_ino] = os.fstat(fd).st_mtime_ns
+
+    def note_rename(source: str, target: str, **how: Any) -> None:
+        if Path(target) == tmp_path / "a":
+            found = [p for p in Path(source).rglob("*") if p.name not in ORBAX_FILES]
+            late = [str(p) for p in found if durable.get(p.stat().st_ino) != p.stat().st_mtime_ns]
+            appeared.append([str(len(found)), *late])
+        rename(source, target, **how)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "fdatasync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(Path, "rename", lambda self, target: note_rename(str(self), str(target)))
+    model = torch.nn.Linear(300, 200)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, user_content={"x": 1, "o": {1, 2}}, layout=layout)
+    ((count, *late),) = appeared
+    assert int(count) >= 3
+    assert late == []
+
+
+def test_what_a_power_failure_may_leave_of_orbax_own_files_does_no_harm(tmp_path: Path) -> None:
+    put(tmp_path, "a", 1)
+    for name in ORBAX_FILES:
+        (tmp_path / "a" / name).write_bytes(b"")
+    put(tmp_path, "b", 2, num_kept_ckpts=2)
+    (tmp_path / "a/_CHECKPOINT_METADATA").unlink()
+    put(tmp_path, "c", 3)
+    assert xla_ckpt.list_tags(tmp_path) == ["a", "b", "c"]
+    assert [value(tmp_path, tag) for tag in "abc"] == [1, 2, 3]
+    assert xla_ckpt.verify(tmp_path, "a").ok

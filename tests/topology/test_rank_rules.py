@@ -99,7 +99,8 @@ def test_rules_experts_and_meshes(tmp_path: Path) -> None:
 
 DIVERGENT = """
 import logging
-logging.basicConfig(filename=os.environ["SAY"] + f".{rank}", format="%(levelname)s %(message)s", level=logging.WARNING)
+told = os.environ["SAY"] + f".{rank}"
+logging.basicConfig(filename=told, format="%(levelname)s %(message)s", level=logging.WARNING, force=True)
 root = sys.argv[1]
 
 def model(weight=0.0, buffer=0.0):
@@ -217,6 +218,27 @@ def test_a_rank_that_leaves_a_call_out_is_told_so(tmp_path: Path) -> None:
     said = job(OUT_OF_STEP, 2, tmp_path, tmp_path / "ckpt")
     assert said == ["1 True", "RankFailedError False False", "UsageError True True"]
     assert xla_ckpt.list_tags(tmp_path / "ckpt") == ["a"]
+
+
+RUSH = """
+import time
+root, gate = sys.argv[1:3]
+while rank == 1 and not os.path.exists(gate):
+    time.sleep(0.01)
+for i in range(12):
+    try:
+        xla_ckpt.save(root, "no/tag" if rank == 0 else f"tag_{i}", {"w": torch.ones(3)}, timeout=30)
+    except xla_ckpt.CheckpointError as error:
+        say(type(error).__name__, error.rank)
+if rank == 0:
+    open(gate, "w").close()
+"""
+
+
+def test_a_rank_hears_of_calls_that_rank_0_left_long_ago(tmp_path: Path) -> None:
+    """Rank 0 fails, and fails again, and ends, before the other has begun with the first call."""
+    said = job(RUSH, 2, tmp_path, tmp_path / "ckpt", tmp_path / "gate")
+    assert said == ["InvalidTagError 0"] * 24
 
 
 COUNTED = """

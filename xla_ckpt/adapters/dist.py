@@ -148,8 +148,8 @@ class StoreCommunicator:
             raise ConnectionError(str(error)) from error
         return value
 
-    def has(self, key: str) -> bool:
-        return bool(self._reach(lambda store: store.check([key])))
+    def has(self, *keys: str) -> bool:
+        return bool(self._reach(lambda store: store.check([*keys])))
 
     def forget(self, key: str) -> None:
         self._reach(lambda store: store.delete_key(key))

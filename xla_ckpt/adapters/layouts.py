@@ -7,8 +7,7 @@ belongs to. Everything else is the same on all ranks of a pipeline stage.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +16,8 @@ from xla_ckpt.adapters.registry import require
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.format.manifest import ArrayRecord
 from xla_ckpt.layout.local import Local, whole
+from xla_ckpt.layout.rules import Parsed, decided
 from xla_ckpt.layout.sharding import Sharding, Split
-
-Rules = Sequence[tuple[str, Any]]
-"""(regular expression, spec): the first expression that is found in a leaf's path or name decides."""
 
 STATE = "optimizer/state/"
 """Leaf paths of optimizer state: ``optimizer/state/<parameter>/<key>``."""
@@ -46,7 +43,7 @@ class Layouts:
     """The places of all arrays on one rank."""
 
     placement: Placement = field(default_factory=Placement)
-    rules: tuple[tuple[re.Pattern[str], Sharding], ...] = ()
+    rules: Parsed = ()
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     """By the path component that an optimizer's state has for it."""
 
@@ -130,29 +127,8 @@ class Layouts:
 
     def _sharding(self, names: Iterable[str], value: Any) -> Sharding:
         names = tuple(names)
-        for pattern, sharding in self.rules:
-            if any(pattern.search(name) for name in names):
-                return sharding
-        return attributes(value, names[0], self.placement)
-
-
-def parse_rules(rules: Rules | None) -> tuple[tuple[re.Pattern[str], Sharding], ...]:
-    """The caller's rules.
-
-    Raises:
-        UsageError: One of them is malformed.
-    """
-    found = []
-    for rule in rules or ():
-        try:
-            pattern, spec = rule
-            found.append((re.compile(pattern), Sharding.parse(spec)))
-        except (ValueError, TypeError, re.error) as error:
-            raise UsageError(
-                f"a rule of shardings makes no sense: {error}", found=repr(rule),
-                hint="Write (regular expression, spec), as in (r'layers\\.\\d+\\.up', ('tp', None)).",
-            ) from error  # fmt: skip
-    return tuple(found)
+        ruled = decided(self.rules, *names)
+        return attributes(value, names[0], self.placement) if ruled is None else ruled
 
 
 def attributes(value: Any, path: str, placement: Placement) -> Sharding:

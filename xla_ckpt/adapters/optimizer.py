@@ -79,6 +79,11 @@ def tree_of(optimizer: Any, names: Names) -> Any:
     return tree
 
 
+def is_by_name(optimizer: Any, tree: Any) -> bool:
+    """Whether `tree_of` made this tree of an optimizer's state by name, rather than leaving it as it is."""
+    return hasattr(optimizer, "param_groups") and _is_standard(tree)
+
+
 def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement) -> dict[str, Parameter]:
     """The parameters of an optimizer that is about to be saved; of a plain dict those of the model.
 
@@ -184,6 +189,12 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     return loading
 
 
+ELEMENTWISE = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+     "sum", "prev", "ax"}
+)  # fmt: skip
+"""States of torch's optimizers that have the shape of their parameter (torch/optim, 2.9)."""
+
 _FLAGS = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "amsgrad"}
 )
@@ -286,6 +297,10 @@ class _Fresh:
         if parameter is None or known is None:
             return None
         group = self._group_of.get(name, {})
+        name_of_state = path.rpartition("/")[2]
+        full = self._layouts.parameter_local(known).shape
+        if (name_of_state in ELEMENTWISE or path.startswith(self._bases[1])) and record.shape != full:
+            return new_array(record.dtype, whole(full), kind)  # which is found not to fit
         on_host = path.endswith("/step") and not (group.get("capturable") or group.get("fused"))
         if not on_host and (made := self._layouts.state_like(path, record, known)) is not None:
             return made

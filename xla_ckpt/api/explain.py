@@ -1,24 +1,19 @@
-"""Explaining a restore before any array byte is read. Needs neither torch nor orbax."""
+"""Explaining a restore before any array byte is read. Our own tags need neither torch nor orbax."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.api.foreign import find
-from xla_ckpt.api.tags import latest_tag
+from xla_ckpt.api.foreign import opened
+from xla_ckpt.api.paths import PathLike, directory_at
+from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UsageError
 from xla_ckpt.format.manifest import Manifest
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.layout.rules import Rules, parse_rules
 from xla_ckpt.plan.explain import Explanation, explain_manifest
-from xla_ckpt.tags.directory import no_such_tag, open_tag
-
-PathLike = str | os.PathLike[str]
 
 
 def explain(
@@ -26,7 +21,9 @@ def explain(
     tag: str | None = None,
     *,
     like_mesh: Mesh | str,
-    shardings: Sequence[tuple[str, Any]] | None = None,
+    shardings: Rules | None = None,
+    model: Any = None,
+    optimizer: Any = None,
 ) -> Explanation:
     """Say what a restore over another mesh would read from where, how much, and every reason why it would fail.
 
@@ -38,6 +35,8 @@ def explain(
         tag: Which checkpoint; None takes the newest.
         like_mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``.
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
+        model: For tags that neuronx-distributed wrote: what they do not say, as for `convert`.
+        optimizer: Likewise.
 
     Returns:
         An `Explanation`: `ok`, `problems`, `notes`, and per rank the bytes needed and read, by file.
@@ -45,27 +44,21 @@ def explain(
     Raises:
         NoCheckpointError: There is no such tag.
         CorruptCheckpointError: Its manifest is damaged.
-        UsageError: Mesh or rules make no sense, or neuronx-distributed wrote the tag.
+        UsageError: Mesh or rules make no sense.
 
     Example:
         ``print(xla_ckpt.explain("ckpt", like_mesh="dp=2,tp=4").problems)``
     """
-    root = os.path.abspath(os.fspath(path))
+    root = directory_at(path)
     try:
         mesh = Mesh.parse(like_mesh) if isinstance(like_mesh, str) else like_mesh
-        rules = [(re.compile(pattern), Sharding.parse(spec)) for pattern, spec in shardings or ()]
-    except (ValueError, TypeError, re.error) as error:
-        raise UsageError(f"a mesh or rule makes no sense: {error}", path=root) from error
-    tag = latest_tag(root) if tag is None else tag
-    if tag is None:
-        raise no_such_tag(root, None)
-    if find(root, tag) is not None:
-        raise UsageError(
-            "neuronx-distributed wrote this tag: only a target's parameters say how it was split", path=root, tag=tag
-        )
-    with TagReader(open_tag(root, tag), root, tag) as reader:
+    except ValueError as error:
+        raise UsageError(f"a mesh makes no sense: {error}", path=root) from error
+    rules = parse_rules(shardings)
+    tag = chosen_tag(root, tag)
+    with opened(root, tag, rules, model, optimizer) as reader:
         found = explain_manifest(reader.manifest, root, tag, mesh, rules)
-        more = _broken_files(reader)
+        more = [*map(str, getattr(reader.manifest.arrays, "unknown", {}).values()), *_broken_files(reader)]
         notes = [*found.notes, *_own_members(reader.manifest, mesh)]
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")

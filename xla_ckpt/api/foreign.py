@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import NoCheckpointError
 from xla_ckpt.formats import nxd_tags
 from xla_ckpt.formats.nxd_tags import NxdTag
+from xla_ckpt.layout.rules import Parsed
 from xla_ckpt.tags.directory import entries
+from xla_ckpt.tags.directory import open_tag as open_own
 
 if TYPE_CHECKING:
     from xla_ckpt.adapters.layouts import Layouts
@@ -23,12 +27,55 @@ def tag_names(root: str) -> list[str]:
         StorageError: The directory cannot be read.
     """
     ours = [e.tag for e in entries(root)]
-    return [t for t in nxd_tags.complete_tags(root) if t not in ours] + ours
+    return [t.tag for t in nxd_tags.complete_tags(root) if t.tag not in ours] + ours
+
+
+def passed_over(root: str) -> str | None:
+    """A tag of neuronx-distributed's that seems to be newer than our newest one, before which it is listed."""
+    theirs, ours = nxd_tags.complete_tags(root), entries(root)
+    if not theirs or not ours or not ours[-1].created:
+        return None
+    committed = datetime.datetime.fromisoformat(ours[-1].created).timestamp()
+    return theirs[-1].tag if theirs[-1].time / 1e9 > committed else None
 
 
 def find(root: str, tag: str) -> NxdTag | None:
     """A tag of neuronx-distributed's; None if there is none of that name, or if it is one of ours."""
     return nxd_tags.find(root, tag)
+
+
+def ours(root: str, tag: str) -> TagReader:
+    """A reader of one of our own tags.
+
+    Raises:
+        NoCheckpointError: There is no such tag; the hint names those that are there, whoever wrote them.
+        CorruptCheckpointError: Its manifest is damaged.
+    """
+    try:
+        directory = open_own(root, tag)
+    except NoCheckpointError as error:
+        theirs = [t.tag for t in nxd_tags.complete_tags(root)]
+        if theirs and not entries(root):
+            error.hint = f"neuronx-distributed wrote the tags there: {', '.join(theirs[-10:])}."
+        raise
+    return TagReader(directory, root, tag)
+
+
+def opened(
+    root: str, tag: str, rules: Parsed = (), model: Any = None, optimizer: Any = None, *, part: str = ""
+) -> TagReader:
+    """A reader of a tag of any kind; model, optimizer and rules say what neuronx-distributed's tags do not.
+
+    `part` is the leaf path of what is wanted of it: without its optimizer a tag may be sound.
+    """
+    found = find(root, tag)
+    if found is None:
+        return ours(root, tag)
+    from xla_ckpt.adapters.layouts import Layouts
+
+    if optimizer is None and part.split("/", maxsplit=1)[0] in ("", "optimizer"):
+        optimizer = {}  # all of it, whoever it is for
+    return open_tag(root, found, wanted_by(model, optimizer, Layouts(rules=rules)))
 
 
 def open_tag(root: str, found: NxdTag, wanted: Wanted) -> TagReader:

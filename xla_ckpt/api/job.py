@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
+import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from xla_ckpt.adapters import dist
 from xla_ckpt.adapters.base import Placement
 from xla_ckpt.adapters.parallel_state import current_mesh
 from xla_ckpt.coord.communicator import Communicator, Solo
-from xla_ckpt.coord.verdict import KEPT_ROUNDS, Round
+from xla_ckpt.coord.rounds import Rounds
+from xla_ckpt.coord.verdict import Round
+from xla_ckpt.engine.background import install_exit_hook
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layout.mesh import Mesh
 
 TIMEOUT = 1800.0
 """Seconds that a rank waits for another before it gives up, by default."""
 
-_rounds: collections.deque[Round] = collections.deque()
-"""The latest rounds of this process, oldest first."""
+_SOLO = Solo()
 
-_numbers = itertools.count(1)
+LINGER = 10.0
+"""Seconds that rank 0 waits at the exit of the program, at most, for ranks that have not heard of the last calls."""
+
+_rounds: list[Rounds] = []
+"""Of the current process group: a later one gets others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +34,15 @@ class Job:
 
     exchange: Round
     placement: Placement
-    outdated: tuple[Round, ...] = ()
-    """Rounds of earlier calls that all ranks have done with."""
+    rounds: Rounds
+
+    def taking_part(self) -> AbstractContextManager[None]:
+        """Around everything that this rank says and hears in its call."""
+        return self.rounds.taking_part(self.exchange)
 
     def tidy(self) -> None:
         """Remove from the store what earlier calls left there. Reaches the store: not for a caller in a hurry."""
-        for old in self.outdated:
-            old.forget()
+        self.rounds.tidy()
 
     def shows(self, progress: bool | None) -> bool | None:
         """Whether this rank may show a progress bar."""
@@ -56,7 +63,7 @@ def current_job(root: str, mesh: Mesh | None, *, doing: str, timeout: float = TI
         communicator: Communicator = dist.communicator()
     else:
         dist.check_alone()
-        communicator = Solo()
+        communicator = _SOLO
     if mesh is None:
         mesh = current_mesh(communicator.rank, communicator.size) or Mesh(dp=communicator.size)
     if mesh.size != communicator.size:
@@ -64,16 +71,17 @@ def current_job(root: str, mesh: Mesh | None, *, doing: str, timeout: float = TI
             "the mesh does not fit the job", path=root, expected=f"{communicator.size} ranks",
             found=f"{mesh.size} ({mesh})",
         )  # fmt: skip
-    exchange, outdated = _round(communicator, doing, timeout)
-    return Job(exchange, Placement(communicator.rank, communicator.size, mesh), outdated)
+    if not _rounds or _rounds[0].communicator is not communicator:
+        _rounds[:] = [Rounds(communicator, _rounds[0].last if _rounds else 0)]
+    install_exit_hook(leave)
+    return Job(_rounds[0].begin(doing, timeout), Placement(communicator.rank, communicator.size, mesh), _rounds[0])
 
 
-def _round(communicator: Communicator, doing: str, timeout: float) -> tuple[Round, tuple[Round, ...]]:
-    """The round of a call, and those that are outdated by it."""
-    if communicator.size == 1:
-        return Round(communicator, doing, timeout), ()
-    if _rounds and _rounds[-1].communicator is not communicator:
-        _rounds.clear()
-    made = Round(communicator, f"{doing}/{next(_numbers)}", timeout)
-    _rounds.append(made)
-    return made, tuple(_rounds.popleft() for _ in range(len(_rounds) - KEPT_ROUNDS))
+def leave() -> None:
+    """Wait, at the end of the program, for ranks that still have to hear of its last calls.
+
+    They hear through the store, and where there is no launcher, rank 0's process holds it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        for rounds in _rounds:
+            rounds.linger(LINGER)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from xla_ckpt.adapters import module, per_rank, stateful
 from xla_ckpt.adapters import optimizer as optimizers
 from xla_ckpt.adapters.base import Target
-from xla_ckpt.adapters.layouts import Rules, parse_rules
 from xla_ckpt.adapters.plain import CODEC
 from xla_ckpt.adapters.registry import array_kind, is_spec, target_of_spec
 from xla_ckpt.adapters.stored import Loading, Stored, absent, plan_arrays
 from xla_ckpt.api import foreign
 from xla_ckpt.api.job import TIMEOUT, current_job
 from xla_ckpt.api.load_run import LoadReport, LoadRun, check_mode
+from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.layout.rules import Rules, parse_rules
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.weave import Make, Weave
-
-PathLike = str | os.PathLike[str]
 
 
 def load_checkpoint(
@@ -76,10 +74,9 @@ def load_checkpoint(
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False. Nothing was changed.
     """
     report = LoadReport() if report is None else report
-    root = os.path.abspath(os.fspath(path))
+    root = directory_at(path)
+    rules, share = parse_rules(shardings), check_mode(replica_read)
     job = current_job(root, mesh, doing="load", timeout=timeout)
-
-    rules = parse_rules(shardings)
 
     def prepare(stored: Stored) -> tuple[list[Loading], Make]:
         parts: list[Loading] = []
@@ -110,7 +107,7 @@ def load_checkpoint(
 
     return LoadRun(
         root, job, prepare, rules, strict=strict, workers=max(1, num_workers), trust=trust_pickle,
-        progress=job.shows(progress), report=report, share=check_mode(replica_read),
+        progress=job.shows(progress), report=report, share=share,
         wanted=functools.partial(foreign.wanted_by, model, optimizer),
     ).load(tag)  # fmt: skip
 
@@ -158,10 +155,9 @@ def restore(
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
     """
     report = LoadReport() if report is None else report
-    root = os.path.abspath(os.fspath(path))
+    root = directory_at(path)
+    rules, share = parse_rules(shardings), check_mode(replica_read)
     job = current_job(root, mesh, doing="load", timeout=timeout)
-
-    rules = parse_rules(shardings)
 
     def prepare(stored: Stored) -> tuple[list[Loading], Make]:
         loading = Loading()
@@ -187,6 +183,6 @@ def restore(
 
     return LoadRun(
         root, job, prepare, rules, strict=True, workers=max(1, num_workers), trust=trust_pickle,
-        progress=job.shows(progress), report=report, share=check_mode(replica_read),
+        progress=job.shows(progress), report=report, share=share,
         wanted=functools.partial(foreign.wanted_by_tree, like),
     ).load(tag)  # fmt: skip

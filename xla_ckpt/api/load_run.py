@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,12 +22,12 @@ from xla_ckpt.coord.verdict import LEAD, Deadline, Round, agree
 from xla_ckpt.engine.background import SAVES
 from xla_ckpt.engine.read import check, read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from xla_ckpt.formats.wanted import Wanted
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.layout.rules import Parsed
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.tags.directory import no_such_tag, open_tag
+from xla_ckpt.tags.directory import no_such_tag
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.weave import Make
 
@@ -69,7 +68,7 @@ class LoadRun:
     root: str
     job: Job
     prepare: Prepare
-    rules: tuple[tuple[re.Pattern[str], Sharding], ...]
+    rules: Parsed
     strict: bool
     workers: int
     trust: bool
@@ -90,12 +89,13 @@ class LoadRun:
         began = time.monotonic()
         exchange = self.job.exchange
         try:
-            self.job.tidy()
-            agree(exchange, "waiting", lambda: SAVES.wait(self.root))
-            if tag is not None:
-                result = self._load_tag(tag, exchange.within("tag"))
-            else:
-                tag, result = self._load_newest()
+            with self.job.taking_part():
+                self.job.tidy()
+                agree(exchange, "waiting", lambda: SAVES.wait(self.root))
+                if tag is not None:
+                    result = self._load_tag(tag, exchange.within("tag"))
+                else:
+                    tag, result = self._load_newest()
         except CheckpointError as error:
             error.at(path=self.root)
             raise
@@ -120,14 +120,23 @@ class LoadRun:
         """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
         exchange = self.job.exchange
         if exchange.size == 1:
-            return foreign.tag_names(self.root)[::-1]
+            return self._newest_first()
         if exchange.rank == 0:
             try:
-                exchange.say("tags", foreign.tag_names(self.root)[::-1])
+                exchange.say("tags", self._newest_first())
             except CheckpointError as error:
                 exchange.say("tags", error=error)
         tags: list[str] = exchange.hear("tags", 0)
         return tags
+
+    def _newest_first(self) -> list[str]:
+        names = foreign.tag_names(self.root)
+        if (theirs := foreign.passed_over(self.root)) is not None:
+            logger.warning(
+                "%s: neuronx-distributed's tag %s has a newer time stamp than %s, which is taken for the newest: name "
+                "the tag if it is not", self.root, theirs, names[-1],
+            )  # fmt: skip
+        return names[::-1]
 
     def _load_tag(self, tag: str, exchange: Round) -> Any:
         reader = self._open(tag, exchange)
@@ -141,7 +150,7 @@ class LoadRun:
     def _open(self, tag: str, exchange: Round) -> TagReader:
         found = foreign.find(self.root, tag)
         if found is None:
-            return agree(exchange, "opening", lambda: TagReader(open_tag(self.root, tag), self.root, tag))
+            return agree(exchange, "opening", lambda: foreign.ours(self.root, tag))
         wanted = agree(exchange, "describing", lambda: self.wanted(Layouts(self.job.placement, self.rules)))
         wanted = self._of_all_stages(wanted, exchange)
         return agree(exchange, "opening", lambda: foreign.open_tag(self.root, found, wanted))
@@ -200,10 +209,7 @@ class LoadRun:
         def read_object(index: int, leaf: str) -> Any:
             if reader.foreign_object is not None:
                 return reader.foreign_object(index, leaf, self.trust)
-            numbers = reader.manifest.objects
-            if not 0 <= index < len(numbers):
-                raise FormatError("the skeleton names an object that is not stored", leaf=leaf, found=index)
-            return pickles.load(reader.head(numbers[index]), leaf, trust=self.trust)
+            return pickles.load(reader.pickled(index), leaf, trust=self.trust)
 
         layouts = Layouts(self.job.placement, self.rules)
         return Stored(reader.manifest, paths.ROOT, reader.manifest.skeleton, read_object, resolver(self.trust), layouts)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.adapters.base import Placement
 from xla_ckpt.adapters.described import host_shards
-from xla_ckpt.adapters.layouts import Rules
-from xla_ckpt.adapters.registry import local_lanes
 from xla_ckpt.api.job import TIMEOUT, Job, current_job
+from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.api.progress import Progress
 from xla_ckpt.api.state import State, prepare, samples, training_state
+from xla_ckpt.api.writing import choices, writing
 from xla_ckpt.coord.verdict import as_checkpoint_error
-from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.engine.background import SAVES, SaveHandle
 from xla_ckpt.engine.save import SaveJob, SaveReport, check_writable, run_save
-from xla_ckpt.errors import CheckpointError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.plan.save_plan import SavePlan, plan_save
+from xla_ckpt.layout.rules import Rules
+from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.snapshot.take import HostShard, Snapshot, take
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.lazy import save_tag
 from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tags.retention import check_keep
-
-PathLike = str | os.PathLike[str]
 
 
 def save_checkpoint(
@@ -48,6 +46,7 @@ def save_checkpoint(
     mesh: Mesh | None = None,
     shardings: Rules | None = None,
     pinned: bool = False,
+    layout: str | Sequence[str] | None = None,
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -65,7 +64,7 @@ def save_checkpoint(
         user_content: Any Python value; rank 0's is stored. Plain values are stored as typed JSON, arrays as arrays;
             other objects are pickled, with a warning, and need ``trust_pickle=True`` to load.
         num_workers: Threads that write, at most.
-        use_xser: Write neuronx-distributed's xser layout instead of the native format.
+        use_xser: Write neuronx-distributed's xser layout, with a manifest beside it: short for ``layout="xser"``.
         num_kept_ckpts: Keep this many of the newest tags that are not pinned, and delete older ones after the commit;
             None keeps all.
         async_save: Return as soon as the state is frozen, and write in the background.
@@ -78,6 +77,8 @@ def save_checkpoint(
             ``(r"up_proj", ("tp", None))`` splits dim 0 over the mesh axis ``tp``. The first expression that is found
             in a leaf path or parameter name counts; optimizer state follows its parameter.
         pinned: Exempt this tag from retention, now and later.
+        layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; or several of them, of which
+            the first that can hold the state is written.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         timeout: Seconds that a rank which is done waits for the others before all that are left give up.
 
@@ -88,7 +89,9 @@ def save_checkpoint(
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
-    options = _Options(num_workers, use_xser, num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout)
+    options = _Options(
+        num_workers, choices(layout, use_xser), num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout
+    )  # fmt: skip
     return _save(
         path, tag, lambda where: training_state(where, model, optimizer, scheduler, user_content, extras), options
     )
@@ -106,6 +109,7 @@ def save(
     mesh: Mesh | None = None,
     shardings: Rules | None = None,
     pinned: bool = False,
+    layout: str | Sequence[str] | None = None,
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -117,7 +121,9 @@ def save(
     Raises:
         UnsupportedStateError: Something in the tree cannot be stored; nothing was written.
     """
-    options = _Options(num_workers, use_xser, num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout)
+    options = _Options(
+        num_workers, choices(layout, use_xser), num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout
+    )  # fmt: skip
     return _save(path, tag, lambda _: State(tree), options)
 
 
@@ -126,7 +132,7 @@ class _Options:
     """The arguments of a save that are not its state."""
 
     num_workers: int
-    use_xser: bool
+    layouts: tuple[str, ...]
     num_kept: int | None
     async_save: bool
     mesh: Mesh | None
@@ -138,7 +144,7 @@ class _Options:
 
 def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options: _Options) -> SaveHandle:
     began = time.monotonic()
-    root = os.path.abspath(os.fspath(path))
+    root = directory_at(path)
     with SAVES.turn(root) as untold:
         job = current_job(root, options.mesh, doing="save", timeout=options.timeout)
         ready: _Ready | CheckpointError
@@ -154,7 +160,11 @@ def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options
         stall = time.monotonic() - began
 
         def run() -> SaveReport:
-            job.tidy()
+            with job.taking_part():
+                job.tidy()
+                return carry_out()
+
+        def carry_out() -> SaveReport:
             if isinstance(ready, CheckpointError):
                 return run_save(ready, job.exchange, save_tag, path=root, tag=tag)
             try:
@@ -166,7 +176,6 @@ def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options
             finally:
                 ready.snapshot.release()
 
-        install_exit_hook()
         after = functools.partial(clean, root) if job.exchange.rank == 0 else lambda: None
         handle = SAVES.start(root, tag, run, after)
     if not options.async_save:
@@ -191,15 +200,15 @@ def _ready(root: str, tag: str, state: Callable[[Placement], State], options: _O
     """Everything that happens before the caller goes on: the checks, the description, and the frozen bytes."""
     check_tag(tag, root)
     check_keep(options.num_kept)
-    if options.use_xser:
-        raise UsageError("use_xser is not there yet", path=root, tag=tag)
     if job.exchange.rank == 0:
         _check_root(root)
-    rank, world = job.exchange.rank, job.exchange.size
-    prepared = prepare(state(job.placement), job.placement, options.shardings)
+    world = job.exchange.size
+    held = state(job.placement)
+    prepared = prepare(held, job.placement, options.shardings, wholly=options.layouts != ("native",))
+    how = writing(options.layouts, prepared, held, job.placement)
     leaves = prepared.described.leaves
-    plan = functools.cache(functools.partial(plan_save, leaves, rank, world, local_lanes()))
-    shards = host_shards(prepared.described.placed)
+    plan = functools.cache(functools.partial(how.plan, frozenset()))
+    shards = host_shards(how.placed)
     freeze = options.async_save
 
     def lasts(shard: HostShard) -> bool:
@@ -213,8 +222,9 @@ def _ready(root: str, tag: str, state: Callable[[Placement], State], options: _O
         written = {key: s for key, s in shards.items() if key in mine}
     snapshot = take(written, freeze=freeze)
     save_job = functools.partial(
-        SaveJob, root=root, tag=tag, leaves=leaves, memory=snapshot.memory, skeleton=prepared.skeleton,
-        aliases=prepared.described.aliases, objects=prepared.objects, named=prepared.named, parts=prepared.parts,
+        SaveJob, root=root, tag=tag, leaves=leaves, without=how.plan, last=how.last, memory=snapshot.memory,
+        skeleton=prepared.skeleton, aliases=prepared.described.aliases, objects=prepared.objects,
+        named=prepared.named, parts=prepared.parts,
         samples=lambda: samples(prepared, shards, lasts) | now, mesh=job.placement.mesh, pinned=options.pinned,
         num_kept=options.num_kept, workers=max(1, options.num_workers),
     )  # fmt: skip

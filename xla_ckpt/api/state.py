@@ -7,22 +7,24 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any
 
-from xla_ckpt.adapters import module, per_rank, pickles, stateful
+from xla_ckpt.adapters import module, per_rank, pickles, stateful, zero1
 from xla_ckpt.adapters import optimizer as optimizers
 from xla_ckpt.adapters.base import Placement
 from xla_ckpt.adapters.described import Described, describe
-from xla_ckpt.adapters.layouts import Layouts, Parameter, Rules, parse_rules
+from xla_ckpt.adapters.layouts import Layouts, Parameter
 from xla_ckpt.adapters.plain import CODEC
 from xla_ckpt.adapters.registry import array_kind
 from xla_ckpt.format.digest import digest, to_hex
+from xla_ckpt.layout.rules import Rules, decided, parse_rules
 from xla_ckpt.plan.merge import Sample
 from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.snapshot.take import HostShard
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Flat, flatten
-from xla_ckpt.tree.weave import find
+from xla_ckpt.tree.weave import find, renumbered
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,12 @@ class State:
     parts: tuple[str, ...] = ("",)
     """Paths whose plain values all ranks have in common."""
 
+    by_name: bool = False
+    """Whether the optimizer's state is kept by parameter name."""
+
+    zero1: tuple[str, ...] | None = None
+    """Mesh axes over which a ZeRO-1 optimizer deals rows out; None for any other optimizer."""
+
 
 def training_state(
     placement: Placement,
@@ -62,6 +70,7 @@ def training_state(
     tree: dict[str, Any] = {}
     parts, alone, buffers = [], [], frozenset[str]()
     parameters: Mapping[str, Parameter] = {}
+    by_name, axes = False, None
     if model is not None:
         tree["model"] = module.tree_of(model)
         buffers = frozenset(paths.join("model", paths.escape(name)) for name in module.buffer_names(model))
@@ -70,6 +79,8 @@ def training_state(
         names = module.parameter_names(model)
         tree["optimizer"] = optimizers.tree_of(optimizer, names)
         parameters = optimizers.parameters_of(optimizer, model, names, placement)
+        by_name = optimizers.is_by_name(optimizer, tree["optimizer"])
+        axes = zero1.mesh_axes(optimizer, placement) if zero1.is_zero1(optimizer) else None
         parts.append("optimizer")
     if scheduler is not None:
         tree["scheduler"] = stateful.tree_of(scheduler, "scheduler")
@@ -81,7 +92,7 @@ def training_state(
     if user_content is not None and rank == 0:
         tree["user_content"] = user_content
         alone += ["user_content/", "user_content"]
-    return State(tree, parameters, buffers, tuple(alone), tuple(parts))
+    return State(tree, parameters, buffers, tuple(alone), tuple(parts), by_name, axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +108,18 @@ class Prepared:
     alone: tuple[str, ...]
     parts: Mapping[str, str]
     buffers: frozenset[str]
+    here: Json
+    """The whole structure of the state as this rank has it, with the objects of `objects_here`."""
+
+    objects_here: list[bytes]
 
     def named(self, path: str) -> bool:
         """Whether this rank reports type and shape of a leaf."""
         return self.speaks or path.startswith(self.alone)
 
 
-def prepare(state: State, placement: Placement, rules: Rules | None) -> Prepared:
-    """Describe a state.
+def prepare(state: State, placement: Placement, rules: Rules | None, *, wholly: bool = False) -> Prepared:
+    """Describe a state; `wholly`: with all objects of this rank, also those that others speak for.
 
     Raises:
         UnsupportedStateError: Something in it cannot be stored.
@@ -117,20 +132,20 @@ def prepare(state: State, placement: Placement, rules: Rules | None) -> Prepared
     mesh = placement.mesh
     speaks = placement.rank == mesh.rank({"pp": mesh.coordinates(placement.rank)["pp"]})
     parts = {p: _digest(find(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {}
-    if not speaks:
-        flat = _own_part(flat, state.alone)
-    objects = [_pickle(leaf, value) for leaf, value in flat.objects]
-    return Prepared(described, flat.skeleton, objects, speaks, state.alone, parts, state.buffers)
+    own = flat if speaks else _own_part(flat, state.alone)
+    objects = [_pickle(leaf, value) for leaf, value in own.objects]
+    here = objects if own is flat else [_pickle(leaf, value) for leaf, value in flat.objects] if wholly else []
+    return Prepared(described, own.skeleton, objects, speaks, state.alone, parts, state.buffers, flat.skeleton, here)
 
 
 def _warn_of_idle_rules(layouts: Layouts, arrays: Mapping[str, Any]) -> None:
     """A rule in which no leaf is found is a typing error, or belongs to another pipeline stage."""
     if layouts.placement.mesh.pp > 1 or layouts.placement.rank:
         return
-    for pattern, sharding in layouts.rules:
-        if not any(pattern.search(path) or pattern.search(path.partition("/")[2]) for path in arrays):
+    for rule in layouts.rules:
+        if all(decided([rule], path, path.partition("/")[2]) is None for path in arrays):
             logger.warning(
-                "no leaf path has a part that the sharding rule (%r, %s) fits", pattern.pattern, sharding.spec
+                "no leaf path has a part that the sharding rule (%r, %s) fits", rule[0].pattern, rule[1].spec
             )
 
 
@@ -142,7 +157,7 @@ def samples(
     for leaf in prepared.described.leaves:
         if not any(s.replicas > 1 for s in leaf.shards):
             continue
-        held = [shards[leaf.path, i] for i in range(len(leaf.shards))]
+        held = [*map(shards.__getitem__, takewhile(shards.__contains__, ((leaf.path, i) for i in count())))]
         if all(map(wanted, held)):
             place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
             found[leaf.path] = Sample(
@@ -161,18 +176,8 @@ def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
     numbers = {n: i for i, (n, _, _) in enumerate(mine)}
     names = [paths.unescape(prefix.split("/")[1]) for prefix in alone if prefix.startswith("extras/")]
     own = {name: find(flat.skeleton, paths.join("extras", paths.escape(name))) for name in names}
-    skeleton = {"extras": _numbered(own, numbers)} if own else None
+    skeleton = {"extras": renumbered(own, numbers.__getitem__)} if own else None
     return Flat({}, [(leaf, value) for _, leaf, value in mine], skeleton)
-
-
-def _numbered(skeleton: Json, numbers: Mapping[int, int]) -> Json:
-    if isinstance(skeleton, list):
-        return [_numbered(v, numbers) for v in skeleton]
-    if isinstance(skeleton, dict):
-        if set(skeleton) == {"$object"}:
-            return {"$object": numbers[skeleton["$object"]]}
-        return {k: _numbered(v, numbers) for k, v in skeleton.items()}
-    return skeleton
 
 
 def _pickle(leaf: str, value: Any) -> bytes:

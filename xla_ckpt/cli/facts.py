@@ -1,27 +1,37 @@
-"""What the commands report, as plain JSON. Needs neither torch nor orbax."""
+"""What the commands report, as plain JSON. Of our own tags they need neither torch nor orbax."""
 
 from __future__ import annotations
 
+import datetime
 import fnmatch
+import importlib
 import os
 import re
+import sys
 from typing import Any
 
 from xla_ckpt.api.explain import explain
-from xla_ckpt.api.tags import verify
-from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError
+from xla_ckpt.api.foreign import opened, ours
+from xla_ckpt.api.paths import directory_at
+from xla_ckpt.api.tags import chosen_tag, verify
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.format.manifest import Manifest
-from xla_ckpt.tags.directory import TagEntry, entries, no_such_tag, open_tag
+from xla_ckpt.formats import nxd_tags
+from xla_ckpt.layout.rules import Rules, parse_rules
+from xla_ckpt.tags.directory import TagEntry, entries, no_such_tag
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.weave import children
+
+THEIRS = "neuronx-distributed"
+"""Layout of a tag without a manifest."""
 
 
 def locate(path: str, tag: str | None) -> tuple[str, str | None]:
     """Root directory and tag from what a person types: a root, or the directory of a tag itself."""
-    root = os.path.abspath(path)
-    if tag is None and os.path.exists(os.path.join(root, "manifest.json")):
-        return os.path.dirname(root), os.path.basename(root)
+    root = directory_at(path)
+    above, name = os.path.split(root)
+    if tag is None and (os.path.exists(os.path.join(root, "manifest.json")) or nxd_tags.find(above, name) is not None):
+        return above, name
     return root, tag
 
 
@@ -31,41 +41,57 @@ def newest(root: str, tag: str | None) -> str:
     Raises:
         NoCheckpointError: There is none.
     """
-    if tag is not None:
-        return tag
-    there = entries(root)
-    if not there:
-        raise no_such_tag(root, None)
-    return there[-1].tag
+    return chosen_tag(root, tag)
 
 
 def list_facts(root: str) -> dict[str, Any]:
     """All tags of a root directory, oldest first."""
     if not os.path.isdir(root):
         raise no_such_tag(root, None)
-    return {"path": root, "tags": [_tag_facts(root, entry) for entry in entries(root)]}
+    own = {entry.tag: _tag_facts(root, entry) for entry in entries(root)}
+    theirs = [t.tag for t in nxd_tags.complete_tags(root) if t.tag not in own]
+    return {"path": root, "tags": [*(_foreign_facts(root, tag) for tag in theirs), *own.values()]}
+
+
+def _foreign_facts(root: str, tag: str) -> dict[str, Any]:
+    """What a listing says of a tag of neuronx-distributed's, which has no index: what its directory says."""
+    path = os.path.join(root, tag)
+    sizes = [os.path.getsize(os.path.join(above, name)) for above, _, names in os.walk(path) for name in names]
+    created = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC).isoformat(timespec="seconds")
+    return {
+        "tag": tag, "sequence": 0, "created": created, "pinned": False, "arrays": None, "nbytes": sum(sizes),
+        "files": len(sizes), "ranks": None, "problem": None, "layout": THEIRS,
+    }  # fmt: skip
 
 
 def _tag_facts(root: str, entry: TagEntry) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "tag": entry.tag, "sequence": entry.sequence, "created": entry.created, "pinned": entry.pinned,
-        "arrays": None, "nbytes": None, "files": None, "ranks": None, "problem": None,
+        "arrays": None, "nbytes": None, "files": None, "ranks": None, "problem": None, "layout": None,
     }  # fmt: skip
     try:
-        with TagReader(open_tag(root, entry.tag), root, entry.tag) as reader:
+        with ours(root, entry.tag) as reader:
             manifest = reader.manifest
     except CheckpointError as error:
         return {**facts, "problem": str(error)}
     return {
         **facts, "arrays": len(manifest.arrays), "nbytes": manifest.nbytes, "files": len(manifest.files),
-        "ranks": manifest.world,
+        "ranks": manifest.world, "layout": _layout(manifest),
     }  # fmt: skip
 
 
-def show_facts(root: str, tag: str, pattern: str | None) -> dict[str, Any]:
+def _layout(manifest: Manifest) -> str:
+    names = [f.path for f in manifest.files if f.path.startswith(("model/", "optim/")) and f.path.endswith(".pt")]
+    return "native" if not names else "xser" if any(".tensors/" in name for name in names) else "pt"
+
+
+def show_facts(
+    root: str, tag: str, pattern: str | None, rules: Rules = (), model: Any = None, optimizer: Any = None
+) -> dict[str, Any]:
     """Everything that the manifest of a tag says. `pattern` selects leaves, as in a shell."""
-    with TagReader(open_tag(root, tag), root, tag) as reader:
+    with opened(root, tag, parse_rules(rules), model, optimizer) as reader:
         manifest = reader.manifest
+    unknown = getattr(manifest.arrays, "unknown", {})
     head = manifest.head
     chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
     arrays = [
@@ -76,7 +102,8 @@ def show_facts(root: str, tag: str, pattern: str | None) -> dict[str, Any]:
     return {
         "path": root, "tag": tag, "sequence": head.sequence, "created": head.created, "pinned": head.pinned,
         "version": head.version, "mesh": manifest.mesh, "ranks": manifest.world, "nbytes": manifest.nbytes,
-        "arrays": arrays,
+        "arrays": arrays, "unknown": {leaf: str(e) for leaf, e in unknown.items() if _matches(leaf, pattern)},
+        "layout": THEIRS if nxd_tags.find(root, tag) is not None else _layout(manifest),
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
         "files": [{"path": f.path, "size": f.size} for f in manifest.files],
@@ -109,23 +136,40 @@ def verify_facts(root: str, tag: str) -> dict[str, Any]:
     return {
         "path": root, "tag": tag, "ok": report.ok, "arrays": report.arrays, "files": report.files,
         "nbytes": report.nbytes, "seconds": round(report.seconds, 3), "strangers": report.strangers,
-        "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
+        "digests": report.digests, "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
     }  # fmt: skip
 
 
 def spec(text: str) -> tuple[Any, ...]:
     """A sharding as a person types it.
 
-    >>> spec("tp,_"), spec("dp+tp")
-    (('tp', None), (('dp', 'tp'),))
+    >>> spec("tp,_"), spec("dp+tp"), spec("tp*3")
+    (('tp', None), (('dp', 'tp'),), (('tp', 3),))
+
+    Where no dim is split, arrays of any number of dims are meant.
+
+    >>> spec("_")
+    ()
     """
-    words = [w.strip() for w in text.split(",")]
-    return tuple(None if w.lower() in ("_", "-", "none", "") else tuple(w.split("+")) if "+" in w else w for w in words)
+    dims = tuple(_split(word.strip()) for word in text.split(","))
+    return dims if any(d is not None for d in dims) else ()
 
 
-def explain_facts(root: str, tag: str, mesh: str, rules: list[tuple[str, Any]]) -> dict[str, Any]:
+def _split(word: str) -> Any:
+    if word.lower() in ("_", "-", "none", ""):
+        return None
+    names, _, stride = word.partition("*")
+    axes: tuple[Any, ...] = tuple(names.split("+"))
+    if stride.isdigit():
+        return (*axes, int(stride))
+    return axes if len(axes) > 1 else word
+
+
+def explain_facts(
+    root: str, tag: str, mesh: str, rules: Rules, model: Any = None, optimizer: Any = None
+) -> dict[str, Any]:
     """What a restore over a mesh would do."""
-    found = explain(root, tag, like_mesh=mesh, shardings=rules)
+    found = explain(root, tag, like_mesh=mesh, shardings=rules, model=model, optimizer=optimizer)
     return {
         "path": root, "tag": tag, "saved_mesh": found.saved_mesh, "saved_ranks": found.saved_ranks,
         "mesh": str(found.mesh), "ok": found.ok, "problems": list(found.problems), "notes": list(found.notes),
@@ -135,6 +179,28 @@ def explain_facts(root: str, tag: str, mesh: str, rules: list[tuple[str, Any]]) 
             for r in found.readings
         ],
     }  # fmt: skip
+
+
+def targets(name: str | None) -> tuple[Any, Any]:
+    """(model, optimizer) from what a function of the user's own returns: both, or a model alone.
+
+    Raises:
+        UsageError: There is no such function, or it fails.
+    """
+    if name is None:
+        return None, None
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except Exception as error:
+        # It is the user's code, and may raise anything.
+        raise UsageError(
+            f"the model could not be made: {type(error).__name__}: {error}", expected="MODULE:FUNCTION", found=name
+        ) from error
+    finally:
+        sys.path.remove(os.getcwd())
+    return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
 
 
 def nbytes(text: str) -> int:

@@ -1,4 +1,4 @@
-"""``xla-ckpt``: look into checkpoint directories.
+"""``xla-ckpt``: look into checkpoint directories, and write tags anew.
 
 Exit codes: 0, all is well; 1, a problem (no such tag, damage); 2, wrong usage.
 """
@@ -6,6 +6,7 @@ Exit codes: 0, all is well; 1, a problem (no such tag, damage); 2, wrong usage.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -15,11 +16,15 @@ from rich.console import Console, RenderableType
 
 from xla_ckpt.api.export import MAX_SHARD_BYTES, export_hf
 from xla_ckpt.cli import facts, render
+from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.errors import CheckpointError
+from xla_ckpt.formats.layouts import FORMATS
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="xla-ckpt", description="Look into checkpoint directories.")
+    parser = argparse.ArgumentParser(
+        prog="xla-ckpt", description="Look into checkpoint directories, and write tags anew."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, help_: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
@@ -33,16 +38,16 @@ def _parser() -> argparse.ArgumentParser:
     show = command("show", "Show what a tag holds.", _show)
     show.add_argument("--tag", help="which one (default: the newest)")
     show.add_argument("--leaf", metavar="PATTERN", help="only leaves like this: 'model/*', 'optimizer'")
-    check = command("verify", "Read all bytes of a tag and compare them with their digests.", _verify)
+    check = command(
+        "verify",
+        "Read all bytes of a tag and compare them with their digests, or CRC-32.",
+        _verify,
+    )
     check.add_argument("--tag", help="which one (default: the newest)")
     check.add_argument("--all", action="store_true", help="all tags of the directory")
     explain = command("explain", "Say what a restore over another mesh would read, before it reads it.", _explain)
     explain.add_argument("--tag", help="which one (default: the newest)")
     explain.add_argument("--like-mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
-    explain.add_argument(
-        "--sharding", nargs=2, action="append", metavar=("PATTERN", "SPEC"),
-        help="split leaves in which PATTERN is found like SPEC, one word a dim: 'up_proj' 'tp,_', 'emb' 'dp+tp'",
-    )  # fmt: skip
     export = command("export", "Write the model of a tag as Hugging Face safetensors.", _export)
     export.add_argument("destination", metavar="DST", help="directory to make")
     export.add_argument("--hf", action="store_true", required=True, help="the format: Hugging Face safetensors")
@@ -51,12 +56,71 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--max-shard-size", type=facts.nbytes, default=MAX_SHARD_BYTES, metavar="SIZE", help="such as 5GB"
     )
+    convert = command("convert", "Write a tag anew, in another layout or for another topology.", _convert)
+    convert.add_argument(
+        "destination", metavar="DST", help="root directory of the new tag; for safetensors the directory to make"
+    )
+    convert.add_argument("--to", required=True, choices=FORMATS, help="the layout")
+    convert.add_argument("--tag", help="which one (default: the newest)")
+    convert.add_argument("--as", dest="as_tag", metavar="TAG", help="name of the new tag (default: the old one's)")
+    convert.add_argument("--mesh", help="the topology that the files are for, such as pp=1,dp=4,tp=2")
+    convert.add_argument(
+        "--cut", action="append", default=[], metavar="MODULE",
+        help="with pp in the mesh: a module after which a pipeline stage ends, such as model.layers.15; repeat it, "
+        "in order, for more stages",
+    )  # fmt: skip
+    convert.add_argument(
+        "--zero1", action=argparse.BooleanOptionalAction,
+        help="whether xser and pt have the optimizer dealt out over dp (default: as the old job did)",
+    )  # fmt: skip
+    convert.add_argument("--trust-pickle", action="store_true", help="load pickled objects, which can run any code")
+    for made in (export, convert, show, explain):
+        made.add_argument(
+            "--like", metavar="MODULE:FUNCTION",
+            help="for tags that neuronx-distributed wrote: returns the model (its values do not matter), or "
+            "(model, optimizer), which converting an optimizer's state needs",
+        )  # fmt: skip
+        _add_rules(made)
+    for made in (export, convert):
+        made.add_argument(
+            "--max-memory", type=facts.nbytes, default=MAX_MEMORY, metavar="SIZE", help="array data in memory at a time"
+        )
     return parser
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sharding", nargs=2, action="append", metavar=("PATTERN", "SPEC"),
+        help="split leaves in which PATTERN is found like SPEC, one word a dim: 'up_proj' 'tp,_', 'qkv' 'tp*3,_', "
+        "'emb' 'dp+tp'; 'norm' '_' is not split",
+    )  # fmt: skip
+
+
+def _rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
+    return [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from xla_ckpt.api.convert import convert
+
+    root, tag = facts.locate(args.path, args.tag)
+    model, optimizer = facts.targets(args.like)
+    report = convert(
+        root, args.destination, tag, to=args.to, mesh=args.mesh, as_tag=args.as_tag, model=model, optimizer=optimizer,
+        shardings=_rules(args), pipeline_cuts=args.cut, zero1=args.zero1, max_memory=args.max_memory,
+        trust_pickle=args.trust_pickle, progress=False if args.json else None,
+    )  # fmt: skip
+    _print(args, dataclasses.asdict(report), render.converted)
+    return 0
 
 
 def _export(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
-    report = export_hf(root, args.destination, tag, part=args.part, max_shard_bytes=args.max_shard_size)
+    model, _ = facts.targets(args.like)
+    report = export_hf(
+        root, args.destination, tag, part=args.part, max_shard_bytes=args.max_shard_size, model=model,
+        shardings=_rules(args), max_memory=args.max_memory, progress=False if args.json else None,
+    )  # fmt: skip
     answer = {"path": report.path, "tag": report.tag, "files": list(report.files), "arrays": report.arrays,
               "nbytes": report.nbytes}  # fmt: skip
     _print(args, answer, render.exported)
@@ -65,8 +129,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
-    rules = [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
-    answer = facts.explain_facts(root, facts.newest(root, tag), args.like_mesh, rules)
+    answer = facts.explain_facts(root, facts.newest(root, tag), args.like_mesh, _rules(args), *facts.targets(args.like))
     _print(args, answer, render.explanation)
     return int(not answer["ok"])
 
@@ -82,7 +145,8 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
-    _print(args, facts.show_facts(root, facts.newest(root, tag), args.leaf), render.tag)
+    answer = facts.show_facts(root, facts.newest(root, tag), args.leaf, _rules(args), *facts.targets(args.like))
+    _print(args, answer, render.tag)
     return 0
 
 

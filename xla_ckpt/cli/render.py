@@ -64,6 +64,7 @@ def tags(facts: dict[str, Any]) -> RenderableType:
     for i, t in enumerate(facts["tags"]):
         marks = ["newest"] if i == len(facts["tags"]) - 1 else []
         marks += ["pinned"] if t["pinned"] else []
+        marks += [t["layout"]] if t["layout"] not in (None, "native") else []
         note = f"[red]{escape(t['problem'])}[/red]" if t["problem"] else ", ".join(marks)
         count = ["?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks")]
         table.add_row(
@@ -76,8 +77,7 @@ def tags(facts: dict[str, Any]) -> RenderableType:
 def tag(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``show``."""
     about = (
-        f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: commit {facts['sequence']}, "
-        f"saved {when(facts['created'])}, {size(facts['nbytes'])} in "
+        f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: {_origin(facts)}, {size(facts['nbytes'])} in "
         f"{count(len(facts['files']), 'file')} by {count(facts['ranks'], 'rank')}"
         + (f", mesh {facts['mesh']}" if facts["mesh"] else "")
         + (", pinned" if facts["pinned"] else "")
@@ -99,7 +99,19 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         for leaf, text in _collapsed(facts["values"]):
             table.add_row(escape(leaf), escape(text))
         parts.append(table)
+    if facts["unknown"]:
+        table = _table(f"\n{len(facts['unknown'])} arrays of which it is not known how they were split", "leaf", "why")
+        for leaf, why in facts["unknown"].items():
+            table.add_row(escape(leaf), escape(why))
+        parts.append(table)
     return Group(*parts)
+
+
+def _origin(facts: dict[str, Any]) -> str:
+    if not facts["sequence"]:
+        return "written by neuronx-distributed"
+    layout = "" if facts["layout"] == "native" else f", {facts['layout']} layout"
+    return f"commit {facts['sequence']}, saved {when(facts['created'])}{layout}"
 
 
 def _collapsed(values: dict[str, Any]) -> list[tuple[str, str]]:
@@ -138,9 +150,12 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
     where = f"{escape(facts['tag'])} in {escape(facts['path'])}"
     if facts["ok"]:
         speed = f" ({size(int(facts['nbytes'] / facts['seconds']))}/s)" if facts["seconds"] > 0 else ""
+        checked = (
+            "every byte as it was saved" if facts["digests"] else "all files there, as the CRC-32 of their zips say"
+        )
         lines.append(
             f"[green]sound[/green]  {where}: {facts['arrays']} arrays, {size(facts['nbytes'])} in "
-            f"{count(facts['files'], 'file')}, every byte as it was saved{speed}"
+            f"{count(facts['files'], 'file')}, {checked}{speed}"
         )
     else:
         lines.append(f"[red]DAMAGED[/red]  {where}: {count(len(facts['problems']), 'problem')}")
@@ -172,6 +187,14 @@ def explanation(facts: dict[str, Any]) -> RenderableType:
     reads = [r["read_bytes"] for r in facts["ranks"]]
     parts.append(Text(f"all ranks together read {size(sum(reads))}; {len(facts['split'])} arrays are split"))
     return Group(*parts)
+
+
+def converted(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``convert``."""
+    return Text(
+        f"{facts['tag']}: {size(facts['nbytes'])} as {facts['layout']} over {facts['mesh']}, {facts['files']} files, "
+        f"in {facts['path']}, in {facts['seconds']:.1f} s"
+    )
 
 
 def exported(facts: dict[str, Any]) -> RenderableType:

@@ -31,8 +31,8 @@ class Communicator(Protocol):
         TimeoutError if it does not come, ConnectionError if the store is gone.
         """
 
-    def has(self, key: str) -> bool:
-        """Whether `key` is there, now."""
+    def has(self, *keys: str) -> bool:
+        """Whether all these keys are there, now."""
 
     def forget(self, key: str) -> None:
         """Remove a key that nobody will ask for again."""
@@ -64,9 +64,9 @@ class Solo:
                     raise TimeoutError(key)
             return self._board[key]
 
-    def has(self, key: str) -> bool:
+    def has(self, *keys: str) -> bool:
         with self._changed:
-            return key in self._board
+            return all(key in self._board for key in keys)
 
     def forget(self, key: str) -> None:
         with self._changed:

@@ -33,9 +33,6 @@ LEAD = 0.8
 COMPRESS_BYTES = 4096
 """Messages from this length on travel compressed."""
 
-KEPT_ROUNDS = 4
-"""Keys of this many rounds before are still there: a rank may be late to hear the verdict of an earlier one."""
-
 
 def _packed(message: Any) -> bytes:
     """JSON; long texts (records are, and full of repetition) are compressed: rank 0 hears thousands of them."""
@@ -131,6 +128,25 @@ class Round:
         inner = Round(self.communicator, f"{self.name}/{name}", self.timeout)
         inner.said = self.said
         return inner
+
+    def close(self) -> None:
+        """This rank has heard all that it wants to hear in this round."""
+        if self.size > 1:
+            self.say(f"closed/{self.rank}")
+
+    def is_closed(self) -> bool:
+        """Whether all ranks have closed this round."""
+        keys = [f"{self.name}/closed/{rank}" for rank in range(self.size)]
+        return self._reach(lambda: self.communicator.has(*keys))
+
+    def wait_closed(self, deadline: Deadline) -> None:
+        """Wait until all ranks have closed it.
+
+        Raises:
+            RankFailedError: One of them has not in time.
+        """
+        for rank in range(self.size):
+            self.hear(f"closed/{rank}", rank, deadline)
 
     def forget(self) -> None:
         """Remove what this rank has put: nobody will ask for it again."""

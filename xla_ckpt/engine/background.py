@@ -149,11 +149,12 @@ _register: Callable[..., object] = getattr(threading, "_register_atexit", atexit
 
 
 @functools.cache
-def install_exit_hook() -> None:
-    """Have the interpreter wait for saves in flight. Called by every save; the first one counts."""
+def install_exit_hook(leave: Callable[[], None]) -> None:
+    """Have the interpreter wait for saves in flight, and `leave` the job then. The first call counts."""
     # Hooks run newest first, and none can be added once the first runs: whatever a save in flight may still import
     # has to have its hooks in place before ours.
     import concurrent.futures.process
     import concurrent.futures.thread  # noqa: F401
 
+    _register(leave)
     _register(SAVES.at_exit)

@@ -11,12 +11,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from xla_ckpt.coord.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
-from xla_ckpt.engine.write import WRITERS, Memory, Progress, write_files
+from xla_ckpt.engine.write import WRITERS, Memory, Progress, write_files, write_objects
 from xla_ckpt.errors import (
     CheckpointError,
     DivergentReplicasError,
@@ -26,11 +26,11 @@ from xla_ckpt.errors import (
 )  # fmt: skip
 from xla_ckpt.format import manifest_json
 from xla_ckpt.format.digest import digest, to_hex
-from xla_ckpt.format.manifest import FileRecord, Head, Manifest
+from xla_ckpt.format.manifest import Head, Manifest
 from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import Duplicate, Record, Sample, merge
-from xla_ckpt.plan.save_plan import SavePlan, plan_save
+from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.storage.local import LocalDirectory, write_small
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,10 @@ class SaveJob:
     tag: str
     leaves: Sequence[Leaf]
     plan: SavePlan
-    """What `plan_save` says of the leaves."""
+    """What this rank writes."""
+
+    without: Callable[[frozenset[str]], SavePlan]
+    """What it writes if others store these leaves: paths -> plan."""
 
     memory: Memory
     """Bytes of the local shards; must not change until the job is done."""
@@ -75,6 +78,9 @@ class SaveJob:
 
     samples: Callable[[], Mapping[str, Sample]] = dict
     """Digests of a few bytes of each replicated leaf."""
+
+    last: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that rank 0 writes when all else is durable."""
 
     mesh: Mesh = field(default_factory=Mesh)
     pinned: bool = False
@@ -149,7 +155,10 @@ def _lead(
         write_small(directory, MANIFEST, manifest_json.dump(manifest))
         directory.sync()
         if exchange.size > 1 and exchange.has("abort"):
-            exchange.hear("abort", 0)  # raises what the rank that gave up said
+            exchange.hear("abort", 0)  # raises
+        for name, data in job.last.items():
+            write_small(directory, name, data)
+        directory.sync()
         done.append(plan)
 
     try:
@@ -256,40 +265,27 @@ def _untied(job: SaveJob, exchange: Round) -> SavePlan:
     if exchange.rank == job.mesh.rank({"pp": stage}):
         exchange.say(f"names/{stage}", [to_hex(digest(leaf.path.encode())) for leaf in job.leaves])
     earlier = {name for s in range(stage) for name in exchange.hear(f"names/{s}", job.mesh.rank({"pp": s}))}
-    mine = [
-        leaf if to_hex(digest(leaf.path.encode())) not in earlier else replace(leaf, shards=()) for leaf in job.leaves
-    ]
-    return plan_save(mine, exchange.rank, exchange.size, job.plan.lanes)
+    tied = frozenset(leaf.path for leaf in job.leaves if to_hex(digest(leaf.path.encode())) in earlier)
+    return job.without(tied) if tied else job.plan
 
 
 def _write_part(job: SaveJob, plan: SavePlan, directory: LocalDirectory, exchange: Round) -> Record:
     """Write this rank's files; the record of what is in them."""
     rank, world = exchange.rank, exchange.size
     written = write_files(directory, plan, job.memory, workers=job.workers, progress=job.progress)
-    files = list(written.files)
-    objects = []
-    for i, data in enumerate(job.objects):
-        path = f"objects/{rank + 1:05d}-of-{world:05d}-{i + 1:05d}.pickle"
-        write_small(directory, path, data)
-        objects.append(len(files))
-        files.append(FileRecord(path, len(data), len(data), digest(data)))
+    files = (*written.files, *write_objects(directory, job.objects, rank, world))
+    objects = tuple(range(len(written.files), len(files)))
     arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in job.leaves if job.named(leaf.path)}
     aliases = {alias: target for alias, target in job.aliases.items() if job.named(alias)}
     samples = job.samples() if world > 1 else {}
-    return Record(rank, tuple(files), written.shards, arrays, aliases, job.skeleton, tuple(objects), samples, job.parts)
+    return Record(rank, files, written.shards, arrays, aliases, job.skeleton, objects, samples, job.parts)
 
 
 def _manifest(job: SaveJob, records: Sequence[Record], directory: LocalDirectory, sequence: int) -> Manifest:
     merged = merge(records, job.mesh)
     for warning in merged.warnings:
         logger.warning("tag %s: %s", job.tag, warning)
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    head = Head(job.tag, sequence, job.pinned, now)
-    world = len(records)
-    manifest = Manifest(
-        head, merged.skeleton, merged.arrays, merged.files, merged.aliases, merged.objects,
-        mesh=str(job.mesh) if world > 1 else None, world=world,
-    )  # fmt: skip
+    manifest = merged.manifest(new_head(job.tag, sequence, pinned=job.pinned), job.mesh, len(records))
     if merged.duplicates:
         reader = TagReader(directory, job.root, job.tag, manifest)
         try:
@@ -297,6 +293,12 @@ def _manifest(job: SaveJob, records: Sequence[Record], directory: LocalDirectory
         finally:
             reader.close_files()
     return manifest
+
+
+def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
+    """The head of a tag that is committed now."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    return Head(tag, sequence, pinned, now)
 
 
 def _check_copies(reader: TagReader, duplicates: Sequence[Duplicate]) -> None:

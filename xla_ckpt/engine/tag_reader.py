@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.format import manifest_json, payload
-from xla_ckpt.format.digest import digest, to_hex
+from xla_ckpt.format.digest import BlockTable, digest, to_hex
 from xla_ckpt.format.manifest import Manifest
 from xla_ckpt.storage.base import Directory, Source
 
@@ -35,7 +35,7 @@ class TagReader:
         """In foreign formats: (index in the skeleton, leaf path, trust) -> the object."""
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
-        self._tables: dict[int, payload.BlockTable | None] = {}
+        self._tables: dict[int, BlockTable | None] = {}
         self.manifest = manifest if manifest is not None else self._named(self._read_manifest)
 
     def __enter__(self) -> TagReader:
@@ -106,14 +106,17 @@ class TagReader:
             return source
 
     def head(self, file: int) -> bytes:
-        """The bytes of a file that its own record covers, verified.
+        """The bytes of a file that its own record covers (all that no region holds), verified.
 
         Raises:
             CorruptCheckpointError: They are damaged.
         """
         source, record = self.source(file), self.manifest.files[file]
         data = bytearray(record.head)
-        source.read_into(memoryview(data), 0)
+        at = 0
+        for offset, nbytes in record.gaps:
+            source.read_into(memoryview(data)[at : at + nbytes], offset)
+            at += nbytes
         if (found := digest(data)) != record.digest:
             raise CorruptCheckpointError(
                 "the header of a file is damaged", path=self.root, tag=self.tag, file=record.path,
@@ -121,12 +124,27 @@ class TagReader:
             )  # fmt: skip
         return bytes(data)
 
+    def pickled(self, index: int) -> bytes:
+        """The bytes of the object of this number, verified.
+
+        Raises:
+            FormatError: There is no such object.
+            CorruptCheckpointError: They are damaged.
+        """
+        numbers = self.manifest.objects
+        if not 0 <= index < len(numbers):
+            raise FormatError("the skeleton names an object that is not stored", found=index)
+        return self.head(numbers[index])
+
     def digests(self, file: int, offset: int, nbytes: int) -> tuple[int, ...] | None:
-        """Digests of the blocks of a stored region; None where its file has none (a foreign format)."""
+        """Digests of the blocks of a stored region; None where there are none (foreign files)."""
         with self._lock:
             table = self._tables.get(file, _UNREAD)
         if table is _UNREAD:
-            if self.manifest.files[file].path.endswith(".safetensors"):
+            record = self.manifest.files[file]
+            if record.regions:
+                table = BlockTable.of_regions(record.regions, record.digests)
+            elif record.head and record.path.endswith(".safetensors"):
                 head = self.head(file)
                 try:
                     table = payload.parse_header(head)
@@ -140,4 +158,4 @@ class TagReader:
         return None if table is None else table.of(offset, nbytes)
 
 
-_UNREAD = payload.BlockTable({})
+_UNREAD = BlockTable({})

@@ -1,8 +1,8 @@
 """The write pipeline: plans in, durable payload files out, digested on the way.
 
 Files are cut into segments. A worker gathers the regions of a segment into its aligned buffer, digests the blocks
-that begin there, and writes the segment; whoever finishes the last segment of a file writes its header and makes it
-durable. Memory: one buffer a worker, whatever the size of the state.
+that begin there, and writes the segment; whoever finishes the last segment of a file puts in what stands between the
+regions, and makes the file durable. Memory: one buffer a worker, whatever the size of the state.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from xla_ckpt.crew import BUFFER_BYTES, threads, work_off
 from xla_ckpt.format import digest as digests
-from xla_ckpt.format import payload
+from xla_ckpt.format.codec import Glue
+from xla_ckpt.format.crc32 import crc32, joined
 from xla_ckpt.format.manifest import FileRecord
-from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written, stored_shards
+from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written
 from xla_ckpt.storage.base import BLOCK, Directory, Sink
+from xla_ckpt.storage.local import LocalDirectory, write_small
 
 WRITERS = 8
 """Threads that write, if the machine has the cores."""
@@ -34,24 +36,53 @@ Progress = Callable[[int], None]
 """Called with the number of bytes that have just been dealt with, from any thread."""
 
 
-@dataclass(slots=True)
 class _File:
     """A payload file on its way to the disk."""
 
-    plan: FilePlan
-    sink: Sink
-    head: bytes
-    size: int
-    starts: list[int]
-    """File offset of each non-empty region, ascending."""
-    sources: list[memoryview]
-    """Bytes of each non-empty region."""
-    first_block: list[int]
-    """Index of the first digest of each non-empty region."""
-    digests: list[int]
-    left: int
-    """Segments that are still to be written."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, plan: FilePlan, memory: Memory, segment_bytes: int) -> None:
+        self.plan = plan
+        self.places = plan.codec.places
+        self.regions = [i for i, (_, nbytes) in enumerate(self.places) if nbytes]
+        """Index of each non-empty region."""
+        self.starts = [self.places[i][0] for i in self.regions]
+        """File offset of each non-empty region, ascending."""
+        self.sources = [
+            memory[s.leaf, s.shard][s.offset : s.offset + s.nbytes] for s in map(plan.sources.__getitem__, self.regions)
+        ]
+        """Bytes of each non-empty region."""
+        self.first_block: list[int] = []
+        """Index of the first digest of each non-empty region."""
+        blocks = 0
+        for source in self.sources:
+            self.first_block.append(blocks)
+            blocks += digests.block_count(len(source))
+        self.digests = [0] * blocks
+        self.crcs: dict[tuple[int, int], tuple[int, int]] = {}
+        """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
+        self.left = max(-(-plan.codec.size // segment_bytes), 1)
+        """Segments that are still to be written."""
+        self.sink: Sink | None = None
+        self.record: FileRecord | None = None
+        self.lock = threading.Lock()
+
+    def opened(self, directory: Directory) -> Sink:
+        """The file, created when its first segment is written: a layout may have thousands of them."""
+        with self.lock:
+            if self.sink is None:
+                self.sink = directory.create(self.plan.path, self.plan.codec.size)
+            return self.sink
+
+    def finished(self) -> Glue:
+        """What stands between the regions, once all of them have been digested."""
+        crcs = [0] * len(self.places)
+        parts: dict[int, list[tuple[int, int]]] = {}
+        for (region, _), part in sorted(self.crcs.items()):
+            parts.setdefault(region, []).append(part)
+        for region, found in parts.items():
+            crcs[self.regions[region]] = joined(found)
+        glue = self.plan.codec.glue(self.digests, crcs)
+        self.record = self.plan.codec.record(self.plan.path, glue, self.digests)
+        return glue
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,73 +108,75 @@ def write_files(
     Raises:
         OSError: The storage refused. Files that were begun are left for the owner of the directory to remove.
     """
-    files: list[_File] = []
+    files = [_File(plan, memory, segment_bytes) for plan in plan.files]
+    segments = list(_segments(files, segment_bytes))
+    largest = max((s.stop - s.start for s in segments), default=0)
+
+    def write(segment: _Segment, buffer: memoryview) -> None:
+        progress(_write_segment(files[segment.file], directory, segment, buffer))
+
     try:
-        files += [_begin(directory, file, memory, segment_bytes) for file in plan.files]
-        segments = list(_segments(files, segment_bytes))
-        largest = max((s.stop - s.start for s in segments), default=0)
-
-        def write(segment: _Segment, buffer: memoryview) -> None:
-            _write_segment(files[segment.file], segment, buffer)
-            progress(segment.stop - segment.start)
-
         work_off(
             segments, write, workers=min(threads(workers, 3), len(segments)) or 1,
             buffer_bytes=-(-largest // BLOCK) * BLOCK, name="xla_ckpt-write",
         )  # fmt: skip
     finally:
         for file in files:
-            file.sink.abandon()
-    records = tuple(FileRecord(f.plan.path, f.size, len(f.head), digests.digest(f.head)) for f in files)
-    shards = [
-        (leaf, shard.box, shard.file, shard.offset)
-        for number, f in enumerate(files)
-        for leaf, shard in stored_shards(f.plan, len(f.head), number)
-    ]
-    return Written(records, tuple(shards))
+            if file.sink is not None:
+                file.sink.abandon()
+    records = tuple(f.record for f in files if f.record is not None)
+    return Written(records, tuple(shard for number, f in enumerate(files) for shard in f.plan.shards(number)))
 
 
-def _begin(directory: Directory, plan: FilePlan, memory: Memory, segment_bytes: int) -> _File:
-    head = payload.header(plan.regions)
-    starts, sources, first_block, blocks = [], [], [], 0
-    for region, source, at in zip(plan.regions, plan.sources, payload.offsets(plan.regions), strict=True):
-        if region.nbytes:
-            starts.append(len(head) + at)
-            sources.append(memory[source.leaf, source.shard][source.offset : source.offset + source.nbytes])
-            first_block.append(blocks)
-            blocks += digests.block_count(region.nbytes)
-    size = len(head) + plan.data_bytes
-    segments = -(-plan.data_bytes // segment_bytes) or 1
-    return _File(
-        plan, directory.create(plan.path, size), head, size, starts, sources, first_block, [0] * blocks, segments
-    )
+def write_objects(directory: LocalDirectory, objects: Sequence[bytes], rank: int, world: int) -> list[FileRecord]:
+    """Write a rank's pickled objects, a durable file each; their records, in order.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    records = []
+    for i, data in enumerate(objects):
+        path = f"objects/{rank + 1:05d}-of-{world:05d}-{i + 1:05d}.pickle"
+        write_small(directory, path, data)
+        records.append(FileRecord(path, len(data), len(data), digests.digest(data)))
+    return records
 
 
 def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
     for number, file in enumerate(files):
-        first = len(file.head)
-        for start in range(first, max(file.size, first + 1), segment_bytes):
-            yield _Segment(number, start, min(start + segment_bytes, file.size))
+        size = file.plan.codec.size
+        for start in range(0, max(size, 1), segment_bytes):
+            yield _Segment(number, start, min(start + segment_bytes, size))
 
 
-def _write_segment(file: _File, segment: _Segment, buffer: memoryview) -> None:
+def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer: memoryview) -> int:
+    """Write one segment; the bytes of regions in it."""
+    sink = file.opened(directory)
+    nbytes, moved = segment.stop - segment.start, 0
     i = max(bisect_right(file.starts, segment.start) - 1, 0)
     while i < len(file.starts) and file.starts[i] < segment.stop:
         start, source = file.starts[i], file.sources[i]
         low, high = max(segment.start, start), min(segment.stop, start + len(source))
         if low < high:
+            moved += high - low
             _copy(buffer[low - segment.start : high - segment.start], source[low - start : high - start])
             _digest_blocks(file, i, low - start, high - start)
+            if file.plan.codec.wants_crc32:
+                file.crcs[i, low] = crc32(source[low - start : high - start]), high - low
         i += 1
-    if segment.stop > segment.start:
-        file.sink.write(buffer, segment.stop - segment.start, segment.start)
+    alone = nbytes == file.plan.codec.size
+    if alone:
+        for at, text in file.finished():
+            buffer[at : at + len(text)] = text
+    sink.write(buffer, nbytes, segment.start)
     with file.lock:
         file.left -= 1
         last = file.left == 0
     if last:
-        file.head = payload.header(file.plan.regions, file.digests)
-        file.sink.write(_aligned(file.head), len(file.head), 0)
-        file.sink.commit()
+        for at, text in () if alone else file.finished():
+            sink.patch(text, at)
+        sink.commit()
+    return moved
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
@@ -159,12 +192,3 @@ def _digest_blocks(file: _File, i: int, low: int, high: int) -> None:
     block = digests.block_size(len(source))
     for b in range(-(-low // block), -(-high // block)):
         file.digests[file.first_block[i] + b] = digests.digest(source[b * block : (b + 1) * block])
-
-
-def _aligned(data: bytes) -> memoryview:
-    """A page-aligned copy."""
-    import mmap
-
-    buffer = mmap.mmap(-1, len(data))
-    buffer[:] = data
-    return memoryview(buffer)

@@ -1,1 +1,1 @@
-"""What bytes mean: the manifest, the payload header, digests. Pure."""
+"""What bytes mean: the manifest, payload headers, zips of torch, digests. Pure."""

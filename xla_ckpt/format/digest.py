@@ -10,7 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import xxhash
 
@@ -21,9 +22,6 @@ MIN_BLOCK = 4 * 1024
 
 MAX_BLOCK = 4 * 1024 * 1024
 """Largest block (bytes)."""
-
-ALGORITHM = "xxh3-64"
-"""Name of the digest in the manifest."""
 
 
 def block_size(region_bytes: int) -> int:
@@ -49,6 +47,62 @@ def block_count(region_bytes: int) -> int:
 def digest(data: bytes | bytearray | memoryview) -> int:
     """XXH3-64 of some bytes."""
     return xxhash.xxh3_64_intdigest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """The digests of one payload file, found by where a region begins."""
+
+    blocks: Mapping[int, tuple[int, tuple[int, ...]]]
+    """Offset in the file -> (bytes of the region, digests of its blocks)."""
+
+    @classmethod
+    def of_regions(cls, regions: Iterable[tuple[int, int]], digests: Sequence[int]) -> BlockTable:
+        """The table of regions, (offset, bytes) each, whose digests come one after the other."""
+        blocks: dict[int, tuple[int, tuple[int, ...]]] = {}
+        at = 0
+        for offset, nbytes in regions:
+            count = block_count(nbytes)
+            if nbytes:
+                blocks[offset] = (nbytes, tuple(digests[at : at + count]))
+            at += count
+        return cls(blocks)
+
+    def of(self, offset: int, nbytes: int) -> tuple[int, ...]:
+        """Digests of the blocks of the region of `nbytes` bytes at `offset`.
+
+        Raises:
+            FormatError: No such region is in the file.
+        """
+        size, digests = self.blocks.get(offset, (None, ()))
+        if size != nbytes:
+            raise FormatError("the payload has no such region", expected=f"{nbytes} bytes at {offset}", found=size)
+        return digests
+
+
+class BlockDigester:
+    """The digests of a region that comes in parts."""
+
+    def __init__(self, region_bytes: int) -> None:
+        self._block = block_size(region_bytes)
+        self._left = region_bytes
+        self._room = self._block
+        self._hash = xxhash.xxh3_64()
+        self.digests: list[int] = []
+        """Of the blocks that are complete; of all blocks, once all bytes have come."""
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        while len(data):
+            part = data[: self._room]
+            self._hash.update(part)
+            self._room -= len(part)
+            self._left -= len(part)
+            data = data[len(part) :]
+            if not self._room or not self._left:
+                self.digests.append(self._hash.intdigest())
+                self._hash.reset()
+                self._room = self._block
 
 
 def to_hex(value: int) -> str:

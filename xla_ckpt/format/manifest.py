@@ -14,6 +14,7 @@ from typing import Any
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import FormatError
+from xla_ckpt.format.digest import block_count
 from xla_ckpt.layout.box import Box, overlapping_pair
 from xla_ckpt.layout.grid import Grid, fit_all
 
@@ -51,10 +52,16 @@ class FileRecord:
     """Bytes."""
 
     head: int
-    """The first `head` bytes are covered by `digest`; the rest are regions with digests of their own."""
+    """Bytes that no region holds. In the native format, and in files of pickles alone, these are the first ones."""
 
     digest: int
-    """XXH3-64 of the first `head` bytes."""
+    """XXH3-64 of those bytes."""
+
+    regions: tuple[tuple[int, int], ...] = ()
+    """(offset, bytes) of each region, ascending, in files that do not hold the digests of their regions themselves."""
+
+    digests: tuple[int, ...] = ()
+    """Digests of the blocks of all `regions`."""
 
     def __post_init__(self) -> None:
         parts = self.path.split("/")
@@ -62,6 +69,26 @@ class FileRecord:
             raise FormatError("a file of the manifest lies outside of its tag", file=self.path)
         if not 0 <= self.head <= self.size:
             raise FormatError("impossible file size", file=self.path, found=f"size {self.size}, head {self.head}")
+        if not self.regions:
+            return
+        at = 0
+        for offset, nbytes in self.regions:
+            if offset < at or nbytes < 1:
+                raise FormatError("regions of a file overlap", file=self.path, found=f"{nbytes} bytes at {offset}")
+            at = offset + nbytes
+        if at > self.size or self.head + sum(nbytes for _, nbytes in self.regions) != self.size:
+            raise FormatError("the regions of a file do not add up to it", file=self.path, expected=self.size)
+        if len(self.digests) != sum(block_count(nbytes) for _, nbytes in self.regions):
+            raise FormatError("a file has not a digest for each block", file=self.path, found=len(self.digests))
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of what `digest` covers."""
+        if not self.regions:
+            return ((0, self.head),)
+        ends = [0, *(offset + nbytes for offset, nbytes in self.regions)]
+        starts = [*(offset for offset, _ in self.regions), self.size]
+        return tuple((a, b - a) for a, b in zip(ends, starts, strict=True) if b > a)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +103,7 @@ class Shard:
     """Of its first byte in the file (of its frame's, where it has one); the elements follow in C order."""
 
     frame: Box | None = None
-    """In foreign formats: the larger box whose elements lie there one after the other, of which this is a part."""
+    """In other layouts than the native one: the larger box whose elements lie there, of which this is a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +114,7 @@ class ShardGrid:
     files: tuple[int, ...]
     offsets: tuple[int, ...]
     frames: tuple[Box | None, ...] | None = None
-    """The frame of each shard; None where no shard has one. The native format has none."""
+    """The frame of each shard; None where no shard has one. The native layout has none."""
 
     def __post_init__(self) -> None:
         if not len(self.files) == len(self.offsets) == self.grid.cells:

@@ -20,8 +20,9 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.format import intseq
-from xla_ckpt.format.digest import digest, to_hex
+from xla_ckpt.format.digest import block_count, digest, pack, to_hex, unpack
 from xla_ckpt.format.manifest import VERSION, ArrayRecord, FileRecord, Head, Manifest, ShardGrid
+from xla_ckpt.layout.box import Box
 from xla_ckpt.layout.grid import Grid
 
 HEAD_BYTES = 4096
@@ -54,12 +55,20 @@ def dump(manifest: Manifest) -> bytes:
         "arrays": {leaf: _array_json(record) for leaf, record in manifest.arrays.items()},
         "aliases": dict(manifest.aliases),
         "objects": list(manifest.objects),
-        "files": [[f.path, f.size, f.head, to_hex(f.digest)] for f in manifest.files],
+        "files": [_file_json(f) for f in manifest.files],
     }
     lines = [first + b',"head":"' + to_hex(digest(first)).encode() + b'"']
     lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
     body = b",\n".join(lines)
     return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+
+
+def _file_json(record: FileRecord) -> list[Any]:
+    entry = [record.path, record.size, record.head, to_hex(record.digest)]
+    if not record.regions:
+        return entry
+    offsets, sizes = zip(*record.regions, strict=True)
+    return [*entry, [len(offsets), intseq.pack(offsets), intseq.pack(sizes), pack(record.digests)]]
 
 
 def _array_json(record: ArrayRecord) -> dict[str, Any]:
@@ -69,9 +78,16 @@ def _array_json(record: ArrayRecord) -> dict[str, Any]:
         "shape": list(record.shape),
         **({"spec": record.spec} if split else {}),
         "grids": [
-            [[intseq.pack(c) for c in g.grid.cuts], intseq.pack(g.files), intseq.pack(g.offsets)] for g in record.grids
+            [[intseq.pack(c) for c in g.grid.cuts], intseq.pack(g.files), intseq.pack(g.offsets), *_frames_json(g)]
+            for g in record.grids
         ],
     }
+
+
+def _frames_json(grid: ShardGrid) -> list[Any]:
+    if grid.frames is None:
+        return []
+    return [[None if f is None else [list(f.start), list(f.stop)] for f in grid.frames]]
 
 
 def parse_head(start: bytes) -> Head:
@@ -146,6 +162,12 @@ def _parse_file(entry: Any) -> FileRecord:
     match entry:
         case [str(path), int(size), int(head), str(text)] if re.fullmatch("[0-9a-f]{16}", text):
             return FileRecord(path, size, head, int(text, 16))
+        case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if (
+            re.fullmatch("[0-9a-f]{16}", text) and 0 < count <= MAX_CELLS
+        ):
+            regions = tuple(zip(intseq.unpack(offsets, count), intseq.unpack(sizes, count), strict=True))
+            digests = unpack(table, sum(block_count(nbytes) for _, nbytes in regions))
+            return FileRecord(path, size, head, int(text, 16), regions, digests)
     raise FormatError("broken file record", found=str(entry)[:80])
 
 
@@ -156,16 +178,33 @@ def _parse_array(entry: Any, budget: int) -> ArrayRecord:
     grids = []
     for packed in _get(entry, "grids", list):
         match packed:
-            case [list(cuts), files, offsets] if len(cuts) == len(shape):
+            case [list(cuts), files, offsets, *frames] if len(cuts) == len(shape) and len(frames) < 2:
                 grid = Grid(tuple(intseq.unpack_any(_as_list(c), budget + 1) for c in cuts))
                 budget -= grid.cells
                 if budget < 0:
                     raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
                 places = intseq.unpack(files, grid.cells), intseq.unpack(offsets, grid.cells)
-                grids.append(ShardGrid(grid, *places))
+                grids.append(ShardGrid(grid, *places, _parse_frames(frames[0], grid, len(shape)) if frames else None))
             case _:
                 raise FormatError("broken grid of shards", found=str(packed)[:80])
     return ArrayRecord(dtypes.dtype(_get(entry, "dtype", str)), shape, tuple(grids), _parse_spec(entry, len(shape)))
+
+
+def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]:
+    if not isinstance(entries, list) or len(entries) != grid.cells:
+        raise FormatError("a grid of shards needs a frame, or null, for each", expected=grid.cells)
+    found: list[Box | None] = []
+    for entry in entries:
+        match entry:
+            case None:
+                found.append(None)
+            case [[*start], [*stop]] if len(start) == len(stop) == dims and all(
+                type(n) is int and 0 <= n < intseq.LIMIT for n in (*start, *stop)
+            ):
+                found.append(Box(tuple(start), tuple(stop)))
+            case _:
+                raise FormatError("broken frame of a shard", found=str(entry)[:80])
+    return tuple(found)
 
 
 def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:

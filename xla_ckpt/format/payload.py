@@ -1,4 +1,4 @@
-"""Payload files: plain safetensors, with two extra entries in the header's ``__metadata__``.
+"""Payload files: plain safetensors, with extra entries in the header's ``__metadata__``.
 
 ``DCP_SHARDING_INFO`` tells stock `torch.distributed.checkpoint.HuggingFaceStorageReader` where each tensor lies in its
 global array. ``xla_ckpt_digests`` holds the digests of all blocks, region after region. The length of the header
@@ -9,12 +9,15 @@ with spaces until the data begins at a multiple of 4096.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import FormatError
 from xla_ckpt.format import digest
+from xla_ckpt.format.codec import Glue
+from xla_ckpt.format.digest import BlockTable
+from xla_ckpt.format.manifest import FileRecord
 from xla_ckpt.layout.box import Box
 
 ALIGNMENT = 4096
@@ -68,22 +71,29 @@ def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> b
     """
     count = sum(digest.block_count(r.nbytes) for r in regions)
     table = digest.pack(digests if digests is not None else [0] * count)
-    sharding = {}
-    entries: dict[str, object] = {}
-    for region, at in zip(regions, offsets(regions), strict=True):
-        raw = region.dtype.safetensors is None
-        tail = [region.dtype.itemsize] if raw and region.dtype.itemsize > 1 else []
-        sharding[region.name] = {"saved_offsets": [*region.box.start, *(0 for _ in tail)]}
-        entries[region.name] = {
-            "dtype": region.dtype.safetensors or "U8",
-            "shape": [*region.box.shape, *tail],
-            "data_offsets": [at, at + region.nbytes],
-        }
+    sharding = {r.name: {"saved_offsets": [*r.box.start, *(0 for _ in _tail(r))]} for r in regions}
     about = {
         "format": "pt",
         "DCP_VERSION": "1.0",
         "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
         DIGESTS: table,
+    }
+    return _header(regions, about)
+
+
+def plain_header(regions: Sequence[Region]) -> bytes:
+    """The first bytes of a file that other programs are meant to read: whole arrays, and nothing of ours."""
+    return _header(regions, {"format": "pt"})
+
+
+def _header(regions: Sequence[Region], about: dict[str, str]) -> bytes:
+    entries = {
+        region.name: {
+            "dtype": region.dtype.safetensors or "U8",
+            "shape": [*region.box.shape, *_tail(region)],
+            "data_offsets": [at, at + region.nbytes],
+        }
+        for region, at in zip(regions, offsets(regions), strict=True)
     }
     text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
     size = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
@@ -94,23 +104,50 @@ def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> b
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
 
 
+def _tail(region: Region) -> list[int]:
+    """The last dim of an array that is stored as bytes because safetensors has no name for its elements."""
+    raw = region.dtype.safetensors is None
+    return [region.dtype.itemsize] if raw and region.dtype.itemsize > 1 else []
+
+
 @dataclass(frozen=True, slots=True)
-class BlockTable:
-    """The digests of one payload file, found by where a region begins."""
+class Safetensors:
+    """The codec of the native format (see `xla_ckpt.format.codec.Codec`): a header, then the regions."""
 
-    blocks: Mapping[int, tuple[int, tuple[int, ...]]]
-    """Offset in the file -> (bytes of the region, digests of its blocks)."""
+    regions: tuple[Region, ...]
+    """In file order."""
 
-    def of(self, offset: int, nbytes: int) -> tuple[int, ...]:
-        """Digests of the blocks of the region of `nbytes` bytes at `offset`.
+    plain: bool = False
+    """Whether the header says only what the regions are: for files that leave the library."""
 
-        Raises:
-            FormatError: No such region is in the file.
-        """
-        size, digests = self.blocks.get(offset, (None, ()))
-        if size != nbytes:
-            raise FormatError("the payload has no such region", expected=f"{nbytes} bytes at {offset}", found=size)
-        return digests
+    head: int = field(init=False)
+    """Bytes of the header."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head", len(self._header(None)))
+
+    @property
+    def size(self) -> int:
+        return self.head + sum(r.nbytes for r in self.regions)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        starts = offsets(self.regions)
+        return [(self.head + at, r.nbytes) for r, at in zip(self.regions, starts, strict=True)]
+
+    @property
+    def wants_crc32(self) -> bool:
+        return False
+
+    def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
+        return [(0, self._header(digests))]
+
+    def _header(self, digests: Sequence[int] | None) -> bytes:
+        return plain_header(self.regions) if self.plain else header(self.regions, digests)
+
+    def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
+        ((_, head),) = glue
+        return FileRecord(path, self.size, len(head), digest.digest(head))
 
 
 def parse_header(head: bytes) -> BlockTable:
@@ -128,14 +165,9 @@ def parse_header(head: bytes) -> BlockTable:
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise FormatError("broken payload header") from error
     all_digests = digest.unpack(about, sum(map(digest.block_count, sizes)))
-    blocks: dict[int, tuple[int, tuple[int, ...]]] = {}
-    at = 0
-    for (first, _), size in zip(spans, sizes, strict=True):
-        count = digest.block_count(size)
-        if size:
-            blocks[len(head) + first] = (size, all_digests[at : at + count])
-        at += count
-    return BlockTable(blocks)
+    return BlockTable.of_regions(
+        ((len(head) + first, size) for (first, _), size in zip(spans, sizes, strict=True)), all_digests
+    )
 
 
 def _span(first: object, last: object) -> int:

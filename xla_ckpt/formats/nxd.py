@@ -131,6 +131,8 @@ def _kind(value: Any) -> str | None:
 
 
 def _current(files: Scan, wanted: Wanted) -> tuple[dict[str, Any], Mesh]:
+    if wanted.optimizer:
+        files.check_optimizer()
     grids = files.rank_files()
     model = stages(trees(files, grids["model"], dp=0)) if "model" in grids else {}
     parts = _parts(files, wanted, grids, model, lambda: trees(files, grids["optim"]))

@@ -23,7 +23,7 @@ _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 
 _HINT = (
     "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
-    "shardings=[(r'qkv', (('tp', 3), None)), (r'norm', None)]."
+    "shardings=[(r'qkv', (('tp', 3), None)), (r'norm', None)]; on the command line --like or --sharding."
 )
 
 
@@ -120,6 +120,7 @@ def record(
     first = next(iter(copies.values()))
     shards: dict[Box, Shard] = {}
     shape: tuple[int, ...] = first.shape
+    spec: object = None
     for (dp, ep, tp), held in sorted(copies.items()):
         if (held.shape, held.dtype) != (first.shape, first.dtype):
             raise CorruptCheckpointError(
@@ -129,17 +130,47 @@ def record(
         index = dp if rows or mesh.ep == 1 else ep
         rank = mesh.rank({"dp": index, "tp": tp})
         place = _place(leaf, sharding, held, mesh, rank, rows, local)
-        shape = place.shape
+        shape, spec = place.shape, place.spec
         for piece in place.pieces:
             if piece.box.size and piece.box not in shards:
                 shards[piece.box] = _shard(scan, held, piece)
     try:
-        return array_record(first.dtype, shape, shards.values(), sharding.spec)
+        return array_record(first.dtype, shape, shards.values(), spec)
     except FormatError as error:
         raise CorruptCheckpointError(
             f"the rank files together do not hold this array exactly once: {error.problem}", leaf=leaf,
             expected=error.expected, found=error.found, hint="Check the sharding that applies to it.",
         ) from error  # fmt: skip
+
+
+def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) -> None:
+    """The rows of all ZeRO-1 ranks, padded, are those of a whole tensor: else ranks wrote over each other's files.
+
+    Raises:
+        CorruptCheckpointError: They are not.
+    """
+    expected = (-(-local[0] // ranks), *local[1:])
+    for (dp, _, tp), held in copies.items():
+        if held.shape == expected:
+            continue
+        count = held.shape[0] * ranks if held.shape else 0
+        if held.shape[1:] == local[1:] and 0 < count < local[0]:
+            raise CorruptCheckpointError(
+                f"the {ranks} ZeRO-1 shards hold only {count} of {local[0]} rows: the others are missing",
+                leaf=leaf, file=held.file, expected=f"{list(expected)} in each", found=str(list(held.shape)),
+                hint=_CP_HINT,
+            )  # fmt: skip
+        raise CorruptCheckpointError(
+            "the ZeRO-1 shards do not fit to the number of rank files along dp", leaf=leaf, file=held.file,
+            expected=f"{list(expected)} in each", found=f"{list(held.shape)} at dp {dp}, tp {tp}",
+            hint="Files of an earlier save with another dp size may be left in the directory.",
+        )  # fmt: skip
+
+
+_CP_HINT = (
+    "neuronx-distributed shards over dp and cp, and names the files by dp only: context-parallel ranks wrote over each "
+    "other, and the data is lost. The model itself is whole: load it without the optimizer."
+)
 
 
 def _place(

@@ -16,7 +16,8 @@ from xla_ckpt.formats.nxd_tags import LEGACY
 from xla_ckpt.formats.torch_zip import TensorAt, read
 from xla_ckpt.storage.base import Directory
 
-_NAME = re.compile(r"dp_rank_(\d{2,})(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
+_NAME = re.compile(r"(?:dp_rank_(\d{2,})|full)(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
+"""``full`` is what neuronx-distributed's converter calls the states of all dp ranks together."""
 
 MAX_NAMED = 6
 
@@ -97,8 +98,14 @@ class Scan:
 
         Raises:
             CorruptCheckpointError: Some are missing.
-            UnsupportedStateError: The optimizer lies in torch's distributed format.
         """
+        grids = self.present()
+        for kind, grid in grids.items():
+            check_grid(kind, grid)
+        return grids
+
+    def present(self) -> dict[str, RankFiles]:
+        """Those of `rank_files` that are there, whether some are missing or not."""
         found: dict[str, dict[At, str]] = {"model": {}, "optim": {}}
         for name in self.names:
             kind, _, base = name.partition("/")
@@ -106,11 +113,6 @@ class Scan:
             if kind in found and match is not None:
                 dp, ep, tp, pp = (int(g or 0) for g in match.groups())
                 found[kind][At(pp, dp, ep, tp)] = name
-        if "optim/.metadata" in self.names:
-            raise UnsupportedStateError(
-                "the optimizer was saved with use_zero1_dcp, which neuronx-distributed itself cannot load",
-                file="optim/.metadata",
-            )
         kinds = {kind: paths for kind, paths in found.items() if paths}
         sizes = {kind: _sizes(paths) for kind, paths in kinds.items()}
         tp, pp = (max((getattr(s, axis) for s in sizes.values()), default=1) for axis in ("tp", "pp"))
@@ -119,9 +121,20 @@ class Scan:
             size = replace(sizes[kind], tp=tp, pp=pp)
             if kind == "optim" and size.dp == 1 and any("_ep_rank_" in p for p in paths.values()):
                 size = replace(size, ep=ep)
-            _check_grid(kind, paths, size)
             sizes[kind] = size
         return {kind: RankFiles(paths, sizes[kind]) for kind, paths in kinds.items()}
+
+    def check_optimizer(self) -> None:
+        """The optimizer is one that can be read.
+
+        Raises:
+            UnsupportedStateError: It lies in torch's distributed format.
+        """
+        if "optim/.metadata" in self.names:
+            raise UnsupportedStateError(
+                "the optimizer was saved with use_zero1_dcp, which neuronx-distributed itself cannot load",
+                file="optim/.metadata", hint="Load the model without it.",
+            )  # fmt: skip
 
     def legacy_files(self) -> RankFiles:
         """The files of the older layout.
@@ -136,8 +149,9 @@ class Scan:
             if match is not None:
                 tp, pp, dp = (int(g or 0) for g in match.groups())
                 paths[At(pp, dp, 0, tp)] = name
-        _check_grid("tag", paths, _sizes(paths))
-        return RankFiles(paths, _sizes(paths))
+        grid = RankFiles(paths, _sizes(paths))
+        check_grid("tag", grid)
+        return grid
 
     def tree(self, path: str, at: At) -> Any:
         """What a rank file holds, with a `Held` for each tensor.
@@ -188,7 +202,13 @@ def _sizes(paths: Mapping[At, str]) -> At:
     return At(*(max(getattr(at, axis) for at in paths) + 1 for axis in ("pp", "dp", "ep", "tp")))
 
 
-def _check_grid(kind: str, paths: Mapping[At, str], sizes: At) -> None:
+def check_grid(kind: str, grid: RankFiles) -> None:
+    """Every rank has its file.
+
+    Raises:
+        CorruptCheckpointError: Some are missing.
+    """
+    paths, sizes = grid.paths, grid.sizes
     ranges = (range(n) for n in (sizes.pp, sizes.dp, sizes.ep, sizes.tp))
     count = sizes.pp * sizes.dp * sizes.ep * sizes.tp
     if len(paths) == count:
@@ -201,7 +221,7 @@ def _check_grid(kind: str, paths: Mapping[At, str], sizes: At) -> None:
         expected=f"all of pp {sizes.pp}, dp {sizes.dp}, ep {sizes.ep}, tp {sizes.tp}",
         found="none for " + _listed([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
         hint="They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks "
-        "from 1 on unless use_xser is set.",
+        "from 1 on unless use_xser is set." if sizes.ep > 1 else "They were lost, or never written: take another tag.",
     )  # fmt: skip
 
 

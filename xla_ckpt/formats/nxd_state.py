@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.format.manifest import ArrayRecord
-from xla_ckpt.formats.nxd_arrays import Copies, UnknownArray, record, resolve
+from xla_ckpt.formats.nxd_arrays import Copies, UnknownArray, check_rows, record, resolve
 from xla_ckpt.formats.nxd_files import At, Held, RankFiles, Scan
 from xla_ckpt.formats.nxd_names import names_of_stage
 from xla_ckpt.formats.wanted import Wanted
@@ -208,7 +208,7 @@ class _OfStage:
         expert = self.is_expert(str(name)) if self.of.mesh.ep > 1 else False
         rows = ("edp",) if expert else ("dp",)
         if self.zero:
-            self._check_rows(leaf, local, copies, rows)
+            check_rows(leaf, local, copies, parts(rows, self.mesh.sizes))
         sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.wish(str(name)))
         if isinstance(sharding, UnknownArray):
             return sharding
@@ -219,32 +219,6 @@ class _OfStage:
         except CheckpointError as error:
             error.at(leaf=leaf)
             raise
-
-    def _check_rows(self, leaf: str, local: tuple[int, ...], copies: Copies, rows: Sequence[str]) -> None:
-        """The rows of all dp ranks, padded, are those of the whole: else ranks wrote over each other's files."""
-        ranks = parts(rows, self.mesh.sizes)
-        expected = (-(-local[0] // ranks), *local[1:])
-        for (dp, _, tp), held in copies.items():
-            if held.shape == expected:
-                continue
-            count = held.shape[0] * ranks if held.shape else 0
-            if held.shape[1:] == local[1:] and 0 < count < local[0]:
-                raise CorruptCheckpointError(
-                    f"the {ranks} ZeRO-1 shards hold only {count} of {local[0]} rows: the others are missing",
-                    leaf=leaf, file=held.file, expected=f"{list(expected)} in each", found=str(list(held.shape)),
-                    hint=_CP_HINT,
-                )  # fmt: skip
-            raise CorruptCheckpointError(
-                "the ZeRO-1 shards do not fit to the number of rank files along dp", leaf=leaf, file=held.file,
-                expected=f"{list(expected)} in each", found=f"{list(held.shape)} at dp {dp}, tp {tp}",
-                hint="Files of an earlier save with another dp size may be left in the directory.",
-            )  # fmt: skip
-
-
-_CP_HINT = (
-    "neuronx-distributed shards over dp and cp, and names the files by dp only: context-parallel ranks wrote over each "
-    "other, and the data is lost. The model itself is whole: load it without the optimizer."
-)
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

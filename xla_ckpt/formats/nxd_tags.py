@@ -10,6 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 
+from xla_ckpt.tags.directory import is_ours
 from xla_ckpt.tags.names import is_tag_name
 
 LEGACY = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
@@ -32,7 +33,7 @@ class NxdTag:
 
 def find(root: str, tag: str) -> NxdTag | None:
     """The tag in `root`; None if it is no tag of neuronx-distributed's, or one of ours."""
-    if not is_tag_name(tag) or os.path.exists(os.path.join(root, tag, "manifest.json")):
+    if not is_tag_name(tag) or is_ours(root, tag):
         return None
     path = os.path.join(root, tag)
     done, begun = _time(path, "done"), _time(path, "checkpoint")
@@ -49,14 +50,14 @@ def find(root: str, tag: str) -> NxdTag | None:
     return NxdTag(tag, path, complete=True, legacy=True, time=max(_time(path, name) or 0 for name in ranks))
 
 
-def complete_tags(root: str) -> list[str]:
-    """Names of the complete tags, oldest first; equal time stamps are ordered by the numbers in their names."""
+def complete_tags(root: str) -> list[NxdTag]:
+    """The complete tags, oldest first; equal time stamps are ordered by the numbers in their names."""
     try:
         names = os.listdir(root)
     except OSError:
         return []
     found = [t for t in (find(root, name) for name in names) if t is not None and t.complete]
-    return [t.tag for t in sorted(found, key=lambda t: (t.time, _natural(t.tag)))]
+    return sorted(found, key=lambda t: (t.time, _natural(t.tag)))
 
 
 def _natural(tag: str) -> list[tuple[int, str]]:

@@ -26,7 +26,7 @@ import torch
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
 
-_STORAGES = {
+STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
@@ -169,7 +169,7 @@ _NAMES: dict[str, Any] = {
     "torch.device": _device,
     "torch.storage.UntypedStorage": StorageType(None),
     "torch.UntypedStorage": StorageType(None),
-    **{f"torch.{name}": StorageType(dtype) for name, dtype in _STORAGES.items()},
+    **{f"torch.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
     "collections.OrderedDict": collections.OrderedDict,
     "collections.defaultdict": _defaultdict,
     "collections.Counter": lambda held=(): collections.Counter(_only(dict, held or {})),

@@ -96,6 +96,29 @@ def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None
         source.close()
 
 
+def check(directory: Directory, file: str) -> int:
+    """Read a whole zip, and compare each record with its CRC-32; its size in bytes.
+
+    Raises:
+        CorruptCheckpointError: It is missing, cut off, or a record is not what was written.
+    """
+    try:
+        source = directory.open(file)
+    except FileNotFoundError:
+        raise CorruptCheckpointError("a file is missing", file=file) from None
+    try:
+        with zipfile.ZipFile(io.BufferedReader(_Readable(source), 1 << 20)) as archive:
+            bad = archive.testzip()
+    except Exception as error:
+        # zipfile raises errors of many kinds over damaged files.
+        raise CorruptCheckpointError(f"the file is no whole zip: {error}"[:300], file=file) from error
+    finally:
+        source.close()
+    if bad is not None:
+        raise CorruptCheckpointError(f"the record {bad} is not what its CRC-32 says", file=file)
+    return source.size
+
+
 def _begins(source: Source, text: bytes) -> bool:
     start = bytearray(len(text))
     source.read_into(memoryview(start), 0)

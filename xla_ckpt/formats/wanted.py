@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from xla_ckpt.layout.rules import Parsed, decided
 from xla_ckpt.layout.sharding import Sharding
 
 
@@ -35,7 +35,7 @@ class Wanted:
     wishes: Mapping[str, Wish] = field(default_factory=dict)
     """By parameter or buffer name."""
 
-    rules: Sequence[tuple[re.Pattern[str], Sharding]] = ()
+    rules: Parsed = ()
 
     groups: Sequence[Sequence[str]] | None = None
     """Names of the parameters of the optimizer, by group; None without an optimizer that has them."""
@@ -50,12 +50,11 @@ class Wanted:
     """Whether an optimizer is wanted at all."""
 
     def wish(self, name: str) -> Wish:
-        """What is known about an array."""
+        """What is known about an array; a rule for any name of a shared parameter holds for it."""
         known = self.wishes.get(name, Wish())
-        for pattern, sharding in self.rules:
-            if pattern.search(f"model/{name}") or pattern.search(name):
-                return replace(known, sharding=sharding, ruled=True)
-        return known
+        names = [name, *(n for shared in self.aliases.values() if name in shared for n in shared)]
+        ruled = decided(self.rules, *(form for n in names for form in (f"model/{n}", n)))
+        return known if ruled is None else replace(known, sharding=ruled, ruled=True)
 
     def knows(self, name: object) -> bool:
         """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.format.manifest import ArrayRecord, Manifest
-from xla_ckpt.layout.local import Local
+from xla_ckpt.format.manifest import Manifest
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.sharding import AXES, Sharding, Split, parts
+from xla_ckpt.layout.rules import Parsed
+from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.plan.place import place, sharding_of
 from xla_ckpt.plan.restore_plan import Want, plan_restore
-
-Rules = Sequence[tuple[re.Pattern[str], Sharding]]
-
-OPTIMIZER = "optimizer/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ class Explanation:
         return not self.problems
 
 
-def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules: Rules = ()) -> Explanation:
+def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules: Parsed = ()) -> Explanation:
     """Plan the restore of every array of a tag over `mesh`.
 
     An array is split as a rule says, else over the mesh axes that it was split over when it was saved: the rows of
@@ -71,9 +66,9 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
     problems: list[str] = []
     unknown: set[str] = set()
     shardings: dict[str, Sharding] = {}
-    for leaf, record in manifest.arrays.items():
+    for leaf in manifest.arrays:
         try:
-            shardings[leaf] = _sharding(leaf, record, rules, unknown)
+            shardings[leaf] = sharding_of(leaf, manifest, rules, unknown)
         except ValueError as error:
             problems.append(f"{leaf}: {error}")
     notes = []
@@ -89,7 +84,7 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
         wants: list[Want] = []
         for leaf, sharding in list(shardings.items()):
             try:
-                local = _place(leaf, sharding, manifest.arrays[leaf].shape, mesh, rank)
+                local = place(leaf, sharding, manifest.arrays[leaf].shape, mesh, rank)
             except ValueError as error:
                 problems.append(f"{leaf}: {error}")
                 del shardings[leaf]
@@ -113,34 +108,3 @@ def _reading(manifest: Manifest, wants: Sequence[Want], rank: int, problems: lis
     for read in plan.reads:
         files[manifest.files[read.file].path] += read.read_bytes
     return RankReading(rank, plan.needed_bytes, plan.read_bytes, dict(files))
-
-
-def _sharding(leaf: str, record: ArrayRecord, rules: Rules, unknown: set[str]) -> Sharding:
-    for pattern, sharding in rules:
-        if pattern.search(leaf):
-            if len(sharding.dims) > len(record.shape):
-                raise ValueError(f"a rule splits {len(sharding.dims)} dims, the array has {len(record.shape)}")
-            return sharding
-    dims: list[Split | None] = []
-    for entry in record.spec or ():
-        names: tuple[Any, ...] = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        axes = tuple(n for n in names if n in AXES)
-        unknown |= {n for n in names if isinstance(n, str) and n not in AXES}
-        strides = [n for n in names if isinstance(n, int)]
-        dims.append(Split(axes, strides[0] if strides else 1) if axes else None)
-    return Sharding(tuple(dims))
-
-
-def _place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Local:
-    """Rows that a ZeRO-1 optimizer deals out are cut after tensor parallelism has cut them, as it does."""
-    first = sharding.dims[0] if sharding.dims else None
-    dealt = () if first is None else tuple(a for a in first.axes if a in ("dp", "edp", "cp"))
-    if first is None or not dealt or not leaf.startswith(OPTIMIZER):
-        return sharding.part(shape, mesh, rank)
-    others = tuple(a for a in first.axes if a not in dealt)
-    base = Sharding((Split(others, first.stride) if others else None, *sharding.dims[1:]), shape)
-    local = [
-        n if split is None else -(-n // parts(split.axes, mesh.sizes))
-        for split, n in zip(base.over(len(shape)), shape, strict=True)
-    ]
-    return base.zero1(local, mesh, rank, dealt)

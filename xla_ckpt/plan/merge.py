@@ -8,14 +8,15 @@ rank reports digests of what it should have in common with others, and so undecl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
-from xla_ckpt.format.manifest import ArrayRecord, FileRecord, Shard, array_record
+from xla_ckpt.format.manifest import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
 from xla_ckpt.layout.box import Box
 from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.tree.weave import renumbered
 
 GROUPS = "param_groups"
 """The one list of a state that pipeline stages share: group by group, each with its own parameters."""
@@ -49,8 +50,8 @@ class Record:
 
     rank: int
     files: tuple[FileRecord, ...]
-    shards: tuple[tuple[str, Box, int, int], ...]
-    """(leaf path, box, index into `files`, offset)."""
+    shards: tuple[tuple[str, Shard], ...]
+    """(leaf path, shard); shards name files by their index in `files`."""
 
     arrays: Mapping[str, tuple[str, tuple[int, ...], Any]]
     """Leaf path -> (dtype, global shape, spec)."""
@@ -68,8 +69,13 @@ class Record:
         """As plain JSON, for the way to rank 0."""
         return {
             "rank": self.rank,
-            "files": [[f.path, f.size, f.head, f.digest] for f in self.files],
-            "shards": [[leaf, box.start, box.stop, file, offset] for leaf, box, file, offset in self.shards],
+            "files": [
+                [f.path, f.size, f.head, f.digest, *([f.regions, f.digests] if f.regions else [])] for f in self.files
+            ],
+            "shards": [
+                [leaf, s.file, s.offset, s.box.start, s.box.stop, *((s.frame.start, s.frame.stop) if s.frame else ())]
+                for leaf, s in self.shards
+            ],
             "arrays": self.arrays,
             "aliases": self.aliases,
             "skeleton": self.skeleton,
@@ -83,8 +89,8 @@ class Record:
         """The record that `to_json` described."""
         return cls(
             json["rank"],
-            tuple(FileRecord(*f) for f in json["files"]),
-            tuple((leaf, Box(tuple(a), tuple(b)), file, offset) for leaf, a, b, file, offset in json["shards"]),
+            tuple(_file(*f) for f in json["files"]),
+            tuple((leaf, _shard(*place)) for leaf, *place in json["shards"]),
             {leaf: (dtype, tuple(shape), spec) for leaf, (dtype, shape, spec) in json["arrays"].items()},
             json["aliases"],
             json["skeleton"],
@@ -92,6 +98,15 @@ class Record:
             {leaf: Sample(*s) for leaf, s in json["samples"].items()},
             json["parts"],
         )
+
+
+def _file(path: str, size: int, head: int, digest: int, regions: Any = (), digests: Any = ()) -> FileRecord:
+    return FileRecord(path, size, head, digest, tuple((at, nbytes) for at, nbytes in regions), tuple(digests))
+
+
+def _shard(file: int, offset: int, start: Any, stop: Any, *frame: Any) -> Shard:
+    box = Box(tuple(start), tuple(stop))
+    return Shard(box, file, offset, Box(tuple(frame[0]), tuple(frame[1])) if frame else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +132,13 @@ class Merged:
     objects: tuple[int, ...]
     duplicates: tuple[Duplicate, ...]
     warnings: tuple[str, ...]
+
+    def manifest(self, head: Head, mesh: Mesh, world: int) -> Manifest:
+        """The manifest of the tag that `world` ranks saved."""
+        return Manifest(
+            head, self.skeleton, self.arrays, self.files, self.aliases, self.objects,
+            mesh=str(mesh) if world > 1 else None, world=world,
+        )  # fmt: skip
 
 
 def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
@@ -144,17 +166,17 @@ def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
                     "ranks disagree about an array", leaf=leaf, rank=record.rank,
                     expected=f"{facts[leaf][0]} {list(facts[leaf][1])}", found=f"{fact[0]} {list(fact[1])}",
                 )  # fmt: skip
-        for leaf, box, file, offset in record.shards:
+        for leaf, reported in record.shards:
             held = shards.setdefault(leaf, {})
-            shard = Shard(box, base + file, offset)
-            if box in held:
-                rank, other = held[box]
+            shard = replace(reported, file=base + reported.file)
+            if shard.box in held:
+                rank, other = held[shard.box]
                 duplicates.append((leaf, (rank, record.rank), other, shard))
             else:
-                held[box] = record.rank, shard
+                held[shard.box] = record.rank, shard
         aliases.update(record.aliases)
         if record.skeleton is not None:
-            mine = _renumbered(record.skeleton, first_object) if first_object else record.skeleton
+            mine = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = mine if skeleton is None else _united(skeleton, mine, "", record.rank)
     arrays = {leaf: _array(leaf, fact, [s for _, s in shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
     aliases = {alias: target for alias, target in aliases.items() if alias not in arrays}
@@ -231,17 +253,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:MAX_NAMED]))
     more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
-
-
-def _renumbered(skeleton: Any, by: int) -> Any:
-    """The skeleton with its pickled objects numbered from `by`."""
-    if isinstance(skeleton, list):
-        return [_renumbered(v, by) for v in skeleton]
-    if isinstance(skeleton, dict):
-        if set(skeleton) == {"$object"}:
-            return {"$object": skeleton["$object"] + by}
-        return {k: _renumbered(v, by) for k, v in skeleton.items()}
-    return skeleton
 
 
 def _is_plain(skeleton: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.format import payload
+from xla_ckpt.format.codec import Codec
 from xla_ckpt.format.manifest import FileRecord, Shard
 from xla_ckpt.layout.box import Box
 from xla_ckpt.layout.owners import Held, owned
@@ -48,25 +49,46 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """A shard that lies in a file."""
+
+    leaf: str
+    box: Box
+    region: int
+    """Index of the region that it is, or is a part of."""
+
+    frame: Box | None = None
+    """See `xla_ckpt.format.manifest.Shard.frame`."""
+
+    copy: bool = False
+    """Whether the manifest finds these elements elsewhere: some layouts store replicas."""
+
+
+@dataclass(frozen=True, slots=True)
 class FilePlan:
     """One payload file."""
 
     path: str
     """Relative to the tag directory."""
 
-    regions: tuple[payload.Region, ...]
-    """In file order."""
+    codec: Codec
+    """Where its regions lie, and what stands between them."""
 
-    leaves: tuple[str, ...]
-    """Leaf path of each region."""
-
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...] = ()
     """Bytes of each region."""
+
+    entries: tuple[Entry, ...] = ()
+    """What elements it holds. Regions may have more: padding."""
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all regions."""
-        return sum(r.nbytes for r in self.regions)
+        return sum(nbytes for _, nbytes in self.codec.places)
+
+    def shards(self, file: int) -> list[tuple[str, Shard]]:
+        """(leaf path, shard) of what the manifest finds in it, if this is file number `file`."""
+        places = self.codec.places
+        return [(e.leaf, Shard(e.box, file, places[e.region][0], e.frame)) for e in self.entries if not e.copy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +96,6 @@ class SavePlan:
     """Everything that one process writes."""
 
     files: tuple[FilePlan, ...]
-    lanes: int = 1
-    """Devices per process that write files of their own."""
 
     @property
     def nbytes(self) -> int:
@@ -109,9 +129,13 @@ def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int 
         entries = [unordered[i] for i in payload.order([region for _, _, region in unordered])]
         path = f"{item}/{_file_name(rank * lanes + lane, world * lanes, again)}"
         files.append(
-            FilePlan(path, tuple(e[2] for e in entries), tuple(e[0] for e in entries), tuple(e[1] for e in entries))
-        )
-    return SavePlan(tuple(files), lanes)
+            FilePlan(
+                path, payload.Safetensors(tuple(region for _, _, region in entries)),
+                tuple(source for _, source, _ in entries),
+                tuple(Entry(leaf, region.box, i) for i, (leaf, _, region) in enumerate(entries)),
+            )
+        )  # fmt: skip
+    return SavePlan(tuple(files))
 
 
 def _held(leaf: Leaf, i: int) -> Held:
@@ -124,19 +148,10 @@ def _file_name(writer: int, writers: int, again: int) -> str:
     return f"{writer + 1:05d}-of-{writers:05d}{more}.safetensors"
 
 
-def stored_shards(plan: FilePlan, head_bytes: int, file: int) -> list[tuple[str, Shard]]:
-    """(leaf path, shard) of every region of a file that begins with `head_bytes` bytes of header."""
-    places = payload.offsets(plan.regions)
-    return [
-        (leaf, Shard(region.box, file, head_bytes + at))
-        for leaf, region, at in zip(plan.leaves, plan.regions, places, strict=True)
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class Written:
     """What one process reports after its bytes are durable: the pure part of its record."""
 
     files: tuple[FileRecord, ...]
-    shards: tuple[tuple[str, Box, int, int], ...]
-    """(leaf path, box, index into `files`, offset)."""
+    shards: tuple[tuple[str, Shard], ...]
+    """(leaf path, shard); shards name files by their index in `files`."""

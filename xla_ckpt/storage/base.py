@@ -18,6 +18,9 @@ class Sink(Protocol):
         not the file that `commit` leaves.
         """
 
+    def patch(self, data: bytes | memoryview, offset: int) -> None:
+        """Write anywhere, after anything that `write` wrote there."""
+
     def commit(self) -> None:
         """Give the file its size, make it durable, and close it."""
 

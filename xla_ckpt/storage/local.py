@@ -74,6 +74,11 @@ class LocalSink:
                 self._set_direct(False)
             buffer, nbytes, offset = buffer[done:], nbytes - done, offset + done
 
+    def patch(self, data: bytes | memoryview, offset: int) -> None:
+        if self.direct:
+            self._set_direct(False)
+        self.write(memoryview(data), len(data), offset)
+
     def commit(self) -> None:
         try:
             os.ftruncate(self._fd, self._size)

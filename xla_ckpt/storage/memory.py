@@ -17,6 +17,9 @@ class MemorySink:
             raise ValueError(f"{self._path}: write past the announced size")
         self._data[offset : offset + nbytes] = buffer[:nbytes]
 
+    def patch(self, data: bytes | memoryview, offset: int) -> None:
+        self.write(memoryview(data), len(data), offset)
+
     def commit(self) -> None:
         self._files[self._path] = bytes(self._data)
 

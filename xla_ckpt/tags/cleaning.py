@@ -26,15 +26,16 @@ def clean(root: str) -> None:
             os.rename(path, final)
             sync_directory(root)
         elif name.startswith(OLD_PREFIX) or (name.endswith(TMP_SUFFIX) and os.path.isdir(path)):
-            _remove(path)
+            remove_unused(path)
         elif name == TRASH:
             for doomed in os.listdir(path):
-                _remove(os.path.join(path, doomed))
+                remove_unused(os.path.join(path, doomed))
             if not os.listdir(path):
                 os.rmdir(path)
 
 
-def _remove(path: str) -> None:
+def remove_unused(path: str) -> None:
+    """Remove a directory, unless somebody writes or reads it."""
     if in_use(path):
         return
     try:

@@ -82,6 +82,11 @@ def _entry(root: str, name: str, tag: str) -> TagEntry | None:
     return TagEntry(tag, head.sequence, head.pinned, head.created, name)
 
 
+def is_ours(root: str, name: str) -> bool:
+    """Whether a directory is a tag of ours, damaged or not."""
+    return os.path.exists(os.path.join(root, name, MANIFEST)) or _was_committed(root, name)
+
+
 def _was_committed(root: str, name: str) -> bool:
     """Whether orbax's own marks say that this directory without a manifest was a tag of ours."""
     return os.path.exists(os.path.join(root, name, COMMITTED)) and _orbax_sequence(root, name) > 0
@@ -107,7 +112,7 @@ def open_tag(root: str, tag: str) -> LocalDirectory:
     check_tag(tag, root)
     for name in (tag, OLD_PREFIX + tag, tag):  # it may move from the first name to the second, or be replaced
         path = os.path.join(root, name)
-        if not os.path.exists(os.path.join(path, MANIFEST)) and not _was_committed(root, name):
+        if not is_ours(root, name):
             continue
         try:
             directory = LocalDirectory(path)

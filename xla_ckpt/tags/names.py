@@ -13,6 +13,9 @@ OLD_PREFIX = ".old-"
 TRASH = ".trash"
 """Where tags go to be deleted."""
 
+NXD_MARKS = {"checkpoint": b"1", "done": b"1"}
+"""Files by which neuronx-distributed finds a tag, and a complete one; in tags of ours the manifest says that, too."""
+
 MAX_BYTES = 200
 """Longest tag: a file name may have 255 bytes, and suffixes need room."""
 

@@ -20,7 +20,7 @@ from etils import epath
 
 from xla_ckpt.errors import SaveError
 from xla_ckpt.storage.local import LocalDirectory, sync_directory, sync_files
-from xla_ckpt.tags.cleaning import clean
+from xla_ckpt.tags.cleaning import clean, remove_unused
 from xla_ckpt.tags.directory import TagEntry, entries, in_use, mark_in_use
 from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
 from xla_ckpt.tags.retention import TagFact, superfluous
@@ -176,6 +176,8 @@ def save_tag(root: str, tag: str, write: Write, *, pinned: bool, num_kept: int |
         for directory in open_directories:
             directory.close()
         manager.close()
+        if os.path.isdir(tmp):  # of a save that failed, perhaps for lack of the space that it takes
+            remove_unused(tmp)
     sync_directory(root)
     return sequence
 

@@ -68,6 +68,27 @@ def array_paths(skeleton: Json, path: str) -> dict[str, str]:
     return found
 
 
+def objects_in(skeleton: Json, path: str = paths.ROOT) -> dict[int, str]:
+    """Number -> leaf path of every pickled object at or below `path`."""
+    if isinstance(skeleton, dict) and set(skeleton) == {"$object"}:
+        return {skeleton["$object"]: path}
+    found: dict[int, str] = {}
+    for part, child in (children(skeleton) or {}).items():
+        found |= objects_in(child, paths.join(path, part))
+    return found
+
+
+def renumbered(skeleton: Json, number: Callable[[int], int]) -> Json:
+    """The skeleton with other numbers for its pickled objects."""
+    if isinstance(skeleton, list):
+        return [renumbered(v, number) for v in skeleton]
+    if isinstance(skeleton, dict):
+        if set(skeleton) == {"$object"}:
+            return {"$object": number(skeleton["$object"])}
+        return {k: renumbered(v, number) for k, v in skeleton.items()}
+    return skeleton
+
+
 Make = Callable[[Mapping[str, Any]], Any]
 """From the restored arrays, by leaf path, to a restored value."""
 

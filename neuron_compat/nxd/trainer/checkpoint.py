@@ -1,12 +1,14 @@
 """neuronx-distributed's checkpoint functions, with its names, order and defaults of arguments.
 
 What is behind them is `xla_ckpt`: a tag exists completely or not at all, `load_checkpoint` changes nothing before all
-of it fits, and a checkpoint loads on another topology than the one that saved it.
+of it fits, and a checkpoint loads on another topology than the one that saved it. Files are neuronx-distributed's own,
+which it reads back, with a manifest beside them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import xla_ckpt
@@ -28,6 +30,8 @@ def save_checkpoint(
     zero1_optimizer: bool = False,
     use_zero1_dcp: bool = False,  # noqa: ARG001  # see the docstring
     avoid_saving_lower_precision_weights: bool = False,  # noqa: ARG001
+    *,
+    layout: str | Sequence[str] | None = None,
 ) -> None:
     """Save a training state under ``<checkpoint_dir_str>/<tag>``. All ranks make the same call.
 
@@ -39,27 +43,26 @@ def save_checkpoint(
         scheduler: A learning rate scheduler, or a dict.
         user_content: Any Python value; rank 0's is stored.
         num_workers: Threads that write, at most.
-        use_xser: neuronx-distributed's own layout; writing it is still to come, so True is an error.
+        use_xser: Write each tensor to a file of its own, dealt out among the data-parallel ranks.
         num_kept_ckpts: Keep this many of the newest tags, by order of their commits; None keeps all. At least 1.
         async_save: Return as soon as the state is frozen. Later changes of `model`, `optimizer`, `scheduler` and
             `user_content` do not reach the checkpoint, and it is committed as soon as it is on disk.
         zero1_optimizer: Accepted; a ZeRO-1 optimizer is recognised.
         use_zero1_dcp: Accepted; the states of any ZeRO-1 optimizer load on any topology.
         avoid_saving_lower_precision_weights: Accepted, and without effect: the weights are always saved.
+        layout: ``"native"`` writes xla_ckpt's own format instead: fewer files, and work dealt out evenly. By default it
+            is written, with a warning in the log, only where neuronx-distributed's layout has no place for the state:
+            ZeRO-1 shards over context-parallel ranks, DTensors, SPMD arrays.
 
     Raises:
-        xla_ckpt.UsageError: An argument makes no sense, or `use_xser` is True.
+        xla_ckpt.UsageError: An argument makes no sense.
         xla_ckpt.CheckpointError: This save failed, or an asynchronous one before it; the same error on all ranks.
     """
-    if use_xser:
-        raise xla_ckpt.UsageError(
-            "use_xser=True asks for neuronx-distributed's xser layout, and writing that is still to come",
-            path=os.fspath(checkpoint_dir_str), tag=str(tag),
-            hint="Leave use_xser away: the native format loads on any topology. Nothing was written.",
-        )  # fmt: skip
+    theirs = "xser" if use_xser else "pt"
     xla_ckpt.save_checkpoint(
         checkpoint_dir_str, str(tag), model, optimizer, scheduler, user_content, num_workers=num_workers,
         num_kept_ckpts=num_kept_ckpts, async_save=async_save, zero1_optimizer=zero1_optimizer,
+        layout=(theirs, "native") if layout is None else layout,
     )  # fmt: skip
 
 

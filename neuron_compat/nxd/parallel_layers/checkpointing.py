@@ -1,0 +1,260 @@
+"""neuronx-distributed's older checkpoint calls: a file for each rank, in a directory of the caller's choice.
+
+    <output_dir>/tp_rank_00_pp_rank_00/checkpoint.pt                  save_xser=False: torch.save of the dict
+    <output_dir>/tp_rank_00_pp_rank_00, ....tensors/tensor_0.pt       save_xser=True: XLA tensors in files of their own
+
+with ``_dp_rank_00`` after the name for ``master_dp_only=False``. A checkpoint loads on as many ranks as saved it;
+`xla_ckpt.load_checkpoint` loads it on any others. New programs take ``nxd.save_checkpoint``, which has tags, digests,
+retention and asynchronous saves, and commits all ranks' files in one step; here each file is complete or absent.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from neuron_compat.nxd.parallel_layers import parallel_state
+from neuron_compat.nxd.parallel_layers.partition import part_of
+from neuron_compat.nxd.parallel_layers.rank_file import read, write_whole, write_xser, xla_tensors
+from xla_ckpt import IncompatibleCheckpointError, RankFailedError, UsageError
+
+PathLike = str | os.PathLike[str]
+
+
+def save(
+    checkpoint: Mapping[str, Any],
+    output_dir: PathLike,
+    save_serially: bool = True,
+    save_xser: bool = False,
+    down_cast_bf16: bool = False,
+    master_dp_only: bool = True,
+) -> None:
+    """Save a dict of this rank's state. All ranks make the same call; when it returns, all files are on disk.
+
+    A file takes the place of an older one of its name when it is durable. The files of different ranks do so one by
+    one: give every save a directory of its own.
+
+    Args:
+        checkpoint: Tensors, containers and plain values, such as ``{"model": model.state_dict(), "step": 3}``.
+            Anything else is pickled, and `load` needs ``trust_pickle=True`` then.
+        output_dir: Directory of the checkpoint; made if absent.
+        save_serially: The ranks of a host write one after the other, to save its memory. Without effect for xser,
+            which has one tensor in host memory at a time.
+        save_xser: Write each XLA tensor to a file of its own.
+        down_cast_bf16: Store float32 tensors as bfloat16, other than numbers (0-d): counts of steps stay exact.
+        master_dp_only: Data-parallel rank 0 writes for all. False, if the ranks differ, as those of ZeRO-1 do.
+
+    Raises:
+        xla_ckpt.UsageError: Files so named would lack the state of some ranks (expert or context parallelism).
+        xla_ckpt.StorageError: The operating system refused. Files that were there are there still.
+        xla_ckpt.UnsupportedStateError: Something cannot be pickled.
+        xla_ckpt.RankFailedError: Another rank failed.
+    """
+    write: Callable[[], None] | None = None
+    turn, error = 0, None
+    try:
+        path = _rank_path(output_dir, master_dp_only)
+        _check_names(master_dp_only)
+        _materialize(checkpoint)
+        if not master_dp_only or (parallel_state.get_data_parallel_rank() == 0 and _axis("context")[1] == 0):
+            write = functools.partial(
+                write_xser if save_xser else write_whole, checkpoint, path if save_xser else f"{path}/checkpoint.pt",
+                down_cast_bf16=down_cast_bf16,
+            )  # fmt: skip
+            turn = int(os.environ.get("LOCAL_RANK", "0")) if save_serially and not save_xser else 0
+    except Exception as problem:  # told to all ranks, which wait for this one
+        error = problem
+    for now in range(1 + max(_meet(error, "saving", turn))):
+        if now == turn and write is not None:
+            try:
+                write()
+            except Exception as problem:
+                error = problem
+        _meet(error, "saving")
+
+
+def load(
+    chkpt_path: PathLike,
+    model: Any = None,
+    model_or_optimizer: Any = None,
+    model_key: str | None = "model",
+    load_xser: bool = False,
+    sharded: bool = True,
+    strict: bool = True,
+    master_dp_only: bool = True,
+    weights_only: bool = False,  # noqa: ARG001  # neuronx-distributed's signature
+    *,
+    trust_pickle: bool = False,
+) -> Any:
+    """Load what `save`, or neuronx-distributed, saved for this rank. All ranks make the same call.
+
+    Without master weights in its state, a ZeRO-1 optimizer takes the weights that the model has then: load the model
+    before it.
+
+    Args:
+        chkpt_path: The directory that was saved to; with ``sharded=False`` a file.
+        model: An older name of `model_or_optimizer`.
+        model_or_optimizer: Something with ``load_state_dict``, to load the entry `model_key` into.
+        model_key: Name of the entry; None if the checkpoint is the state itself.
+        load_xser: Whether it was saved with ``save_xser=True``.
+        sharded: False: the file holds whole parameters, of which this rank takes its part, by their attributes.
+        strict: For modules: no name may be missing or left over.
+        master_dp_only: As in the save.
+        weights_only: Accepted; `trust_pickle` decides.
+        trust_pickle: Load pickled objects, which can run any code.
+
+    Returns:
+        The dict, less what was loaded into `model_or_optimizer`. Tensors that were XLA tensors in an xser save are
+        on the XLA device again, all others on the CPU.
+
+    Raises:
+        xla_ckpt.NoCheckpointError: There is no file for this rank.
+        xla_ckpt.CorruptCheckpointError: A file is damaged.
+        xla_ckpt.UntrustedObjectError: A file holds pickled objects, and `trust_pickle` is False.
+        xla_ckpt.IncompatibleCheckpointError: It has no such entry, or a whole parameter does not divide.
+        xla_ckpt.RankFailedError: Another rank failed.
+        RuntimeError: From `torch.nn.Module.load_state_dict`, of names and shapes that do not fit.
+    """
+    target = model_or_optimizer if model is None else model
+    found, error = None, None
+    try:
+        if not sharded and not isinstance(target, torch.nn.Module):
+            raise UsageError("sharded=False needs the module that says how its parameters are split")
+        path = _rank_path(chkpt_path, master_dp_only) if sharded else os.fspath(chkpt_path)
+        found = read(path if load_xser or not sharded else f"{path}/checkpoint.pt", trust_pickle=trust_pickle)
+    except Exception as problem:
+        error = problem
+    _meet(error, "loading")
+    try:
+        if target is not None:
+            found = _load_into(target, found, model_key, sharded=sharded, strict=strict)
+    except Exception as problem:
+        error = problem
+    _meet(error, "loading")
+    return found
+
+
+# -- ranks
+
+
+def _axis(name: str) -> tuple[int, int]:
+    """(ranks, number of this one) along ``context`` or ``expert`` parallelism."""
+    try:
+        size: int = getattr(parallel_state, f"get_{name}_model_parallel_size")()
+        rank: int = getattr(parallel_state, f"get_{name}_model_parallel_rank")()
+    except AttributeError:  # an early neuronx-distributed, whose parallel state is asked, has no such axis
+        return 1, 0
+    return size, rank
+
+
+def _rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
+    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    dp = "" if master_dp_only else f"_dp_rank_{parallel_state.get_data_parallel_rank():02d}"
+    return os.path.join(os.fspath(output_dir), f"tp_rank_{tp:02d}_pp_rank_{pp:02d}{dp}")
+
+
+def _check_names(master_dp_only: bool) -> None:
+    """Refuse what neuronx-distributed loses without a word: ranks that would share a file, and differ."""
+    if master_dp_only and _axis("expert")[0] > 1:
+        raise UsageError(
+            "with master_dp_only=True the experts of expert-parallel ranks other than the first are written nowhere",
+            hint="Pass master_dp_only=False, or use nxd.save_checkpoint.",
+        )
+    if not master_dp_only and _axis("context")[0] > 1:
+        raise UsageError(
+            "the names of these files do not tell context-parallel ranks apart", hint="Use nxd.save_checkpoint."
+        )
+
+
+def _meet(error: Exception | None, doing: str, note: int = 0) -> list[int]:
+    """Wait for all ranks; the note of each.
+
+    Raises:
+        xla_ckpt.RankFailedError: Another rank failed. (This rank's own error is raised as it is.)
+    """
+    notes: list[tuple[str | None, int]] = [(None if error is None else f"{type(error).__name__}: {error}", note)]
+    if os.environ.get("NXD_SKIP_RENDEZVOUS") != "1" or doing != "loading":
+        try:
+            notes = _gathered(notes[0])
+        except RuntimeError as lost:  # the connection broke
+            if error is None:
+                raise RankFailedError(f"{doing} failed: another rank does not answer: {lost}") from lost
+    if error is not None:
+        raise error
+    for rank, (problem, _) in enumerate(notes):
+        if problem is not None:
+            raise RankFailedError(f"{doing} failed on another rank: {problem}", rank=rank)
+    return [n for _, n in notes]
+
+
+def _gathered(mine: tuple[str | None, int]) -> list[tuple[str | None, int]]:
+    distributed: Any = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [mine]
+    if "gloo" in str(distributed.get_backend()):
+        found: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(found, mine)
+        return found
+    import torch_xla.core.xla_model as xm
+
+    told = xm.rendezvous("neuron_compat.nxd.parallel_layers", json.dumps(mine).encode())
+    return [tuple(json.loads(answer)) for answer in told]
+
+
+def _materialize(tree: Any) -> None:
+    """Have all XLA tensors computed. On every rank, because the pending graph may hold collectives."""
+    tensors = xla_tensors(tree)
+    if tensors:
+        import torch_xla
+
+        torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=True, sync_xla_data=True)
+
+
+# -- into a module or an optimizer
+
+
+def _load_into(target: Any, found: Any, key: str | None, *, sharded: bool, strict: bool) -> Any:
+    """Load an entry of what was found; the rest."""
+    if key is not None and (not isinstance(found, dict) or key not in found):
+        there = ", ".join(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        raise IncompatibleCheckpointError("the checkpoint has no such entry", expected=key, found=there[:200])
+    state = found if key is None else found[key]
+    if isinstance(target, torch.nn.Module):
+        target.load_state_dict(state if sharded else _part(target, dict(state)), strict=strict)
+    else:
+        target.load_state_dict(state)
+    return None if key is None else {k: v for k, v in found.items() if k != key}
+
+
+def _part(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of a state of whole parameters."""
+    _reshape(module, state, "")
+    for name, parameter in module.state_dict(keep_vars=True).items():
+        full = state.get(name)
+        if full is None or not getattr(parameter, "tensor_model_parallel", False):
+            continue
+        parts = parallel_state.get_tensor_model_parallel_size()
+        dim, stride = parameter.partition_dim, getattr(parameter, "partition_stride", 1)
+        wanted = [n * parts if d == dim else n for d, n in enumerate(parameter.shape)]
+        true = list(getattr(parameter, "global_shape", wanted))
+        if list(full.shape) != true or wanted[dim] % (parts * stride):
+            raise IncompatibleCheckpointError(
+                "a whole parameter has another shape", leaf=name, expected=true, found=list(full.shape)
+            )
+        state[name] = part_of(full, dim, stride, wanted[dim] - true[dim])
+    return state
+
+
+def _reshape(module: torch.nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Let modules with a ``preshard_hook`` change the state before it is cut, as neuronx-distributed does."""
+    hook = getattr(module, "preshard_hook", None)
+    if hook is not None:
+        hook(state, f"{prefix}weight")
+        return
+    for name, child in module.named_children():
+        _reshape(child, state, f"{prefix}{name}.")

@@ -1,0 +1,292 @@
+"""Defects of neuronx-distributed that these calls must not have, by the numbers of docs/from-nxd.md.
+
+Others of them are in test_nxd_checkpoint.py and in tests/formats.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_xla.utils.serialization import TensorReference
+
+import neuron_compat.nxd as nxd
+import xla_ckpt
+from tests.formats.test_nxd_layouts import rank_file
+from tests.jobs import job
+from tests.runs import run, start
+
+LAYOUTS = ("pt", "xser")
+
+ZERO1 = """
+import copy, torch_xla, neuron_compat
+import neuron_compat.nxd as nxd
+from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
+from neuron_compat.nxd.parallel_layers import parallel_state as ps
+neuron_compat.emulate()
+root = sys.argv[1]
+
+
+def build(value, **options):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)).to(torch.bfloat16).to("xla")
+    for p in model.parameters():
+        torch.nn.init.constant_(p, value)
+    groups = [{"params": list(model[0].parameters()), "weight_decay": 0.1}, {"params": list(model[1].parameters())}]
+    options = {"save_master_weights": True, "pin_layout": False, "lr": 1e-2, **options}
+    return model, NeuronZero1Optimizer(groups, torch.optim.AdamW, **options)
+
+
+def step(model, optimizer):
+    model(torch.full((2, 4), 1.0 + rank, device="xla", dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch_xla.sync()
+
+
+def frozen(model, optimizer):
+    states = optimizer.state_dict()
+    found = {f"model.{n}": p.detach().cpu().clone() for n, p in model.named_parameters()}
+    found |= {f"master.{i}": v.cpu().clone() for i, v in states["sharded_master_weights"].items()}
+    for i, state in states["base_state"].items():
+        found |= {f"{i}.{k}": v.cpu().clone() for k, v in state.items()}
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+for ep in (1, 2):
+    ps.destroy_model_parallel()
+    ps.initialize_model_parallel(expert_model_parallel_size=ep)
+    model, optimizer = build(0.5)
+    step(model, optimizer)
+    want = frozen(model, optimizer)
+    assert sum(k.startswith("master") for k in want) == 4 and want["master.0"].dtype == torch.float32
+    nxd.save_checkpoint(root, f"ep_{ep}", model, optimizer, use_xser=True, use_zero1_dcp=True)
+    fresh = build(0.25)
+    nxd.load_checkpoint(root, f"ep_{ep}", *fresh, use_zero1_dcp=True)
+    assert same(frozen(*fresh), want)
+    step(model, optimizer), step(*fresh)
+    assert same(frozen(*fresh), frozen(model, optimizer))
+    say(f"ep {ep}", os.path.exists(f"{root}/ep_{ep}/optim"))
+for p in model[0].parameters():
+    p.expert_model_parallel = True
+try:
+    NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, save_master_weights=True, lr=0.1)
+except xla_ckpt.UsageError as error:
+    say(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def zero1(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the ranks of a job with ZeRO-1 and master weights said."""
+    folder = tmp_path_factory.mktemp("zero1")
+    return job(ZERO1, 2, folder, folder / "run")
+
+
+def test_n5_master_weights_beside_expert_parallelism(zero1: list[str]) -> None:
+    """Saved (natively: the names of NxD's files have no place for them) or refused; never left out in silence."""
+    for said in (zero1[:3], zero1[3:]):
+        assert said[1] == "ep 2 False"
+        assert "does not shard experts" in said[2]
+
+
+def test_n13_use_zero1_dcp_with_two_param_groups(zero1: list[str]) -> None:
+    assert [zero1[0], zero1[3]] == ["ep 1 True"] * 2
+
+
+ASYNC = """
+import sys, time, torch
+import neuron_compat.nxd as nxd
+root, xser = sys.argv[1], sys.argv[2] == "xser"
+model = {"w": torch.full((1000,), 7.0), "b": torch.arange(5)}
+nxd.save_checkpoint(root, "step_1", model, user_content={"step": 1}, use_xser=xser, async_save=True)
+model["w"].fill_(8.0)
+time.sleep(200)  # no other call, and no end of the program
+"""
+
+
+def test_n7_an_asynchronous_save_needs_no_other_call_to_be_complete(tmp_path: Path) -> None:
+    running = {layout: start(ASYNC, tmp_path / layout, layout) for layout in LAYOUTS}
+    end = time.monotonic() + 120
+    for layout, process in running.items():
+        while not (tmp_path / layout / "step_1/done").exists() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    for layout in LAYOUTS:
+        assert nxd.has_checkpoint(tmp_path / layout)
+        assert xla_ckpt.verify(tmp_path / layout, "step_1").ok
+        model = {"w": torch.zeros(1000), "b": torch.zeros(5, dtype=torch.int64)}
+        assert nxd.load_checkpoint(tmp_path / layout, model=model) == {"step": 1}
+        assert (model["w"] == 7).all()
+
+
+AGAIN = """
+import os, signal, sys, torch
+import neuron_compat.nxd as nxd
+root, layout, instant = sys.argv[1:]
+
+
+def save(value, names):
+    model = {name: torch.full((50,), value) for name in names}
+    nxd.save_checkpoint(root, "best", model, user_content=value, use_xser=layout == "xser")
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+save(1.0, "abc")
+fsync, rename, done = os.fsync, os.rename, []
+if instant == "writing":
+    os.fsync = lambda fd: die() if len(done) > 1 else done.append(fsync(fd))
+else:  # the old version is out of the way, the new one not in its place
+    os.rename = lambda *a, **k: (rename(*a, **k), die())
+save(2.0, "a")
+"""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("instant", ["writing", "replacing"])
+def test_n10_a_tag_that_is_saved_again_stays_whole(tmp_path: Path, layout: str, instant: str) -> None:
+    root = tmp_path / "run"
+    assert run(AGAIN, root, layout, instant, ok=False).returncode == -signal.SIGKILL
+    assert len(list(root.iterdir())) == 2, "it was not killed in the middle"
+    assert xla_ckpt.list_tags(root) == ["best"]
+    model = {name: torch.zeros(50) for name in "abc"}
+    assert nxd.load_checkpoint(root, "best", model=model) == 1.0
+    assert all((v == 1).all() for v in model.values())
+    assert xla_ckpt.verify(root, "best").ok
+
+    nxd.save_checkpoint(root, "best", {"a": torch.full((50,), 3.0)}, use_xser=layout == "xser")
+    nxd.finalize_checkpoint()  # the old version goes in the background
+    assert [p.name for p in root.iterdir()] == ["best"]
+    assert sorted(str(p.relative_to(root / "best")) for p in root.rglob("*.pt")) == [  # no user content, no b, no c
+        "model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
+        *(["model/dp_rank_00_tp_rank_00_pp_rank_00.pt.info.pt",
+           "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_0.pt"] if layout == "xser" else []),
+    ]  # fmt: skip
+    assert nxd.load_checkpoint(root, "best", model={"a": model["a"]}) is None
+    assert (model["a"] == 3).all()
+
+
+def test_n15_a_hundred_experts_in_a_directory_with_a_name_like_a_file(tmp_path: Path) -> None:
+    """xser: what is no expert's lies with ep_rank_00 alone, so the reader turns one name into another."""
+    root, ranks = tmp_path / "dp_rank_00_ep_rank_01_run", 101
+    tag = "a_ep_rank_01_b"
+
+    def reference(tid: int) -> TensorReference:
+        return TensorReference(tid)
+
+    for ep in range(ranks):
+        rank_file(root / tag / "model", {"expert": reference(0), "norm": reference(1)}, ep=ep)
+        name = f"dp_rank_00_ep_rank_{ep:02d}_tp_rank_00_pp_rank_00.pt"
+        info = {
+            0: {"dtype": torch.float32, "shape": torch.Size([1, 2]), "expert_model_parallel": True},
+            1: {"dtype": torch.float32, "shape": torch.Size([3]), "expert_model_parallel": False},
+        }
+        torch.save(info, root / tag / "model" / f"{name}.info.pt")
+        tensors = root / tag / "model" / f"{name}.tensors"
+        tensors.mkdir()
+        torch.save(torch.full((1, 2), float(ep)), tensors / "tensor_0.pt")
+        if ep == 0:
+            torch.save(torch.arange(3.0), tensors / "tensor_1.pt")
+    (root / tag / "done").write_text("1")
+    model = {"expert": torch.zeros(ranks, 2), "norm": torch.zeros(3)}
+    nxd.load_checkpoint(root, tag, model=model)
+    assert model["expert"][:, 1].tolist() == list(range(ranks))
+    assert model["norm"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("zero1", [True, False])
+def test_n15_an_optimizer_given_as_a_dict(tmp_path: Path, dp: int, zero1: bool) -> None:
+    """Whether it is a ZeRO-1 one is in the file, and not in how many of them there are."""
+    full = torch.arange(4.0)
+    rank_file(tmp_path / "a/model", {"w": full})
+    for rank in range(dp if zero1 else 1):
+        part = full.chunk(dp)[rank].clone() if zero1 else full
+        state = {0: {"step": torch.tensor(9.0), "exp_avg": part, "exp_avg_sq": part}}
+        content: dict[str, Any] = {"state": state, "param_groups": [{"lr": 0.5, "params": [0]}]}
+        if zero1:
+            content = {**content, "state": {}, "base_state": state, "shape_info": {0: [4]}}
+        rank_file(tmp_path / "a/optim", content, dp=rank)
+    (tmp_path / "a/done").write_text("1")
+    optimizer: dict[str, Any] = {}
+    nxd.load_checkpoint(tmp_path, "a", model={"w": torch.zeros(4)}, optimizer=optimizer)
+    assert optimizer["param_groups"][0]["lr"] == 0.5
+    state = next(iter(optimizer["state"].values()))
+    assert state["exp_avg"].tolist() == [0, 1, 2, 3]
+    assert state["step"] == 9
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)
+        torch.nn.init.constant_(self.embed.weight, value)
+        self.head.weight = self.embed.weight
+
+
+def stepped(model: torch.nn.Module) -> torch.optim.AdamW:
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, parameter in enumerate(model.parameters(), 1):
+        parameter.grad = torch.full_like(parameter, float(number))
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("layout", ["native", "pt", "xser"])
+def test_n16_tied_weights_of_sibling_modules(tmp_path: Path, layout: str, device: str) -> None:
+    model = Tied(1.0).to(device)
+    model.head.weight = model.embed.weight  # to("xla") has untied them, as torch does: see below
+    optimizer = stepped(model)
+    nxd.save_checkpoint(tmp_path, "a", model, optimizer, layout=layout)
+    assert xla_ckpt.verify(tmp_path, "a").ok
+    stored = sum(f.stat().st_size for f in (tmp_path / "a/model").rglob("*"))
+    fresh = Tied(2.0).to(device)
+    fresh.head.weight = fresh.embed.weight
+    again = stepped(fresh)
+    nxd.load_checkpoint(tmp_path, "a", fresh, again)
+    assert fresh.head.weight is fresh.embed.weight
+    assert torch.equal(fresh.head.weight.cpu(), model.head.weight.cpu())
+    assert len(again.state) == 1
+    assert torch.equal(
+        again.state[fresh.embed.weight]["exp_avg"].cpu(), optimizer.state[model.embed.weight]["exp_avg"].cpu()
+    )
+    # into a model that has two weights: both get it
+    apart = Tied(3.0)
+    apart.head.weight = torch.nn.Parameter(torch.zeros(6, 4))
+    nxd.load_checkpoint(tmp_path, "a", apart)
+    assert torch.equal(apart.head.weight, apart.embed.weight)
+    assert torch.equal(apart.head.weight.detach(), model.head.weight.detach().cpu())
+    nxd.save_checkpoint(tmp_path, "b", apart, layout=layout)  # two weights
+    both = sum(f.stat().st_size for f in (tmp_path / "b/model").rglob("*"))
+    assert both > stored if layout == "native" else both == stored  # NxD's files have each name's, and so have these
+
+
+def test_n16_weights_that_to_xla_has_untied_are_two(tmp_path: Path) -> None:
+    model = Tied(1.0).to("xla")
+    assert model.head.weight is not model.embed.weight  # torch, not this library: tie them again after it
+    optimizer = stepped(model)
+    assert not torch.equal(model.head.weight.cpu(), model.embed.weight.cpu()) or len(optimizer.state) == 2
+    with torch.no_grad():
+        model.head.weight.fill_(5.0)
+    nxd.save_checkpoint(tmp_path, "a", model, optimizer, use_xser=True)
+    fresh = Tied(2.0).to("xla")
+    again = stepped(fresh)
+    nxd.load_checkpoint(tmp_path, "a", fresh, again)
+    assert (fresh.head.weight == 5).all()
+    assert torch.equal(fresh.embed.weight.cpu(), model.embed.weight.cpu())
+    for a, b in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(again.state[a]["exp_avg"].cpu(), optimizer.state[b]["exp_avg"].cpu())

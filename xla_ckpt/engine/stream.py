@@ -1,0 +1,149 @@
+"""From one tag to other files, without having more than a given amount of it in memory.
+
+Files are made in the order of their bytes: a batch of regions is read from the tag (verified), digested, and written,
+before the next one is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xla_ckpt.crew import threads, work_off
+from xla_ckpt.engine.read import READERS, read_into
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.format.crc32 import crc32, joined
+from xla_ckpt.format.digest import BlockDigester
+from xla_ckpt.format.manifest import FileRecord
+from xla_ckpt.layout.box import Box
+from xla_ckpt.layout.ranges import pieces
+from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
+from xla_ckpt.plan.save_plan import Entry, FilePlan, Written
+from xla_ckpt.storage.base import Directory, Sink
+
+MAX_MEMORY = 1 << 30
+"""Bytes of array data in memory at a time, by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of one region that are neighbours, and the elements in them."""
+
+    region: int
+    offset: int
+    """Of the first byte in the file."""
+    nbytes: int
+    wants: tuple[tuple[str, Box, Box], ...]
+    """(leaf path, elements, the box that the bytes of the span are)."""
+
+
+def stream_files(
+    reader: TagReader,
+    directory: Directory,
+    files: Sequence[FilePlan],
+    *,
+    max_memory: int = MAX_MEMORY,
+    workers: int = READERS,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Written:
+    """Write planned files with the arrays of a tag in them; leaf paths are the tag's.
+
+    Every file is durable when this returns. The memory taken is `max_memory` and a reader's buffers, unless one
+    strided tensor alone is larger.
+
+    Raises:
+        CorruptCheckpointError: The tag is damaged.
+        OSError: The storage refused. What was written is left for the owner of the directory to remove.
+    """
+    crew = min(threads(workers, 2), len(files)) or 1
+    each = max(max_memory // crew, 1)
+    records: list[FileRecord | None] = [None] * len(files)
+
+    def write(number: int, _: memoryview) -> None:
+        records[number] = _File(reader, files[number], each, max(workers // crew, 1), progress).write(directory)
+
+    work_off(range(len(files)), write, workers=crew, buffer_bytes=0, name="xla_ckpt-stream")
+    shards = tuple(shard for number, plan in enumerate(files) for shard in plan.shards(number))
+    return Written(tuple(r for r in records if r is not None), shards)
+
+
+class _File:
+    """One file on its way."""
+
+    def __init__(
+        self, reader: TagReader, plan: FilePlan, max_memory: int, workers: int, progress: Callable[[int], None]
+    ) -> None:
+        self.reader = reader
+        self.plan = plan
+        self.max_memory = max_memory
+        self.workers = workers
+        self.progress = progress
+        self.digesters = [BlockDigester(nbytes) for _, nbytes in plan.codec.places]
+        self.crcs: list[list[tuple[int, int]]] = [[] for _ in plan.codec.places]
+
+    def write(self, directory: Directory) -> FileRecord:
+        """Write all of it; what the manifest says of it."""
+        codec = self.plan.codec
+        sink = directory.create(self.plan.path, codec.size)
+        try:
+            for batch in _batches(self._spans(), self.max_memory):
+                self._write_batch(sink, batch)
+            digests = [d for digester in self.digesters for d in digester.digests]
+            glue = codec.glue(digests, [joined(parts) for parts in self.crcs])
+            for offset, text in glue:
+                sink.patch(text, offset)
+            sink.commit()
+        except BaseException:
+            sink.abandon()
+            raise
+        return codec.record(self.plan.path, glue, digests)
+
+    def _spans(self) -> Iterator[_Span]:
+        held: dict[int, list[Entry]] = {}
+        for entry in self.plan.entries:
+            held.setdefault(entry.region, []).append(entry)
+        for region, (offset, nbytes) in enumerate(self.plan.codec.places):
+            entries = held.get(region, [])
+            if len(entries) == 1 and entries[0].frame is None:
+                leaf, box = entries[0].leaf, entries[0].box
+                itemsize = nbytes // max(box.size, 1)
+                at = offset
+                for part in pieces(box, box, itemsize, self.max_memory):
+                    yield _Span(region, at, part.size * itemsize, ((leaf, part, part),))
+                    at += part.size * itemsize
+            else:
+                yield _Span(region, offset, nbytes, tuple((e.leaf, e.box, e.frame or e.box) for e in entries))
+
+    def _write_batch(self, sink: Sink, batch: Sequence[_Span]) -> None:
+        memory = np.zeros(sum(s.nbytes for s in batch), np.uint8).data  # padding stays zero
+        reads: list[Read] = []
+        slots, at = [], 0
+        for slot, span in enumerate(batch):
+            slots.append(memory[at : at + span.nbytes])
+            at += span.nbytes
+            for leaf, box, frame in span.wants:
+                found = plan_restore(self.reader.manifest, [Want(leaf, box, slot)])
+                reads += [replace(read, wanted=frame) for read in found.reads]
+        reads.sort(key=lambda r: (r.file, r.offset, r.part))
+        read_into(self.reader, RestorePlan(tuple(reads)), slots, workers=self.workers)
+        for span, data in zip(batch, slots, strict=True):
+            self.digesters[span.region].update(data)
+            if self.plan.codec.wants_crc32:
+                self.crcs[span.region].append((crc32(data), span.nbytes))
+            sink.patch(data, span.offset)
+            self.progress(span.nbytes)
+
+
+def _batches(spans: Iterator[_Span], max_memory: int) -> Iterator[list[_Span]]:
+    batch: list[_Span] = []
+    held = 0
+    for span in spans:
+        if batch and held + span.nbytes > max_memory:
+            yield batch
+            batch, held = [], 0
+        batch.append(span)
+        held += span.nbytes
+    if batch:
+        yield batch

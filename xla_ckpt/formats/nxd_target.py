@@ -1,0 +1,208 @@
+"""A stored state as the ranks of a neuronx-distributed job would have it: what a conversion to its layouts writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
+from xla_ckpt.format.manifest import ArrayRecord, Manifest
+from xla_ckpt.formats.nxd_plan import PARTS, RankState, Tensor, with_experts
+from xla_ckpt.formats.torch_pickle import leaves_in
+from xla_ckpt.layout.local import Local
+from xla_ckpt.layout.mesh import AXES, Mesh
+from xla_ckpt.layout.rules import Parsed
+from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.plan.place import DEALT, STATES, even, parameter_of, rows_of, sharding_of, without
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.weave import array_paths
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The job that the files are for."""
+
+    manifest: Manifest
+    """Of what is stored."""
+
+    trees: Mapping[str, Any]
+    """Members of the state that neuronx-distributed has a place for, with a `LeafAt` for each array."""
+
+    mesh: Mesh
+    rules: Parsed
+    cuts: Sequence[str]
+    """Names of the modules after which a pipeline stage ends."""
+
+    zero1: bool
+    _shardings: dict[str, Sharding] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.cuts) != self.mesh.pp - 1:
+            raise UsageError(
+                f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them", found=list(self.cuts),
+                hint="Name the modules after which a stage ends, in order: model.layers.15.",
+            )  # fmt: skip
+        for cut in self.cuts:
+            if not any(name.startswith(f"{cut}.") for name in self._names()):
+                raise UsageError("no parameter belongs to a module of this name", found=cut)
+        if not self.zero1 and "master" in (self.trees.get("optimizer") or {}):
+            raise UsageError(
+                "master weights have a place in ZeRO-1 files only", leaf="optimizer/master", found="zero1=False",
+                hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
+            )  # fmt: skip
+        if self.zero1 and self.mesh.ep > 1:
+            raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")
+
+    def _names(self) -> list[str]:
+        model = self.trees.get("model")
+        return [str(name) for name in model] if isinstance(model, Mapping) else []
+
+    def state(self, rank: int) -> RankState:
+        """What one rank has.
+
+        Raises:
+            CheckpointError: It cannot be told how an array is split, or it cannot be split like that.
+        """
+        stage = self.mesh.coordinates(rank)["pp"]
+        trees: dict[str, Any] = {}
+        if "model" in self.trees:
+            trees["model"] = self._model(stage)
+        if "optimizer" in self.trees:
+            trees["optimizer"] = self._optimizer(stage)
+        trees |= {part: self.trees[part] for part in ("scheduler", "user_content") if part in self.trees}
+        tensors = {
+            path: self._tensor(path, rank)
+            for part in PARTS
+            if part in self.trees
+            for path in array_paths(self.manifest.skeleton[part], part)
+        }
+        return RankState(trees, with_experts(tensors, self.mesh), self.zero1, self._by_name(), self._shapes())
+
+    def of_earlier_stages(self, rank: int) -> frozenset[str]:
+        """Leaves that a stage before a rank's own has, too."""
+        trees = [
+            tree
+            for stage in range(self.mesh.coordinates(rank)["pp"])
+            for tree in (self._model(stage) if "model" in self.trees else None,
+                         self._optimizer(stage) if "optimizer" in self.trees else None)
+        ]  # fmt: skip
+        return frozenset(self.manifest.aliases.get(path, path) for path in leaves_in(trees))
+
+    def _by_name(self) -> bool:
+        optimizer = self.trees.get("optimizer")
+        return isinstance(optimizer, Mapping) and isinstance(optimizer.get("param_groups"), list)
+
+    def _stages(self) -> dict[str, int]:
+        """The stage of each name of the model: it ends with the last parameter of the module that is cut after."""
+        names, stages, stage = self._names(), {}, 0
+        last = [max(i for i, n in enumerate(names) if n.startswith(f"{cut}.")) for cut in self.cuts]
+        for i, name in enumerate(names):
+            stages[name] = stage
+            stage += i in last
+        return stages
+
+    def _model(self, stage: int) -> Any:
+        if self.mesh.pp == 1:
+            return self.trees["model"]
+        stages = self._stages()
+        return {name: v for name, v in self.trees["model"].items() if stages[str(name)] == stage}
+
+    def _optimizer(self, stage: int) -> Any:
+        tree = self.trees["optimizer"]
+        if self.mesh.pp == 1 or not self._by_name():
+            return tree
+        mine = {self._stored_name(name) for name, s in self._stages().items() if s == stage}
+        groups = [{**g, "params": [n for n in g["params"] if n in mine]} for g in tree["param_groups"]]
+        kept = {k: {n: v for n, v in tree[k].items() if n in mine} for k in ("state", "master") if k in tree}
+        return {**tree, **kept, "param_groups": groups}
+
+    def _stored_name(self, name: str) -> str:
+        """The name that an optimizer has for a parameter of several names."""
+        leaf = paths.join("model", paths.escape(name))
+        return paths.unescape(self.manifest.aliases.get(leaf, leaf).removeprefix("model/"))
+
+    def _record(self, path: str) -> ArrayRecord:
+        record = self.manifest.array(path)
+        if record is None:
+            raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=path)
+        return record
+
+    def _sharding(self, path: str) -> Sharding:
+        """How the job splits an array over tp and ep; a state follows its parameter."""
+        if path not in self._shardings:
+            record, owner = self._record(path), parameter_of(path)
+            theirs = None if owner is None else self.manifest.array(owner)
+            leaf = owner if owner is not None and theirs is not None and theirs.shape == record.shape else path
+            try:
+                self._shardings[path] = without(sharding_of(leaf, self.manifest, self.rules), ("pp", *DEALT))
+            except ValueError as error:
+                raise IncompatibleCheckpointError(str(error), leaf=path) from error
+        return self._shardings[path]
+
+    def _tensor(self, path: str, rank: int) -> Tensor:
+        record = self._record(path)
+        leaf = self.manifest.aliases.get(path, path)
+        try:
+            placed, local = self._placed(path, record, rank)
+        except IncompatibleCheckpointError:
+            raise
+        except (ValueError, CheckpointError) as error:
+            raise IncompatibleCheckpointError(
+                f"it cannot be split over {self.mesh}: {error}", leaf=path,
+                found=f"shape {list(record.shape)}, split like {self._sharding(path).spec}",
+                hint="Say with a sharding rule how it is split.",
+            ) from error  # fmt: skip
+        alike = placed.group[1] if isinstance(placed.group, tuple) else AXES
+        return Tensor(leaf, record.dtype, local, placed.pieces, alike)
+
+    def _placed(self, path: str, record: ArrayRecord, rank: int) -> tuple[Local, tuple[int, ...]]:
+        """Where a rank's tensor lies, and its shape, which padding may enlarge."""
+        sharding, local = even(self._sharding(path), record.shape, self.mesh)
+        if self.zero1 and record.shape and self._is_dealt(path, record):
+            return sharding.zero1(local, self.mesh, rank, ("dp",)), (-(-local[0] // self.mesh.dp), *local[1:])
+        return sharding.place(local, self.mesh, rank), local
+
+    def spec(self, path: str) -> tuple[object, ...] | None:
+        """How an array will be split, for the manifest."""
+        return self._placed(path, self._record(path), 0)[0].spec
+
+    def _is_dealt(self, path: str, record: ArrayRecord) -> bool:
+        """Whether ZeRO-1 deals out the rows of an array: of states that have the shape of their parameter."""
+        owner = parameter_of(path)
+        theirs = None if owner is None else self.manifest.array(owner)
+        if owner is None:
+            return False
+        if theirs is not None:
+            return theirs.shape == record.shape
+        if not (dealt := bool(rows_of(sharding_of(path, self.manifest, ())))):
+            raise IncompatibleCheckpointError(
+                "the optimizer's rows cannot be dealt out: the parameter that this belongs to is not known",
+                leaf=path,
+                hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
+            )
+        return dealt
+
+    def _shapes(self) -> dict[Any, tuple[int, ...]]:
+        """Local shape of each parameter that the optimizer has."""
+        if not self._by_name():
+            return {}
+        shapes = {}
+        for group in self.trees["optimizer"]["param_groups"]:
+            for name in group["params"]:
+                part = paths.escape(name) if isinstance(name, str) else component(name)
+                leaf = f"model/{part}"
+                if self.manifest.array(leaf) is None:
+                    below = self.trees["optimizer"]["state"].get(name, {})
+                    own = [f"optimizer/state/{part}/{what}" for what in below]
+                    leaf = max(own, key=lambda p: len(r.shape) if (r := self.manifest.array(p)) else -1, default=leaf)
+                record = self.manifest.array(leaf)
+                if record is not None:
+                    shapes[name] = even(self._sharding(leaf), record.shape, self.mesh)[1]
+        return shapes
+
+
+def deals_rows(manifest: Manifest) -> bool:
+    """Whether the optimizer's states were dealt out by ZeRO-1 when they were saved."""
+    return any(rows_of(sharding_of(leaf, manifest, ())) for leaf in manifest.arrays if leaf.startswith(STATES))

@@ -1,0 +1,117 @@
+"""Where the arrays of a stored state would lie on a mesh other than the one that saved it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from xla_ckpt.format.manifest import ArrayRecord, Manifest
+from xla_ckpt.layout.local import Local
+from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.layout.rules import Parsed, decided
+from xla_ckpt.layout.sharding import AXES, Sharding, Split, parts
+
+OPTIMIZER = "optimizer/"
+
+STATES = ("optimizer/state/", "optimizer/master/")
+"""Where an optimizer's states, and its master weights, are found under the names of their parameters."""
+
+DEALT = ("dp", "edp", "cp")
+"""Mesh axes over which a ZeRO-1 optimizer may deal out rows."""
+
+
+def parameter_of(leaf: str) -> str | None:
+    """The leaf path of the parameter whose state, or master weight, an array is; None for any other array."""
+    for prefix in STATES:
+        if leaf.startswith(prefix):
+            return "model/" + leaf[len(prefix) :].split("/", maxsplit=1)[0]
+    return None
+
+
+def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None) -> Sharding:
+    """How an array is split: as a rule says, else as it was when it was saved.
+
+    What a rule says of a parameter holds for its optimizer's states, in the dims that they have.
+
+    Args:
+        leaf: Leaf path of a stored array.
+        manifest: What is stored.
+        rules: The caller's rules.
+        unknown: Receives names of axes that no mesh has: those of a DTensor's or a jax array's own mesh.
+
+    Raises:
+        ValueError: A rule does not fit.
+    """
+    record = manifest.array(leaf)
+    if record is None:
+        raise ValueError("no such array is stored")
+    owner = parameter_of(leaf)
+    if (ruled := rule_for(leaf, rules)) is not None:
+        return _ruled(ruled, record, None if owner is None else manifest.array(owner), state=owner is not None)
+    return _stored(record, unknown)
+
+
+def rule_for(leaf: str, rules: Parsed) -> Sharding | None:
+    """What a rule says of an array, or of the parameter whose state it is; None if none does."""
+    name = parameter_of(leaf) or leaf
+    return decided(rules, name, name.partition("/")[2])
+
+
+def _ruled(ruled: Sharding, record: ArrayRecord, parameter: ArrayRecord | None, *, state: bool) -> Sharding:
+    shape = record.shape if parameter is None else parameter.shape
+    if state and parameter is None and not shape:
+        return Sharding()
+    if len(ruled.dims) > len(shape):
+        raise ValueError(f"a rule splits {len(ruled.dims)} dims, the array has {len(shape)}")
+    return ruled.of_state(shape, record.shape)
+
+
+def _stored(record: ArrayRecord, unknown: set[str] | None) -> Sharding:
+    dims: list[Split | None] = []
+    for entry in record.spec or ():
+        names: tuple[Any, ...] = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = tuple(n for n in names if n in AXES)
+        if unknown is not None:
+            unknown |= {n for n in names if isinstance(n, str) and n not in AXES}
+        strides = [n for n in names if isinstance(n, int)]
+        dims.append(Split(axes, strides[0] if strides else 1) if axes else None)
+    return Sharding(tuple(dims))
+
+
+def place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Local:
+    """Where a rank's part of an array lies.
+
+    Rows that a ZeRO-1 optimizer deals out are cut after tensor parallelism has cut them, as it does.
+
+    Raises:
+        ValueError: The sharding does not fit.
+    """
+    dealt = rows_of(sharding) if leaf.startswith(OPTIMIZER) else ()
+    if not dealt:
+        return sharding.part(shape, mesh, rank)
+    base, local = even(without(sharding, dealt), shape, mesh)
+    return base.zero1(local, mesh, rank, dealt)
+
+
+def rows_of(sharding: Sharding) -> tuple[str, ...]:
+    """The mesh axes over which the rows of a state are dealt out."""
+    first = sharding.dims[0] if sharding.dims else None
+    return () if first is None else tuple(a for a in first.axes if a in DEALT)
+
+
+def without(sharding: Sharding, axes: Sequence[str]) -> Sharding:
+    """The same, unsplit over these axes."""
+    dims: list[Split | None] = []
+    for split in sharding.dims:
+        kept = () if split is None else tuple(a for a in split.axes if a not in axes)
+        dims.append(Split(kept, split.stride) if split is not None and kept else None)
+    return Sharding(tuple(dims), sharding.shape)
+
+
+def even(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Sharding, tuple[int, ...]]:
+    """The sharding of an array into equal local tensors, whose ends may be padding, and their shape."""
+    local = tuple(
+        n if split is None else -(-n // parts(split.axes, mesh.sizes))
+        for split, n in zip(sharding.over(len(shape)), shape, strict=True)
+    )
+    return Sharding(sharding.dims, shape), local
