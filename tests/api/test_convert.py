@@ -221,6 +221,36 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "full"]
 
 
+def test_what_is_most_likely_not_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", torch.nn.Linear(4, 7), mesh="dp=1")
+    with pytest.raises(xla_ckpt.UsageError, match="nothing is split over tp"):
+        xla_ckpt.convert(tmp_path, tmp_path, to="pt", mesh="tp=2", as_tag="b")
+    rules = [("weight", ("tp", None)), ("wieght", ("tp", None))]
+    xla_ckpt.convert(tmp_path, tmp_path, to="pt", mesh="tp=2", as_tag="b", shardings=rules)
+    assert "('wieght', ('tp', None)) fits" in caplog.text
+    assert "padded, because they do not divide over pp=1,dp=1,ep=1,cp=1,tp=2: model/weight" in caplog.text
+    with pytest.raises(xla_ckpt.UsageError, match="a tag of this name already"):
+        xla_ckpt.convert(tmp_path, tmp_path, "a", as_tag="b")
+    for mesh in ("tp=x", {"dp": 2}):
+        with pytest.raises(xla_ckpt.UsageError, match="a mesh makes no sense"):
+            xla_ckpt.convert(tmp_path, tmp_path, "a", as_tag="c", mesh=mesh)  # type: ignore[arg-type]
+        with pytest.raises(xla_ckpt.UsageError, match="a mesh makes no sense"):
+            xla_ckpt.save(tmp_path, "c", {"x": 1}, mesh=mesh)  # type: ignore[arg-type]
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="This is the directory of a tag: pass"):
+        xla_ckpt.restore(tmp_path / "a")
+    assert xla_ckpt.list_tags(tmp_path) == ["a", "b"]
+
+
+def test_an_export_of_less_than_the_model_is_refused(tmp_path: Path) -> None:
+    make(tmp_path)
+    xla_ckpt.convert(tmp_path, tmp_path, "a", to="xser", mesh="tp=2", as_tag="b", shardings=RULES)
+    as_theirs(tmp_path / "b")
+    for rules in ([], [("qkv", (("tp", 3), None))]):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="ambiguous"):
+            xla_ckpt.export_hf(tmp_path, tmp_path / "hf", "b", shardings=rules)
+        assert not (tmp_path / "hf").exists()
+
+
 def model_of_mine() -> tuple[Small, torch.optim.AdamW]:
     model, optimizer = state(3)
     model.embed.weight.global_shape = (13, 4)  # what is beyond is padding
@@ -239,7 +269,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(tmp_path / "b")]) == 0
     assert "neuronx-distributed" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "native"]) == 1
-    assert "ambiguous" in capsys.readouterr().err
+    assert "numbers its parameters" in capsys.readouterr().err
     like = ["--like", f"{__name__}:model_of_mine", *rules]
     assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "native", *like]) == 0
     assert main(["explain", str(tmp_path / "b"), "--like-mesh", "tp=2", *like]) == 0

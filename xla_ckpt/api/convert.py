@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.adapters import pickles
 from xla_ckpt.api.export import MAX_SHARD_BYTES, export
-from xla_ckpt.api.foreign import opened
+from xla_ckpt.api.foreign import opened, tag_names
+from xla_ckpt.api.job import as_mesh
 from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.api.progress import Progress
 from xla_ckpt.api.tags import chosen_tag
@@ -27,7 +29,7 @@ from xla_ckpt.formats.layouts import FORMATS, OTHER_NAMES
 from xla_ckpt.formats.nxd_plan import PARTS, RankPlan
 from xla_ckpt.formats.nxd_target import Target, deals_rows
 from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.rules import Parsed, Rules, parse_rules
+from xla_ckpt.layout.rules import Parsed, Rules, idle, parse_rules
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.place import parameter_of, place, rule_for, sharding_of
@@ -36,6 +38,8 @@ from xla_ckpt.storage.local import LocalDirectory, write_small
 from xla_ckpt.tags.lazy import save_tag
 from xla_ckpt.tags.names import NXD_MARKS, check_tag
 from xla_ckpt.tree.weave import array_paths, objects_in
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +87,8 @@ def convert(
         tag: Which checkpoint; None takes the newest.
         to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts;
             ``"safetensors"``, the model alone, as `export_hf` writes it.
-        mesh: The topology that the files are for. The native layout loads on any; there it only says into how many
-            files the bytes are dealt out.
+        mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The
+            native layout loads on any; there it only says into how many files the bytes are dealt out.
         as_tag: Name of the new tag; by default that of the old one.
         model: What neuronx-distributed's own tags do not say is taken from here: names, shapes and splits of the
             parameters. On the device ``meta`` it takes no memory. Our own tags do not need it.
@@ -117,7 +121,7 @@ def convert(
     to = OTHER_NAMES.get(to, to)
     if max_memory < 1:
         raise UsageError("max_memory is a number of bytes", found=max_memory)
-    over = _mesh(mesh)
+    over = as_mesh(mesh) or Mesh()
     rules = parse_rules(shardings)
     tag = chosen_tag(root, tag)
     with opened(root, tag, rules, model, optimizer, part="model" if to == "safetensors" else "") as reader:
@@ -130,6 +134,11 @@ def convert(
             raise UsageError(
                 "the new tag would replace the old one", path=target, tag=called, hint="Pass as_tag= (--as)."
             )
+        if called in tag_names(target):
+            raise UsageError(
+                "there is a tag of this name already", path=target, tag=called,
+                hint="Pass as_tag= (--as), or remove it first.",
+            )  # fmt: skip
         try:
             work = _Conversion(reader, called, to, over, rules, trust_pickle)
             plans = work.plans(pipeline_cuts, zero1)
@@ -150,24 +159,16 @@ def convert(
     return ConvertReport(target, called, to, str(over), sum(map(len, plans)), total, time.monotonic() - began)
 
 
-def _check_names(manifest: Manifest) -> None:
+def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
     """A rule of the caller's may say of nameless states what is not so, and shapes of theirs tell nothing."""
     old = Mesh.parse(manifest.mesh or "")
-    owners = {leaf: parameter_of(leaf) for leaf in manifest.arrays} if old.tp * old.ep > 1 else {}
-    known = {*manifest.arrays, *manifest.aliases}
-    leaf = next((leaf for leaf, owner in owners.items() if owner is not None and owner not in known), None)
+    owners = {leaf: parameter_of(leaf) for leaf in leaves} if old.tp * old.ep > 1 else {}
+    leaf = next((leaf for leaf, owner in owners.items() if owner is not None and owner not in owners), None)
     if leaf is not None:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters: it cannot be told how its states were split over the ranks",
             leaf=leaf, hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
         )  # fmt: skip
-
-
-def _mesh(mesh: Mesh | str | None) -> Mesh:
-    try:
-        return Mesh.parse(mesh) if isinstance(mesh, str) else mesh or Mesh()
-    except ValueError as error:
-        raise UsageError(f"a mesh makes no sense: {error}") from error
 
 
 class _Conversion:
@@ -181,11 +182,14 @@ class _Conversion:
         self.target: Target | None = None
         self.theirs = {part: held[part] for part in PARTS if part in held} if to != "native" else {}
         """Members of the state that go into neuronx-distributed's files."""
-        for path in array_paths(self.manifest.skeleton, ""):
+        leaves = array_paths(self.manifest.skeleton, "")
+        if reader.foreign_object is not None:
+            _check_names(self.manifest, leaves)
+        for path in leaves:
             if self.manifest.array(path) is None:
                 raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
-        if reader.foreign_object is not None:
-            _check_names(self.manifest)
+        for message in idle(rules, leaves):
+            logger.warning("%s", message)
 
     def plans(self, cuts: Sequence[str], zero1: bool | None) -> list[tuple[FilePlan, ...]]:
         """The files of each rank."""
@@ -198,6 +202,8 @@ class _Conversion:
         trees = {part: self._tree(skeleton, part) for part, skeleton in self.theirs.items()}
         dealt = deals_rows(self.manifest) if zero1 is None else zero1
         target = self.target = Target(self.manifest, trees, self.mesh, self.rules, cuts, dealt)
+        for message in target.doubts():
+            logger.warning("%s", message)
         xser = self.to == "xser"
         return [
             (*native[r], *RankPlan(self.mesh, r, xser, target.of_earlier_stages(r)).files(target.state(r)))

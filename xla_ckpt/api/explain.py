@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.api.foreign import opened
+from xla_ckpt.api.job import as_mesh
 from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CorruptCheckpointError, UsageError
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.format.manifest import Manifest
 from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.layout.rules import Rules, parse_rules
@@ -50,10 +51,7 @@ def explain(
         ``print(xla_ckpt.explain("ckpt", like_mesh="dp=2,tp=4").problems)``
     """
     root = directory_at(path)
-    try:
-        mesh = Mesh.parse(like_mesh) if isinstance(like_mesh, str) else like_mesh
-    except ValueError as error:
-        raise UsageError(f"a mesh makes no sense: {error}", path=root) from error
+    mesh = as_mesh(like_mesh) or Mesh()
     rules = parse_rules(shardings)
     tag = chosen_tag(root, tag)
     with opened(root, tag, rules, model, optimizer) as reader:

@@ -18,6 +18,8 @@ from xla_ckpt.errors import CheckpointError, StorageError, UsageError
 from xla_ckpt.layout.rules import Rules, parse_rules
 from xla_ckpt.plan.export_plan import INDEX, index, plan_export
 from xla_ckpt.storage.local import LocalDirectory, sync_directory, write_small
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.weave import array_paths
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an export, unless a single array is larger: Hugging Face's own default."""
@@ -87,6 +89,9 @@ def export(
         raise UsageError("the destination of an export must not exist, or be empty", path=target)
     partial = target + ".partial"
     try:
+        for leaf in array_paths(reader.manifest.skeleton, ""):
+            if paths.is_under(leaf, part):
+                reader.manifest.array(leaf)  # raises where nobody says how it is split
         files = plan_export(reader.manifest, part, max_shard_bytes)
         total = sum(f.data_bytes for f in files)
         shutil.rmtree(partial, ignore_errors=True)

@@ -49,7 +49,23 @@ class Job:
         return progress if self.exchange.rank == 0 else False
 
 
-def current_job(root: str, mesh: Mesh | None, *, doing: str, timeout: float = TIMEOUT) -> Job:
+def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
+    """A mesh as callers give it: ``Mesh(dp=2, tp=4)`` or ``"dp=2,tp=4"``.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    try:
+        return Mesh.parse(mesh)
+    except (ValueError, AttributeError) as error:
+        raise UsageError(
+            f"a mesh makes no sense: {error}", expected='Mesh(dp=2, tp=4), or "dp=2,tp=4"', found=repr(mesh)
+        ) from error
+
+
+def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: float = TIMEOUT) -> Job:
     """The job of this process, for one save or load of `root`.
 
     All ranks make the same calls in the same order; that is how they find each other's messages.
@@ -64,6 +80,7 @@ def current_job(root: str, mesh: Mesh | None, *, doing: str, timeout: float = TI
     else:
         dist.check_alone()
         communicator = _SOLO
+    mesh = as_mesh(mesh)
     if mesh is None:
         mesh = current_mesh(communicator.rank, communicator.size) or Mesh(dp=communicator.size)
     if mesh.size != communicator.size:

@@ -43,7 +43,7 @@ def save_checkpoint(
     zero1_optimizer: bool = False,  # noqa: ARG001  # neuronx-distributed's signature; it is found out here
     *,
     extras: Mapping[str, Any] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
@@ -106,7 +106,7 @@ def save(
     use_xser: bool = False,
     num_kept_ckpts: int | None = None,
     async_save: bool = False,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
@@ -135,7 +135,7 @@ class _Options:
     layouts: tuple[str, ...]
     num_kept: int | None
     async_save: bool
-    mesh: Mesh | None
+    mesh: Mesh | str | None
     shardings: Rules | None
     pinned: bool
     progress: bool | None

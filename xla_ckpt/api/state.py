@@ -18,7 +18,7 @@ from xla_ckpt.adapters.layouts import Layouts, Parameter
 from xla_ckpt.adapters.plain import CODEC
 from xla_ckpt.adapters.registry import array_kind
 from xla_ckpt.format.digest import digest, to_hex
-from xla_ckpt.layout.rules import Rules, decided, parse_rules
+from xla_ckpt.layout.rules import Rules, idle, parse_rules
 from xla_ckpt.plan.merge import Sample
 from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.snapshot.take import HostShard
@@ -139,14 +139,9 @@ def prepare(state: State, placement: Placement, rules: Rules | None, *, wholly: 
 
 
 def _warn_of_idle_rules(layouts: Layouts, arrays: Mapping[str, Any]) -> None:
-    """A rule in which no leaf is found is a typing error, or belongs to another pipeline stage."""
-    if layouts.placement.mesh.pp > 1 or layouts.placement.rank:
-        return
-    for rule in layouts.rules:
-        if all(decided([rule], path, path.partition("/")[2]) is None for path in arrays):
-            logger.warning(
-                "no leaf path has a part that the sharding rule (%r, %s) fits", rule[0].pattern, rule[1].spec
-            )
+    if layouts.placement.mesh.pp == 1 and layouts.placement.rank == 0:
+        for message in idle(layouts.rules, arrays):
+            logger.warning("%s", message)
 
 
 def samples(

@@ -92,6 +92,9 @@ def show_facts(
     with opened(root, tag, parse_rules(rules), model, optimizer) as reader:
         manifest = reader.manifest
     unknown = getattr(manifest.arrays, "unknown", {})
+    leaves = [*manifest.arrays, *unknown, *manifest.aliases, *plain_values(manifest)]
+    if not any(_matches(leaf, pattern) for leaf in leaves):
+        raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern)
     head = manifest.head
     chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
     arrays = [
@@ -190,6 +193,8 @@ def targets(name: str | None) -> tuple[Any, Any]:
     if name is None:
         return None, None
     module, _, function = name.partition(":")
+    if not module or not function:
+        raise UsageError("--like names a function", expected="MODULE:FUNCTION, such as my_job:build", found=name)
     sys.path.insert(0, os.getcwd())  # as python -m does
     try:
         made = getattr(importlib.import_module(module), function)()

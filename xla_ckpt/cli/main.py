@@ -53,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--hf", action="store_true", required=True, help="the format: Hugging Face safetensors")
     export.add_argument("--tag", help="which one (default: the newest)")
     export.add_argument("--part", default="model", help="leaf path of what is exported (default: model)")
-    export.add_argument(
-        "--max-shard-size", type=facts.nbytes, default=MAX_SHARD_BYTES, metavar="SIZE", help="such as 5GB"
-    )
+    export.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_BYTES, metavar="SIZE", help="such as 5GB")
     convert = command("convert", "Write a tag anew, in another layout or for another topology.", _convert)
     convert.add_argument(
         "destination", metavar="DST", help="root directory of the new tag; for safetensors the directory to make"
@@ -63,7 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, choices=FORMATS, help="the layout")
     convert.add_argument("--tag", help="which one (default: the newest)")
     convert.add_argument("--as", dest="as_tag", metavar="TAG", help="name of the new tag (default: the old one's)")
-    convert.add_argument("--mesh", help="the topology that the files are for, such as pp=1,dp=4,tp=2")
+    convert.add_argument(
+        "--mesh", help="the topology that the files are for, such as pp=1,dp=4,tp=2 (default: one rank)"
+    )
     convert.add_argument(
         "--cut", action="append", default=[], metavar="MODULE",
         help="with pp in the mesh: a module after which a pipeline stage ends, such as model.layers.15; repeat it, "
@@ -83,9 +83,16 @@ def _parser() -> argparse.ArgumentParser:
         _add_rules(made)
     for made in (export, convert):
         made.add_argument(
-            "--max-memory", type=facts.nbytes, default=MAX_MEMORY, metavar="SIZE", help="array data in memory at a time"
+            "--max-memory", type=_size, default=MAX_MEMORY, metavar="SIZE", help="array data in memory at a time"
         )
     return parser
+
+
+def _size(text: str) -> int:
+    try:
+        return facts.nbytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:

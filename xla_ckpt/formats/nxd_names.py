@@ -50,8 +50,9 @@ def names_of_stage(
     if counts != found:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
-            leaf="optimizer/param_groups", expected=f"groups of {counts} parameters", found=f"groups of {found}",
-            hint="Make the optimizer with the same groups in the same order as in training.",
+            leaf="optimizer/param_groups", expected=f"groups of {counts} parameters, as stored",
+            found=f"groups of {found}, counting parameters whose names the stored model has",
+            hint="Give the model, too, and make the optimizer with the same groups in the same order as in training.",
         )  # fmt: skip
     names = {i: n for g, called in zip(stored, mine, strict=True) for i, n in zip(g["params"], called, strict=True)}
     for i, name in names.items():

@@ -13,7 +13,7 @@ from xla_ckpt.formats.torch_pickle import leaves_in
 from xla_ckpt.layout.local import Local
 from xla_ckpt.layout.mesh import AXES, Mesh
 from xla_ckpt.layout.rules import Parsed
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.layout.sharding import Sharding, parts
 from xla_ckpt.plan.place import DEALT, STATES, even, parameter_of, rows_of, sharding_of, without
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import component
@@ -42,11 +42,19 @@ class Target:
         if len(self.cuts) != self.mesh.pp - 1:
             raise UsageError(
                 f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them", found=list(self.cuts),
-                hint="Name the modules after which a stage ends, in order: model.layers.15.",
+                hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...], or --cut for each.",
             )  # fmt: skip
+        names, last = self._names(), -1
         for cut in self.cuts:
-            if not any(name.startswith(f"{cut}.") for name in self._names()):
-                raise UsageError("no parameter belongs to a module of this name", found=cut)
+            ends = [i for i, name in enumerate(names) if name.startswith(f"{cut}.")]
+            if not ends:
+                raise UsageError(
+                    "no parameter belongs to a module of this name", expected=f"the beginning of one of {names[:8]}",
+                    found=cut,
+                )  # fmt: skip
+            if ends[-1] <= last:
+                raise UsageError("the cuts are not in the order of the model", found=list(self.cuts))
+            last = ends[-1]
         if not self.zero1 and "master" in (self.trees.get("optimizer") or {}):
             raise UsageError(
                 "master weights have a place in ZeRO-1 files only", leaf="optimizer/master", found="zero1=False",
@@ -163,6 +171,31 @@ class Target:
         if self.zero1 and record.shape and self._is_dealt(path, record):
             return sharding.zero1(local, self.mesh, rank, ("dp",)), (-(-local[0] // self.mesh.dp), *local[1:])
         return sharding.place(local, self.mesh, rank), local
+
+    def doubts(self) -> list[str]:
+        """What is possible, and most likely not meant.
+
+        Raises:
+            UsageError: Nothing is split over tp at all.
+        """
+        leaves = [path for part in PARTS if part in self.trees for path in leaves_in([self.trees[part]])]
+        split = {path: self._sharding(path) for path in leaves}
+        if self.mesh.tp > 1 and leaves and not any("tp" in s.axes for s in split.values()):
+            raise UsageError(
+                f"nothing is split over tp: each of the {self.mesh.tp} ranks would have the whole model",
+                hint="Say what is split: shardings=[('up_proj', ('tp', None))], or --sharding up_proj tp,_.",
+            )
+        uneven = [
+            path
+            for path, sharding in split.items()
+            if path.startswith("model/")
+            for n, s in zip(self._record(path).shape, sharding.over(len(self._record(path).shape)), strict=True)
+            if s is not None and n % parts(s.axes, self.mesh.sizes)
+        ]
+        if not uneven:
+            return []
+        more = f" and {len(uneven) - 5} more" if len(uneven) > 5 else ""
+        return [f"padded, because they do not divide over {self.mesh}: {', '.join(uneven[:5])}{more}"]
 
     def spec(self, path: str) -> tuple[object, ...] | None:
         """How an array will be split, for the manifest."""

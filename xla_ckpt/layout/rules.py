@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from xla_ckpt.errors import UsageError
@@ -32,6 +32,16 @@ def parse_rules(rules: Rules | None) -> Parsed:
                 hint="Write (regular expression, spec), as in (r'layers\\.\\d+\\.up', ('tp', None)).",
             ) from error  # fmt: skip
     return tuple(found)
+
+
+def idle(rules: Parsed, leaves: Iterable[str]) -> list[str]:
+    """Rules in which no leaf is found, as messages: each is a typing error, or belongs to another pipeline stage."""
+    there = list(leaves)
+    return [
+        f"no leaf path has a part that the sharding rule ({rule[0].pattern!r}, {rule[1].spec}) fits"
+        for rule in rules
+        if all(decided([rule], path, path.partition("/")[2]) is None for path in there)
+    ]
 
 
 def decided(rules: Parsed, *names: str) -> Sharding | None:

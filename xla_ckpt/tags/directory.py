@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, StorageError
 from xla_ckpt.format import manifest_json
 from xla_ckpt.storage.local import LocalDirectory
-from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, check_tag, is_tag_name
+from xla_ckpt.tags.names import NXD_MARKS, OLD_PREFIX, TMP_SUFFIX, check_tag, is_tag_name
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,10 @@ def no_such_tag(root: str, tag: str | None) -> NoCheckpointError:
     except (OSError, CheckpointError):
         there, unfinished = [], []
     if not os.path.isdir(root):
-        hint = "The directory does not exist."
+        hint = "It is a file." if os.path.exists(root) else "The directory does not exist."
+    elif any(os.path.exists(os.path.join(root, name)) for name in (MANIFEST, *NXD_MARKS)):
+        above, name = os.path.split(root)
+        hint = f"This is the directory of a tag: pass {above} and the tag {name}."
     elif there:
         hint = f"Tags there, oldest first: {', '.join(there[-10:])}."
     else:
