@@ -11,7 +11,7 @@ import collections
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from xla_ckpt.coord.communicator import Communicator
 from xla_ckpt.coord.verdict import Deadline, Round
@@ -61,19 +61,21 @@ class Rounds:
         Raises:
             RankFailedError: The store is gone.
         """
-        with self._lock:
-            settled = self._settled() if self._open else 0
-            for name, (number, made) in list(self._open.items()):
-                if number <= settled:
-                    made.forget()
-                    del self._open[name]
+        with self._lock:  # not while the store is asked: who begins a round must not wait for that
+            rounds = list(self._open.values())
+        settled = self._settled(rounds) if rounds else 0
+        for number, made in rounds:
+            if number <= settled:
+                made.forget()
+                with self._lock:
+                    self._open.pop(made.name, None)
 
-    def _settled(self) -> int:
+    def _settled(self, rounds: Sequence[tuple[int, Round]]) -> int:
         """The number of a round that all ranks have closed, as all before it. Rank 0 finds out for all."""
         if self.communicator.rank != 0:
             return int(self._books.hear("settled", 0)) if self._books.has("settled") else 0
         settled = 0
-        for number, made in self._open.values():
+        for number, made in rounds:
             if not made.is_closed():
                 break
             settled = number
@@ -88,11 +90,12 @@ class Rounds:
             return
         deadline = Deadline(seconds)
         with self._lock:
-            try:
-                for _, made in self._open.values():
-                    made.wait_closed(deadline)
-            except RankFailedError as error:
-                logger.warning("this process ends before all others have heard of the last call: %s", error)
+            rounds = list(self._open.values())
+        try:
+            for _, made in rounds:
+                made.wait_closed(deadline)
+        except RankFailedError as error:
+            logger.warning("this process ends before all others have heard of the last call: %s", error)
 
 
 def _close(exchange: Round) -> None:
