@@ -18,12 +18,7 @@ from xla_ckpt.format.manifest import ArrayRecord
 from xla_ckpt.layout.local import Local, whole
 from xla_ckpt.layout.rules import Parsed, decided
 from xla_ckpt.layout.sharding import Sharding, Split
-
-STATE = "optimizer/state/"
-"""Leaf paths of optimizer state: ``optimizer/state/<parameter>/<key>``."""
-
-MASTER = "optimizer/master/"
-"""Leaf paths of the master weights that a ZeRO-1 optimizer keeps in a higher precision."""
+from xla_ckpt.plan.place import owner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +71,8 @@ class Layouts:
 
     def parameter(self, path: str) -> Parameter | None:
         """The parameter that an optimizer's state belongs to; None for any other leaf."""
-        for prefix in (STATE, MASTER):
-            if path.startswith(prefix):
-                return self.parameters.get(path[len(prefix) :].split("/", maxsplit=1)[0])
-        return None
+        owner = owner_of(path)
+        return None if owner is None else self.parameters.get(owner)
 
     def parameter_local(self, parameter: Parameter) -> Local:
         """Where a parameter itself lies."""

@@ -12,7 +12,7 @@ from xla_ckpt.errors import NoCheckpointError
 from xla_ckpt.formats import nxd_tags
 from xla_ckpt.formats.nxd_tags import NxdTag
 from xla_ckpt.layout.rules import Parsed
-from xla_ckpt.tags.directory import entries
+from xla_ckpt.tags.directory import TagEntry, entries
 from xla_ckpt.tags.directory import open_tag as open_own
 
 if TYPE_CHECKING:
@@ -26,13 +26,22 @@ def tag_names(root: str) -> list[str]:
     Raises:
         StorageError: The directory cannot be read.
     """
-    ours = [e.tag for e in entries(root)]
-    return [t.tag for t in nxd_tags.complete_tags(root) if t.tag not in ours] + ours
+    return [t.tag for part in all_tags(root) for t in part]
 
 
-def passed_over(root: str) -> str | None:
+def all_tags(root: str) -> tuple[list[NxdTag], list[TagEntry]]:
+    """All complete tags, oldest first: neuronx-distributed's, and ours.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    ours = entries(root)
+    names = {e.tag for e in ours}
+    return [t for t in nxd_tags.complete_tags(root) if t.tag not in names], ours
+
+
+def passed_over(theirs: Sequence[NxdTag], ours: Sequence[TagEntry]) -> str | None:
     """A tag of neuronx-distributed's that seems to be newer than our newest one, before which it is listed."""
-    theirs, ours = nxd_tags.complete_tags(root), entries(root)
     if not theirs or not ours or not ours[-1].created:
         return None
     committed = datetime.datetime.fromisoformat(ours[-1].created).timestamp()

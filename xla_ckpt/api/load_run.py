@@ -130,8 +130,9 @@ class LoadRun:
         return tags
 
     def _newest_first(self) -> list[str]:
-        names = foreign.tag_names(self.root)
-        if (theirs := foreign.passed_over(self.root)) is not None:
+        both = foreign.all_tags(self.root)
+        names = [t.tag for part in both for t in part]
+        if (theirs := foreign.passed_over(*both)) is not None:
             logger.warning(
                 "%s: neuronx-distributed's tag %s has a newer time stamp than %s, which is taken for the newest: name "
                 "the tag if it is not", self.root, theirs, names[-1],

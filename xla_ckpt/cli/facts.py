@@ -11,14 +11,14 @@ import sys
 from typing import Any
 
 from xla_ckpt.api.explain import explain
-from xla_ckpt.api.foreign import opened, ours
+from xla_ckpt.api.foreign import all_tags, opened, ours
 from xla_ckpt.api.paths import directory_at
 from xla_ckpt.api.tags import chosen_tag, verify
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.format.manifest import Manifest
 from xla_ckpt.formats import nxd_tags
 from xla_ckpt.layout.rules import Rules, parse_rules
-from xla_ckpt.tags.directory import TagEntry, entries, no_such_tag
+from xla_ckpt.tags.directory import TagEntry, no_such_tag
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.weave import children
 
@@ -48,9 +48,9 @@ def list_facts(root: str) -> dict[str, Any]:
     """All tags of a root directory, oldest first."""
     if not os.path.isdir(root):
         raise no_such_tag(root, None)
-    own = {entry.tag: _tag_facts(root, entry) for entry in entries(root)}
-    theirs = [t.tag for t in nxd_tags.complete_tags(root) if t.tag not in own]
-    return {"path": root, "tags": [*(_foreign_facts(root, tag) for tag in theirs), *own.values()]}
+    theirs, own = all_tags(root)
+    tags = [*(_foreign_facts(root, t.tag) for t in theirs), *(_tag_facts(root, entry) for entry in own)]
+    return {"path": root, "tags": tags}
 
 
 def _foreign_facts(root: str, tag: str) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def show_facts(
     """Everything that the manifest of a tag says. `pattern` selects leaves, as in a shell."""
     with opened(root, tag, parse_rules(rules), model, optimizer) as reader:
         manifest = reader.manifest
-    unknown = getattr(manifest.arrays, "unknown", {})
+    unknown = manifest.unknown
     leaves = [*manifest.arrays, *unknown, *manifest.aliases, *plain_values(manifest)]
     if not any(_matches(leaf, pattern) for leaf in leaves):
         raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import FormatError
+from xla_ckpt.errors import CheckpointError, FormatError
 from xla_ckpt.format.digest import block_count
 from xla_ckpt.layout.box import Box, overlapping_pair
 from xla_ckpt.layout.grid import Grid, fit_all
@@ -217,6 +217,9 @@ class Manifest:
     world: int = 1
     """Number of processes that saved it. For people, too."""
 
+    unknown: Mapping[str, CheckpointError] = field(default_factory=dict)
+    """In foreign formats: arrays that are stored, but of which nothing says how they were split, and why."""
+
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
         if len(set(names)) != len(names):
@@ -233,7 +236,13 @@ class Manifest:
                 _check_places(leaf, record.dtype.itemsize, grid, sizes)
 
     def array(self, leaf: str) -> ArrayRecord | None:
-        """The record of a leaf, shared ones included; None if there is no such leaf."""
+        """The record of a leaf, shared ones included; None if there is no such leaf.
+
+        Raises:
+            IncompatibleCheckpointError: It is stored, but nothing says how it was split.
+        """
+        if leaf in self.unknown:
+            raise self.unknown[leaf]
         return self.arrays.get(self.aliases.get(leaf, leaf))
 
     @property

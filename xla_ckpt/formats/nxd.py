@@ -36,24 +36,6 @@ from xla_ckpt.tree.flatten import flatten
 logger = logging.getLogger(__name__)
 
 
-class Arrays(dict[str, ArrayRecord]):
-    """Records by leaf path, and errors for arrays of which no record could be made."""
-
-    def __init__(self, known: Mapping[str, ArrayRecord], unknown: Mapping[str, CheckpointError]) -> None:
-        super().__init__(known)
-        self.unknown = unknown
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The record of a leaf.
-
-        Raises:
-            IncompatibleCheckpointError: It is stored, but nothing says how it was split.
-        """
-        if key in self.unknown:
-            raise self.unknown[key]
-        return super().get(key, default)
-
-
 def open_tag(root: str, found: NxdTag, wanted: Wanted, codec: Codec) -> TagReader:
     """A reader of a tag, for the restore engine.
 
@@ -121,8 +103,9 @@ def scan(files: Scan, found: NxdTag, wanted: Wanted, codec: Codec) -> tuple[Mani
     for leaf, error in unknown.items():
         error.leaf = leaf
     head = Head(found.tag, 0, pinned=False, created="")
-    arrays = Arrays(known, unknown)
-    manifest = Manifest(head, flat.skeleton, arrays, tuple(files.files), mesh=str(mesh), world=mesh.size)
+    manifest = Manifest(
+        head, flat.skeleton, known, tuple(files.files), mesh=str(mesh), world=mesh.size, unknown=unknown
+    )  # fmt: skip
     return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
 
 

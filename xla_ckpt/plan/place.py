@@ -14,18 +14,24 @@ from xla_ckpt.layout.sharding import AXES, Sharding, Split, parts
 OPTIMIZER = "optimizer/"
 
 STATES = ("optimizer/state/", "optimizer/master/")
-"""Where an optimizer's states, and its master weights, are found under the names of their parameters."""
+"""Leaf paths ``optimizer/state/<parameter>/<key>``, and those of the master weights that ZeRO-1 optimizers keep."""
 
 DEALT = ("dp", "edp", "cp")
 """Mesh axes over which a ZeRO-1 optimizer may deal out rows."""
 
 
-def parameter_of(leaf: str) -> str | None:
-    """The leaf path of the parameter whose state, or master weight, an array is; None for any other array."""
+def owner_of(leaf: str) -> str | None:
+    """The path component of the parameter whose state, or master weight, an array is; None for any other array."""
     for prefix in STATES:
         if leaf.startswith(prefix):
-            return "model/" + leaf[len(prefix) :].split("/", maxsplit=1)[0]
+            return leaf[len(prefix) :].split("/", maxsplit=1)[0]
     return None
+
+
+def parameter_of(leaf: str) -> str | None:
+    """The leaf path of that parameter."""
+    owner = owner_of(leaf)
+    return None if owner is None else f"model/{owner}"
 
 
 def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None) -> Sharding:
