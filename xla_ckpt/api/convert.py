@@ -30,6 +30,7 @@ from xla_ckpt.formats.nxd_plan import PARTS, RankPlan
 from xla_ckpt.formats.nxd_target import Target, deals_rows
 from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.layout.rules import Parsed, Rules, idle, parse_rules
+from xla_ckpt.layout.sharding import Sharding
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.place import parameter_of, place, rule_for, sharding_of
@@ -190,6 +191,22 @@ class _Conversion:
                 raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
         for message in idle(rules, leaves):
             logger.warning("%s", message)
+        self.native = {
+            path: self._split(path) for path in self.manifest.arrays if path.split("/")[0] not in self.theirs
+        }
+        """How arrays are split that go into files of the native layout."""
+
+    def _split(self, path: str) -> Sharding:
+        try:
+            return sharding_of(path, self.manifest, self.rules)
+        except ValueError as error:
+            raise self._unfit(path, error) from error
+
+    def _unfit(self, path: str, error: ValueError) -> IncompatibleCheckpointError:
+        shape = self.manifest.arrays[path].shape
+        return IncompatibleCheckpointError(
+            f"it cannot be split over {self.mesh}: {error}", leaf=path, found=list(shape)
+        )
 
     def plans(self, cuts: Sequence[str], zero1: bool | None) -> list[tuple[FilePlan, ...]]:
         """The files of each rank."""
@@ -213,24 +230,20 @@ class _Conversion:
     def _leaves(self, rank: int) -> list[Leaf]:
         """What a rank writes in the native layout, which knows no stages: the ranks of the first one write all."""
         leaves = []
-        for path, record in self.manifest.arrays.items() if self.mesh.coordinates(rank)["pp"] == 0 else ():
-            if path.split("/")[0] not in self.theirs:
-                try:
-                    local = place(path, sharding_of(path, self.manifest, self.rules), record.shape, self.mesh, rank)
-                except ValueError as error:
-                    raise IncompatibleCheckpointError(
-                        f"it cannot be split over {self.mesh}: {error}", leaf=path, found=list(record.shape)
-                    ) from error
-                leaves.append(leaf_of(path, record.dtype, local))
+        for path, sharding in self.native.items() if self.mesh.coordinates(rank)["pp"] == 0 else ():
+            record = self.manifest.arrays[path]
+            try:
+                local = place(path, sharding, record.shape, self.mesh, rank)
+            except ValueError as error:
+                raise self._unfit(path, error) from error
+            leaves.append(leaf_of(path, record.dtype, local))
         return leaves
 
     def _spec(self, leaf: str, record: ArrayRecord) -> tuple[object, ...] | None:
         """How an array of the new tag is split."""
-        if self.target is not None and leaf.split("/", maxsplit=1)[0] in self.theirs:
+        if self.target is not None and leaf not in self.native:
             return self.target.spec(leaf)
-        if rule_for(leaf, self.rules) is None:
-            return record.spec
-        return sharding_of(leaf, self.manifest, self.rules).spec
+        return record.spec if rule_for(leaf, self.rules) is None else self.native[leaf].spec
 
     def _tree(self, skeleton: Any, part: str) -> Any:
         def unpickled(index: int, leaf: str) -> Any:

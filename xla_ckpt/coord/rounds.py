@@ -7,7 +7,6 @@ must not end before that, either.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import threading
@@ -28,7 +27,7 @@ class Rounds:
         self._lock = threading.Lock()
         self.last = before
         """Number of the latest round; the first one follows on `before`, that of an earlier group on the same store."""
-        self._open: collections.OrderedDict[str, tuple[int, Round]] = collections.OrderedDict()
+        self._open: dict[str, tuple[int, Round]] = {}
         """Those of which something is left in the store, by name, oldest first."""
         self._books = Round(communicator, "rounds", 60.0)
 

@@ -42,6 +42,7 @@ class _File:
     def __init__(self, plan: FilePlan, memory: Memory, segment_bytes: int) -> None:
         self.plan = plan
         self.places = plan.codec.places
+        self.size = plan.codec.size
         self.regions = [i for i, (_, nbytes) in enumerate(self.places) if nbytes]
         """Index of each non-empty region."""
         self.starts = [self.places[i][0] for i in self.regions]
@@ -59,7 +60,7 @@ class _File:
         self.digests = [0] * blocks
         self.crcs: dict[tuple[int, int], tuple[int, int]] = {}
         """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
-        self.left = max(-(-plan.codec.size // segment_bytes), 1)
+        self.left = max(-(-self.size // segment_bytes), 1)
         """Segments that are still to be written."""
         self.sink: Sink | None = None
         self.record: FileRecord | None = None
@@ -69,7 +70,7 @@ class _File:
         """The file, created when its first segment is written: a layout may have thousands of them."""
         with self.lock:
             if self.sink is None:
-                self.sink = directory.create(self.plan.path, self.plan.codec.size)
+                self.sink = directory.create(self.plan.path, self.size)
             return self.sink
 
     def finished(self) -> Glue:
@@ -144,9 +145,8 @@ def write_objects(directory: LocalDirectory, objects: Sequence[bytes], rank: int
 
 def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
     for number, file in enumerate(files):
-        size = file.plan.codec.size
-        for start in range(0, max(size, 1), segment_bytes):
-            yield _Segment(number, start, min(start + segment_bytes, size))
+        for start in range(0, max(file.size, 1), segment_bytes):
+            yield _Segment(number, start, min(start + segment_bytes, file.size))
 
 
 def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer: memoryview) -> int:
@@ -164,7 +164,7 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
             if file.plan.codec.wants_crc32:
                 file.crcs[i, low] = crc32(source[low - start : high - start]), high - low
         i += 1
-    alone = nbytes == file.plan.codec.size
+    alone = nbytes == file.size
     if alone:
         for at, text in file.finished():
             buffer[at : at + len(text)] = text

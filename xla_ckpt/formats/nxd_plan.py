@@ -26,6 +26,7 @@ from xla_ckpt.layout.local import Piece
 from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.layout.ranges import runs
 from xla_ckpt.layout.sharding import position
+from xla_ckpt.plan.place import parameter_of
 from xla_ckpt.plan.save_plan import Entry, FilePlan, Source
 
 PARTS = ("model", "optimizer", "scheduler", "user_content")
@@ -217,12 +218,8 @@ def with_experts(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]
     if mesh.ep == 1:
         return dict(tensors)
 
-    def owner(path: str) -> str:
-        kind, _, rest = path.partition("/state/")
-        return f"{kind}/{rest.split('/', maxsplit=1)[0]}" if kind == "optimizer" and rest else path
-
-    experts = {owner(path) for path, t in tensors.items() if "ep" not in t.alike}
-    return {path: replace(t, expert=owner(path) in experts) for path, t in tensors.items()}
+    experts = {parameter_of(path) or path for path, t in tensors.items() if "ep" not in t.alike}
+    return {path: replace(t, expert=(parameter_of(path) or path) in experts) for path, t in tensors.items()}
 
 
 def _stem(path: str) -> str:

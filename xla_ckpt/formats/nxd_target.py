@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,8 @@ class Target:
 
     zero1: bool
     _shardings: dict[str, Sharding] = field(default_factory=dict, init=False, repr=False)
+    _stages: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    """The stage of each name of the model: it ends with the last parameter of the module that is cut after."""
 
     def __post_init__(self) -> None:
         if len(self.cuts) != self.mesh.pp - 1:
@@ -44,17 +47,20 @@ class Target:
                 f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them", found=list(self.cuts),
                 hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...], or --cut for each.",
             )  # fmt: skip
-        names, last = self._names(), -1
+        model = self.trees.get("model")
+        names = [str(name) for name in model] if isinstance(model, Mapping) else []
+        lasts: list[int] = []
         for cut in self.cuts:
-            ends = [i for i, name in enumerate(names) if name.startswith(f"{cut}.")]
-            if not ends:
+            inside = [i for i, name in enumerate(names) if name.startswith(f"{cut}.")]
+            if not inside:
                 raise UsageError(
                     "no parameter belongs to a module of this name", expected=f"the beginning of one of {names[:8]}",
                     found=cut,
                 )  # fmt: skip
-            if ends[-1] <= last:
-                raise UsageError("the cuts are not in the order of the model", found=list(self.cuts))
-            last = ends[-1]
+            lasts.append(inside[-1])
+        if lasts != sorted(set(lasts)):
+            raise UsageError("the cuts are not in the order of the model", found=list(self.cuts))
+        self._stages.update((name, bisect_left(lasts, i)) for i, name in enumerate(names))
         if not self.zero1 and "master" in (self.trees.get("optimizer") or {}):
             raise UsageError(
                 "master weights have a place in ZeRO-1 files only", leaf="optimizer/master", found="zero1=False",
@@ -62,10 +68,6 @@ class Target:
             )  # fmt: skip
         if self.zero1 and self.mesh.ep > 1:
             raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")
-
-    def _names(self) -> list[str]:
-        model = self.trees.get("model")
-        return [str(name) for name in model] if isinstance(model, Mapping) else []
 
     def state(self, rank: int) -> RankState:
         """What one rank has.
@@ -102,26 +104,16 @@ class Target:
         optimizer = self.trees.get("optimizer")
         return isinstance(optimizer, Mapping) and isinstance(optimizer.get("param_groups"), list)
 
-    def _stages(self) -> dict[str, int]:
-        """The stage of each name of the model: it ends with the last parameter of the module that is cut after."""
-        names, stages, stage = self._names(), {}, 0
-        last = [max(i for i, n in enumerate(names) if n.startswith(f"{cut}.")) for cut in self.cuts]
-        for i, name in enumerate(names):
-            stages[name] = stage
-            stage += i in last
-        return stages
-
     def _model(self, stage: int) -> Any:
         if self.mesh.pp == 1:
             return self.trees["model"]
-        stages = self._stages()
-        return {name: v for name, v in self.trees["model"].items() if stages[str(name)] == stage}
+        return {name: v for name, v in self.trees["model"].items() if self._stages[str(name)] == stage}
 
     def _optimizer(self, stage: int) -> Any:
         tree = self.trees["optimizer"]
         if self.mesh.pp == 1 or not self._by_name():
             return tree
-        mine = {self._stored_name(name) for name, s in self._stages().items() if s == stage}
+        mine = {self._stored_name(name) for name, s in self._stages.items() if s == stage}
         groups = [{**g, "params": [n for n in g["params"] if n in mine]} for g in tree["param_groups"]]
         kept = {k: {n: v for n, v in tree[k].items() if n in mine} for k in ("state", "master") if k in tree}
         return {**tree, **kept, "param_groups": groups}
@@ -137,12 +129,16 @@ class Target:
             raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=path)
         return record
 
+    def _owner(self, path: str) -> tuple[str, ArrayRecord | None]:
+        """The parameter whose state an array is, and what is stored of it; of any other array nothing."""
+        owner = parameter_of(path)
+        return ("", None) if owner is None else (owner, self.manifest.array(owner))
+
     def _sharding(self, path: str) -> Sharding:
         """How the job splits an array over tp and ep; a state follows its parameter."""
         if path not in self._shardings:
-            record, owner = self._record(path), parameter_of(path)
-            theirs = None if owner is None else self.manifest.array(owner)
-            leaf = owner if owner is not None and theirs is not None and theirs.shape == record.shape else path
+            owner, theirs = self._owner(path)
+            leaf = owner if theirs is not None and theirs.shape == self._record(path).shape else path
             try:
                 self._shardings[path] = without(sharding_of(leaf, self.manifest, self.rules), ("pp", *DEALT))
             except ValueError as error:
@@ -203,19 +199,16 @@ class Target:
 
     def _is_dealt(self, path: str, record: ArrayRecord) -> bool:
         """Whether ZeRO-1 deals out the rows of an array: of states that have the shape of their parameter."""
-        owner = parameter_of(path)
-        theirs = None if owner is None else self.manifest.array(owner)
-        if owner is None:
-            return False
-        if theirs is not None:
-            return theirs.shape == record.shape
-        if not (dealt := bool(rows_of(sharding_of(path, self.manifest, ())))):
+        owner, theirs = self._owner(path)
+        if theirs is not None or not owner:
+            return theirs is not None and theirs.shape == record.shape
+        if not rows_of(sharding_of(path, self.manifest, ())):
             raise IncompatibleCheckpointError(
                 "the optimizer's rows cannot be dealt out: the parameter that this belongs to is not known",
                 leaf=path,
                 hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
             )
-        return dealt
+        return True
 
     def _shapes(self) -> dict[Any, tuple[int, ...]]:
         """Local shape of each parameter that the optimizer has."""
