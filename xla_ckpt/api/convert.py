@@ -34,7 +34,7 @@ from xla_ckpt.layout.sharding import Sharding
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.place import parameter_of, place, rule_for, sharding_of
-from xla_ckpt.plan.save_plan import FilePlan, plan_save
+from xla_ckpt.plan.save_plan import FilePlan, SavePlan, plan_save
 from xla_ckpt.storage.local import LocalDirectory, write_small
 from xla_ckpt.tags.lazy import save_tag
 from xla_ckpt.tags.names import NXD_MARKS, check_tag
@@ -222,10 +222,8 @@ class _Conversion:
         for message in target.doubts():
             logger.warning("%s", message)
         xser = self.to == "xser"
-        return [
-            (*native[r], *RankPlan(self.mesh, r, xser, target.of_earlier_stages(r)).files(target.state(r)))
-            for r in ranks
-        ]
+        whole = [SavePlan(RankPlan(self.mesh, r, xser).files(target.state(r))) for r in ranks]
+        return [(*native[r], *whole[r].minus(target.of_earlier_stages(r)).files) for r in ranks]
 
     def _leaves(self, rank: int) -> list[Leaf]:
         """What a rank writes in the native layout, which knows no stages: the ranks of the first one write all."""

@@ -207,7 +207,7 @@ def _ready(root: str, tag: str, state: Callable[[Placement], State], options: _O
     prepared = prepare(held, job.placement, options.shardings, wholly=options.layouts != ("native",))
     how = writing(options.layouts, prepared, held, job.placement)
     leaves = prepared.described.leaves
-    plan = functools.cache(functools.partial(how.plan, frozenset()))
+    plan = functools.cache(how.plan)
     shards = host_shards(how.placed)
     freeze = options.async_save
 
@@ -222,7 +222,7 @@ def _ready(root: str, tag: str, state: Callable[[Placement], State], options: _O
         written = {key: s for key, s in shards.items() if key in mine}
     snapshot = take(written, freeze=freeze)
     save_job = functools.partial(
-        SaveJob, root=root, tag=tag, leaves=leaves, without=how.plan, last=how.last, memory=snapshot.memory,
+        SaveJob, root=root, tag=tag, leaves=leaves, last=how.last, memory=snapshot.memory,
         skeleton=prepared.skeleton, aliases=prepared.described.aliases, objects=prepared.objects,
         named=prepared.named, parts=prepared.parts,
         samples=lambda: samples(prepared, shards, lasts) | now, mesh=job.placement.mesh, pinned=options.pinned,

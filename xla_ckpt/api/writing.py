@@ -51,8 +51,8 @@ class Writing:
     placed: Mapping[str, Placed]
     """The arrays whose bytes the plan names, each with its place."""
 
-    plan: Callable[[frozenset[str]], SavePlan]
-    """Leaves that an earlier pipeline stage stores -> what this rank writes."""
+    plan: Callable[[], SavePlan]
+    """What this rank writes, including what an earlier pipeline stage stores (see `SavePlan.minus`)."""
 
     last: Mapping[str, bytes] = field(default_factory=dict)
     """Small files that are written when all else is durable."""
@@ -79,11 +79,8 @@ def writing(wanted: Sequence[str], prepared: Prepared, state: State, placement: 
 
 
 def _native(prepared: Prepared, placement: Placement) -> Writing:
-    leaves, rank, world = prepared.described.leaves, placement.rank, placement.world
-
-    def plan(elsewhere: frozenset[str]) -> SavePlan:
-        mine = [replace(leaf, shards=()) if leaf.path in elsewhere else leaf for leaf in leaves]
-        return plan_save(mine, rank, world, local_lanes())
+    def plan() -> SavePlan:
+        return plan_save(prepared.described.leaves, placement.rank, placement.world, local_lanes())
 
     return Writing(prepared.described.placed, plan)
 
@@ -108,10 +105,10 @@ def _nxd(prepared: Prepared, state: State, placement: Placement, *, xser: bool) 
     def unpickled(index: int, leaf: str) -> Any:
         return pickles.load(prepared.objects_here[index], leaf, trust=True)  # this process has just pickled it
 
-    def plan(elsewhere: frozenset[str]) -> SavePlan:
+    def plan() -> SavePlan:
         native = plan_save(rest, placement.rank, placement.world, local_lanes())
         parts = {part: marked(here[part], part, unpickled, trust=True) for part in PARTS if part in here}
-        mine = RankPlan(mesh, placement.rank, xser, elsewhere).files(replace(empty, parts=parts))
+        mine = RankPlan(mesh, placement.rank, xser).files(replace(empty, parts=parts))
         return SavePlan((*native.files, *mine))
 
     return Writing(placed, plan, NXD_MARKS)

@@ -55,10 +55,7 @@ class SaveJob:
     tag: str
     leaves: Sequence[Leaf]
     plan: SavePlan
-    """What this rank writes."""
-
-    without: Callable[[frozenset[str]], SavePlan]
-    """What it writes if others store these leaves: paths -> plan."""
+    """What this rank writes, if no other pipeline stage stores it."""
 
     memory: Memory
     """Bytes of the local shards; must not change until the job is done."""
@@ -266,7 +263,7 @@ def _untied(job: SaveJob, exchange: Round) -> SavePlan:
         exchange.say(f"names/{stage}", [to_hex(digest(leaf.path.encode())) for leaf in job.leaves])
     earlier = {name for s in range(stage) for name in exchange.hear(f"names/{s}", job.mesh.rank({"pp": s}))}
     tied = frozenset(leaf.path for leaf in job.leaves if to_hex(digest(leaf.path.encode())) in earlier)
-    return job.without(tied) if tied else job.plan
+    return job.plan.minus(tied)
 
 
 def _write_part(job: SaveJob, plan: SavePlan, directory: LocalDirectory, exchange: Round) -> Record:

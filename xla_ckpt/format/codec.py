@@ -26,6 +26,9 @@ class Codec(Protocol):
     def wants_crc32(self) -> bool:
         """Whether `glue` needs the CRC-32 of each region."""
 
+    def without(self, regions: frozenset[int]) -> Codec | None:
+        """The same file without these of its regions (indices into `places`); None if it needs all of them."""
+
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
         """Everything between the regions, from the digests of all blocks and the CRC-32 of each region."""
 

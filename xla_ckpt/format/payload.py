@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import FormatError
@@ -138,6 +138,9 @@ class Safetensors:
     @property
     def wants_crc32(self) -> bool:
         return False
+
+    def without(self, regions: frozenset[int]) -> Safetensors:
+        return replace(self, regions=tuple(r for i, r in enumerate(self.regions) if i not in regions))
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
         return [(0, self._header(digests))]

@@ -85,8 +85,6 @@ class RankPlan:
     mesh: Mesh
     rank: int
     xser: bool
-    elsewhere: frozenset[str] = frozenset()
-    """Leaves that an earlier pipeline stage stores: written again, and not found by the manifest."""
 
     def files(self, state: RankState) -> tuple[FilePlan, ...]:
         """The files that this rank writes.
@@ -167,7 +165,7 @@ class RankPlan:
         for path, tensor in tensors:
             first = len(sources)
             cuts, frames = _regions(tensor)
-            found = path == tensor.leaf and path not in self.elsewhere
+            found = path == tensor.leaf
             found &= all(self._at[axis] == 0 for axis in tensor.alike if axis not in sharing)
             lengths.append(tuple(b - a for a, b in pairwise(cuts)))
             sources += [Source(tensor.leaf, 0, a, b - a) for a, b in pairwise(cuts)]

@@ -6,7 +6,7 @@ Computed by every process alone, without asking anybody, from the leaves that it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xla_ckpt.format import payload
 from xla_ckpt.format.codec import Codec
@@ -90,6 +90,28 @@ class FilePlan:
         places = self.codec.places
         return [(e.leaf, Shard(e.box, file, places[e.region][0], e.frame)) for e in self.entries if not e.copy]
 
+    def minus(self, leaves: frozenset[str]) -> FilePlan | None:
+        """The same file if the manifest finds `leaves` elsewhere; None if nothing else is in it.
+
+        Their regions are left out. In a file that needs all of its regions they stay, and count as copies.
+        """
+        dropped = frozenset(i for i, source in enumerate(self.sources) if source.leaf in leaves)
+        if not dropped:
+            return self
+        codec = self.codec.without(dropped)
+        if codec is None:
+            return replace(self, entries=tuple(replace(e, copy=e.copy or e.leaf in leaves) for e in self.entries))
+        kept = [i for i in range(len(self.sources)) if i not in dropped]
+        if not kept:
+            return None
+        number = {old: new for new, old in enumerate(kept)}
+        return replace(
+            self,
+            codec=codec,
+            sources=tuple(self.sources[i] for i in kept),
+            entries=tuple(replace(e, region=number[e.region]) for e in self.entries if e.region in number),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
@@ -101,6 +123,15 @@ class SavePlan:
     def nbytes(self) -> int:
         """Array bytes that this process writes."""
         return sum(f.data_bytes for f in self.files)
+
+    def minus(self, leaves: frozenset[str]) -> SavePlan:
+        """What this process writes if other processes, which did not share in this plan, store `leaves`.
+
+        Nobody's part of the other leaves changes, and so each of its sources is one of this plan's: a snapshot that
+        was taken for this plan has all bytes that it needs. The processes of this plan must agree about `leaves`.
+        """
+        kept = (file.minus(leaves) for file in self.files)
+        return SavePlan(tuple(file for file in kept if file is not None))
 
 
 def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int = 1) -> SavePlan:
