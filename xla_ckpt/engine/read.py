@@ -91,7 +91,7 @@ def read_into(
             _read_direct(tag, batch.extents[0], slots)
         else:
             _read_through(tag, batch, buffer, slots)
-        progress(sum(e.read.nbytes for e in batch.extents) if not batch.direct else _length(batch.extents[0]))
+        progress(sum(map(_length, batch.extents)))
 
     _run(list(_batches(plan.reads, direct=True)), work, workers)
 
