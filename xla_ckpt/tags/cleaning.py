@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import shutil
@@ -19,19 +20,29 @@ def clean(root: str) -> None:
     Directories that somebody writes or reads are left alone; they go next time. Undoes a replacement that was
     killed half-way.
     """
+    trash = os.path.join(root, TRASH)
     for name in sorted(os.listdir(root)):
         path = os.path.join(root, name)
         if name.startswith(OLD_PREFIX) and not os.path.lexists(final := os.path.join(root, name[len(OLD_PREFIX) :])):
             logger.warning("%s: a replacement of tag %s was interrupted; the old version is back", root, final)
             os.rename(path, final)
             sync_directory(root)
-        elif name.startswith(OLD_PREFIX) or (name.endswith(TMP_SUFFIX) and os.path.isdir(path)):
+        elif name.startswith(OLD_PREFIX):
+            _move(path, trash)  # also if it is read: the next replacement of its tag needs the name
+        elif name.endswith(TMP_SUFFIX) and os.path.isdir(path):
             remove_unused(path)
-        elif name == TRASH:
-            for doomed in os.listdir(path):
-                remove_unused(os.path.join(path, doomed))
-            if not os.listdir(path):
-                os.rmdir(path)
+    if os.path.isdir(trash):
+        for doomed in os.listdir(trash):
+            remove_unused(os.path.join(trash, doomed))
+        if not os.listdir(trash):
+            os.rmdir(trash)
+
+
+def _move(path: str, folder: str) -> None:
+    """Move a directory into a folder, under a name that is free there. Who reads it does not notice."""
+    os.makedirs(folder, exist_ok=True)
+    places = (os.path.join(folder, f"{os.path.basename(path)}-{n}") for n in itertools.count())
+    os.rename(path, next(place for place in places if not os.path.lexists(place)))
 
 
 def remove_unused(path: str) -> None:
