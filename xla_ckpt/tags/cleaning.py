@@ -47,8 +47,12 @@ def _move(path: str, folder: str) -> None:
 
 def remove_unused(path: str) -> None:
     """Remove a directory, unless somebody writes or reads it."""
-    if in_use(path):
-        return
+    if not in_use(path):
+        remove(path)
+
+
+def remove(path: str) -> None:
+    """Remove a directory."""
     try:
         shutil.rmtree(path)
     except OSError as error:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from dataclasses import dataclass
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, StorageError
@@ -23,6 +24,13 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 COMMITTED = "commit_success.txt"
 """orbax's mark of a committed directory."""
+
+UNLOCKED_AGE = 3600.0
+"""Seconds without a change after which a directory counts as unused, where the file system has no locks.
+
+A save that is alive writes, or waits for other ranks, and that for no longer than its timeout: half an hour unless the
+caller says otherwise. As much again is left for clocks that differ. A load seldom takes so long.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ def open_tag(root: str, tag: str) -> LocalDirectory:
             continue
         except OSError as error:
             raise StorageError.of(error, "opening a tag", path=root, tag=tag) from error
-        _lock(directory.fd, fcntl.LOCK_SH)
+        _mark(directory, fcntl.LOCK_SH)
         return directory
     raise no_such_tag(root, tag)
 
@@ -146,28 +154,74 @@ def no_such_tag(root: str, tag: str | None) -> NoCheckpointError:
     )
 
 
-def _lock(fd: int, how: int) -> bool:
+def _mark(directory: LocalDirectory, how: int) -> None:
     try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        fcntl.flock(directory.fd, how | fcntl.LOCK_NB)
     except OSError as error:
-        logger.debug("no locks on this file system: %s", error)  # then nothing is known to be in use
-    return True
-
-
-def in_use(path: str) -> bool:
-    """Whether somebody reads (or, for an unfinished save, writes) this directory right now."""
-    try:
-        directory = LocalDirectory(path)
-    except OSError:
-        return False
-    try:
-        return not _lock(directory.fd, fcntl.LOCK_EX)
-    finally:
-        directory.close()
+        # Where there are no locks, `in_use` goes by the age of a directory.
+        logger.debug("%s is not marked as being in use: %s", directory.path, error)
 
 
 def mark_in_use(directory: LocalDirectory) -> None:
     """Mark a directory as being written, until it is closed or the process ends."""
-    _lock(directory.fd, fcntl.LOCK_EX)
+    _mark(directory, fcntl.LOCK_EX)
+
+
+def in_use(path: str) -> bool:
+    """Whether somebody reads (or, for an unfinished save, writes) this directory right now.
+
+    Where that cannot be found out, it counts as in use until nothing in it has changed for `UNLOCKED_AGE`.
+    """
+    held = locked(path)
+    return _is_young(path) if held is None else held
+
+
+def locked(path: str) -> bool | None:
+    """Whether somebody has marked a directory as being read or written; None if that cannot be found out."""
+    try:
+        directory = LocalDirectory(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        _doubt(path, error)
+        return None
+    try:
+        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system has locks
+        _doubt(path, error)
+        return None
+    finally:
+        directory.close()
+    return False
+
+
+def _is_young(path: str) -> bool:
+    """Whether something in a directory has changed in the last `UNLOCKED_AGE` seconds."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    since = time.time() - UNLOCKED_AGE
+    try:
+        places = (os.path.join(at, name) for at, _, files in os.walk(path, onerror=fail) for name in ("", *files))
+        return any(os.lstat(place).st_mtime > since for place in places)
+    except OSError as error:
+        # A file that has vanished meanwhile means that somebody is at work there.
+        logger.debug("%s is left alone: %s", path, error)
+        return True
+
+
+_DOUBTED: set[int | None] = set()
+"""Numbers of the errors that `_doubt` has told of."""
+
+
+def _doubt(path: str, error: OSError) -> None:
+    if error.errno not in _DOUBTED:
+        _DOUBTED.add(error.errno)
+        logger.warning(
+            "cannot find out whether %s is in use (%s): this and others like it are left alone until nothing in them "
+            "has changed for %g minutes, also if num_kept_ckpts would delete them",
+            path, error.strerror or error, UNLOCKED_AGE / 60,
+        )  # fmt: skip

@@ -20,8 +20,8 @@ from etils import epath
 
 from xla_ckpt.errors import SaveError
 from xla_ckpt.storage.local import LocalDirectory, sync_directory, sync_files
-from xla_ckpt.tags.cleaning import clean, remove_unused
-from xla_ckpt.tags.directory import TagEntry, entries, in_use, mark_in_use
+from xla_ckpt.tags.cleaning import clean, remove, remove_unused
+from xla_ckpt.tags.directory import TagEntry, entries, in_use, locked, mark_in_use
 from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
 from xla_ckpt.tags.retention import TagFact, superfluous
 
@@ -177,7 +177,10 @@ def save_tag(root: str, tag: str, write: Write, *, pinned: bool, num_kept: int |
             directory.close()
         manager.close()
         if os.path.isdir(tmp):  # of a save that failed, perhaps for lack of the space that it takes
-            remove_unused(tmp)
+            if open_directories and not locked(tmp):
+                remove(tmp)  # this save made it: where there are no locks, nobody has to wait until it is old
+            else:
+                remove_unused(tmp)
     sync_directory(root)
     return sequence
 

@@ -1,0 +1,139 @@
+"""File systems without locks: what may be in use is left alone until it is old."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from xla_ckpt.storage.local import LocalDirectory, write_small
+from xla_ckpt.tags import directory
+from xla_ckpt.tags.cleaning import clean
+from xla_ckpt.tags.lazy import save_tag
+
+UNSUPPORTED = [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS]
+
+
+@pytest.fixture(params=UNSUPPORTED, ids=errno.errorcode.__getitem__)
+def no_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A file system that answers each lock with this error."""
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    directory._DOUBTED.clear()
+    yield request.param
+    directory._DOUBTED.clear()
+
+
+def put(root: Path, tag: str, value: Any = 0, **options: Any) -> None:
+    xla_ckpt.save(root, tag, {"value": value, "w": torch.ones(10)}, **options)
+    xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
+
+
+def age(path: Path, seconds: float) -> None:
+    """Nothing in this directory has changed for so long."""
+    then = time.time() - seconds
+    for place in (path, *path.rglob("*")):
+        os.utime(place, (then, then))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_save_that_is_alive_is_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Another job cleans the same root, twice, while this one writes."""
+
+    def write(into: LocalDirectory, sequence: int) -> None:
+        write_small(into, "model/half", b"x" * 100)
+        clean(str(tmp_path))
+        clean(str(tmp_path))
+        assert into.files().count("model/half") == 1
+        write_small(into, "manifest.json", b"{}")
+
+    save_tag(str(tmp_path), "a", write, pinned=False, num_kept=None)
+    assert names(tmp_path) == ["a"]
+    assert (tmp_path / "a/model/half").read_bytes() == b"x" * 100
+    told = [r.getMessage() for r in caplog.records if "cannot find out whether" in r.getMessage()]
+    assert len(told) == 1
+    assert str(tmp_path) in told[0]
+    assert "60 minutes" in told[0]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_what_a_killed_save_left_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    put(tmp_path, "good")
+    left = tmp_path / "b.orbax-checkpoint-tmp"
+    (left / "model").mkdir(parents=True)
+    for name in ("first", "second"):
+        (left / "model" / name).write_bytes(b"x")
+    age(left, directory.UNLOCKED_AGE + 60)
+    os.utime(left / "model/second")  # one file is being written
+    clean(str(tmp_path))
+    assert names(tmp_path) == ["b.orbax-checkpoint-tmp", "good"]
+    age(left, directory.UNLOCKED_AGE + 60)
+    clean(str(tmp_path))
+    assert names(tmp_path) == ["good"]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_retention_waits_until_a_tag_is_old(tmp_path: Path) -> None:
+    for tag in "abc":
+        put(tmp_path, tag, num_kept_ckpts=1)
+    assert xla_ckpt.list_tags(tmp_path) == ["a", "b", "c"]
+    age(tmp_path / "a", directory.UNLOCKED_AGE + 60)
+    put(tmp_path, "d", num_kept_ckpts=1)
+    assert names(tmp_path) == ["b", "c", "d"]
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_tag_is_replaced_while_its_old_versions_are_young(tmp_path: Path) -> None:
+    for value in range(4):
+        put(tmp_path, "best", value)
+        assert xla_ckpt.restore(tmp_path, "best", {"value": None}) == {"value": value}
+    assert xla_ckpt.list_tags(tmp_path) == ["best"]
+    for old in (tmp_path / ".trash").iterdir():
+        age(old, directory.UNLOCKED_AGE + 60)
+    put(tmp_path, "best", 4)
+    left = [*(tmp_path / ".trash").iterdir()]
+    assert len(left) == 1  # the version that has just been replaced
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_save_that_failed_removes_its_own_directory(tmp_path: Path) -> None:
+    def write(into: LocalDirectory, sequence: int) -> None:
+        write_small(into, "model/half", b"x")
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        save_tag(str(tmp_path), "a", write, pinned=False, num_kept=None)
+    assert names(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_opened_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with too many open files: whether it is in use is not known."""
+    left = tmp_path / "b.orbax-checkpoint-tmp"
+    left.mkdir()
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "LocalDirectory", refuse)
+        assert directory.in_use(str(left))
+        clean(str(tmp_path))
+    directory._DOUBTED.clear()
+    assert left.is_dir()
+    assert not directory.in_use(str(left))
+    assert not directory.in_use(str(tmp_path / "absent"))
