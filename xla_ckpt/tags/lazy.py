@@ -16,13 +16,14 @@ def save_tag(*args: Any, **kwargs: Any) -> int:
 
 
 def _keep_jax_off_accelerators() -> None:
-    """Have jax run on the CPU, unless the program uses it itself.
+    """Have jax run on the CPU, unless the program has imported it before its first save.
 
-    orbax asks jax which process this is, and jax would open (and keep) an accelerator to answer: the one that
-    torch_xla holds. A program that uses jax itself has imported it before, and decides for itself.
+    orbax asks jax which process this is, and to answer, jax opens all platforms that it may: an accelerator that
+    torch_xla holds would be taken from it, or could not be opened. A program that has imported jax uses it itself, and
+    keeps its platforms, also beside torch_xla: on the CPU its computations would still run, only slowly. One that has
+    imported jax for nothing says so with ``jax.config.update("jax_platforms", "cpu")``.
     """
-    used = "jax" in sys.modules
-    import jax
+    if "jax" not in sys.modules:
+        import jax
 
-    if not used or "torch_xla" in sys.modules:
         jax.config.update("jax_platforms", "cpu")
