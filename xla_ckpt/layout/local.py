@@ -76,12 +76,6 @@ def whole(shape: tuple[int, ...]) -> Local:
     return Local(shape, (Piece(box, box),))
 
 
-def at(shape: tuple[int, ...], box: Box, replica: int = 0, replicas: int = 1, group: Hashable = None) -> Local:
-    """A local tensor that holds exactly one box (possibly an empty one) of a global array."""
-    pieces = (Piece(Box.whole(box.shape), box),) if box.size else ()
-    return Local(shape, pieces, replica, replicas, group)
-
-
 def chunk(low: int, high: int, parts: int, index: int) -> tuple[int, int]:
     """One of `parts` chunks of a range, as `torch.chunk` and DTensor cut it: the last ones may be short or empty.
 

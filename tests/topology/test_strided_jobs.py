@@ -1,0 +1,59 @@
+"""Two real ranks with a fused weight in interleaved shards: what they save is the whole weight for everybody."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.jobs import job
+from tests.topology.strided import fused
+
+SAVE = """
+from tests.topology.strided import load, save
+save(sys.argv[1], "a", interleaved=True, async_save=False)
+save(sys.argv[1], "b", interleaved=True, async_save=True)
+save(sys.argv[1], "c", interleaved=False, async_save=False)
+for tag in "abc":
+    for interleaved in (True, False):
+        load(sys.argv[1], tag, interleaved=interleaved)
+        say(tag, interleaved)
+"""
+
+PLAIN = """
+from tests.topology.strided import load
+load(sys.argv[1], "d", interleaved=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Saved, and loaded back in both ways, by two ranks."""
+    folder = tmp_path_factory.mktemp("strided")
+    assert len(job(SAVE, 2, folder, folder / "ckpt")) == 2 * 3 * 2
+    return folder / "ckpt"
+
+
+@pytest.mark.parametrize("tag", ["a", "b", "c"])
+def test_one_process_restores_the_whole_weight(root: Path, tag: str) -> None:
+    tree = xla_ckpt.restore(root, tag)
+    assert torch.equal(tree["model"]["weight"], fused())
+    assert torch.equal(tree["optimizer"]["state"]["weight"]["momentum_buffer"], fused() * 2)
+    assert xla_ckpt.verify(root, tag).ok
+
+
+def test_explain_knows_the_blocks(root: Path) -> None:
+    found = xla_ckpt.explain(root, "a", like_mesh="tp=2")
+    assert found.ok
+    assert found.split["model/weight"] == (("tp", 3), None)
+
+
+def test_two_ranks_load_what_one_process_saved(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(fused())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    optimizer.state[model.weight]["momentum_buffer"] = fused() * 2
+    xla_ckpt.save_checkpoint(tmp_path / "ckpt", "d", model, optimizer)
+    job(PLAIN, 2, tmp_path, tmp_path / "ckpt")
