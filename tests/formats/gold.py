@@ -1,4 +1,7 @@
-"""The fixtures that neuronx-distributed itself wrote, and models to load them into."""
+"""The fixtures that neuronx-distributed itself wrote, and models to load them into.
+
+A few small ones are in the repository (tests/fixtures/nxd). Larger ones, of more kinds, may be at hand beside it.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,50 @@ from xla_ckpt.coord.rounds import Rounds
 from xla_ckpt.coord.verdict import Round
 
 _ROOT = Path(__file__).resolve().parents[2]
+SMALL = _ROOT / "tests/fixtures/nxd"
 _THERE = Path(os.environ.get("XLA_CKPT_GOLD", _ROOT.parent / "shared" / "gold"))
-"""A clone elsewhere is told where they are by the environment."""
+"""A clone elsewhere is told where the larger ones are by the environment."""
 GOLD = _THERE if _THERE.is_dir() else None
 LOST = "tp2_cp2_dp2_z1m__pt_sync"
 """neuronx-distributed lost half of the optimizer in this one."""
+FUSED = "tp2_dp2_z1m_gqafused"
+"""The beginning of the names of those with a fused projection in unequal parts, whose attributes were lost."""
 
-needs_gold = pytest.mark.skipif(GOLD is None, reason="the checkpoints that neuronx-distributed wrote are not here")
+_NOT_HERE = "the larger checkpoints that neuronx-distributed wrote are not here"
+needs_gold = pytest.mark.skipif(GOLD is None, reason=_NOT_HERE)
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "expert_model_parallel")
 HYPER = {"weight_decay": 0.5, "lr": 3.0}
 
 
-def cases() -> list[tuple[str, str]]:
-    """(directory, tag) of each fixture."""
-    found = [(d.name, t.name) for d in sorted(GOLD.iterdir()) for t in (d / "ckpt").iterdir()] if GOLD else []
-    return sorted(found)
+def _folders() -> dict[str, Path]:
+    """The directory of each fixture, by its name; that of a small one says its layout, as those of the others do."""
+    found = {}
+    for folder in sorted(SMALL.iterdir()):
+        if folder.is_dir():
+            xser = json.loads((folder / "topology.json").read_text())["use_xser"]
+            found[f"{folder.name}__{'xser' if xser else 'pt'}_small"] = folder
+    for root in (GOLD, GOLD.parent / "gold_gqa") if GOLD else ():
+        found |= {folder.name: folder for folder in sorted(root.glob("*")) if folder.is_dir()}
+    return found
+
+
+FOLDERS = _folders()
+
+
+def cases(fused: bool = False) -> list[tuple[str, str]]:
+    """(name, tag) of each fixture; of those whose attributes were lost, or of all others."""
+    if fused:
+        names = [name for name in FOLDERS if name.startswith(FUSED)]
+    else:
+        names = [n for n, f in FOLDERS.items() if not n.startswith(FUSED) and f.parent.name != "gold_gqa"]
+    return sorted((name, tag.name) for name in names for tag in (FOLDERS[name] / "ckpt").iterdir())
+
+
+def folder_of(case: str) -> Path:
+    """The directory of a fixture; without it the test is skipped."""
+    if case not in FOLDERS:
+        pytest.skip(_NOT_HERE)
+    return FOLDERS[case]
 
 
 @dataclass
@@ -43,10 +75,10 @@ class Gold:
     tag: str
 
     def __post_init__(self) -> None:
-        assert GOLD is not None
-        self.root = GOLD / self.case / "ckpt"
-        self.topology = json.loads((GOLD / self.case / "topology.json").read_text())
-        self.truth: dict[str, Any] = torch.load(GOLD / self.case / f"truth_{self.tag}.pt", weights_only=True)
+        folder = folder_of(self.case)
+        self.root = folder / "ckpt"
+        self.topology = json.loads((folder / "topology.json").read_text())
+        self.truth: dict[str, Any] = torch.load(folder / f"truth_{self.tag}.pt", weights_only=True)
         ranks = self.topology["ranks"]
         self.infos: dict[str, Any] = {}
         for rank in ranks if isinstance(ranks, list) else ranks.values():
@@ -65,6 +97,9 @@ class Gold:
             full = full.chunk(mesh.ep, 0)[at["ep"]]
         if name.endswith(("weight_k", "weight_v")) and mesh.tp == 2:
             return full.clone()  # each of two ranks has all of it
+        if name.endswith("weight_qkv"):  # each rank has its queries, then its keys, then its values
+            rows = full.shape[1], *[(full.shape[0] - full.shape[1]) // 2] * 2
+            return torch.cat([section.chunk(mesh.tp)[at["tp"]] for section in full.split(rows)]).contiguous()
         dim, stride = info["partition_dim"], info["partition_stride"]
         if not info["tensor_model_parallel"] or mesh.tp == 1:
             return full.clone()

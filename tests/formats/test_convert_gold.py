@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 
 import xla_ckpt
-from tests.formats.gold import LOST, Gold, Target, cases, needs_gold
+from tests.formats.gold import LOST, Gold, Target, cases
 from tests.formats.same import as_theirs, content, differences, names, rank_files
 from xla_ckpt import Mesh
 
@@ -30,7 +30,6 @@ def converted(gold: Gold, root: Path, mesh: Mesh) -> None:
     )  # fmt: skip
 
 
-@needs_gold
 @pytest.mark.parametrize(("case", "tag"), CASES, ids=[c for c, _ in CASES])
 def test_there_and_back(case: str, tag: str, tmp_path: Path) -> None:
     gold = Gold(case, tag)
@@ -54,7 +53,6 @@ def test_there_and_back(case: str, tag: str, tmp_path: Path) -> None:
             assert not list(differences(content(stored / name), content(tmp_path / "theirs" / name), name))
 
 
-@needs_gold
 @pytest.mark.parametrize("mesh", ["dp=3", "tp=2", "pp=2,dp=3,tp=2", "dp=2,tp=4"])
 def test_for_another_topology_and_read_as_neuronx_distributed_would(mesh: str, tmp_path: Path) -> None:
     """The manifest is taken away: what is left are its files alone."""
@@ -67,7 +65,6 @@ def test_for_another_topology_and_read_as_neuronx_distributed_would(mesh: str, t
     assert not target.differences()
 
 
-@needs_gold
 def test_a_conversion_needs_to_know_how_arrays_were_split(tmp_path: Path) -> None:
     gold = Gold("tp2_dp2__pt_sync", "step_40")
     rules = [("embed|lm_head|[qkv]_proj|gate_proj|up_proj", ("tp",)), ("o_proj|down_proj", (None, "tp")), ("", None)]
@@ -91,7 +88,6 @@ def test_a_conversion_needs_to_know_how_arrays_were_split(tmp_path: Path) -> Non
     assert not list(differences(truth, weights, order=False))
 
 
-@needs_gold
 def test_rows_are_not_dealt_out_of_states_without_a_parameter(tmp_path: Path) -> None:
     gold = Gold("tp1__pt_sync", "step_40")
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="the parameter that this belongs to is not known"):
@@ -105,7 +101,6 @@ def test_rows_are_not_dealt_out_of_states_without_a_parameter(tmp_path: Path) ->
     assert not loaded.differences()
 
 
-@needs_gold
 def test_what_neuronx_distributed_lost_is_not_converted(tmp_path: Path) -> None:
     gold = Gold(LOST, "step_40")
     target = Target(gold)
@@ -117,7 +112,6 @@ def test_what_neuronx_distributed_lost_is_not_converted(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@needs_gold
 def test_master_weights_have_no_place_without_zero1(tmp_path: Path) -> None:
     gold = Gold("tp2_pp2_dp2_z1m__xser_sync", "step_40")
     target = Target(gold)

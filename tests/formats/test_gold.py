@@ -20,7 +20,6 @@ from xla_ckpt.coord.communicator import Solo
 from xla_ckpt.coord.rounds import Rounds
 from xla_ckpt.coord.verdict import Round
 
-pytestmark = needs_gold
 WHOLE = [c for c in cases() if c[0] != LOST]
 MESHES = (Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(dp=2, ep=2, tp=2))
 CONTENT = {"total_steps": 40, "batch_idx": 7, "cli_args": {"lr": 0.001, "name": "gold", "betas": (0.9, 0.95)}}
@@ -149,6 +148,7 @@ dist.barrier()
 """
 
 
+@needs_gold
 def test_real_jobs_resume_with_zero1_and_with_fsdp2(tmp_path: Path) -> None:
     names = ["tp2_pp2_dp2_z1m__xser_sync", "tp2_dp3_z1__pt_sync", "tp2_dp2__pt_sync"]
     assert len(job(REAL, 2, tmp_path, *names)) == 2 * 2 * len(names)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.formats.gold import Gold, Target, needs_gold
+from tests.formats.gold import Gold, Target
 from xla_ckpt import Mesh
 from xla_ckpt.storage.local import LocalSource
 
@@ -146,7 +146,6 @@ def test_left_over_files_of_a_larger_dp(tmp_path: Path) -> None:
         xla_ckpt.load_checkpoint(tmp_path, "a", model={"w": weight}, optimizer=torch.optim.AdamW([weight]))
 
 
-@needs_gold
 @pytest.mark.parametrize("dp", [2, 4])
 def test_zero1_with_experts(tmp_path: Path, dp: int) -> None:
     gold = Gold("tp2_ep2_dp2__xser_sync", "step_40")
@@ -262,7 +261,6 @@ def test_an_embedding_that_the_last_stage_has_under_its_other_name(tmp_path: Pat
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-@needs_gold
 def test_lost_tensors_are_not_taken_for_weights_that_were_left_out(tmp_path: Path) -> None:
     gold = Gold("tp2_dp2_z1__xser_sync", "step_40")
     shutil.copytree(gold.root, tmp_path, dirs_exist_ok=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.formats.gold import GOLD, LOST, cases, needs_gold
+from tests.formats.gold import LOST, cases, folder_of
 from tests.formats.same import as_theirs, names
 from xla_ckpt.cli.main import main
 
@@ -97,11 +97,9 @@ def test_pickles_do_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not (tmp_path / "ran").exists()
 
 
-@needs_gold
-@pytest.mark.parametrize(("case", "tag"), cases())
+@pytest.mark.parametrize(("case", "tag"), [*cases(), *cases(fused=True)])
 def test_what_they_wrote_is_sound(case: str, tag: str) -> None:
-    assert GOLD is not None
-    report = xla_ckpt.verify(GOLD / case / "ckpt", tag)
+    report = xla_ckpt.verify(folder_of(case) / "ckpt", tag)
     assert not report.digests
     if case == LOST:
         assert ["the others are missing" in str(p) for p in report.problems] == [True]

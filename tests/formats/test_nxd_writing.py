@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 import xla_ckpt
-from tests.formats.gold import LOST, Gold, Target, as_rank, cases, needs_gold
+from tests.formats.gold import LOST, Gold, Target, as_rank, cases
 from tests.formats.same import OURS, as_theirs
 from tests.formats.writing import State, as_job, hyper_of, mesh_of, names, opened, save_as_job, unlike
 from xla_ckpt import Mesh
 
-pytestmark = needs_gold
 CASES = [c for c in cases() if c[0] != LOST and "legacy" not in c[0]]
 FIRST = "dp_rank_00_tp_rank_00_pp_rank_00.pt"
 

@@ -11,7 +11,7 @@ import torch
 
 import xla_ckpt
 from neuron_compat.nxd.optimizer.convert_zero_checkpoints import main
-from tests.formats.gold import GOLD, LOST, cases, needs_gold
+from tests.formats.gold import GOLD, LOST, cases, folder_of, needs_gold
 from tests.formats.same import content, differences, names, rank_files
 
 ZERO = [case for case in cases() if "_z1" in case[0] and case[0] != LOST]
@@ -20,8 +20,7 @@ CONVERTED = None if GOLD is None else GOLD.parent / "gold_converted" / SOURCE
 
 
 def stored(case: str, tag: str = "step_40") -> Path:
-    assert GOLD is not None
-    return GOLD / case / "ckpt" / tag
+    return folder_of(case) / "ckpt" / tag
 
 
 def run(source: Path, made: Path, dp: int | None) -> int:
@@ -56,7 +55,6 @@ def test_as_neuronx_distributed_converts(tmp_path: Path) -> None:
             assert not list(differences(theirs, ours, name, order=False))
 
 
-@needs_gold
 @pytest.mark.parametrize(("case", "tag"), ZERO, ids=[c for c, _ in ZERO])
 def test_there_and_back_is_the_identity(case: str, tag: str, tmp_path: Path) -> None:
     """Z1: master weights go along, whole."""
@@ -72,7 +70,6 @@ def test_there_and_back_is_the_identity(case: str, tag: str, tmp_path: Path) -> 
         shutil.rmtree(tmp_path / "middle"), shutil.rmtree(tmp_path / "back")
 
 
-@needs_gold
 def test_master_weights_are_whole_in_the_full_file(tmp_path: Path) -> None:
     """Z1, against the truth rather than against our own way back."""
     source = stored("tp2_dp2_z1m__pt_sync")
@@ -105,7 +102,6 @@ def test_experts_are_refused_and_not_mixed(tmp_path: Path, capsys: pytest.Captur
     assert not (tmp_path / "out").exists()
 
 
-@needs_gold
 def test_other_optimizers_are_refused_before_anything_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +134,6 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         xla_ckpt.convert_zero_checkpoints(tmp_path, tmp_path / "o", 0)
 
 
-@needs_gold
 def test_full_to_full_and_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Z4: nothing to do is an error. Z5: files of an earlier, larger job are found out. Z7: the input stays."""
     assert run(stored(SOURCE), tmp_path / "full", None) == 0
@@ -163,7 +158,6 @@ def test_full_to_full_and_stale_files(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "out").exists()
 
 
-@needs_gold
 def test_into_a_directory_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "out/model").mkdir(parents=True)
     report = xla_ckpt.convert_zero_checkpoints(stored(SOURCE), tmp_path / "out", 4, max_memory=1)

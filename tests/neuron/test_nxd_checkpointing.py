@@ -14,7 +14,7 @@ import torch_xla
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
 from neuron_compat.nxd.parallel_layers import load, parallel_state, save
-from tests.formats.gold import Gold, needs_gold, stage_of
+from tests.formats.gold import Gold, stage_of
 from tests.jobs import finish, job, start_ranks
 from xla_ckpt import Mesh
 
@@ -53,7 +53,6 @@ def test_signatures_are_those_of_neuronx_distributed() -> None:
     assert parallel_layers.checkpointing.save is save
 
 
-@needs_gold
 @pytest.mark.parametrize("kind", ["pt", "xser"])
 def test_what_neuronx_distributed_wrote(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gold, mesh = Gold(f"tp2_pp2_dp1_legacy__{kind}", "step_40"), Mesh(pp=2, tp=2)
