@@ -44,7 +44,8 @@ def save_checkpoint(
         user_content: Any Python value; rank 0's is stored.
         num_workers: Threads that write, at most.
         use_xser: Write each tensor to a file of its own, dealt out among the data-parallel ranks.
-        num_kept_ckpts: Keep this many of the newest tags, by order of their commits; None keeps all. At least 1.
+        num_kept_ckpts: Keep this many of the newest tags, by order of their commits. None and -1 keep all; 0 is an
+            error.
         async_save: Return as soon as the state is frozen. Later changes of `model`, `optimizer`, `scheduler` and
             `user_content` do not reach the checkpoint, and it is committed as soon as it is on disk.
         zero1_optimizer: Accepted; a ZeRO-1 optimizer is recognised.
@@ -60,10 +61,18 @@ def save_checkpoint(
     """
     theirs = "xser" if use_xser else "pt"
     xla_ckpt.save_checkpoint(
-        checkpoint_dir_str, str(tag), model, optimizer, scheduler, user_content, num_workers=num_workers,
-        num_kept_ckpts=num_kept_ckpts, async_save=async_save, zero1_optimizer=zero1_optimizer,
+        checkpoint_dir_str,
+        str(tag),
+        model,
+        optimizer,
+        scheduler,
+        user_content,
+        num_workers=num_workers,
+        num_kept_ckpts=None if num_kept_ckpts == -1 else num_kept_ckpts,
+        async_save=async_save,
+        zero1_optimizer=zero1_optimizer,
         layout=(theirs, "native") if layout is None else layout,
-    )  # fmt: skip
+    )
 
 
 def load_checkpoint(
