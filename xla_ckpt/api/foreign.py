@@ -111,7 +111,16 @@ def wanted_by(model: Any, optimizer: Any, layouts: Layouts) -> Wanted:
     groups = _groups(optimizer, names, wishes, layouts)
     aliases = {called[0]: called for called in _shared(model) if len(called) > 1}
     order = {name: i for i, name in enumerate(wishes)}
-    return Wanted(wishes, layouts.rules, groups, aliases, order, optimizer is not None)
+    return Wanted(
+        wishes=wishes,
+        rules=layouts.rules,
+        groups=groups,
+        aliases=aliases,
+        order=order,
+        optimizer=optimizer is not None,
+        mesh=layouts.placement.mesh,
+        rank=layouts.placement.rank,
+    )
 
 
 def wanted_by_tree(like: Any, layouts: Layouts) -> Wanted:
@@ -138,7 +147,7 @@ def _wish(path: str, value: Any, layouts: Layouts) -> Wish:
     adapter = require(value, path)
     return Wish(
         layouts.local(path, value, adapter).shape, adapter.dtype(value, path).name, _attributes(value),
-        padded=getattr(value, "global_shape", None) is not None,
+        padded=getattr(value, "global_shape", None) is not None, alone=adapter.place(value, path) is None,
     )  # fmt: skip
 
 

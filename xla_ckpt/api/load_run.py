@@ -222,7 +222,9 @@ class LoadRun:
         plan = agree(exchange, "planning", lambda: plan_restore(reader.manifest, wants))
         mine, share, rows = plan, None, []
         if self.share and exchange.size > 1:
-            share = agree_on_shares(exchange, wants)
+            # What each rank has of its own is not the same bytes, though path and box are the same.
+            common = [w for w in wants if (r := reader.manifest.array(w.leaf)) is not None and not r.own]
+            share = agree_on_shares(exchange, common)
             rows = share.rows(len(slots))
             itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
             slabs = Slabs()

@@ -147,6 +147,10 @@ class ArrayRecord:
     stands_for: DType | None = None
     """In foreign formats: the type that the array had, where its values are stored in another one only."""
 
+    own: bool = False
+    """In foreign formats: whether this is what one rank had of its own, so that other ranks open the tag with other
+    bytes under the same path."""
+
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
         boxes = [g.grid.whole for g in self.grids]

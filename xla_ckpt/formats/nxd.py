@@ -21,7 +21,7 @@ from xla_ckpt.errors import (
 )
 from xla_ckpt.format.manifest import ArrayRecord, Head, Manifest, Shard, array_record
 from xla_ckpt.formats.nxd_arrays import UnknownArray
-from xla_ckpt.formats.nxd_files import At, Held, RankFiles, Scan
+from xla_ckpt.formats.nxd_files import At, Held, RankFiles, Scan, listed
 from xla_ckpt.formats.nxd_state import Missing, Stage, State, stages, trees
 from xla_ckpt.formats.nxd_tags import NxdTag
 from xla_ckpt.formats.torch_zip import TensorAt, read
@@ -102,11 +102,24 @@ def scan(files: Scan, found: NxdTag, wanted: Wanted, codec: Codec) -> tuple[Mani
     unknown = {leaf: v.error for leaf, v in flat.arrays.items() if isinstance(v, UnknownArray)}
     for leaf, error in unknown.items():
         error.leaf = leaf
+    _report_own(found.tag, [leaf for leaf, record in known.items() if record.own], wanted)
     head = Head(found.tag, 0, pinned=False, created="")
     manifest = Manifest(
         head, flat.skeleton, known, tuple(files.files), mesh=str(mesh), world=mesh.size, unknown=unknown
     )  # fmt: skip
     return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
+
+
+def _report_own(tag: str, leaves: list[str], wanted: Wanted) -> None:
+    """Say once for each pipeline stage which arrays each rank gets its own of, and what that means."""
+    at = wanted.mesh.coordinates(wanted.rank)
+    if leaves and not any(at[axis] for axis in ("dp", "cp", "tp")):
+        logger.warning(
+            "tag %s: the ranks hold different tensors, and nothing says how they were split; each rank gets its own. "
+            "They are parts of arrays, or copies that have drifted apart: %s",
+            tag,
+            listed(leaves),
+        )
 
 
 def _kind(value: Any) -> str | None:

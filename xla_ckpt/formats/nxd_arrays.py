@@ -21,9 +21,11 @@ _FUSED = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c
 _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 """Parts of neuronx-distributed's `GQAQKVColumnParallelLinear`, whose name only looks fused."""
 
-_HINT = (
+HINT = (
     "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
-    "shardings=[(r'qkv', (('tp', 3), None)), (r'norm', None)]; on the command line --like or --sharding."
+    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like or --sharding. A stride, as "
+    "in (('tp', 3), None), is for fused parts of equal size only: with queries, keys and values of different sizes it "
+    "would give wrong rows without an error."
 )
 
 
@@ -34,13 +36,19 @@ class UnknownArray:
         self.error = error
 
 
+def declared(local: tuple[int, ...], wish: Wish) -> bool:
+    """Whether a rule or attributes say how an array was split; a shape alone says only how it may have been.
+
+    An attribute stays on weights that every rank has whole, so it says nothing of a tensor of the wanted shape.
+    """
+    return wish.sharding is not None and (wish.ruled or wish.shape != local)
+
+
 def resolve(name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wish: Wish) -> Sharding | UnknownArray:
     """How an array was split of which each rank of `mesh` has a tensor of the shape `local`."""
-    if wish.ruled and wish.sharding is not None:
-        return _true_size(wish.sharding, local, wish)
-    if wish.sharding is not None and wish.shape != local:  # an attribute stays on weights that every rank has whole
+    if wish.sharding is not None and declared(local, wish):
         sharding = wish.sharding
-        if expert is False:
+        if expert is False and not wish.ruled:
             sharding = Sharding(tuple(None if s is not None and "ep" in s.axes else s for s in sharding.dims))
         return _true_size(sharding, local, wish)
     if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
@@ -82,7 +90,7 @@ def _inferred(
 def _unknown(name: str, why: str) -> UnknownArray:
     return UnknownArray(
         IncompatibleCheckpointError(
-            f"it is ambiguous how this array was split over the ranks: {why}", leaf=f"model/{name}", hint=_HINT
+            f"it is ambiguous how this array was split over the ranks: {why}", leaf=f"model/{name}", hint=HINT
         )
     )
 
@@ -98,6 +106,12 @@ Copies = Mapping[tuple[int, int, int], Held]
 """(dp, ep, tp) -> the tensor there."""
 
 
+def rank_of(at: tuple[int, int, int], mesh: Mesh, *, dealt: bool) -> int:
+    """The rank of `mesh` whose tensor stands there; `dealt`: whether the files are those of each dp rank (ZeRO-1)."""
+    dp, ep, tp = at
+    return mesh.rank({"dp": dp if dealt or mesh.ep == 1 else ep, "tp": tp})
+
+
 def record(
     scan: Scan, leaf: str, copies: Copies, mesh: Mesh, sharding: Sharding, rows: tuple[str, ...] = (),
     local: tuple[int, ...] = (),
@@ -107,7 +121,7 @@ def record(
     Args:
         scan: Where its files are.
         leaf: Leaf path, for errors.
-        copies: Its tensors. One of several equal ones is used: the first.
+        copies: Its tensors. Of several in one place the first is used: the caller knows that they are equal.
         mesh: How the ranks were arranged.
         sharding: How it was split.
         rows: Mesh axes over which ZeRO-1 dealt out the rows of the local tensors.
@@ -121,15 +135,13 @@ def record(
     shards: dict[Box, Shard] = {}
     shape: tuple[int, ...] = first.shape
     spec: object = None
-    for (dp, ep, tp), held in sorted(copies.items()):
+    for at, held in sorted(copies.items()):
         if (held.shape, held.dtype) != (first.shape, first.dtype):
             raise CorruptCheckpointError(
                 "the ranks have tensors that do not fit together", leaf=leaf, file=held.file,
                 expected=f"{first.dtype.name} {list(first.shape)}", found=f"{held.dtype.name} {list(held.shape)}",
             )  # fmt: skip
-        index = dp if rows or mesh.ep == 1 else ep
-        rank = mesh.rank({"dp": index, "tp": tp})
-        place = _place(leaf, sharding, held, mesh, rank, rows, local)
+        place = _place(leaf, sharding, held, mesh, rank_of(at, mesh, dealt=bool(rows)), rows, local)
         shape, spec = place.shape, place.spec
         for piece in place.pieces:
             if piece.box.size and piece.box not in shards:
@@ -183,7 +195,7 @@ def _place(
     except ValueError as error:
         raise IncompatibleCheckpointError(
             f"the sharding {sharding.spec} does not fit to what is stored: {error}", leaf=leaf,
-            found=f"{list(local or held.shape)} on each rank of {mesh}", hint=_HINT,
+            found=f"{list(local or held.shape)} on each rank of {mesh}", hint=HINT,
         ) from error  # fmt: skip
 
 

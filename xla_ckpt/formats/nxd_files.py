@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -14,12 +15,16 @@ from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.format.manifest import FileRecord
 from xla_ckpt.formats.nxd_tags import LEGACY
 from xla_ckpt.formats.torch_zip import TensorAt, read
+from xla_ckpt.layout.box import Box
 from xla_ckpt.storage.base import Directory
 
 _NAME = re.compile(r"(?:dp_rank_(\d{2,})|full)(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 """``full`` is what neuronx-distributed's converter calls the states of all dp ranks together."""
 
 MAX_NAMED = 6
+
+_CHUNK = 1 << 20
+"""Bytes that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,6 +71,7 @@ class Scan:
         self.folders = frozenset(name.rpartition("/")[0] for name in self.names)
         self.files: list[FileRecord] = []
         self._numbers: dict[str, int] = {}
+        self._places: dict[str, Any] = {}
 
     def number(self, file: str) -> int:
         """The number of a file in the manifest."""
@@ -85,13 +91,43 @@ class Scan:
         """
         if held.at is not None:
             return held.at
-        found = read(self.directory, held.file)
+        if held.file not in self._places:
+            self._places[held.file] = read(self.directory, held.file)
+        found = self._places[held.file]
         if not isinstance(found, TensorAt) or (found.dtype, found.shape) != (held.dtype, held.shape):
             raise CorruptCheckpointError(
                 "the file of a tensor does not hold it", file=held.file, expected=f"{held.dtype.name} {held.shape}",
                 found=f"{found.dtype.name} {found.shape}" if isinstance(found, TensorAt) else type(found).__name__,
             )  # fmt: skip
         return found
+
+    def same(self, one: Held, other: Held) -> bool:
+        """Whether two tensors hold the same bytes: their CRC-32s say so, and data is read only where there are none.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, or holds another tensor.
+        """
+        a, b = self.place(one), self.place(other)
+        if (a.file, a.offset) == (b.file, b.offset):
+            return True
+        if a.crc is not None and b.crc is not None:
+            return a.crc == b.crc
+        return self._same_bytes(a, b)
+
+    def _same_bytes(self, a: TensorAt, b: TensorAt) -> bool:
+        size = Box.whole(a.shape).size * a.dtype.itemsize
+        with ExitStack() as opened:
+            sources = [self.directory.open(at.file) for at in (a, b)]
+            for source in sources:
+                opened.callback(source.close)
+            for start in range(0, size, _CHUNK):
+                read_ = [bytearray(min(_CHUNK, size - start)) for _ in sources]
+                for source, at, data in zip(sources, (a, b), read_, strict=True):
+                    if source.read_into(memoryview(data), at.offset + start) < len(data):
+                        raise CorruptCheckpointError("a file ends inside of a tensor", file=at.file)
+                if read_[0] != read_[1]:
+                    return False
+        return True
 
     def rank_files(self) -> dict[str, RankFiles]:
         """The files under ``model`` and ``optim``.
@@ -219,12 +255,13 @@ def check_grid(kind: str, grid: RankFiles) -> None:
     raise CorruptCheckpointError(
         f"{len(missing)} of {count} rank files are missing in {kind}", file=kind,
         expected=f"all of pp {sizes.pp}, dp {sizes.dp}, ep {sizes.ep}, tp {sizes.tp}",
-        found="none for " + _listed([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
+        found="none for " + listed([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
         hint="They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks "
         "from 1 on unless use_xser is set." if sizes.ep > 1 else "They were lost, or never written: take another tag.",
     )  # fmt: skip
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.format.manifest import ArrayRecord
-from xla_ckpt.formats.nxd_arrays import Copies, UnknownArray, check_rows, record, resolve
+from xla_ckpt.formats.nxd_arrays import Copies, UnknownArray, check_rows, declared, record, resolve
+from xla_ckpt.formats.nxd_copies import chosen
 from xla_ckpt.formats.nxd_files import At, Held, RankFiles, Scan
 from xla_ckpt.formats.nxd_names import names_of_stage
 from xla_ckpt.formats.wanted import Wanted
@@ -93,7 +94,55 @@ class State:
         sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.wish(name))
         if isinstance(sharding, UnknownArray):
             return sharding
-        return record(self.scan, leaf, copies, self.mesh, sharding)
+        return self.record(leaf, name, copies, self.mesh, sharding, held.shape)
+
+    def record(
+        self,
+        leaf: str,
+        name: str,
+        copies: Copies,
+        mesh: Mesh,
+        sharding: Sharding,
+        local: tuple[int, ...],
+        state: Sharding | None = None,
+        rows: tuple[str, ...] = (),
+        *,
+        dealt: bool = False,
+    ) -> ArrayRecord | UnknownArray:
+        """The record of a parameter, or of a state of it; unknown if ranks differ and nothing says why.
+
+        Args:
+            leaf: Leaf path of the array.
+            name: Name of the parameter.
+            copies: The tensors of all ranks.
+            mesh: How those were arranged.
+            sharding: How the parameter was split.
+            local: Shape of the parameter on each rank.
+            state: How the state was split, where it is another shape than the parameter.
+            rows: Mesh axes over which ZeRO-1 dealt out the rows of the state.
+            dealt: Whether the files are those of each dp rank, as ZeRO-1 writes them.
+        """
+        wish = self.wanted.wish(name)
+        own = False
+        split = sharding if state is None else state
+        # A state that has not its parameter's shape may not be split as that is: what is said of it does not count.
+        if not declared(local, wish) or len(split.axes) < len(sharding.axes):
+            fits = wish.alone and _whole(sharding, local, mesh) == wish.shape
+            found = chosen(
+                self.scan,
+                leaf,
+                copies,
+                mesh,
+                split=(*split.axes, *rows),
+                dealt=dealt,
+                wanted=self.wanted,
+                alone=fits,
+            )
+            if isinstance(found, UnknownArray):
+                return found
+            copies, own = found
+        made = record(self.scan, leaf, copies, mesh, split, rows, local if rows else ())
+        return replace(made, own=True) if own else made
 
     def optimizer(self, files: Trees, dp: int) -> dict[str, Any]:
         """The optimizer by name: ``state``, ``param_groups`` and, if there are any, ``master``.
@@ -202,23 +251,42 @@ class _OfStage:
     def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, Held]) -> ArrayRecord | UnknownArray:
         copies = {(at.dp, at.ep, at.tp): h for at, h in held.items()}
         first = next(iter(copies.values()))
-        if not first.shape:
-            return record(self.of.scan, leaf, {(0, 0, 0): copies[min(copies)]}, Mesh(), Sharding())
         local = self.local_shape(number) or first.shape
         expert = self.is_expert(str(name)) if self.of.mesh.ep > 1 else False
         rows = ("edp",) if expert else ("dp",)
-        if self.zero:
+        if self.zero and first.shape:
             check_rows(leaf, local, copies, parts(rows, self.mesh.sizes))
         sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.wish(str(name)))
         if isinstance(sharding, UnknownArray):
-            return sharding
+            if first.shape:
+                return sharding
+            sharding = Sharding()  # of a parameter that nobody knows, but a number has no parts
+        state = None if self.zero and first.shape else sharding.of_state(local, first.shape)
+        if self.zero and not first.shape:  # a number is the same on all ranks that share the rows of a parameter
+            copies = {at: h for at, h in copies.items() if at[0] < self.mesh.ep}
         try:
-            if not self.zero:
-                return record(self.of.scan, leaf, copies, self.mesh, sharding.of_state(local, first.shape))
-            return record(self.of.scan, leaf, copies, self.mesh, sharding, rows, local)
+            return self.of.record(
+                leaf,
+                str(name),
+                copies,
+                self.mesh,
+                sharding,
+                local,
+                state,
+                rows if state is None else (),
+                dealt=self.zero,
+            )
         except CheckpointError as error:
             error.at(leaf=leaf)
             raise
+
+
+def _whole(sharding: Sharding, local: tuple[int, ...], mesh: Mesh) -> tuple[int, ...] | None:
+    """The global shape that local tensors make; None if they cannot be parts of such an array."""
+    try:
+        return sharding.place(local, mesh, 0).shape
+    except ValueError:
+        return None
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

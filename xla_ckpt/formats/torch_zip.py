@@ -36,6 +36,9 @@ class TensorAt:
     dtype: DType
     shape: tuple[int, ...]
 
+    crc: int | None = None
+    """CRC-32 of its bytes; None where the zip has none of this tensor alone."""
+
 
 class _Readable(io.RawIOBase):
     """A source as the file object that `zipfile` wants."""
@@ -136,7 +139,7 @@ class _Archive:
         if len(pickles) != 1:
             raise CorruptCheckpointError("the zip is none of torch.save's: it has no data.pkl", file=file)
         self.prefix = pickles[0].removesuffix("data.pkl")
-        self.offsets: dict[str, tuple[int, int]] = {}
+        self.offsets: dict[str, tuple[int, int, int]] = {}
 
     def read(self, reference: Callable[[Any], Any] | None) -> Any:
         if f"{self.prefix}byteorder" in self.archive.namelist() and self._small("byteorder") != b"little":
@@ -152,12 +155,11 @@ class _Archive:
         return replaced(loads(self._small("data.pkl"), self.file), leaf, self.file)
 
     def _small(self, name: str) -> bytes:
-        start, size = self._record(name)
-        del start, size  # checked to be stored, and inside of the file
+        self._record(name)  # checked to be stored, and inside of the file
         return self.archive.read(self.prefix + name)
 
-    def _record(self, name: str) -> tuple[int, int]:
-        """(offset of the first byte, bytes) of a record."""
+    def _record(self, name: str) -> tuple[int, int, int]:
+        """(offset of the first byte, bytes, CRC-32) of a record."""
         if (known := self.offsets.get(name)) is not None:
             return known
         try:
@@ -172,12 +174,12 @@ class _Archive:
         start = info.header_offset + len(head) + name_size + extra_size
         if got < len(head) or signature != b"PK\3\4" or start + info.file_size > self.source.size:
             raise CorruptCheckpointError(f"the record {name} does not lie in the zip", file=self.file)
-        self.offsets[name] = start, info.file_size
-        return start, info.file_size
+        self.offsets[name] = start, info.file_size, info.CRC
+        return self.offsets[name]
 
     def _place(self, view: View) -> TensorAt:
         dtype, count = dtypes.dtype(view.dtype), Box.whole(view.shape).size
-        start, size = self._record(f"data/{view.storage.key}")
+        start, size, crc = self._record(f"data/{view.storage.key}")
         if count and view.strides != _contiguous(view.shape, view.strides):
             raise UnsupportedStateError(
                 "a tensor is not contiguous", file=self.file, found=f"shape {view.shape}, strides {view.strides}",
@@ -190,7 +192,8 @@ class _Archive:
                 "a tensor reaches past the end of its storage", file=self.file,
                 expected=f"{first + count * dtype.itemsize} bytes", found=min(size, held),
             )  # fmt: skip
-        return TensorAt(self.file, start + (first if count else 0), dtype, view.shape)
+        alone = (first, count * dtype.itemsize) == (0, size)  # a part of a storage has no CRC-32 of its own
+        return TensorAt(self.file, start + (first if count else 0), dtype, view.shape, crc if alone else None)
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from xla_ckpt.layout.mesh import Mesh
 from xla_ckpt.layout.rules import Parsed, decided
 from xla_ckpt.layout.sharding import Sharding
 
@@ -27,6 +28,9 @@ class Wish:
     padded: bool = False
     """Whether `shape` is declared to be without the padding that local tensors have."""
 
+    alone: bool = False
+    """Whether each rank has a tensor of its own, which need not be what other ranks have: no part of a DTensor, say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -48,6 +52,12 @@ class Wanted:
 
     optimizer: bool = True
     """Whether an optimizer is wanted at all."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    """How the ranks of the job are arranged that wants it."""
+
+    rank: int = 0
+    """Which of them this one is."""
 
     def wish(self, name: str) -> Wish:
         """What is known about an array; a rule for any name of a shared parameter holds for it."""
