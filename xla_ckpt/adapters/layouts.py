@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from xla_ckpt.adapters.attributes import declared_sharding
 from xla_ckpt.adapters.base import ArrayAdapter, Placement, Target
 from xla_ckpt.adapters.registry import require
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.format.manifest import ArrayRecord
 from xla_ckpt.layout.local import Local, whole
 from xla_ckpt.layout.rules import Parsed, decided
-from xla_ckpt.layout.sharding import Sharding, Split
+from xla_ckpt.layout.sharding import Sharding
 from xla_ckpt.plan.place import owner_of
 
 
@@ -121,29 +122,6 @@ class Layouts:
     def _sharding(self, names: Iterable[str], value: Any) -> Sharding:
         names = tuple(names)
         ruled = decided(self.rules, *names)
-        return attributes(value, names[0], self.placement) if ruled is None else ruled
-
-
-def attributes(value: Any, path: str, placement: Placement) -> Sharding:
-    """The sharding that neuronx-distributed's and Megatron's attributes on a parameter name.
-
-    Raises:
-        UnsupportedStateError: They contradict each other or the mesh.
-    """
-    dims: list[Split | None] = [None] * len(getattr(value, "shape", ()))
-    if getattr(value, "tensor_model_parallel", False) and (dim := getattr(value, "partition_dim", -1)) is not None:
-        parts = getattr(value, "num_partitions", placement.mesh.tp) or placement.mesh.tp
-        if not -len(dims) <= dim < len(dims) or parts not in (1, placement.mesh.tp):
-            raise UnsupportedStateError(
-                "the tensor-parallel attributes do not fit", leaf=path,
-                expected=f"a dim of {list(value.shape)}, {placement.mesh.tp} partitions",
-                found=f"partition_dim {dim}, num_partitions {parts}", hint="Check the mesh, or pass a shardings rule.",
-            )  # fmt: skip
-        if parts > 1:
-            dims[dim] = Split(("tp",), getattr(value, "partition_stride", 1) or 1)
-    if getattr(value, "expert_model_parallel", False) and placement.mesh.ep > 1:
-        if dims and dims[0] is not None:
-            raise UnsupportedStateError("experts and tensor parallelism split the same dim", leaf=path)
-        dims[0] = Split(("ep",))
-    shape = getattr(value, "global_shape", None)
-    return Sharding(tuple(dims), None if shape is None or len(shape) != len(dims) else tuple(shape))
+        if ruled is not None:
+            return ruled
+        return declared_sharding(value, names[0], self.placement.mesh) or Sharding()

@@ -11,7 +11,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import NoCheckpointError
 from xla_ckpt.formats import nxd_tags
 from xla_ckpt.formats.nxd_tags import NxdTag
-from xla_ckpt.layout.rules import Parsed
+from xla_ckpt.layout.rules import Parsed, decided
 from xla_ckpt.tags.directory import TagEntry, entries
 from xla_ckpt.tags.directory import open_tag as open_own
 
@@ -136,6 +136,7 @@ def wanted_by_tree(like: Any, layouts: Layouts) -> Wanted:
 
 
 def _wish(path: str, value: Any, layouts: Layouts) -> Wish:
+    from xla_ckpt.adapters.attributes import declared_sharding, true_shape
     from xla_ckpt.adapters.registry import is_spec, require
     from xla_ckpt.formats.wanted import Wish
     from xla_ckpt.layout.sharding import Sharding
@@ -145,25 +146,16 @@ def _wish(path: str, value: Any, layouts: Layouts) -> Wish:
         named = Sharding.parse(spec) if isinstance(spec, tuple | list | Sharding) else None
         return Wish(tuple(value.shape), str(value.dtype).removeprefix("torch."), named)
     adapter = require(value, path)
+    # Where a rule decides, attributes are not looked at: they may be wrong.
+    ruled = decided(layouts.rules, path, path.partition("/")[2]) is not None
+    named = None if ruled else declared_sharding(value, path)
     return Wish(
-        layouts.local(path, value, adapter).shape, adapter.dtype(value, path).name, _attributes(value),
-        padded=getattr(value, "global_shape", None) is not None, alone=adapter.place(value, path) is None,
-    )  # fmt: skip
-
-
-def _attributes(value: Any) -> Any:
-    """The split that neuronx-distributed's attributes name, whatever the mesh of this job is; None without any."""
-    from xla_ckpt.layout.sharding import Sharding, Split
-
-    dims: list[Any] = [None] * len(value.shape)
-    dim = getattr(value, "partition_dim", None)
-    split = bool(getattr(value, "tensor_model_parallel", False)) and type(dim) is int and -len(dims) <= dim < len(dims)
-    if split and dim is not None:
-        dims[dim] = Split(("tp",), getattr(value, "partition_stride", 1) or 1)
-    expert = bool(getattr(value, "expert_model_parallel", False)) and bool(dims) and dims[0] is None
-    if expert:
-        dims[0] = Split(("ep",))
-    return Sharding(tuple(dims)) if split or expert else None
+        shape=layouts.local(path, value, adapter).shape,
+        dtype=adapter.dtype(value, path).name,
+        sharding=None if named is None or not named.axes else replace(named, shape=None),
+        padded=true_shape(value) is not None,
+        alone=adapter.place(value, path) is None,
+    )
 
 
 def _groups(
