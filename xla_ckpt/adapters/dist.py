@@ -7,6 +7,7 @@ process groups of its own.
 from __future__ import annotations
 
 import datetime
+import os
 import queue
 import sys
 import threading
@@ -35,21 +36,67 @@ def is_distributed() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
 
 
-def check_alone() -> None:
-    """Refuse to take a process for the whole job when XLA knows of others.
+def check_ranks() -> None:
+    """Refuse to save or load as a rank that cannot meet the other ranks of its job.
+
+    It would take itself for the whole job: each rank writes the same tag, and the last one to commit wins.
 
     Raises:
-        UsageError: There are others, and no torch.distributed to meet them through.
+        UsageError: XLA or the launcher knows of other ranks, and there is no torch.distributed to meet them through; or
+            the ranks are threads.
     """
-    runtime: Any = sys.modules.get("torch_xla.runtime")
-    xla: Any = sys.modules.get("torch_xla")
-    if runtime is None or xla is None or not xla._XLAC._xla_runtime_is_initialized():
+    distributed: Any = torch.distributed
+    in_group = bool(distributed.is_available() and distributed.is_initialized())
+    members = distributed.get_world_size() if in_group else 1
+    processes, devices = _xla_ranks()
+    # torch_xla.launch runs a rank on a thread of its own, and its process group counts those ranks. Without either of
+    # these signs the main thread saves for all devices of its process.
+    if devices > processes and (threading.current_thread() is not threading.main_thread() or members == devices):
+        raise UsageError(
+            "torch_xla runs the ranks of this job as threads", expected="a process of its own for each rank",
+            found=f"{devices} ranks in {processes} process{'es' if processes > 1 else ''}",
+            hint="Start the program with torchrun, one process for each device, and call "
+            'torch.distributed.init_process_group("gloo") (or "xla") before the first save or load; or use SPMD.',
+        )  # fmt: skip
+    if members > 1:
         return
-    if (processes := runtime.process_count()) > 1:
+    if processes > 1:
         raise UsageError(
             f"XLA runs {processes} processes, and torch.distributed is not initialised", expected="a process group",
             hint='Call torch.distributed.init_process_group("gloo") (or "xla") before the first save or load.',
         )  # fmt: skip
+    launched = os.environ.get("WORLD_SIZE", "")
+    if not launched.isdecimal() or int(launched) < 2:
+        return
+    if not in_group:
+        raise UsageError(
+            f"this process is one of {launched} (WORLD_SIZE), and torch.distributed is not initialised",
+            expected="a process group",
+            hint='Call torch.distributed.init_process_group("gloo") (or "xla") before the first save or load. If this '
+            "process works alone, remove WORLD_SIZE from its environment.",
+        )  # fmt: skip
+    if "xla" in str(distributed.get_backend()):
+        # init_method="xla://" counts the devices of this process' XLA client, which on the CPU knows no other process.
+        # A group of one that the program made itself is not refused: it says that this process works alone.
+        raise UsageError(
+            f"this process is one of {launched} (WORLD_SIZE), and the process group that XLA made has 1 rank",
+            expected=f"a process group of {launched} ranks",
+            hint='Call torch.distributed.init_process_group("gloo"), or "xla" without init_method="xla://".',
+        )  # fmt: skip
+
+
+def _xla_ranks() -> tuple[int, int]:
+    """Processes and devices that take part in XLA's job, as far as XLA runs in this process; 1 and 1 otherwise.
+
+    Devices are counted where each of them is a rank: not under SPMD, where a process is one.
+    """
+    runtime: Any = sys.modules.get("torch_xla.runtime")
+    xla: Any = sys.modules.get("torch_xla")
+    if runtime is None or xla is None or not xla._XLAC._xla_runtime_is_initialized():
+        return 1, 1
+    # torch_xla.runtime.world_size() is not asked: it keeps its first answer, and init_process_group may come later.
+    devices = 1 if runtime.is_spmd() else xla._XLAC._xla_get_replication_devices_count()
+    return int(runtime.process_count()), max(int(devices), 1)
 
 
 class _Line:

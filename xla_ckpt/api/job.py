@@ -71,15 +71,12 @@ def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: floa
     All ranks make the same calls in the same order; that is how they find each other's messages.
 
     Raises:
-        UsageError: `mesh` does not fit to the number of processes.
+        UsageError: `mesh` does not fit to the number of processes, or this rank cannot meet the others.
     """
     if not timeout > 0:
         raise UsageError("a timeout is a number of seconds above 0", path=root, found=timeout)
-    if dist.is_distributed():
-        communicator: Communicator = dist.communicator()
-    else:
-        dist.check_alone()
-        communicator = _SOLO
+    dist.check_ranks()
+    communicator: Communicator = dist.communicator() if dist.is_distributed() else _SOLO
     mesh = as_mesh(mesh)
     if mesh is None:
         mesh = current_mesh(communicator.rank, communicator.size) or Mesh(dp=communicator.size)

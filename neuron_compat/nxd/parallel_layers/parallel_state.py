@@ -21,6 +21,7 @@ import torch
 
 from neuron_compat.nxd.parallel_layers.groups import rank_groups
 from xla_ckpt import Mesh
+from xla_ckpt.adapters.dist import check_ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,9 +107,11 @@ def initialize_model_parallel(
 
     Raises:
         RuntimeError: It was called before, or the sizes do not divide the number of ranks.
+        xla_ckpt.UsageError: There are other ranks, and torch.distributed is not initialised.
     """
     if _current:
         raise RuntimeError("parallel_state is initialised already; call destroy_model_parallel() first")
+    check_ranks()
     joined = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
     mesh = _mesh(
