@@ -41,13 +41,25 @@ def on_cpu() -> bool:
 
 
 def materialize(values: Sequence[torch.Tensor]) -> None:
-    """Have every value computed and in a buffer. Nothing is added to the pending graph.
+    """Have every value computed and in a buffer. The values are on one device, and there is at least one.
 
-    This is no `torch_xla.sync()`: that ends a step, which would move the random number generator on, and a run that
-    saves would train on other numbers than one that does not.
+    If one of them is pending, everything that is pending on the device is computed, in the graph that the program's
+    own `torch_xla.sync()` would run. A graph of the values alone would compute their inputs a second time later on. It
+    would also have to be compiled for the save.
+
+    The step does not end here: that would move the random number generator on, and a run that saves would train on
+    other numbers than one that does not.
     """
-    # A value that is still a constant of the graph has no buffer yet, and asking DLPack for it aborts the process.
-    _XLAC._xla_sync_multi(list(values), devices=[], wait=True, sync_xla_data=True)
+    if any(_XLAC._check_tensor_need_materialization(list(values))):
+        device = str(values[0].device)
+        # The graph may donate its inputs, for instance the old weights to the new ones. So all live tensors have to be
+        # in it: one that is left pending would read a donated buffer in the next graph ("buffer is deleted").
+        _XLAC._xla_sync_live_tensors(device, [], True)
+        # The order token of the collectives is no live tensor. It is pending still, and would read donated gradients.
+        _XLAC._set_all_reduce_token(device, None)
+    # Wait for graphs that run. A value without a buffer (what is left is no operation of a step) gets one without any
+    # donation: asking DLPack for a value that has none aborts the process.
+    _XLAC._xla_sync_multi(list(values), devices=[], wait=True, sync_xla_data=False)
 
 
 def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:

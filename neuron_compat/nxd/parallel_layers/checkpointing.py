@@ -210,9 +210,9 @@ def _materialize(tree: Any) -> None:
     """Have all XLA tensors computed. On every rank, because the pending graph may hold collectives."""
     tensors = xla_tensors(tree)
     if tensors:
-        import torch_xla
+        from xla_ckpt.adapters.xla import materialize
 
-        torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=True, sync_xla_data=True)
+        materialize(tensors)
 
 
 # -- into a module or an optimizer
