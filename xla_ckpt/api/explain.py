@@ -56,7 +56,8 @@ def explain(
     tag = chosen_tag(root, tag)
     with opened(root, tag, rules, model, optimizer) as reader:
         found = explain_manifest(reader.manifest, root, tag, mesh, rules)
-        more = [*map(str, reader.manifest.unknown.values()), *_broken_files(reader)]
+        unknown = [str(array.error(leaf)) for leaf, array in reader.manifest.unknown.items()]
+        more = [*unknown, *_broken_files(reader)]
         notes = [*found.notes, *_own_members(reader.manifest, mesh)]
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")

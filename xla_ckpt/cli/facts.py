@@ -91,7 +91,7 @@ def show_facts(
     """Everything that the manifest of a tag says. `pattern` selects leaves, as in a shell."""
     with opened(root, tag, parse_rules(rules), model, optimizer) as reader:
         manifest = reader.manifest
-    unknown = manifest.unknown
+    unknown = {leaf: str(array.error(leaf)) for leaf, array in manifest.unknown.items()}
     leaves = [*manifest.arrays, *unknown, *manifest.aliases, *plain_values(manifest)]
     if not any(_matches(leaf, pattern) for leaf in leaves):
         raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern)
@@ -105,7 +105,7 @@ def show_facts(
     return {
         "path": root, "tag": tag, "sequence": head.sequence, "created": head.created, "pinned": head.pinned,
         "version": head.version, "mesh": manifest.mesh, "ranks": manifest.world, "nbytes": manifest.nbytes,
-        "arrays": arrays, "unknown": {leaf: str(e) for leaf, e in unknown.items() if _matches(leaf, pattern)},
+        "arrays": arrays, "unknown": {leaf: why for leaf, why in unknown.items() if _matches(leaf, pattern)},
         "layout": THEIRS if nxd_tags.find(root, tag) is not None else _layout(manifest),
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},

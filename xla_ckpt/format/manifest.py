@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import CheckpointError, FormatError
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.format.digest import block_count
 from xla_ckpt.layout.box import Box, overlapping_pair
 from xla_ckpt.layout.grid import Grid, fit_all
@@ -178,6 +178,26 @@ class ArrayRecord:
             yield from grid.touching(box)
 
 
+@dataclass(frozen=True, slots=True)
+class UnknownArray:
+    """An array of a foreign format that is stored, but of which nothing says how it was split."""
+
+    problem: str
+    """Why, as an error says it."""
+
+    hint: str | None = None
+    """What to do about it."""
+
+    expected: str | None = None
+    found: str | None = None
+
+    def error(self, leaf: str) -> IncompatibleCheckpointError:
+        """A new error for whoever wants it: errors collect facts and frames on their way, and are not shared."""
+        return IncompatibleCheckpointError(
+            self.problem, leaf=leaf, expected=self.expected, found=self.found, hint=self.hint
+        )
+
+
 def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], spec: Any = None) -> ArrayRecord:
     """The record of an array that is stored in these shards, as one grid if they are one.
 
@@ -221,8 +241,8 @@ class Manifest:
     world: int = 1
     """Number of processes that saved it. For people, too."""
 
-    unknown: Mapping[str, CheckpointError] = field(default_factory=dict)
-    """In foreign formats: arrays that are stored, but of which nothing says how they were split, and why."""
+    unknown: Mapping[str, UnknownArray] = field(default_factory=dict)
+    """In foreign formats: arrays that are stored, but of which nothing says how they were split, by leaf path."""
 
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
@@ -246,7 +266,7 @@ class Manifest:
             IncompatibleCheckpointError: It is stored, but nothing says how it was split.
         """
         if leaf in self.unknown:
-            raise self.unknown[leaf]
+            raise self.unknown[leaf].error(leaf)
         return self.arrays.get(self.aliases.get(leaf, leaf))
 
     @property

@@ -14,13 +14,11 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
-    IncompatibleCheckpointError,
     StorageError,
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from xla_ckpt.format.manifest import ArrayRecord, Head, Manifest, Shard, array_record
-from xla_ckpt.formats.nxd_arrays import UnknownArray
+from xla_ckpt.format.manifest import ArrayRecord, Head, Manifest, Shard, UnknownArray, array_record
 from xla_ckpt.formats.nxd_files import At, Held, RankFiles, Scan, listed
 from xla_ckpt.formats.nxd_state import Missing, Stage, State, stages, trees
 from xla_ckpt.formats.nxd_tags import NxdTag
@@ -34,6 +32,15 @@ from xla_ckpt.tree.codec import Codec
 from xla_ckpt.tree.flatten import flatten
 
 logger = logging.getLogger(__name__)
+
+_ONLY_MASTERS = UnknownArray(
+    "this weight was not saved; at most its master weight was, which the optimizer numbers",
+    "Load with model= and optimizer= together.",
+)
+_NAMELESS = UnknownArray(
+    "the stored optimizers of the pipeline stages number their parameters, and nothing says what the numbers mean",
+    "Load with model= and optimizer=: their names and groups say so.",
+)
 
 
 def open_tag(root: str, found: NxdTag, wanted: Wanted, codec: Codec) -> TagReader:
@@ -99,9 +106,7 @@ def scan(files: Scan, found: NxdTag, wanted: Wanted, codec: Codec) -> tuple[Mani
     if stray is not None:
         raise UnsupportedStateError(f"a {type(stray[1]).__name__} is neither array nor plain value", leaf=stray[0])
     known = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, ArrayRecord)}
-    unknown = {leaf: v.error for leaf, v in flat.arrays.items() if isinstance(v, UnknownArray)}
-    for leaf, error in unknown.items():
-        error.leaf = leaf
+    unknown = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, UnknownArray)}
     _report_own(found.tag, [leaf for leaf, record in known.items() if record.own], wanted)
     head = Head(found.tag, 0, pinned=False, created="")
     manifest = Manifest(
@@ -178,9 +183,9 @@ def _parts(
         parts["model"] = state.model()
     if "optim" in grids:
         if not wanted.optimizer:
-            parts["optimizer"] = UnknownArray(IncompatibleCheckpointError("the optimizer was not asked for"))
+            parts["optimizer"] = UnknownArray("the optimizer was not asked for")
         elif wanted.groups is None and grids["optim"].sizes.pp > 1:
-            parts["optimizer"] = UnknownArray(_nameless())
+            parts["optimizer"] = _NAMELESS
         else:
             parts["optimizer"] = state.optimizer(optim(), grids["optim"].sizes.dp)
     masters = parts["optimizer"].get("master", {}) if isinstance(parts.get("optimizer"), dict) else {}
@@ -199,7 +204,7 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Wanted)
         if isinstance(master, ArrayRecord):
             return replace(master, stands_for=stored.held.dtype)
         if not wanted.optimizer or wanted.groups is None:
-            return UnknownArray(_only_masters())
+            return _ONLY_MASTERS
         if not masters:
             raise CorruptCheckpointError(
                 "the files of the tensors are missing, and there are no master weights to take their place",
@@ -210,20 +215,6 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Wanted)
     if isinstance(stored, ArrayRecord) and isinstance(master, ArrayRecord) and stored.shape == master.shape:
         return master if asked == master.dtype.name != stored.dtype.name else stored
     return stored
-
-
-def _only_masters() -> IncompatibleCheckpointError:
-    return IncompatibleCheckpointError(
-        "this weight was not saved; at most its master weight was, which the optimizer numbers",
-        hint="Load with model= and optimizer= together.",
-    )
-
-
-def _nameless() -> IncompatibleCheckpointError:
-    return IncompatibleCheckpointError(
-        "the stored optimizers of the pipeline stages number their parameters, and nothing says what the numbers mean",
-        hint="Load with model= and optimizer=: their names and groups say so.",
-    )
 
 
 def _plain(files: Scan, value: Any) -> Any:

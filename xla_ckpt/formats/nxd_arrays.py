@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, IncompatibleCheckpointError
-from xla_ckpt.format.manifest import ArrayRecord, Shard, array_record
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
+from xla_ckpt.format.manifest import ArrayRecord, Shard, UnknownArray, array_record
 from xla_ckpt.formats.nxd_files import Held, Scan
 from xla_ckpt.formats.wanted import Wish
 from xla_ckpt.layout.box import Box
@@ -29,13 +29,6 @@ HINT = (
 )
 
 
-class UnknownArray:
-    """Stands for an array of which nobody said how it is split: an error as soon as somebody wants it."""
-
-    def __init__(self, error: CheckpointError) -> None:
-        self.error = error
-
-
 def declared(local: tuple[int, ...], wish: Wish) -> bool:
     """Whether a rule or attributes say how an array was split; a shape alone says only how it may have been.
 
@@ -54,7 +47,7 @@ def resolve(name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, 
     if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
         return Sharding()
     if wish.shape is None:
-        return _unknown(name, f"each rank has {list(local)}, and nothing says what the whole is")
+        return _unknown(f"each rank has {list(local)}, and nothing says what the whole is")
     return _inferred(name, local, mesh, expert, wish.shape)
 
 
@@ -74,12 +67,12 @@ def _inferred(
         if e != t or e is None:
             found += [(e, t)] if tuple(shape) == wanted else []
     if not found:
-        return _unknown(name, f"each of {mesh.tp} tp (and {mesh.ep} ep) ranks has {list(local)}, wanted {list(wanted)}")
+        return _unknown(f"each of {mesh.tp} tp (and {mesh.ep} ep) ranks has {list(local)}, wanted {list(wanted)}")
     if len(found) > 1:
-        return _unknown(name, f"{list(local)} of each rank makes {list(wanted)} in {len(found)} ways")
+        return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(found)} ways")
     ((e, t),) = found
     if t is not None and _FUSED.search(name) and not _SEPARATE.search(name):
-        return _unknown(name, "by its name it is fused, and nothing says in how many strided blocks each rank has it")
+        return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it")
     dims: list[Split | None] = [None] * len(local)
     for dim, axis in ((e, "ep"), (t, "tp")):
         if dim is not None:
@@ -87,12 +80,8 @@ def _inferred(
     return Sharding(tuple(dims))
 
 
-def _unknown(name: str, why: str) -> UnknownArray:
-    return UnknownArray(
-        IncompatibleCheckpointError(
-            f"it is ambiguous how this array was split over the ranks: {why}", leaf=f"model/{name}", hint=HINT
-        )
-    )
+def _unknown(why: str) -> UnknownArray:
+    return UnknownArray(f"it is ambiguous how this array was split over the ranks: {why}", HINT)
 
 
 def _true_size(sharding: Sharding, local: tuple[int, ...], wish: Wish) -> Sharding:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.formats.nxd_arrays import HINT, Copies, UnknownArray, rank_of
+from xla_ckpt.format.manifest import UnknownArray
+from xla_ckpt.formats.nxd_arrays import HINT, Copies, rank_of
 from xla_ckpt.formats.nxd_files import Scan, listed
 from xla_ckpt.formats.wanted import Wanted
 from xla_ckpt.layout.mesh import Mesh
@@ -65,12 +65,9 @@ def chosen(
 
     shape = list(copies[pairs[0][1]].shape)
     return UnknownArray(
-        IncompatibleCheckpointError(
-            "the ranks hold different tensors of this name, and nothing says how the array was split over them",
-            leaf=leaf,
-            expected="equal ones on all ranks, or a sharding",
-            found=f"{shape} on each rank; {listed([f'{called(b)} differs from {called(a)}' for a, b in pairs])}",
-            hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
-            "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
-        )
+        "the ranks hold different tensors of this name, and nothing says how the array was split over them",
+        expected="equal ones on all ranks, or a sharding",
+        found=f"{shape} on each rank; {listed([f'{called(b)} differs from {called(a)}' for a, b in pairs])}",
+        hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
+        "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
     )

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from xla_ckpt.format.manifest import ArrayRecord
-from xla_ckpt.formats.nxd_arrays import Copies, UnknownArray, check_rows, declared, record, resolve
+from xla_ckpt.format.manifest import ArrayRecord, UnknownArray
+from xla_ckpt.formats.nxd_arrays import Copies, check_rows, declared, record, resolve
 from xla_ckpt.formats.nxd_copies import chosen
 from xla_ckpt.formats.nxd_files import At, Held, RankFiles, Scan
 from xla_ckpt.formats.nxd_names import names_of_stage
