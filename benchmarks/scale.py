@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from xla_ckpt import dtypes
-from xla_ckpt.format import manifest_json
-from xla_ckpt.format.digest import digest, to_hex
-from xla_ckpt.format.manifest import FileRecord, Head, Manifest
-from xla_ckpt.layout.local import Local
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import Record, Sample, merge
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.save_plan import SavePlan, plan_save
+from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sharding import Sharding
 
 ROOT = Path(__file__).parent.parent
 WORLDS = (8, 64, 512, 1024, 4096, 16384)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from xla_ckpt import dtypes
-from xla_ckpt.layout.box import Box
+from xla_ckpt.sharding.box import Box
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)

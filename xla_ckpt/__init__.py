@@ -10,9 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from xla_ckpt.adapters.per_rank import PerRank as PerRank
-    from xla_ckpt.adapters.registry import ArraySpec as ArraySpec
-    from xla_ckpt.adapters.rng import RNGState as RNGState
     from xla_ckpt.api.convert import ConvertReport as ConvertReport
     from xla_ckpt.api.convert import convert as convert
     from xla_ckpt.api.convert_zero import ZeroReport as ZeroReport
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.tags import latest_tag as latest_tag
     from xla_ckpt.api.tags import list_tags as list_tags
     from xla_ckpt.api.tags import verify as verify
+    from xla_ckpt.arrays.registry import ArraySpec as ArraySpec
     from xla_ckpt.engine.background import SaveHandle as SaveHandle
     from xla_ckpt.engine.save import SaveReport as SaveReport
     from xla_ckpt.engine.verify import VerifyReport as VerifyReport
@@ -46,15 +44,17 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import UnsupportedVersionError as UnsupportedVersionError
     from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
     from xla_ckpt.errors import UsageError as UsageError
-    from xla_ckpt.layout.mesh import Mesh as Mesh
     from xla_ckpt.plan.explain import Explanation as Explanation
+    from xla_ckpt.sharding.mesh import Mesh as Mesh
+    from xla_ckpt.state.per_rank import PerRank as PerRank
+    from xla_ckpt.state.rng import RNGState as RNGState
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "adapters.per_rank": ("PerRank",),
-    "adapters.registry": ("ArraySpec",),
-    "adapters.rng": ("RNGState",),
+    "state.per_rank": ("PerRank",),
+    "arrays.registry": ("ArraySpec",),
+    "state.rng": ("RNGState",),
     "api.convert": ("ConvertReport", "convert"),
     "api.convert_zero": ("ZeroReport", "convert_zero_checkpoints"),
     "api.explain": ("explain",),
@@ -71,7 +71,7 @@ _HOMES = {
         "InvalidTagError", "NoCheckpointError", "RankFailedError", "SaveError", "StorageError", "UnsupportedStateError",
         "UnsupportedVersionError", "UntrustedObjectError", "UsageError",
     ),
-    "layout.mesh": ("Mesh",),
+    "sharding.mesh": ("Mesh",),
     "plan.explain": ("Explanation",),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -83,7 +83,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'xla_ckpt' has no attribute {name!r}")
     home = _HOME_OF[name]
-    if home.startswith("adapters") or home == "api.load":
+    if home.startswith(("arrays", "state")) or home == "api.load":
         importlib.import_module("xla_ckpt.api.save")
     value = getattr(importlib.import_module(f"xla_ckpt.{home}"), name)
     globals()[name] = value

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xla_ckpt
-from xla_ckpt.layout.local import whole
+from xla_ckpt.sharding.local_array import whole
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -44,7 +44,7 @@ def on_xla(tensor: torch.Tensor) -> torch.Tensor:
 
 def held_bits(tensor: torch.Tensor) -> bytes:
     """The bits of an XLA tensor, by the way that does not quiet NaNs (`.cpu()` does for float16)."""
-    from xla_ckpt.adapters.xla import Xla
+    from xla_ckpt.arrays.xla import Xla
 
     ((shard,),) = Xla().host([(tensor, whole(tuple(tensor.shape)))])
     return shard.data.tobytes()

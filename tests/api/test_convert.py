@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 import xla_ckpt
-from tests.formats.same import as_theirs, content, differences, rank_files
+from tests.layouts.same import as_theirs, content, differences, rank_files
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 

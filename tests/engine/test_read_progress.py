@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import xla_ckpt
-from tests.formats.writing import as_job
+from tests.layouts.writing import as_job
 from tests.strategies import boxes_in
 from xla_ckpt import ArraySpec, Mesh, dtypes
 from xla_ckpt.api.progress import Progress
 from xla_ckpt.engine.read import check, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
-from xla_ckpt.format import manifest_json
-from xla_ckpt.format.manifest import Head, Manifest
-from xla_ckpt.layout.box import Box
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf, LocalShard
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.memory import MemoryDirectory
 
 SHAPE = (700, 3500)

@@ -11,8 +11,8 @@ import torch
 
 import xla_ckpt
 from neuron_compat.nxd.optimizer.convert_zero_checkpoints import main
-from tests.formats.gold import GOLD, LOST, cases, folder_of, needs_gold
-from tests.formats.same import content, differences, names, rank_files
+from tests.layouts.gold import GOLD, LOST, cases, folder_of, needs_gold
+from tests.layouts.same import content, differences, names, rank_files
 
 ZERO = [case for case in cases() if "_z1" in case[0] and case[0] != LOST]
 SOURCE = "tp2_dp2_z1__xser_sync"

@@ -17,8 +17,8 @@ from torch_xla.utils.serialization import TensorReference
 
 import neuron_compat.nxd as nxd
 import xla_ckpt
-from tests.formats.test_nxd_layouts import rank_file
 from tests.jobs import job
+from tests.layouts.test_nxd_layouts import rank_file
 from tests.runs import run, start
 
 LAYOUTS = ("pt", "xser")

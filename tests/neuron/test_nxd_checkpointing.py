@@ -14,8 +14,8 @@ import torch_xla
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
 from neuron_compat.nxd.parallel_layers import load, parallel_state, save
-from tests.formats.gold import Gold, stage_of
 from tests.jobs import finish, job, start_ranks
+from tests.layouts.gold import Gold, stage_of
 from xla_ckpt import Mesh
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.formats.writing import names, opened, unlike, whole
 from tests.jobs import finish, job, start_ranks
+from tests.layouts.writing import names, opened, unlike, whole
 from tests.neuron.test_nxd_checkpoint import SETUP
 from tests.runs import run
 
@@ -111,7 +111,7 @@ def test_a_job_with_zero1_writes_their_files(tmp_path: Path) -> None:
 
 KILLED = """
 import signal
-from xla_ckpt.adapters import dist as lines
+from xla_ckpt.job import process_group as lines
 from xla_ckpt.storage.local import LocalSink, LocalDirectory
 lines.REACH = 3
 root, victim, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]

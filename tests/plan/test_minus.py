@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xla_ckpt import dtypes
-from xla_ckpt.format.torch_file import TorchFile
-from xla_ckpt.layout.box import Box, is_partition
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.owners import SPLIT_BYTES
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.plan.leaf import Leaf, LocalShard, leaf_of
 from xla_ckpt.plan.save_plan import Entry, FilePlan, SavePlan, Source, plan_save
+from xla_ckpt.sharding.box import Box, is_partition
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.owners import SPLIT_BYTES
+from xla_ckpt.sharding.sharding import Sharding
 
 MESHES = [Mesh(pp=2, dp=2), Mesh(pp=3, dp=3), Mesh(pp=2, dp=2, tp=2), Mesh(pp=2, cp=2, tp=2), Mesh(pp=2, dp=4, ep=2)]
 SPECS = [(), ("tp",), (None, "tp"), ("ep",), (("dp", "tp"),)]

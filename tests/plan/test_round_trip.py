@@ -16,15 +16,15 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import verify_tag
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from xla_ckpt.format import digest, manifest_json
-from xla_ckpt.format.manifest import Head, Manifest
-from xla_ckpt.layout.box import Box
-from xla_ckpt.layout.grid import Grid
-from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.manifest import digest, manifest_json
+from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf, LocalShard
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import item_and_name, plan_save
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.grid import Grid
+from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.memory import MemoryDirectory
 
 Arrays = dict[str, Any]

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies import boxes_in
-from xla_ckpt.layout.box import Box, is_partition
 from xla_ckpt.plan.restore_plan import Want
-from xla_ckpt.plan.together import Mixed, Together, find_common, share_out
+from xla_ckpt.plan.shared_reads import Mixed, Together, find_common, share_out
+from xla_ckpt.sharding.box import Box, is_partition
 
 
 @given(

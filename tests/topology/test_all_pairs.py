@@ -11,18 +11,18 @@ import torch
 
 from tests.topology.state import WHOLE, known, names_of, part_of, tp_part, whole
 from xla_ckpt import Mesh, dtypes
-from xla_ckpt.adapters.torch_host import Spread, bytes_of, cut
+from xla_ckpt.arrays.torch_host import Spread, bytes_of, cut
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
-from xla_ckpt.format import manifest_json
-from xla_ckpt.format.manifest import Head, Manifest
-from xla_ckpt.layout.local import Local
-from xla_ckpt.layout.sharding import Sharding, Split
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import leaf_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
+from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.storage.memory import MemoryDirectory
 
 FLOAT = dtypes.dtype("float32")

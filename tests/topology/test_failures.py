@@ -14,7 +14,7 @@ import torch
 
 import xla_ckpt
 from tests.jobs import finish, start_ranks
-from xla_ckpt.coord.verdict import LEAD
+from xla_ckpt.job.verdict import LEAD
 
 RANKS = 4
 TIMEOUT = 5.0
@@ -31,7 +31,7 @@ import json, os, threading, time
 from pathlib import Path
 from xla_ckpt.engine import save as engine
 
-from xla_ckpt.adapters import dist as lines
+from xla_ckpt.job import process_group as lines
 
 TIMEOUT, LONG = {TIMEOUT}, 120.0
 lines.REACH = TIMEOUT

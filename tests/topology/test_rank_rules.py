@@ -9,7 +9,7 @@ import pytest
 import xla_ckpt
 from tests.jobs import job
 from xla_ckpt import Mesh
-from xla_ckpt.layout.sharding import Sharding, Split, axes_of
+from xla_ckpt.sharding.sharding import Sharding, Split, axes_of
 
 RULES = """
 root = sys.argv[1]

@@ -177,7 +177,7 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
 
 
 CUT = """
-from xla_ckpt.adapters import dist as lines
+from xla_ckpt.job import process_group as lines
 from xla_ckpt.engine import save as engine
 lines.REACH = 2.0
 xla_ckpt.save(shared, "a", state(1))

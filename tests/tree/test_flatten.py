@@ -18,7 +18,7 @@ from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Codec
 from xla_ckpt.tree.flatten import Unflattener, component, flatten
-from xla_ckpt.tree.weave import array_paths, children, find
+from xla_ckpt.tree.skeleton import array_paths, children, find
 
 CODEC = Codec()
 

@@ -9,36 +9,36 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.adapters import pickles
 from xla_ckpt.api.export import MAX_SHARD_BYTES, export
-from xla_ckpt.api.foreign import opened, tag_names
-from xla_ckpt.api.job import as_mesh
 from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.api.progress import Progress
 from xla_ckpt.api.tags import chosen_tag
-from xla_ckpt.api.writing import marked
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.save import new_head
 from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
 from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
 from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, StorageError, UsageError
-from xla_ckpt.format import manifest_json
-from xla_ckpt.format.manifest import ArrayRecord, Manifest
-from xla_ckpt.formats.layouts import FORMATS, OTHER_NAMES
-from xla_ckpt.formats.nxd_plan import PARTS, RankPlan
-from xla_ckpt.formats.nxd_target import Target, deals_rows
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.rules import Parsed, Rules, idle, parse_rules
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.job.current import as_mesh
+from xla_ckpt.layouts.nxd.plan import PARTS, RankPlan
+from xla_ckpt.layouts.nxd.target import Target, deals_rows
+from xla_ckpt.layouts.registry import FORMATS, OTHER_NAMES
+from xla_ckpt.layouts.tags_of_all import opened, tag_names
+from xla_ckpt.layouts.writing import marked
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.place import parameter_of, place, rule_for, sharding_of
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan, plan_save
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Parsed, Rules, idle, parse_rules
+from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.state import pickles
 from xla_ckpt.storage.local import LocalDirectory, write_small
 from xla_ckpt.tags.lazy import save_tag
 from xla_ckpt.tags.names import NXD_MARKS, check_tag
-from xla_ckpt.tree.weave import array_paths, objects_in
+from xla_ckpt.tree.skeleton import array_paths, objects_in
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, StorageError, UsageError
-from xla_ckpt.formats import nxd_zero
-from xla_ckpt.formats.nxd_files import Scan
+from xla_ckpt.layouts.nxd import zero as nxd_zero
+from xla_ckpt.layouts.nxd.rank_files import Scan
 from xla_ckpt.storage.local import LocalDirectory, sync_directory, sync_files
 from xla_ckpt.tags.names import NXD_MARKS
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.api.foreign import opened
-from xla_ckpt.api.job import as_mesh
 from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.format.manifest import Manifest
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.rules import Rules, parse_rules
+from xla_ckpt.job.current import as_mesh
+from xla_ckpt.layouts.tags_of_all import opened
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.explain import Explanation, explain_manifest
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Rules, parse_rules
 
 
 def explain(

@@ -7,7 +7,6 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.api.foreign import opened
 from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.api.progress import Progress
 from xla_ckpt.api.tags import chosen_tag
@@ -15,11 +14,12 @@ from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, StorageError, UsageError
-from xla_ckpt.layout.rules import Rules, parse_rules
+from xla_ckpt.layouts.tags_of_all import opened
 from xla_ckpt.plan.export_plan import INDEX, index, plan_export
+from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.local import LocalDirectory, sync_directory, write_small
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.weave import array_paths
+from xla_ckpt.tree.skeleton import array_paths
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest file of an export, unless a single array is larger: Hugging Face's own default."""

@@ -6,20 +6,20 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xla_ckpt.adapters import module, per_rank, stateful
-from xla_ckpt.adapters import optimizer as optimizers
-from xla_ckpt.adapters.base import Target
-from xla_ckpt.adapters.plain import CODEC
-from xla_ckpt.adapters.registry import array_kind, is_spec, target_of_spec
-from xla_ckpt.adapters.stored import Loading, Stored, absent, plan_arrays
-from xla_ckpt.api import foreign
-from xla_ckpt.api.job import TIMEOUT, current_job
 from xla_ckpt.api.load_run import LoadReport, LoadRun, check_mode
 from xla_ckpt.api.paths import PathLike, directory_at
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.rules import Rules, parse_rules
+from xla_ckpt.arrays.base import Target
+from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
+from xla_ckpt.job.current import TIMEOUT, current_job
+from xla_ckpt.layouts import tags_of_all as foreign
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Rules, parse_rules
+from xla_ckpt.state import module, per_rank, stateful
+from xla_ckpt.state import optimizer as optimizers
+from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
+from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.weave import Make, Weave
+from xla_ckpt.tree.skeleton import Make, Weave
 
 
 def load_checkpoint(

@@ -9,27 +9,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xla_ckpt.adapters import pickles
-from xla_ckpt.adapters.base import Target
-from xla_ckpt.adapters.layouts import Layouts
-from xla_ckpt.adapters.plain import resolver
-from xla_ckpt.adapters.sharing import agree_on_shares, exchange_shares
-from xla_ckpt.adapters.stored import Loading, Problem, Stored, incompatible
-from xla_ckpt.api import foreign
-from xla_ckpt.api.job import Job
 from xla_ckpt.api.progress import Progress
-from xla_ckpt.coord.verdict import LEAD, Deadline, Round, agree
+from xla_ckpt.arrays.base import Target
 from xla_ckpt.engine.background import SAVES
 from xla_ckpt.engine.read import check, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
-from xla_ckpt.formats.wanted import Wanted
-from xla_ckpt.layout.rules import Parsed
+from xla_ckpt.job.current import Job
+from xla_ckpt.job.shared_reads import agree_on_shares, exchange_shares
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, agree
+from xla_ckpt.layouts import tags_of_all as foreign
+from xla_ckpt.layouts.hints import Wanted
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
+from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.state import pickles
+from xla_ckpt.state.loading import Loading, Problem, Stored, incompatible
+from xla_ckpt.state.placing import Layouts
+from xla_ckpt.state.values import resolver
 from xla_ckpt.tags.directory import no_such_tag
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.weave import Make
+from xla_ckpt.tree.skeleton import Make
 
 logger = logging.getLogger(__name__)
 

@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.adapters.base import Placement
-from xla_ckpt.adapters.described import host_shards
-from xla_ckpt.api.job import TIMEOUT, Job, current_job
 from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.api.progress import Progress
-from xla_ckpt.api.state import State, prepare, samples, training_state
-from xla_ckpt.api.writing import choices, writing
-from xla_ckpt.coord.verdict import as_checkpoint_error
+from xla_ckpt.arrays.base import Placement
 from xla_ckpt.engine.background import SAVES, SaveHandle
 from xla_ckpt.engine.save import SaveJob, SaveReport, check_writable, run_save
 from xla_ckpt.errors import CheckpointError, StorageError
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.rules import Rules
+from xla_ckpt.job.current import TIMEOUT, Job, current_job
+from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.layouts.writing import choices, writing
 from xla_ckpt.plan.save_plan import SavePlan
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.take import HostShard, Snapshot, take
+from xla_ckpt.state.collect import State, prepare, samples, training_state
+from xla_ckpt.state.describe import host_shards
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.lazy import save_tag
 from xla_ckpt.tags.names import check_tag

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from xla_ckpt.api.foreign import find, ours, tag_names
 from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.layouts.tags_of_all import find, ours, tag_names
 from xla_ckpt.tags.directory import no_such_tag
 
 
@@ -60,8 +60,8 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
     root = directory_at(path)
     tag = chosen_tag(root, tag)
     if (theirs := find(root, tag)) is not None:
-        from xla_ckpt.adapters.plain import CODEC
-        from xla_ckpt.formats.nxd_verify import verify_nxd
+        from xla_ckpt.layouts.nxd.verify import verify_nxd
+        from xla_ckpt.state.values import CODEC
 
         return verify_nxd(root, theirs, CODEC, num_workers)
     try:

@@ -11,16 +11,16 @@ import sys
 from typing import Any
 
 from xla_ckpt.api.explain import explain
-from xla_ckpt.api.foreign import all_tags, opened, ours
 from xla_ckpt.api.paths import directory_at
 from xla_ckpt.api.tags import chosen_tag, verify
 from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.format.manifest import Manifest
-from xla_ckpt.formats import nxd_tags
-from xla_ckpt.layout.rules import Rules, parse_rules
+from xla_ckpt.layouts.nxd import tags as nxd_tags
+from xla_ckpt.layouts.tags_of_all import all_tags, opened, ours
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.tags.directory import TagEntry, no_such_tag
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.weave import children
+from xla_ckpt.tree.skeleton import children
 
 THEIRS = "neuronx-distributed"
 """Layout of a tag without a manifest."""

@@ -18,7 +18,7 @@ from xla_ckpt.api.export import MAX_SHARD_BYTES, export_hf
 from xla_ckpt.cli import facts, render
 from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.formats.layouts import FORMATS
+from xla_ckpt.layouts.registry import FORMATS
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xla_ckpt.crew import BUFFER_BYTES, threads, work_off
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.format.digest import block_size, digest, to_hex
-from xla_ckpt.layout.ranges import Runs, runs
+from xla_ckpt.manifest.digest import block_size, digest, to_hex
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
+from xla_ckpt.sharding.ranges import Runs, runs
+from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
 
 READERS = 8
 """Threads that read, if the machine has the cores."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from xla_ckpt.coord.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
 from xla_ckpt.engine.write import WRITERS, Memory, Progress, write_files, write_objects
 from xla_ckpt.errors import (
@@ -24,13 +23,14 @@ from xla_ckpt.errors import (
     StorageError,
     UsageError,
 )  # fmt: skip
-from xla_ckpt.format import manifest_json
-from xla_ckpt.format.digest import digest, to_hex
-from xla_ckpt.format.manifest import Head, Manifest
-from xla_ckpt.layout.mesh import Mesh
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import Duplicate, Record, Sample, merge
 from xla_ckpt.plan.save_plan import SavePlan
+from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.local import LocalDirectory, write_small
 
 logger = logging.getLogger(__name__)

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from xla_ckpt.crew import threads, work_off
 from xla_ckpt.engine.read import READERS, read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.format.crc32 import crc32, joined
-from xla_ckpt.format.digest import BlockDigester
-from xla_ckpt.format.manifest import FileRecord
-from xla_ckpt.layout.box import Box
-from xla_ckpt.layout.ranges import pieces
+from xla_ckpt.files.crc32 import crc32, joined
+from xla_ckpt.manifest.digest import BlockDigester
+from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
 from xla_ckpt.plan.save_plan import Entry, FilePlan, Written
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.ranges import pieces
 from xla_ckpt.storage.base import Directory, Sink
+from xla_ckpt.storage.pool import threads, work_off
 
 MAX_MEMORY = 1 << 30
 """Bytes of array data in memory at a time, by default."""

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
-from xla_ckpt.format import manifest_json, payload
-from xla_ckpt.format.digest import BlockTable, digest, to_hex
-from xla_ckpt.format.manifest import Manifest
+from xla_ckpt.files import safetensors as payload
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory, Source
 
 MANIFEST = "manifest.json"

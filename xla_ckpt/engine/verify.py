@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from xla_ckpt.engine.read import READERS, check
 from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
 from xla_ckpt.errors import CheckpointError, StorageError
-from xla_ckpt.format.manifest import Manifest
-from xla_ckpt.layout.box import Box
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.tags.names import NXD_MARKS
-from xla_ckpt.tree.weave import array_paths
+from xla_ckpt.tree.skeleton import array_paths
 
 ORBAX_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
 """What orbax leaves in a tag; nothing here depends on it."""

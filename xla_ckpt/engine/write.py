@@ -14,14 +14,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xla_ckpt.crew import BUFFER_BYTES, threads, work_off
-from xla_ckpt.format import digest as digests
-from xla_ckpt.format.codec import Glue
-from xla_ckpt.format.crc32 import crc32, joined
-from xla_ckpt.format.manifest import FileRecord
+from xla_ckpt.files.codec import Glue
+from xla_ckpt.files.crc32 import crc32, joined
+from xla_ckpt.manifest import digest as digests
+from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written
 from xla_ckpt.storage.base import BLOCK, Directory, Sink
 from xla_ckpt.storage.local import LocalDirectory, write_small
+from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
 
 WRITERS = 8
 """Threads that write, if the machine has the cores."""

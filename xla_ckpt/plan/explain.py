@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.format.manifest import Manifest
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.rules import Parsed
-from xla_ckpt.layout.sharding import Sharding
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.place import place, sharding_of
 from xla_ckpt.plan.restore_plan import Want, plan_restore
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Parsed
+from xla_ckpt.sharding.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)

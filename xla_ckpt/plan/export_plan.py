@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.format.manifest import Manifest
-from xla_ckpt.format.payload import Region, Safetensors, order
-from xla_ckpt.layout.box import Box
+from xla_ckpt.files.safetensors import Region, Safetensors, order
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.save_plan import Entry, FilePlan
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths
 
 SINGLE = "model.safetensors"

@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.layout.box import Box
-from xla_ckpt.layout.local import Local
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Local
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class LocalShard:
     """How many copies there are in the job."""
 
     group: Hashable = None
-    """Names the set of holders (see `xla_ckpt.layout.owners.Held`)."""
+    """Names the set of holders (see `xla_ckpt.sharding.owners.Held`)."""
 
     lane: int = 0
     """Which local device holds it; each lane has payload files of its own."""
 
     together: bool = False
-    """Whether one holder writes it whole (see `xla_ckpt.layout.owners.Held`)."""
+    """Whether one holder writes it whole (see `xla_ckpt.sharding.owners.Held`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Leaf:
     """What this process holds of it; may be nothing."""
 
     spec: tuple[object, ...] | None = None
-    """How it is split, for people and for `explain` (see `xla_ckpt.layout.sharding.Sharding.spec`)."""
+    """How it is split, for people and for `explain` (see `xla_ckpt.sharding.sharding.Sharding.spec`)."""
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)

@@ -13,10 +13,10 @@ from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
-from xla_ckpt.format.manifest import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
-from xla_ckpt.layout.box import Box
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.tree.weave import renumbered
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.tree.skeleton import renumbered
 
 GROUPS = "param_groups"
 """The one list of a state that pipeline stages share: group by group, each with its own parameters."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xla_ckpt.format.manifest import ArrayRecord, Manifest
-from xla_ckpt.layout.local import Local
-from xla_ckpt.layout.mesh import Mesh
-from xla_ckpt.layout.rules import Parsed, decided
-from xla_ckpt.layout.sharding import AXES, Sharding, Split, parts
+from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Parsed, decided
+from xla_ckpt.sharding.sharding import AXES, Sharding, Split, parts
 
 OPTIMIZER = "optimizer/"
 

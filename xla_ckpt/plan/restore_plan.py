@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
-from xla_ckpt.format.digest import block_size
-from xla_ckpt.format.manifest import Manifest, Shard
-from xla_ckpt.layout.box import Box
-from xla_ckpt.layout.ranges import pieces, runs
+from xla_ckpt.manifest.digest import block_size
+from xla_ckpt.manifest.records import Manifest, Shard
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.ranges import pieces, runs
 
 MAX_SPAN = 16 * 1024 * 1024
 """Scattered reads are cut into parts that span at most this many bytes of a file: the memory of one reader."""

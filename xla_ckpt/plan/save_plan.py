@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from xla_ckpt.format import payload
-from xla_ckpt.format.codec import Codec
-from xla_ckpt.format.manifest import FileRecord, Shard
-from xla_ckpt.layout.box import Box
-from xla_ckpt.layout.owners import Held, owned
-from xla_ckpt.layout.ranges import runs
+from xla_ckpt.files import safetensors as payload
+from xla_ckpt.files.codec import Codec
+from xla_ckpt.manifest.records import FileRecord, Shard
 from xla_ckpt.plan.leaf import Leaf
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.owners import Held, owned
+from xla_ckpt.sharding.ranges import runs
 
 ITEMS = ("model", "optimizer", "scheduler", "extras", "user_content")
 """Top-level members of the state that get a payload directory of their own; everything else shares `REST`."""
@@ -58,7 +58,7 @@ class Entry:
     """Index of the region that it is, or is a part of."""
 
     frame: Box | None = None
-    """See `xla_ckpt.format.manifest.Shard.frame`."""
+    """See `xla_ckpt.manifest.records.Shard.frame`."""
 
     copy: bool = False
     """Whether the manifest finds these elements elsewhere: some layouts store replicas."""

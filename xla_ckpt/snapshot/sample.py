@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xla_ckpt.format.digest import digest, to_hex
+from xla_ckpt.manifest.digest import digest, to_hex
 
 WINDOWS = 16
 """Places in a shard that are looked at."""

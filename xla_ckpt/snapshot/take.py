@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from xla_ckpt.crew import work_off
 from xla_ckpt.snapshot.memory import STAGING, Bytes
+from xla_ckpt.storage.pool import work_off
 
 COPIERS = 2
 """Threads that copy into staging memory."""

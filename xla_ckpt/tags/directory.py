@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, StorageError
-from xla_ckpt.format import manifest_json
+from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.local import LocalDirectory
 from xla_ckpt.tags.names import NXD_MARKS, OLD_PREFIX, TMP_SUFFIX, check_tag, is_tag_name
 

@@ -210,7 +210,7 @@ def _materialize(tree: Any) -> None:
     """Have all XLA tensors computed. On every rank, because the pending graph may hold collectives."""
     tensors = xla_tensors(tree)
     if tensors:
-        from xla_ckpt.adapters.xla import materialize
+        from xla_ckpt.arrays.xla import materialize
 
         materialize(tensors)
 

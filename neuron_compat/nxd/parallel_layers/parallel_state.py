@@ -21,7 +21,7 @@ import torch
 
 from neuron_compat.nxd.parallel_layers.groups import rank_groups
 from xla_ckpt import Mesh
-from xla_ckpt.adapters.dist import check_ranks
+from xla_ckpt.job.process_group import check_ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")

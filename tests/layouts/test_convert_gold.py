@@ -1,0 +1,121 @@
+"""Checkpoints that neuronx-distributed wrote, to our format and back to its own: the same files, the same contents."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+
+import xla_ckpt
+from tests.layouts.gold import LOST, Gold, Target, cases
+from tests.layouts.same import as_theirs, content, differences, names, rank_files
+from xla_ckpt import Mesh
+
+CASES = [case for case in cases() if case[0] != LOST]
+
+
+def converted(gold: Gold, root: Path, mesh: Mesh) -> None:
+    """To our format, and from there to the layout that it had, for a mesh."""
+    target, config = Target(gold), gold.topology["config"]
+    xla_ckpt.convert(
+        gold.root, root, gold.tag, to="native", mesh="dp=2", as_tag="ours", model=target.model,
+        optimizer=target.optimizer, max_memory=10_000,
+    )  # fmt: skip
+    xla_ckpt.convert(
+        root, root, "ours", to="xser" if "xser" in gold.case else "pt", mesh=mesh, as_tag="theirs",
+        pipeline_cuts=["model.layers.0"] * (mesh.pp - 1), zero1=bool(config["zero1"]), max_memory=10_000,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "tag"), CASES, ids=[c for c, _ in CASES])
+def test_there_and_back(case: str, tag: str, tmp_path: Path) -> None:
+    gold = Gold(case, tag)
+    config = gold.topology["config"]
+    converted(gold, tmp_path, Mesh(**{a: config[a] for a in ("pp", "dp", "ep", "cp", "tp")}))
+    for made in ("ours", "theirs"):
+        assert xla_ckpt.verify(tmp_path, made).ok
+        target = Target(gold)
+        xla_ckpt.load_checkpoint(tmp_path, made, target.model, target.optimizer)
+        assert not target.differences()
+    if "legacy" in case:
+        return
+    stored = gold.root / tag
+    assert names(tmp_path / "theirs") == names(stored)
+    for name in rank_files(stored):
+        if "ep_rank_01" in name and not name.endswith("info.pt"):
+            continue  # it names tensors of ep_rank_00's folder, which torch_xla alone does not find
+        assert not list(differences(content(stored / name), content(tmp_path / "theirs" / name), name))
+    for name in names(stored):
+        if ".tensors/" in name:
+            assert not list(differences(content(stored / name), content(tmp_path / "theirs" / name), name))
+
+
+@pytest.mark.parametrize("mesh", ["dp=3", "tp=2", "pp=2,dp=3,tp=2", "dp=2,tp=4"])
+def test_for_another_topology_and_read_as_neuronx_distributed_would(mesh: str, tmp_path: Path) -> None:
+    """The manifest is taken away: what is left are its files alone."""
+    gold = Gold("tp2_pp2_dp2_z1m__xser_sync", "step_40")
+    converted(gold, tmp_path, Mesh.parse(mesh))
+    as_theirs(tmp_path / "theirs")
+    target = Target(gold)
+    assert xla_ckpt.verify(tmp_path, "theirs").ok
+    xla_ckpt.load_checkpoint(tmp_path, "theirs", target.model, target.optimizer)
+    assert not target.differences()
+
+
+def test_a_conversion_needs_to_know_how_arrays_were_split(tmp_path: Path) -> None:
+    gold = Gold("tp2_dp2__pt_sync", "step_40")
+    rules = [("embed|lm_head|[qkv]_proj|gate_proj|up_proj", ("tp",)), ("o_proj|down_proj", (None, "tp")), ("", None)]
+    refused: list[dict[str, Any]] = [{}, {"shardings": rules}]
+    for more in refused:  # the last of the rules is not true of the states
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="numbers its parameters"):
+            xla_ckpt.convert(gold.root, tmp_path / "new", **more)
+    target = Target(gold)
+    report = xla_ckpt.convert(gold.root, tmp_path / "all", model=target.model, optimizer=target.optimizer)
+    loaded = Target(gold)
+    xla_ckpt.load_checkpoint(tmp_path / "all", report.tag, loaded.model, loaded.optimizer)
+    assert not loaded.differences()
+    shutil.copytree(gold.root / "step_40", tmp_path / "model/step_40", ignore=shutil.ignore_patterns("optim"))
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="ambiguous how this array was split"):
+        xla_ckpt.convert(tmp_path / "model", tmp_path / "new", to="native")
+    assert not (tmp_path / "new").exists()
+    xla_ckpt.convert(tmp_path / "model", tmp_path / "new", to="native", shardings=rules)
+    weights: dict[str, object] = {}
+    xla_ckpt.load_checkpoint(tmp_path / "new", model=weights)
+    truth = {**gold.truth["params"], **gold.truth["buffers"]}
+    assert not list(differences(truth, weights, order=False))
+
+
+def test_rows_are_not_dealt_out_of_states_without_a_parameter(tmp_path: Path) -> None:
+    gold = Gold("tp1__pt_sync", "step_40")
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="the parameter that this belongs to is not known"):
+        xla_ckpt.convert(gold.root, tmp_path / "new", to="xser", mesh="dp=2", zero1=True)
+    assert not (tmp_path / "new").exists()
+    target, loaded = Target(gold), Target(gold)
+    more: dict[str, Any] = {"model": target.model, "optimizer": target.optimizer}
+    xla_ckpt.convert(gold.root, tmp_path / "new", to="xser", mesh="dp=2", zero1=True, **more)
+    as_theirs(tmp_path / "new/step_40")
+    xla_ckpt.load_checkpoint(tmp_path / "new", "step_40", loaded.model, loaded.optimizer)
+    assert not loaded.differences()
+
+
+def test_what_neuronx_distributed_lost_is_not_converted(tmp_path: Path) -> None:
+    gold = Gold(LOST, "step_40")
+    target = Target(gold)
+    xla_ckpt.export_hf(gold.root, tmp_path / "hf", model=target.model)  # the model is whole
+    exported = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
+    assert not list(differences({**gold.truth["params"], **gold.truth["buffers"]}, exported, order=False))
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="the others are missing"):
+        xla_ckpt.convert(gold.root, tmp_path / "new", to="native", model=target.model, optimizer=target.optimizer)
+    assert not (tmp_path / "new").exists()
+
+
+def test_master_weights_have_no_place_without_zero1(tmp_path: Path) -> None:
+    gold = Gold("tp2_pp2_dp2_z1m__xser_sync", "step_40")
+    target = Target(gold)
+    xla_ckpt.convert(gold.root, tmp_path, model=target.model, optimizer=target.optimizer)
+    with pytest.raises(xla_ckpt.UsageError, match="master weights have a place in ZeRO-1 files only"):
+        xla_ckpt.convert(tmp_path, tmp_path, to="pt", as_tag="b", mesh="tp=2", zero1=False)
+    assert xla_ckpt.list_tags(tmp_path) == ["step_40"]

@@ -1,0 +1,74 @@
+"""A pattern takes what it names, in its own containers, and says clearly what is missing."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.strategies import FakeArray
+from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.tree.codec import Codec, Json
+from xla_ckpt.tree.flatten import Unflattener, flatten
+from xla_ckpt.tree.skeleton import Make, Weave
+
+CODEC = Codec()
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def weave(pattern: Any, stored_tree: Any) -> tuple[Any, list[str]]:
+    flat = flatten(stored_tree, lambda v: "fake" if isinstance(v, FakeArray) else None, CODEC)
+
+    def whole(skeleton: Json, path: str) -> Make:
+        return lambda arrays: Unflattener(lambda p, k: arrays[p], CODEC).build(skeleton, path)
+
+    w = Weave(lambda v: isinstance(v, FakeArray), CODEC, whole)
+    make = w.visit(pattern, flat.skeleton)
+    return make({path: value.number for path, value in flat.arrays.items()}), list(w.wanted)
+
+
+STORED = {
+    "model": {"w": FakeArray(1), "b": FakeArray(2)},
+    "opt": [{"m": FakeArray(3)}, {"m": FakeArray(4)}],
+    "pair": Pair(FakeArray(5), "text"),
+    5: FakeArray(6),
+    "lr": 0.5,
+}
+ANY = FakeArray(0)
+
+
+def test_a_subtree_names_only_what_it_wants() -> None:
+    assert weave({"model": {"w": ANY}}, STORED) == ({"model": {"w": 1}}, ["model/w"])
+
+
+def test_containers_are_those_of_the_pattern() -> None:
+    pattern = collections.OrderedDict(pair=Pair(ANY, None), model=collections.defaultdict(int, b=ANY))
+    made, _ = weave(pattern, STORED)
+    assert type(made) is collections.OrderedDict
+    assert made["pair"] == Pair(5, "text")
+    assert (type(made["model"]), dict(made["model"])) == (collections.defaultdict, {"b": 2})
+
+
+def test_placeholders_take_the_stored_value_whole() -> None:
+    assert weave({"opt": None, "lr": 0.0, 5: ANY}, STORED)[0] == {"opt": [{"m": 3}, {"m": 4}], "lr": 0.5, 5: 6}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "leaf", "words"),
+    [
+        ({"model": {"v": ANY}}, "model/v", "no such leaf.*Stored beside it: w, b"),
+        ({"model": ANY}, "model", "expected an array, found 2 parts"),
+        ({"lr": {"x": 1}}, "lr", "expected a container, found 0.5"),
+        ({"opt": [None]}, "opt", "expected 1 items, found 2 parts"),
+        ({"lr": ANY}, "lr", "expected an array, found 0.5"),
+    ],
+)
+def test_what_does_not_fit_is_named(pattern: Any, leaf: str, words: str) -> None:
+    with pytest.raises(IncompatibleCheckpointError, match=words) as caught:
+        weave(pattern, STORED)
+    assert caught.value.leaf == leaf

@@ -1,1 +1,0 @@
-"""The boundary to torch, torch_xla, jax and numpy."""

@@ -1,0 +1,97 @@
+"""jax arrays. Loaded only where jax already is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from xla_ckpt import dtypes
+from xla_ckpt.arrays.base import Target
+from xla_ckpt.arrays.numpy_array import bytes_of, numpy_dtype
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Local, Piece
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.take import HostShard
+
+
+def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
+
+
+class Jax:
+    """jax arrays, whole or sharded over the devices of this process."""
+
+    kind = "jax"
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, jax.Array)
+
+    def identity(self, value: Any) -> Hashable | None:
+        return "jax", id(value)
+
+    def dtype(self, value: Any, path: str = "") -> DType:
+        if not dtypes.known(value.dtype.name):
+            raise UnsupportedStateError(
+                f"a jax array of dtype {value.dtype} cannot be stored", leaf=path,
+                hint="Store jax.random.key_data(key) of a random key.",
+            )  # fmt: skip
+        return dtypes.dtype(value.dtype.name)
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def place(self, value: Any, path: str = "") -> Local | None:
+        boxes = [_box(s.index, value.shape) for s in _owned(value)]
+        pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
+        return Local(tuple(value.shape), pieces)
+
+    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+        return [[_host(s.data) for s in _owned(v) if s.data.size] for v, _ in values]
+
+    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+        return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
+
+    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+        return fresh_jax(tuple(value.shape), numpy_dtype(dtype) if dtype else value.dtype, value.sharding)
+
+
+def _owned(value: Any) -> list[Any]:
+    """The shards that this process writes: of the copies of a region, jax counts one as the first."""
+    return [s for s in value.addressable_shards if s.replica_id == 0]
+
+
+def _host(data: Any) -> HostShard:
+    # On CPU this is a view that holds the buffer: jax copies rather than donate a buffer that is held.
+    plain = np.asarray(data)
+    plain = plain if plain.flags.c_contiguous else np.ascontiguousarray(plain)
+    return HostShard(bytes_of(plain), (data, plain), immutable=True)
+
+
+def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
+    """A target that makes a new jax array; `sharding` None means jax's default device.
+
+    Only the regions that the devices of this process hold are read, each once.
+    """
+    dtype: DType = dtypes.dtype(np.dtype(numpy_type).name)
+    if sharding is None:
+        indices = [tuple(slice(0, n) for n in shape)]
+    else:
+        indices = list(sharding.addressable_devices_indices_map(shape).values())
+    parts: dict[Box, Any] = dict.fromkeys(_box(index, shape) for index in indices)
+
+    def memory(_: Slabs) -> list[memoryview]:
+        parts.update({box: np.empty(box.shape, numpy_dtype(dtype)) for box in parts})
+        return [bytes_of(part) for part in parts.values()]
+
+    def install() -> Any:
+        if sharding is None:
+            return jax.device_put(parts[Box.whole(shape)])
+        return jax.make_array_from_callback(shape, sharding, lambda index: parts[_box(index, shape)])
+
+    return Target(dtype, shape, tuple(parts), False, memory, install)

@@ -1,0 +1,115 @@
+"""numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from xla_ckpt import dtypes
+from xla_ckpt.arrays.base import Target
+from xla_ckpt.dtypes import DType
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.take import HostShard
+
+
+def bytes_of(array: Any) -> memoryview:
+    """The memory of a C-contiguous array, of any dtype."""
+    return memoryview(array.reshape(-1).view(np.uint8)) if array.nbytes else memoryview(bytearray())
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Numpy's type of this name, from ml_dtypes for those that numpy does not know itself.
+
+    Raises:
+        TypeError: Neither knows it.
+    """
+    try:
+        return np.dtype(dtype.name)
+    except TypeError:
+        import ml_dtypes
+
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+        return found
+
+
+class Numpy:
+    """numpy arrays of numbers, in native byte order."""
+
+    kind = "numpy"
+
+    def accepts(self, value: Any) -> bool:
+        return type(value) in (np.ndarray, np.memmap) and dtypes.known(value.dtype.name) and bool(value.dtype.isnative)
+
+    def identity(self, value: Any) -> Hashable | None:
+        return (value.ctypes.data, value.dtype.name, value.shape, value.strides) if value.size else None
+
+    def dtype(self, value: Any, path: str = "") -> DType:
+        return dtypes.dtype(value.dtype.name)
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def place(self, value: Any, path: str = "") -> Local | None:
+        return None
+
+    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+        return [[_host(_cut(v, p.local)) for p in local.pieces] for v, local in values]
+
+    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+        direct = value.flags.c_contiguous and value.flags.writeable and _is_whole(local, value.shape)
+        if direct:
+            boxes = tuple(p.box for p in local.pieces)
+            return Target(self.dtype(value), local.shape, boxes, True, lambda _: [bytes_of(value)], lambda: value)
+        fresh = self.like(value, local)
+
+        def install() -> Any:
+            made = fresh.install()
+            for piece in local.pieces:
+                np.copyto(_cut(value, piece.local), _cut(made, piece.local))
+            return value
+
+        return replace(fresh, install=install)
+
+    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+        element = dtype or self.dtype(value)
+        return fresh(element, tuple(value.shape), numpy_dtype(element), local)
+
+
+def _cut(value: Any, box: Box) -> Any:
+    return value[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
+
+
+def _is_whole(local: Local, shape: Sequence[int]) -> bool:
+    return len(local.pieces) == 1 and local.pieces[0].local.shape == tuple(shape)
+
+
+def _host(value: Any) -> HostShard:
+    plain = np.ascontiguousarray(value).reshape(value.shape)  # a copy exactly where it was not contiguous
+    return HostShard(bytes_of(plain), plain, immutable=not value.flags.c_contiguous)
+
+
+def fresh(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local: Local) -> Target:
+    """A target that makes a new array of a local shape; its padding is zero."""
+    made: Any = None
+    buffers: list[Any] = []
+
+    def memory(_: Slabs) -> list[memoryview]:
+        nonlocal made
+        if _is_whole(local, shape):
+            made = np.empty(shape, numpy_type)
+            return [bytes_of(made)]
+        made = np.zeros(shape, numpy_type)
+        buffers.extend(np.empty(p.local.shape, numpy_type) for p in local.pieces)
+        return [bytes_of(b) for b in buffers]
+
+    def install() -> Any:
+        for piece, buffer in zip(local.pieces, buffers, strict=False):
+            np.copyto(_cut(made, piece.local), buffer)
+        return made
+
+    return Target(dtype, local.shape, tuple(p.box for p in local.pieces), False, memory, install)

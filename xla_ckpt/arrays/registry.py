@@ -1,0 +1,192 @@
+"""Which adapter answers for a value. Frameworks that the program has not loaded are not loaded to find out."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xla_ckpt.arrays.base import ArrayAdapter, Placement, Target
+from xla_ckpt.arrays.numpy_array import Numpy, numpy_dtype
+from xla_ckpt.arrays.numpy_array import fresh as fresh_numpy
+from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, torch_dtype
+from xla_ckpt.arrays.torch_host import fresh as fresh_torch
+from xla_ckpt.dtypes import DType, dtype
+from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.sharding import Sharding
+
+_TORCH_HOST: ArrayAdapter = TorchHost()
+_NUMPY: ArrayAdapter = Numpy()
+
+
+@functools.cache
+def _xla() -> ArrayAdapter:
+    from xla_ckpt.arrays.xla import Xla
+
+    return Xla()
+
+
+@functools.cache
+def _jax() -> ArrayAdapter:
+    from xla_ckpt.arrays.jax_array import Jax
+
+    return Jax()
+
+
+@functools.cache
+def _spmd() -> ArrayAdapter:
+    from xla_ckpt.arrays.spmd import Spmd
+
+    return Spmd()
+
+
+@functools.cache
+def _dtensor() -> ArrayAdapter:
+    from xla_ckpt.arrays.dtensor import DTensors
+
+    return DTensors(_plain_torch)
+
+
+@functools.cache
+def _sharded_tensor() -> ArrayAdapter:
+    from xla_ckpt.arrays.sharded_tensor import ShardedTensors
+
+    return ShardedTensors(_plain_torch)
+
+
+def _plain_torch(value: torch.Tensor) -> ArrayAdapter:
+    if value.device.type != "xla":
+        return _TORCH_HOST
+    return _spmd() if _uses_spmd() and _spmd().accepts(value) else _xla()
+
+
+def _uses_spmd() -> bool:
+    runtime: Any = sys.modules.get("torch_xla.runtime")
+    return runtime is not None and bool(runtime.is_spmd())
+
+
+def local_lanes() -> int:
+    """Devices of this process that hold shards of their own: several under SPMD, else one."""
+    return int(sys.modules["torch_xla.runtime"].addressable_runtime_device_count()) if _uses_spmd() else 1
+
+
+def adapter_of(value: Any) -> ArrayAdapter | None:
+    """The adapter of an array; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        if type(value) in PLAIN or type(value).__name__ == "XLAShardedTensor":
+            return _plain_torch(value)
+        if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
+            return _dtensor()
+        if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
+            return _sharded_tensor()
+        return _plain_torch(value)
+    if _NUMPY.accepts(value):
+        return _NUMPY
+    if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):
+        return _jax()
+    return None
+
+
+def array_kind(value: Any) -> str | None:
+    """The kind of an array, as the skeleton names it; None for anything else."""
+    adapter = adapter_of(value)
+    return None if adapter is None else adapter.kind
+
+
+def require(value: Any, path: str = "") -> ArrayAdapter:
+    """The adapter of an array.
+
+    Raises:
+        UnsupportedStateError: It is none.
+    """
+    adapter = adapter_of(value)
+    if adapter is None:
+        raise UnsupportedStateError(f"{type(value).__name__} is no array", leaf=path)
+    return adapter
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """An array to be restored, by its description: what `restore` takes in place of an array.
+
+    The element type decides what is made: a torch dtype (or its name) a CPU tensor, a numpy dtype a numpy array, and
+    with a `sharding` from jax a jax array.
+    """
+
+    shape: tuple[int, ...]
+    """Global shape (elements)."""
+
+    dtype: Any
+    """``torch.float32``, ``"float32"`` or ``np.dtype("float32")``."""
+
+    sharding: Any = None
+    """None, a jax sharding, or a spec such as ``("tp", None)``: then the array is this rank's part of it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    def target(self, placement: Placement) -> Target:
+        """Memory for it.
+
+        Raises:
+            UsageError: The sharding does not fit to the shape.
+        """
+        if self.sharding is not None and not isinstance(self.sharding, tuple | list | Sharding):
+            from xla_ckpt.arrays.jax_array import fresh_jax
+
+            return fresh_jax(self.shape, numpy_dtype(dtype(_name(self.dtype))), self.sharding)
+        try:
+            local = Sharding.parse(self.sharding).part(self.shape, placement.mesh, placement.rank)
+        except ValueError as error:
+            raise UsageError(f"an ArraySpec makes no sense: {error}", found=repr(self)) from error
+        kind = "torch" if isinstance(self.dtype, str | torch.dtype) else "numpy"
+        return new_array(dtype(_name(self.dtype)), local, kind)
+
+
+def _name(given: Any) -> str:
+    if isinstance(given, str | torch.dtype):
+        return str(given).removeprefix("torch.")
+    import numpy as np
+
+    return str(np.dtype(given).name)
+
+
+def is_spec(value: Any) -> bool:
+    """Whether `value` describes an array: an `ArraySpec`, or a `jax.ShapeDtypeStruct`."""
+    return isinstance(value, ArraySpec) or type(value).__name__ == "ShapeDtypeStruct"
+
+
+def target_of_spec(value: Any, placement: Placement) -> Target:
+    """A target that makes the array that an `ArraySpec` or a `jax.ShapeDtypeStruct` describes."""
+    if isinstance(value, ArraySpec):
+        return value.target(placement)
+    from xla_ckpt.arrays.jax_array import fresh_jax
+
+    return fresh_jax(tuple(value.shape), value.dtype, getattr(value, "sharding", None))
+
+
+def new_array(element: DType, local: Local, kind: str, device: torch.device | None = None) -> Target:
+    """A target that makes a new array of a kind, in host memory unless a torch device is named.
+
+    A jax array becomes one again if jax is loaded and has the type; else a numpy array.
+    """
+    shape = tuple(max((p.local.stop[d] for p in local.pieces), default=0) for d in range(len(local.shape)))
+    if kind == "torch" and (torch_type := torch_dtype(element)) is not None:
+        if device is not None and device.type == "xla":
+            from xla_ckpt.arrays.xla import fresh as fresh_xla
+
+            return fresh_xla(element, shape, torch_type, device, local)
+        return fresh_torch(element, shape, torch_type, device, local)
+    if kind == "jax" and "jax" in sys.modules:
+        import jax
+
+        from xla_ckpt.arrays.jax_array import fresh_jax
+
+        numpy_type = numpy_dtype(element)
+        if jax.dtypes.canonicalize_dtype(numpy_type) == numpy_type:
+            return fresh_jax(local.shape, numpy_type, None)
+    return fresh_numpy(element, shape, numpy_dtype(element), local)

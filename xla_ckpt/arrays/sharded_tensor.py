@@ -1,0 +1,75 @@
+"""FSDP1's ShardedTensor, as its sharded state dict holds it. Loaded only where torch's ShardedTensor already is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+from xla_ckpt.arrays.base import ArrayAdapter, Target
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Local, Piece, whole
+from xla_ckpt.snapshot.take import HostShard
+
+
+def _box(shard: Any) -> Box:
+    start, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+    return Box(tuple(start), tuple(a + n for a, n in zip(start, sizes, strict=True)))
+
+
+class ShardedTensors:
+    """ShardedTensors. They hold no replica numbers: what two ranks hold alike, both write, and one copy is kept."""
+
+    kind = "torch"
+
+    def __init__(self, plain: Callable[[torch.Tensor], ArrayAdapter]) -> None:
+        self._plain = plain
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, ShardedTensor)
+
+    def identity(self, value: Any) -> Hashable | None:
+        return "sharded", id(value)
+
+    def dtype(self, value: Any, path: str = "") -> DType:
+        return self._plain(torch.empty(0)).dtype(torch.empty(0, dtype=value.dtype), path)
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        return tuple(value.size())
+
+    def place(self, value: Any, path: str = "") -> Local | None:
+        boxes = [_box(s) for s in value.local_shards()]
+        return Local(self.shape(value), tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size))
+
+    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+        found = []
+        for value, _ in values:
+            tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
+            found.append([self._plain(t).host([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
+        return found
+
+    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+        parts = [
+            self._plain(s.tensor).into(s.tensor, whole(tuple(s.tensor.shape)), owned=False)
+            for s in value.local_shards()
+            if s.tensor.numel()
+        ]
+
+        def install() -> Any:
+            for part in parts:
+                part.install()
+            return value
+
+        return Target(
+            self.dtype(value), local.shape, tuple(p.box for p in local.pieces), any(p.live for p in parts),
+            lambda slabs: [memory for part in parts for memory in part.memory(slabs)], install,
+        )  # fmt: skip
+
+    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+        raise UnsupportedStateError(
+            "a ShardedTensor cannot be made anew", hint="Pass a state dict whose ShardedTensors are to be overwritten."
+        )

@@ -1,0 +1,141 @@
+"""torch_xla SPMD: one tensor, spread over many devices by the compiler. Loaded only where torch_xla already is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+
+from xla_ckpt.arrays.base import Target
+from xla_ckpt.arrays.torch_host import Spread, check_dense, cut, dtype_of, torch_type
+from xla_ckpt.arrays.xla import materialize, shard_of
+from xla_ckpt.dtypes import DType
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Local, Piece
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.take import HostShard
+
+_XLAC: Any = torch_xla._XLAC
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The tensor inside of an `XLAShardedTensor`; any other as it is."""
+    inner: torch.Tensor = getattr(value, "global_tensor", value)
+    return inner
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a tensor on an XLA device is annotated as sharded."""
+    return bool(_XLAC._get_xla_sharding_spec(plain(value)))
+
+
+def _regions(value: torch.Tensor) -> list[tuple[int, Box]]:
+    """(replica, region without padding) of each local device."""
+    if any(_XLAC._check_tensor_need_materialization([value])):
+        materialize([value])  # with all others: the next line would compile a graph for each pending tensor alone
+    shape = tuple(value.shape)
+    (entries,) = _XLAC._get_local_shard_replica_and_indices([value])
+    found = []
+    for replica, index in entries:
+        if not isinstance(index, list):  # Ellipsis: the device holds all of it
+            found.append((replica, Box.whole(shape)))
+            continue
+        bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+        start = tuple(min(b[0], n) for b, n in zip(bounds, shape, strict=True))
+        found.append((replica, Box(start, tuple(max(a, b[1]) for a, b in zip(start, bounds, strict=True)))))
+    return found
+
+
+class Spmd:
+    """Tensors with a sharding annotation (`mark_sharding`), partial replication and uneven dims included."""
+
+    kind = "torch"
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.device.type == "xla" and is_sharded(value)
+
+    def identity(self, value: torch.Tensor) -> Hashable | None:
+        return "xla", _XLAC._xla_get_tensor_id(plain(value))
+
+    def dtype(self, value: torch.Tensor, path: str = "") -> DType:
+        check_dense(plain(value), path)
+        return dtype_of(value, path)
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+        pieces = [
+            Piece(Box.whole(box.shape), box, lane)
+            for lane, (replica, box) in enumerate(_regions(plain(value)))
+            if replica == 0 and box.size
+        ]
+        return Local(tuple(value.shape), tuple(pieces))
+
+    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+        tensors = [plain(v).detach() for v, _ in values]
+        if not tensors:
+            return []
+        materialize(tensors)
+        return [
+            [shard_of(cut(on_devices[p.lane][0], p.local)) for p in local.pieces]
+            for on_devices, (_, local) in zip(_XLAC._get_local_shards(tensors), values, strict=True)
+        ]
+
+    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
+        inner = plain(value)
+        shards = _Shards(inner, dtype_of(inner), inner.dtype)
+
+        def install() -> torch.Tensor:
+            with torch.no_grad():
+                _XLAC._load_local_shards(inner, shards.filled(), _XLAC._xla_get_runtime_devices())
+            return value
+
+        return Target(shards.dtype, tuple(value.shape), shards.boxes, False, shards.memory, install)
+
+    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+        inner = plain(value)
+        element = dtype or dtype_of(inner)
+        shards = _Shards(inner, element, torch_type(element, inner))
+        sharding, shape = _XLAC._get_xla_op_sharding(inner), tuple(value.shape)
+
+        def install() -> torch.Tensor:
+            made: torch.Tensor = _XLAC._global_tensor_from_cpu_shards(shards.filled(), sharding, shape)
+            return made
+
+        return Target(element, shape, shards.boxes, False, shards.memory, install)
+
+
+class _Shards:
+    """Host memory for what the local devices hold of a tensor: each region once, padded as XLA wants it."""
+
+    def __init__(self, value: torch.Tensor, dtype: DType, torch_dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._torch_dtype = torch_dtype
+        self._of_device = [box for _, box in _regions(value)]
+        sizes = zip(*(box.shape for box in self._of_device), strict=True)
+        self._padded = tuple(max(n) for n in sizes)
+        self._whole = tuple(value.shape)
+        unique = dict.fromkeys(box for box in self._of_device if box.size)
+        self._spreads = {b: Spread(Local(self._whole, (Piece(Box.whole(b.shape), b),))) for b in unique}
+        self._made: dict[Box, torch.Tensor] = {}
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        return tuple(self._spreads)
+
+    def memory(self, _: Slabs) -> list[memoryview]:
+        found = []
+        for box, spread in self._spreads.items():
+            self._made[box] = torch.zeros(self._padded, dtype=self._torch_dtype)
+            found += spread.over(self._made[box])
+        return found
+
+    def filled(self) -> list[torch.Tensor]:
+        """One padded shard for each local device."""
+        for box, spread in self._spreads.items():
+            spread.fill(self._made[box])
+        nothing = torch.zeros(self._padded, dtype=self._torch_dtype)
+        return [self._made.get(box, nothing) for box in self._of_device]

@@ -1,0 +1,206 @@
+"""torch tensors outside of XLA: CPU memory in place, other devices (CUDA, ...) through a copy."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from xla_ckpt import dtypes
+from xla_ckpt.arrays.base import Target
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.ranges import runs
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.take import HostShard
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.nn.UninitializedParameter)
+"""Tensor classes that are nothing but a dense tensor."""
+
+
+def dtype_of(tensor: torch.Tensor, path: str = "") -> DType:
+    """The element type of a tensor.
+
+    Raises:
+        UnsupportedStateError: It is quantized, or of a type that cannot be stored.
+    """
+    try:
+        return dtypes.dtype(str(tensor.dtype).removeprefix("torch."))
+    except UnsupportedStateError as error:
+        error.at(leaf=path)
+        raise
+
+
+def torch_dtype(dtype: DType) -> torch.dtype | None:
+    """Torch's type of this name; None if it has none."""
+    found = getattr(torch, dtype.name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def check_dense(tensor: torch.Tensor, path: str) -> None:
+    """Refuse what has no plain array of elements.
+
+    Raises:
+        UnsupportedStateError: Sparse, on the meta device, nested, or a tensor subclass that nobody here knows.
+    """
+    if torch.nn.parameter.is_lazy(tensor):
+        what = "a lazy parameter that has no shape yet"
+    elif type(tensor) not in PLAIN:
+        what = f"a {type(tensor).__name__}"
+    elif tensor.layout is not torch.strided:
+        what = f"a tensor of layout {tensor.layout}"
+    elif tensor.device.type == "meta":
+        what = "a tensor on the meta device, which has no elements"
+    elif tensor.is_nested:
+        what = "a nested tensor"
+    else:
+        return
+    raise UnsupportedStateError(f"{what} cannot be stored", leaf=path, hint="Convert it to a dense tensor first.")
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, of any dtype. The tensor must be kept while it is used."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A CPU tensor in memory from `Slabs`, without a copy; it keeps the memory alive."""
+    if len(memory) == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
+
+
+class TorchHost:
+    """Dense torch tensors that are not on an XLA device."""
+
+    kind = "torch"
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def identity(self, value: torch.Tensor) -> Hashable | None:
+        if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
+            return None
+        return value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
+
+    def dtype(self, value: torch.Tensor, path: str = "") -> DType:
+        check_dense(value, path)
+        return dtype_of(value, path)
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+        return None
+
+    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+        return [[self._host(cut(v.detach(), p.local)) for p in local.pieces] for v, local in values]
+
+    @staticmethod
+    def _host(value: torch.Tensor) -> HostShard:
+        shared = value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg())
+        plain = value if shared else value.cpu().resolve_conj().resolve_neg().contiguous()
+        private = plain.data_ptr() != value.data_ptr() if value.device.type == "cpu" else True
+        return HostShard(bytes_of(plain), plain, immutable=private)
+
+    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
+        if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
+            fresh = self.like(value, local)
+
+            def install() -> torch.Tensor:
+                made = fresh.install()
+                with torch.no_grad():
+                    for piece in local.pieces:
+                        cut(value, piece.local).copy_(cut(made, piece.local))
+                return value
+
+            return replace(fresh, install=install)
+        spread = Spread(local)
+        return Target(
+            dtype_of(value), local.shape, spread.boxes, True, lambda _: spread.over(value), lambda: spread.fill(value)
+        )
+
+    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+        element = dtype or dtype_of(value)
+        return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
+
+
+def torch_type(dtype: DType, value: torch.Tensor) -> torch.dtype:
+    """Torch's type for this element type; the value's own where torch has none."""
+    return torch_dtype(dtype) or value.dtype
+
+
+def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
+    """A view of a region of a tensor."""
+    if box.shape == tuple(value.shape):
+        return value
+    for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
+        value = value.narrow(dim, low, high - low)
+    return value
+
+
+class Spread:
+    """The pieces of a local CPU tensor, as memory to be filled.
+
+    A piece that is contiguous in the tensor is filled in place, another one in a buffer of its own.
+    """
+
+    def __init__(self, local: Local) -> None:
+        self._pieces = local.pieces
+        self._buffers: list[tuple[Box, torch.Tensor]] = []
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The box of each piece."""
+        return tuple(p.box for p in self._pieces)
+
+    def over(self, tensor: torch.Tensor) -> list[memoryview]:
+        """Memory for each piece of `tensor`, which is contiguous."""
+        memory, whole = [], Box.whole(tensor.shape)
+        for piece in self._pieces:
+            where = runs(piece.local, whole, tensor.element_size()) if piece.local.size else None
+            if where is not None and where.contiguous:
+                memory.append(bytes_of(tensor.detach())[where.offset : where.offset + where.nbytes])
+            else:
+                buffer = torch.empty(piece.local.shape, dtype=tensor.dtype)
+                self._buffers.append((piece.local, buffer))
+                memory.append(bytes_of(buffer))
+        return memory
+
+    def fill(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Put what came through buffers in place."""
+        with torch.no_grad():
+            for region, buffer in self._buffers:
+                cut(tensor, region).copy_(buffer)
+        return tensor
+
+    def covers(self, shape: Sequence[int]) -> bool:
+        """Whether nothing of a tensor of this shape is padding."""
+        return sum(p.local.size for p in self._pieces) == prod(shape)
+
+
+def fresh(
+    dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: Local
+) -> Target:
+    """A target that makes a new tensor of a local shape; its padding is zero."""
+    spread, made = Spread(local), torch.empty(0)
+
+    def memory(_: Slabs) -> list[memoryview]:
+        nonlocal made
+        made = (torch.empty if spread.covers(shape) else torch.zeros)(shape, dtype=torch_type)
+        return spread.over(made)
+
+    def install() -> torch.Tensor:
+        spread.fill(made)
+        return made if device is None or device.type == "cpu" else made.to(device)
+
+    return Target(dtype, local.shape, spread.boxes, False, memory, install)

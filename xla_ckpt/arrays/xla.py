@@ -1,0 +1,154 @@
+"""torch tensors on an XLA device. Loaded only where torch_xla already is.
+
+XLA buffers never change: an in-place operation makes a new one. On CPU they are host memory, so a snapshot is a DLPack
+view that holds the buffer, and a restored array is host memory that XLA adopts; nothing is copied either way. Other
+devices go through one batched transfer (unverified: no TPU or Trainium was at hand).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+import torch_xla
+import torch_xla.runtime
+import torch_xla.utils.dlpack
+
+from xla_ckpt.arrays.base import Target
+from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, tensor_from, torch_type
+from xla_ckpt.dtypes import DType
+from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.take import HostShard
+
+_XLAC: Any = torch_xla._XLAC
+_to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # public, but not in its stub
+
+NO_DLPACK = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
+)
+"""Element types that DLPack has no name for."""
+
+
+@functools.cache
+def on_cpu() -> bool:
+    """Whether XLA runs on the CPU, where its buffers are host memory."""
+    return bool(torch_xla.runtime.device_type() == "CPU")
+
+
+def materialize(values: Sequence[torch.Tensor]) -> None:
+    """Have every value computed and in a buffer. The values are on one device, and there is at least one.
+
+    If one of them is pending, everything that is pending on the device is computed, in the graph that the program's
+    own `torch_xla.sync()` would run. A graph of the values alone would compute their inputs a second time later on. It
+    would also have to be compiled for the save.
+
+    The step does not end here: that would move the random number generator on, and a run that saves would train on
+    other numbers than one that does not.
+    """
+    if any(_XLAC._check_tensor_need_materialization(list(values))):
+        device = str(values[0].device)
+        # The graph may donate its inputs, for instance the old weights to the new ones. So all live tensors have to be
+        # in it: one that is left pending would read a donated buffer in the next graph ("buffer is deleted").
+        _XLAC._xla_sync_live_tensors(device, [], True)
+        # The order token of the collectives is no live tensor. It is pending still, and would read donated gradients.
+        _XLAC._set_all_reduce_token(device, None)
+    # Wait for graphs that run. A value without a buffer (what is left is no operation of a step) gets one without any
+    # donation: asking DLPack for a value that has none aborts the process.
+    _XLAC._xla_sync_multi(list(values), devices=[], wait=True, sync_xla_data=False)
+
+
+def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor in 64-byte aligned memory as a tensor on the device; on CPU the memory is adopted."""
+    if on_cpu() and value.dtype not in NO_DLPACK and not torch_xla.runtime.is_spmd():
+        adopted: torch.Tensor = torch_xla.utils.dlpack.from_dlpack(_to_dlpack(value))
+        return adopted
+    return value.to(device)
+
+
+class Xla:
+    """Tensors that lie whole on one XLA device."""
+
+    kind = "torch"
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+    def identity(self, value: torch.Tensor) -> Hashable | None:
+        return "xla", _XLAC._xla_get_tensor_id(value)
+
+    def dtype(self, value: torch.Tensor, path: str = "") -> DType:
+        check_dense(value, path)
+        return dtype_of(value, path)
+
+    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
+        return tuple(value.shape)
+
+    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+        return None
+
+    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+        held = to_host([v for v, _ in values])
+        return [[shard_of(cut(h, p.local)) for p in local.pieces] for h, (_, local) in zip(held, values, strict=True)]
+
+    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
+        fresh = self.like(value, local)
+
+        def install() -> torch.Tensor:
+            made = fresh.install()
+            with torch.no_grad():
+                if owned:
+                    value.data = made  # the parameter takes over the new buffer: no copy, no graph
+                else:
+                    value.copy_(made)  # an alias cannot hand a buffer on to what it is an alias of
+            return value
+
+        return replace(fresh, install=install)
+
+    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+        element = dtype or dtype_of(value)
+        return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
+
+
+def fresh(dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device, local: Local) -> Target:
+    """A target that makes a new tensor of a local shape on the device; its padding is zero."""
+    spread, made = Spread(local), torch.empty(0)
+
+    def memory(slabs: Slabs) -> list[memoryview]:
+        nonlocal made
+        made = tensor_from(slabs.take(prod(shape) * torch_type.itemsize), torch_type, shape)
+        if not spread.covers(shape):
+            made.zero_()
+        return spread.over(made)
+
+    return Target(dtype, local.shape, spread.boxes, False, memory, lambda: from_host(spread.fill(made), device))
+
+
+def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values as contiguous CPU tensors that stay as they are: views of the buffers where that is possible."""
+    if not values:
+        return []
+    tensors = [v.detach() for v in values]
+    materialize(tensors)
+    views: list[torch.Tensor | None] = [_view(t) for t in tensors]
+    missing = [t for t, v in zip(tensors, views, strict=True) if v is None]
+    moved = iter(_XLAC._xla_get_cpu_tensors(missing) if missing else ())
+    return [(v if v is not None else next(moved)).contiguous() for v in views]
+
+
+def shard_of(held: torch.Tensor) -> HostShard:
+    """A CPU tensor that nobody writes to, a view of a buffer or a copy of one, as a shard."""
+    plain = held.contiguous()
+    return HostShard(bytes_of(plain), plain, immutable=True)
+
+
+def _view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The buffer of a materialized tensor as a CPU tensor, held and not copied; None where that is impossible."""
+    if not on_cpu() or tensor.dtype in NO_DLPACK or torch_xla.runtime.is_spmd():
+        return None
+    view: torch.Tensor = torch.utils.dlpack.from_dlpack(torch_xla.utils.dlpack.to_dlpack(tensor))
+    return view

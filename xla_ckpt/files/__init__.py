@@ -1,0 +1,1 @@
+"""How payload files lay regions of bytes out: codecs. Pure."""

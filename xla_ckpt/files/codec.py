@@ -1,0 +1,36 @@
+"""Codecs: how the regions of a payload file lie in it, and what stands between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from xla_ckpt.manifest.records import FileRecord
+
+Glue = Sequence[tuple[int, bytes]]
+"""(offset, bytes) of everything in a file that belongs to no region: headers, directories, padding."""
+
+
+class Codec(Protocol):
+    """The layout of one payload file. Its places are known before its bytes are."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+
+    @property
+    def places(self) -> Sequence[tuple[int, int]]:
+        """(offset, bytes) of each region, in file order."""
+
+    @property
+    def wants_crc32(self) -> bool:
+        """Whether `glue` needs the CRC-32 of each region."""
+
+    def without(self, regions: frozenset[int]) -> Codec | None:
+        """The same file without these of its regions (indices into `places`); None if it needs all of them."""
+
+    def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
+        """Everything between the regions, from the digests of all blocks and the CRC-32 of each region."""
+
+    def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
+        """What the manifest says of the file."""

@@ -1,0 +1,179 @@
+"""Payload files: plain safetensors, with extra entries in the header's ``__metadata__``.
+
+``DCP_SHARDING_INFO`` tells stock `torch.distributed.checkpoint.HuggingFaceStorageReader` where each tensor lies in its
+global array. ``xla_ckpt_digests`` holds the digests of all blocks, region after region. The length of the header
+depends on the names and sizes alone, so the data can be written before the digests are known. The header is padded
+with spaces until the data begins at a multiple of 4096.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import FormatError
+from xla_ckpt.files.codec import Glue
+from xla_ckpt.manifest import digest
+from xla_ckpt.manifest.digest import BlockTable
+from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.sharding.box import Box
+
+ALIGNMENT = 4096
+"""Data of a payload file begins at a multiple of this (bytes): what direct I/O and memory maps want."""
+
+MAX_HEADER = 100_000_000
+"""What the safetensors package refuses to read."""
+
+DIGESTS = "xla_ckpt_digests"
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A region of an array as it stands in a payload file."""
+
+    name: str
+    """Its key in the file."""
+
+    dtype: DType
+    box: Box
+    """Region of the global array."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region."""
+        return self.box.size * self.dtype.itemsize
+
+
+def order(regions: Sequence[Region]) -> list[int]:
+    """The order of regions in a file: wide element types first, so that all are aligned; else as given."""
+    return sorted(range(len(regions)), key=lambda i: -(regions[i].dtype.itemsize))
+
+
+def offsets(regions: Sequence[Region]) -> list[int]:
+    """Where each region begins, counted from the start of the data."""
+    places, at = [], 0
+    for region in regions:
+        places.append(at)
+        at += region.nbytes
+    return places
+
+
+def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> bytes:
+    """The first bytes of a payload file, up to where its data begins.
+
+    Without `digests` (one per block, region after region) their place is filled with zeros: same length.
+
+    >>> from xla_ckpt.dtypes import dtype
+    >>> len(header([Region("w", dtype("float32"), Box((0,), (8,)))]))
+    4096
+    """
+    count = sum(digest.block_count(r.nbytes) for r in regions)
+    table = digest.pack(digests if digests is not None else [0] * count)
+    sharding = {r.name: {"saved_offsets": [*r.box.start, *(0 for _ in _tail(r))]} for r in regions}
+    about = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+        DIGESTS: table,
+    }
+    return _header(regions, about)
+
+
+def plain_header(regions: Sequence[Region]) -> bytes:
+    """The first bytes of a file that other programs are meant to read: whole arrays, and nothing of ours."""
+    return _header(regions, {"format": "pt"})
+
+
+def _header(regions: Sequence[Region], about: dict[str, str]) -> bytes:
+    entries = {
+        region.name: {
+            "dtype": region.dtype.safetensors or "U8",
+            "shape": [*region.box.shape, *_tail(region)],
+            "data_offsets": [at, at + region.nbytes],
+        }
+        for region, at in zip(regions, offsets(regions), strict=True)
+    }
+    text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
+    size = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    if size > MAX_HEADER:
+        raise FormatError(
+            f"{len(regions)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
+        )
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def _tail(region: Region) -> list[int]:
+    """The last dim of an array that is stored as bytes because safetensors has no name for its elements."""
+    raw = region.dtype.safetensors is None
+    return [region.dtype.itemsize] if raw and region.dtype.itemsize > 1 else []
+
+
+@dataclass(frozen=True, slots=True)
+class Safetensors:
+    """The codec of the native format (see `xla_ckpt.files.codec.Codec`): a header, then the regions."""
+
+    regions: tuple[Region, ...]
+    """In file order."""
+
+    plain: bool = False
+    """Whether the header says only what the regions are: for files that leave the library."""
+
+    head: int = field(init=False)
+    """Bytes of the header."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head", len(self._header(None)))
+
+    @property
+    def size(self) -> int:
+        return self.head + sum(r.nbytes for r in self.regions)
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        starts = offsets(self.regions)
+        return [(self.head + at, r.nbytes) for r, at in zip(self.regions, starts, strict=True)]
+
+    @property
+    def wants_crc32(self) -> bool:
+        return False
+
+    def without(self, regions: frozenset[int]) -> Safetensors:
+        return replace(self, regions=tuple(r for i, r in enumerate(self.regions) if i not in regions))
+
+    def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
+        return [(0, self._header(digests))]
+
+    def _header(self, digests: Sequence[int] | None) -> bytes:
+        return plain_header(self.regions) if self.plain else header(self.regions, digests)
+
+    def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
+        ((_, head),) = glue
+        return FileRecord(path, self.size, len(head), digest.digest(head))
+
+
+def parse_header(head: bytes) -> BlockTable:
+    """The digests in a payload header (all bytes before the data).
+
+    Raises:
+        FormatError: No header that `header` writes.
+    """
+    try:
+        length = int.from_bytes(head[:8], "little")
+        raw = json.loads(head[8:]) if length == len(head) - 8 else None
+        about = raw.pop("__metadata__")[DIGESTS]  # type: ignore[union-attr]
+        spans = sorted((e["data_offsets"][0], e["data_offsets"][1]) for e in raw.values())  # type: ignore[union-attr]
+        sizes = [_span(first, last) for first, last in spans]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise FormatError("broken payload header") from error
+    all_digests = digest.unpack(about, sum(map(digest.block_count, sizes)))
+    return BlockTable.of_regions(
+        ((len(head) + first, size) for (first, _), size in zip(spans, sizes, strict=True)), all_digests
+    )
+
+
+def _span(first: object, last: object) -> int:
+    if not (type(first) is int and type(last) is int and 0 <= first <= last):
+        raise ValueError(f"impossible offsets {first}, {last}")
+    return last - first

@@ -1,1 +1,0 @@
-"""What bytes mean: the manifest, payload headers, zips of torch, digests. Pure."""

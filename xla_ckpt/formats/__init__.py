@@ -1,1 +1,0 @@
-"""Foreign checkpoints: scanned into the same `Manifest` that our own tags carry, and planned as files to be written."""

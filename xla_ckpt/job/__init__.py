@@ -1,0 +1,1 @@
+"""Which job this process belongs to, and how its ranks talk."""

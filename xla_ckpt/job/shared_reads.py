@@ -1,0 +1,100 @@
+"""Reading together: ranks that want the same bytes, or parts of the same rows, read a part each and send it on.
+
+Ranks find out through the store who wants what, so nothing is assumed about mesh or layout (`plan/shared_reads.py` decides
+who reads what); the bytes then travel in process groups of their own, gloo over host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_ckpt.job.verdict import LEAD, Deadline, Round
+from xla_ckpt.plan.restore_plan import Want
+from xla_ckpt.plan.shared_reads import Mixed, Share, Together, find_common, share_out
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.ranges import runs
+
+
+def agree_on_shares(exchange: Round, wants: Sequence[Want]) -> Share:
+    """Find out which ranks want the same, and deal the reading out among them."""
+    exchange.say(f"wants/{exchange.rank}", [[w.leaf, w.box.start, w.box.stop] for w in wants])
+    if exchange.rank == 0:
+        deadline = Deadline(exchange.timeout * LEAD)
+        heard = [exchange.hear(f"wants/{rank}", rank, deadline) for rank in range(exchange.size)]
+        common = find_common([[(leaf, Box(tuple(a), tuple(b))) for leaf, a, b in mine] for mine in heard])
+        exchange.say("common", common.to_json())
+    return share_out(exchange.rank, Together.from_json(exchange.hear("common", 0)), wants)
+
+
+def exchange_shares(
+    share: Share, slots: Sequence[memoryview], rows: Sequence[tuple[Mixed, Want]], itemsize: Mapping[str, int]
+) -> None:
+    """Send on what this rank read for others, and receive what they read for it. All ranks of the job call it.
+
+    `rows` are the reads for mixed boxes, whose memory is in `slots`, too; `itemsize` is in bytes, by leaf path.
+    """
+    distributed: Any = torch.distributed
+    sets = sorted({ranks for _, _, ranks in share.common.same} | {m.members for m in share.common.mixed})
+    groups = {members: distributed.new_group(list(members), backend="gloo") for members in sets}
+    try:
+        for leaf, box, ranks in share.common.same:  # in the same order on all ranks
+            slot = share.slots.get((leaf, box)) if share.rank in ranks else None
+            if slot is not None and len(slots[slot]):
+                data = torch.frombuffer(slots[slot], dtype=torch.uint8)
+                distributed.broadcast(data, src=share.readers[slot][0], group=groups[ranks])
+        read = {id(mixed): slots[want.slot] for mixed, want in rows}
+        for mixed in share.common.mixed:
+            if share.rank in mixed.members:
+                _exchange(share, mixed, slots, read.get(id(mixed)), itemsize[mixed.leaf], groups[mixed.members])
+    finally:
+        for group in groups.values():
+            if distributed.get_rank(group) >= 0:
+                distributed.destroy_process_group(group)
+
+
+def _exchange(
+    share: Share, mixed: Mixed, slots: Sequence[memoryview], read: memoryview | None, itemsize: int, group: Any
+) -> None:
+    """One leaf: every member sends each other one the part of its rows that it wants."""
+    distributed: Any = torch.distributed
+    mine = [box for box, ranks in mixed.boxes if share.rank in ranks]
+    pending: list[tuple[Any, Any]] = []
+    own = mixed.rows(share.rank)
+    for tag, (box, ranks) in enumerate(mixed.boxes):
+        if own is None or read is None or (part := own.intersect(box)) is None:
+            continue
+        data = torch.from_numpy(_cut(read, own, part, itemsize))
+        for rank in ranks:
+            if rank == share.rank:
+                place = _place(slots[share.slots[mixed.leaf, box]], box, part, itemsize)
+                np.copyto(np.frombuffer(place, np.uint8), data.numpy())
+            else:
+                pending.append((distributed.isend(data, rank, group=group, tag=tag), data))
+    for reader in mixed.members:
+        theirs = mixed.rows(reader)
+        for tag, (box, _) in enumerate(mixed.boxes):
+            if reader == share.rank or theirs is None or box not in mine or (part := theirs.intersect(box)) is None:
+                continue
+            place = _place(slots[share.slots[mixed.leaf, box]], box, part, itemsize)
+            distributed.recv(torch.frombuffer(place, dtype=torch.uint8), reader, group=group, tag=tag)
+    for work, _ in pending:
+        work.wait()
+
+
+def _cut(memory: memoryview, held: Box, part: Box, itemsize: int) -> Any:
+    """The bytes of a part of what a buffer holds, as a contiguous array."""
+    array = np.frombuffer(memory, np.uint8).reshape(*held.shape, itemsize)
+    inner = part.relative_to(held)
+    chosen = array[tuple(slice(a, b) for a, b in zip(inner.start, inner.stop, strict=True))]
+    return np.ascontiguousarray(chosen).reshape(-1)
+
+
+def _place(memory: memoryview, box: Box, part: Box, itemsize: int) -> memoryview:
+    """Where whole rows of a box are in its memory."""
+    where = runs(part, box, itemsize)
+    assert where.contiguous
+    return memory[where.offset : where.offset + where.nbytes]

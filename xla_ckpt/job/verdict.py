@@ -1,0 +1,191 @@
+"""One verdict for all: messages between ranks that carry a value or an error, and the same error everywhere."""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from xla_ckpt.errors import CheckpointError, RankFailedError, SaveError, StorageError, from_json
+from xla_ckpt.job.communicator import Communicator
+
+Value = TypeVar("Value")
+
+
+def as_checkpoint_error(error: BaseException, doing: str, rank: int, **facts: Any) -> CheckpointError:
+    """Any exception as an error of ours that can travel; the original stays its cause."""
+    if isinstance(error, CheckpointError):
+        made = error
+    elif isinstance(error, OSError):
+        made = StorageError.of(error, doing)
+    else:
+        made = SaveError(f"{doing} failed: {type(error).__name__}: {error}")
+    if made is not error:
+        made.__cause__ = error
+    return made.at(rank=rank, **facts)
+
+
+LEAD = 0.8
+"""Rank 0 waits for the others this part of the timeout, so that its verdict on them comes before theirs on it."""
+
+COMPRESS_BYTES = 4096
+"""Messages from this length on travel compressed."""
+
+
+def _packed(message: Any) -> bytes:
+    """JSON; long texts (records are, and full of repetition) are compressed: rank 0 hears thousands of them."""
+    text = json.dumps(message).encode()
+    return b"z" + zlib.compress(text, 1) if len(text) > COMPRESS_BYTES else text
+
+
+def _unpacked(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data[1:]) if data[:1] == b"z" else data)
+
+
+class Deadline:
+    """A span of time for several waits together."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left; never quite none."""
+        return max(self._end - time.monotonic(), 0.001)
+
+
+class Round:
+    """One exchange between all ranks (a save, a load), on keys of its own.
+
+    Args:
+        communicator: The job's store.
+        name: The same on all ranks, and of no other round.
+        timeout: Seconds that this rank waits for another one, once it has nothing to do itself.
+    """
+
+    def __init__(self, communicator: Communicator, name: str, timeout: float) -> None:
+        self.communicator = communicator
+        self.name = name
+        self.timeout = timeout
+        self.said: list[str] = []
+        """The keys that this rank has put."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+        return self.communicator.rank
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        return self.communicator.size
+
+    def say(self, key: str, value: Any = None, error: CheckpointError | None = None) -> None:
+        """Publish a value, or an error in its place."""
+        message = {"error": error.to_json()} if error is not None else {"value": value}
+        self.said.append(f"{self.name}/{key}")
+        self._reach(lambda: self.communicator.put(f"{self.name}/{key}", _packed(message)))
+
+    def has(self, key: str) -> bool:
+        """Whether anybody has published this."""
+        return self._reach(lambda: self.communicator.has(f"{self.name}/{key}"))
+
+    def hear(self, key: str, whose: int, deadline: Deadline | None = None) -> Any:
+        """The value that rank `whose` published; waits until the deadline, by default for the timeout.
+
+        Raises:
+            CheckpointError: The error that it published instead.
+            RankFailedError: It published nothing in time.
+        """
+        try:
+            left = self.timeout if deadline is None else deadline.left
+            data = self._reach(lambda: self.communicator.take(f"{self.name}/{key}", left))
+        except TimeoutError:
+            raise RankFailedError(
+                f"rank {whose} did not answer within {self.timeout if deadline is None else deadline.seconds:g} s",
+                rank=whose,
+                hint="It died, hangs, or never made this call: all ranks must make the same calls.",
+            ) from None  # fmt: skip
+        message = _unpacked(data)
+        if "error" in message:
+            raise from_json(message["error"])
+        return message["value"]
+
+    def _reach(self, action: Callable[[], Value]) -> Value:
+        try:
+            return action()
+        except ConnectionError as error:
+            raise RankFailedError(
+                "the store through which the ranks of the job meet is gone",
+                hint="The process that holds it (rank 0 or the launcher) died; restart the job.",
+            ) from error
+
+    def within(self, name: str) -> Round:
+        """A round inside of this one."""
+        inner = Round(self.communicator, f"{self.name}/{name}", self.timeout)
+        inner.said = self.said
+        return inner
+
+    def close(self) -> None:
+        """This rank has heard all that it wants to hear in this round."""
+        if self.size > 1:
+            self.say(f"closed/{self.rank}")
+
+    def is_closed(self) -> bool:
+        """Whether all ranks have closed this round."""
+        keys = [f"{self.name}/closed/{rank}" for rank in range(self.size)]
+        return self._reach(lambda: self.communicator.has(*keys))
+
+    def wait_closed(self, deadline: Deadline) -> None:
+        """Wait until all ranks have closed it.
+
+        Raises:
+            RankFailedError: One of them has not in time.
+        """
+        for rank in range(self.size):
+            self.hear(f"closed/{rank}", rank, deadline)
+
+    def forget(self) -> None:
+        """Remove what this rank has put: nobody will ask for it again."""
+        for key in self.said:
+            self._reach(lambda key=key: self.communicator.forget(key))  # type: ignore[misc]
+        self.said.clear()
+
+
+def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
+    """Run `action` on every rank; if it raises anywhere, raise the same error everywhere (the lowest rank's).
+
+    Rank 0 hears all and tells all: two messages a rank. `what` names the action in messages and keys.
+    """
+    if exchange.size == 1:
+        return action()
+    mine: CheckpointError | None = None
+    value: Value | None = None
+    try:
+        value = action()
+    except Exception as error:
+        # Told to all ranks, and raised below on all of them.
+        mine = as_checkpoint_error(error, what, exchange.rank)
+    exchange.say(f"{what}/{exchange.rank}", error=mine)
+    if exchange.rank == 0:
+        exchange.say(f"{what}/verdict", error=_first_error(exchange, what))
+    try:
+        exchange.hear(f"{what}/verdict", 0)
+    except CheckpointError as verdict:
+        if mine is not None and mine.rank == verdict.rank:
+            raise mine from mine.__cause__  # the same facts, with the original traceback
+        raise
+    return value  # type: ignore[return-value]  # without an error there is a value
+
+
+def _first_error(exchange: Round, what: str) -> CheckpointError | None:
+    deadline = Deadline(exchange.timeout * LEAD)
+    for rank in range(exchange.size):
+        try:
+            exchange.hear(f"{what}/{rank}", rank, deadline)
+        except CheckpointError as error:
+            return error
+    return None

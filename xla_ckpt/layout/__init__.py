@@ -1,1 +1,0 @@
-"""Where elements are: boxes, grids, meshes, owners, byte ranges. Pure."""

@@ -1,0 +1,71 @@
+"""What a program says about the arrays that it wants: what a checkpoint without global shapes is opened with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Parsed, decided
+from xla_ckpt.sharding.sharding import Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is known about one array of a model."""
+
+    shape: tuple[int, ...] | None = None
+    """Global shape that the program wants."""
+
+    dtype: str | None = None
+
+    sharding: Sharding | None = None
+    """How any job splits it, by a rule or by attributes of the parameter; None if nobody says."""
+
+    ruled: bool = False
+    """Whether a rule says so: then it is so, whatever the shapes are."""
+
+    padded: bool = False
+    """Whether `shape` is declared to be without the padding that local tensors have."""
+
+    alone: bool = False
+    """Whether each rank has a tensor of its own, which need not be what other ranks have: no part of a DTensor, say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the targets of a load say."""
+
+    wishes: Mapping[str, Wish] = field(default_factory=dict)
+    """By parameter or buffer name."""
+
+    rules: Parsed = ()
+
+    groups: Sequence[Sequence[str]] | None = None
+    """Names of the parameters of the optimizer, by group; None without an optimizer that has them."""
+
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """All names of a shared parameter, in the model's order, by the first of them."""
+
+    order: Mapping[str, int] = field(default_factory=dict)
+    """Place of each name in the model."""
+
+    optimizer: bool = True
+    """Whether an optimizer is wanted at all."""
+
+    mesh: Mesh = field(default_factory=Mesh)
+    """How the ranks of the job are arranged that wants it."""
+
+    rank: int = 0
+    """Which of them this one is."""
+
+    def wish(self, name: str) -> Wish:
+        """What is known about an array; a rule for any name of a shared parameter holds for it."""
+        known = self.wishes.get(name, Wish())
+        names = [name, *(n for shared in self.aliases.values() if name in shared for n in shared)]
+        ruled = decided(self.rules, *(form for n in names for form in (f"model/{n}", n)))
+        return known if ruled is None else replace(known, sharding=ruled, ruled=True)
+
+    def knows(self, name: object) -> bool:
+        """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""
+        return self.groups is None or name in self.wishes

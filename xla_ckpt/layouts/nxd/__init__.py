@@ -1,0 +1,1 @@
+"""neuronx-distributed's layouts: its files read, and written."""

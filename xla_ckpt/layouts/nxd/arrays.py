@@ -1,0 +1,199 @@
+"""From the tensors of rank files to one array: how it was split, and where each part of it lies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
+from xla_ckpt.layouts.hints import Wish
+from xla_ckpt.layouts.nxd.rank_files import Held, Scan
+from xla_ckpt.manifest.records import ArrayRecord, Shard, UnknownArray, array_record
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Local, Piece
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.ranges import runs
+from xla_ckpt.sharding.sharding import Sharding, Split
+
+_FUSED = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c_attn|\bkv_proj", re.IGNORECASE)
+_SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
+"""Parts of neuronx-distributed's `GQAQKVColumnParallelLinear`, whose name only looks fused."""
+
+HINT = (
+    "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
+    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like or --sharding. A stride, as "
+    "in (('tp', 3), None), is for fused parts of equal size only: with queries, keys and values of different sizes it "
+    "would give wrong rows without an error."
+)
+
+
+def declared(local: tuple[int, ...], wish: Wish) -> bool:
+    """Whether a rule or attributes say how an array was split; a shape alone says only how it may have been.
+
+    An attribute stays on weights that every rank has whole, so it says nothing of a tensor of the wanted shape.
+    """
+    return wish.sharding is not None and (wish.ruled or wish.shape != local)
+
+
+def resolve(name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wish: Wish) -> Sharding | UnknownArray:
+    """How an array was split of which each rank of `mesh` has a tensor of the shape `local`."""
+    if wish.sharding is not None and declared(local, wish):
+        sharding = wish.sharding
+        if expert is False and not wish.ruled:
+            sharding = Sharding(tuple(None if s is not None and "ep" in s.axes else s for s in sharding.dims))
+        return _true_size(sharding, local, wish)
+    if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
+        return Sharding()
+    if wish.shape is None:
+        return _unknown(f"each rank has {list(local)}, and nothing says what the whole is")
+    return _inferred(name, local, mesh, expert, wish.shape)
+
+
+def _inferred(
+    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]
+) -> Sharding | UnknownArray:
+    if len(wanted) != len(local):
+        return Sharding()  # no split makes it fit: the load says so
+    found = []
+    experts = [0] if expert else [None] if expert is False or mesh.ep == 1 else [None, 0]
+    for e, t in product(experts, [None, *range(len(local))] if mesh.tp > 1 else [None]):
+        shape = list(local)
+        if e is not None:
+            shape[e] *= mesh.ep
+        if t is not None:
+            shape[t] *= mesh.tp
+        if e != t or e is None:
+            found += [(e, t)] if tuple(shape) == wanted else []
+    if not found:
+        return _unknown(f"each of {mesh.tp} tp (and {mesh.ep} ep) ranks has {list(local)}, wanted {list(wanted)}")
+    if len(found) > 1:
+        return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(found)} ways")
+    ((e, t),) = found
+    if t is not None and _FUSED.search(name) and not _SEPARATE.search(name):
+        return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it")
+    dims: list[Split | None] = [None] * len(local)
+    for dim, axis in ((e, "ep"), (t, "tp")):
+        if dim is not None:
+            dims[dim] = Split((axis,))
+    return Sharding(tuple(dims))
+
+
+def _unknown(why: str) -> UnknownArray:
+    return UnknownArray(f"it is ambiguous how this array was split over the ranks: {why}", HINT)
+
+
+def _true_size(sharding: Sharding, local: tuple[int, ...], wish: Wish) -> Sharding:
+    if not wish.padded or wish.shape is None or len(wish.shape) != len(local):
+        return sharding
+    dims = sharding.over(len(local))
+    return replace(sharding, shape=tuple(n if s is not None else None for n, s in zip(wish.shape, dims, strict=True)))
+
+
+Copies = Mapping[tuple[int, int, int], Held]
+"""(dp, ep, tp) -> the tensor there."""
+
+
+def rank_of(at: tuple[int, int, int], mesh: Mesh, *, dealt: bool) -> int:
+    """The rank of `mesh` whose tensor stands there; `dealt`: whether the files are those of each dp rank (ZeRO-1)."""
+    dp, ep, tp = at
+    return mesh.rank({"dp": dp if dealt or mesh.ep == 1 else ep, "tp": tp})
+
+
+def record(
+    scan: Scan, leaf: str, copies: Copies, mesh: Mesh, sharding: Sharding, rows: tuple[str, ...] = (),
+    local: tuple[int, ...] = (),
+) -> ArrayRecord:  # fmt: skip
+    """The record of an array.
+
+    Args:
+        scan: Where its files are.
+        leaf: Leaf path, for errors.
+        copies: Its tensors. Of several in one place the first is used: the caller knows that they are equal.
+        mesh: How the ranks were arranged.
+        sharding: How it was split.
+        rows: Mesh axes over which ZeRO-1 dealt out the rows of the local tensors.
+        local: Shape of a local tensor before that.
+
+    Raises:
+        CorruptCheckpointError: Tensors are missing, or do not fit together.
+        IncompatibleCheckpointError: The sharding does not fit.
+    """
+    first = next(iter(copies.values()))
+    shards: dict[Box, Shard] = {}
+    shape: tuple[int, ...] = first.shape
+    spec: object = None
+    for at, held in sorted(copies.items()):
+        if (held.shape, held.dtype) != (first.shape, first.dtype):
+            raise CorruptCheckpointError(
+                "the ranks have tensors that do not fit together", leaf=leaf, file=held.file,
+                expected=f"{first.dtype.name} {list(first.shape)}", found=f"{held.dtype.name} {list(held.shape)}",
+            )  # fmt: skip
+        place = _place(leaf, sharding, held, mesh, rank_of(at, mesh, dealt=bool(rows)), rows, local)
+        shape, spec = place.shape, place.spec
+        for piece in place.pieces:
+            if piece.box.size and piece.box not in shards:
+                shards[piece.box] = _shard(scan, held, piece)
+    try:
+        return array_record(first.dtype, shape, shards.values(), spec)
+    except FormatError as error:
+        raise CorruptCheckpointError(
+            f"the rank files together do not hold this array exactly once: {error.problem}", leaf=leaf,
+            expected=error.expected, found=error.found, hint="Check the sharding that applies to it.",
+        ) from error  # fmt: skip
+
+
+def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) -> None:
+    """The rows of all ZeRO-1 ranks, padded, are those of a whole tensor: else ranks wrote over each other's files.
+
+    Raises:
+        CorruptCheckpointError: They are not.
+    """
+    expected = (-(-local[0] // ranks), *local[1:])
+    for (dp, _, tp), held in copies.items():
+        if held.shape == expected:
+            continue
+        count = held.shape[0] * ranks if held.shape else 0
+        if held.shape[1:] == local[1:] and 0 < count < local[0]:
+            raise CorruptCheckpointError(
+                f"the {ranks} ZeRO-1 shards hold only {count} of {local[0]} rows: the others are missing",
+                leaf=leaf, file=held.file, expected=f"{list(expected)} in each", found=str(list(held.shape)),
+                hint=_CP_HINT,
+            )  # fmt: skip
+        raise CorruptCheckpointError(
+            "the ZeRO-1 shards do not fit to the number of rank files along dp", leaf=leaf, file=held.file,
+            expected=f"{list(expected)} in each", found=f"{list(held.shape)} at dp {dp}, tp {tp}",
+            hint="Files of an earlier save with another dp size may be left in the directory.",
+        )  # fmt: skip
+
+
+_CP_HINT = (
+    "neuronx-distributed shards over dp and cp, and names the files by dp only: context-parallel ranks wrote over each "
+    "other, and the data is lost. The model itself is whole: load it without the optimizer."
+)
+
+
+def _place(
+    leaf: str, sharding: Sharding, held: Held, mesh: Mesh, rank: int, rows: tuple[str, ...], local: tuple[int, ...]
+) -> Local:
+    try:
+        if rows:
+            return sharding.zero1(local, mesh, rank, rows)
+        return sharding.place(held.shape, mesh, rank)
+    except ValueError as error:
+        raise IncompatibleCheckpointError(
+            f"the sharding {sharding.spec} does not fit to what is stored: {error}", leaf=leaf,
+            found=f"{list(local or held.shape)} on each rank of {mesh}", hint=HINT,
+        ) from error  # fmt: skip
+
+
+def _shard(scan: Scan, held: Held, piece: Piece) -> Shard:
+    at = scan.place(held)
+    where = runs(piece.local, Box.whole(held.shape), held.dtype.itemsize)
+    file = scan.number(at.file)
+    if where.contiguous:
+        return Shard(piece.box, file, at.offset + where.offset)
+    start = tuple(b - a for a, b in zip(piece.local.start, piece.box.start, strict=True))
+    frame = Box(start, tuple(a + n for a, n in zip(start, held.shape, strict=True)))
+    return Shard(piece.box, file, at.offset, frame)

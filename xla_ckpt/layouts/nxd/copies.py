@@ -1,0 +1,73 @@
+"""Copies of one array on several ranks, where nobody says that they are copies: compared, never taken for equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xla_ckpt.layouts.hints import Wanted
+from xla_ckpt.layouts.nxd.arrays import HINT, Copies, rank_of
+from xla_ckpt.layouts.nxd.rank_files import Scan, listed
+from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.sharding.mesh import Mesh
+
+_RANKS = ("ep", "tp")
+"""Mesh axes over which an array of one name may be split without anything on disk that says so."""
+
+
+def chosen(
+    scan: Scan,
+    leaf: str,
+    copies: Copies,
+    mesh: Mesh,
+    *,
+    split: Sequence[str],
+    dealt: bool,
+    wanted: Wanted,
+    alone: bool,
+) -> tuple[Copies, bool] | UnknownArray:
+    """The copies that an array is read from, and whether they are only those of the rank that loads.
+
+    Copies that differ are parts of an array, or they have drifted apart. A job over the same tp and ep ranks can have
+    each rank's own without knowing which, as neuronx-distributed itself loads them. For any other job the array is
+    unknown.
+
+    Args:
+        scan: Where the files are.
+        leaf: Leaf path, for errors.
+        copies: All that is stored of the array.
+        mesh: How the stored ranks were arranged.
+        split: Mesh axes along which it is split: along all others copies would have to be equal.
+        dealt: Whether the files of each dp rank hold something else (ZeRO-1).
+        wanted: What the targets of the load say.
+        alone: Whether each rank wants a tensor of its own, of the shape that one rank has stored.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or holds another tensor.
+    """
+    at = {key: mesh.coordinates(rank_of(key, mesh, dealt=dealt)) for key in copies}
+    free = [axis for axis in _RANKS if axis not in split and not (axis == "ep" and "dp" in split)]
+    first: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    pairs = []
+    for key in sorted(copies):
+        one = first.setdefault(tuple(at[key][axis] for axis in split), key)
+        alike = (copies[one].shape, copies[one].dtype) == (copies[key].shape, copies[key].dtype)
+        if alike and one != key and not scan.same(copies[one], copies[key]):
+            pairs.append((one, key))
+    if not pairs:
+        return copies, False
+    if alone and (wanted.mesh.tp, wanted.mesh.ep) == (mesh.tp, mesh.ep):
+        here = wanted.mesh.coordinates(wanted.rank)
+        return {key: held for key, held in copies.items() if all(at[key][a] == here[a] for a in free)}, True
+
+    def called(key: tuple[int, int, int]) -> str:
+        named = [a for a in ("dp", *_RANKS) if mesh.sizes[a] > 1 and (a != "dp" or dealt)]
+        return f"({', '.join(f'{a} {at[key][a]}' for a in named)})"
+
+    shape = list(copies[pairs[0][1]].shape)
+    return UnknownArray(
+        "the ranks hold different tensors of this name, and nothing says how the array was split over them",
+        expected="equal ones on all ranks, or a sharding",
+        found=f"{shape} on each rank; {listed([f'{called(b)} differs from {called(a)}' for a, b in pairs])}",
+        hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
+        "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
+    )

@@ -1,0 +1,238 @@
+"""Opening a tag of neuronx-distributed: scanned into a `Manifest`, without a byte of its tensors being read."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsupportedStateError,
+    UntrustedObjectError,
+)
+from xla_ckpt.layouts.hints import Wanted
+from xla_ckpt.layouts.nxd.rank_files import At, Held, RankFiles, Scan, listed
+from xla_ckpt.layouts.nxd.state import Missing, Stage, State, stages, trees
+from xla_ckpt.layouts.nxd.tags import NxdTag
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
+from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest, Shard, UnknownArray, array_record
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.tree.codec import Codec
+from xla_ckpt.tree.flatten import flatten
+
+logger = logging.getLogger(__name__)
+
+_ONLY_MASTERS = UnknownArray(
+    "this weight was not saved; at most its master weight was, which the optimizer numbers",
+    "Load with model= and optimizer= together.",
+)
+_NAMELESS = UnknownArray(
+    "the stored optimizers of the pipeline stages number their parameters, and nothing says what the numbers mean",
+    "Load with model= and optimizer=: their names and groups say so.",
+)
+
+
+def open_tag(root: str, found: NxdTag, wanted: Wanted, codec: Codec) -> TagReader:
+    """A reader of a tag, for the restore engine.
+
+    Raises:
+        CorruptCheckpointError: Files are missing, damaged, or do not add up.
+        UntrustedObjectError: A file names a class that is neither a tensor nor a plain value.
+        IncompatibleCheckpointError: The stored optimizer is not the one that is wanted.
+    """
+    if not found.complete:
+        logger.warning("tag %s has no done marker: its save may not have ended", found.tag)
+    try:
+        directory = LocalDirectory(found.path)
+    except OSError as error:
+        raise StorageError.of(error, "opening a tag", path=root, tag=found.tag) from error
+    try:
+        manifest, objects = scan(Scan(directory), found, wanted, codec)
+        reader = TagReader(directory, root, found.tag, manifest)
+        reader.foreign_object = lambda index, leaf, trust: objects[index].load(leaf, trust=trust)
+        return reader
+    except OSError as error:
+        directory.close()
+        if isinstance(error, CheckpointError):
+            error.at(path=root, tag=found.tag)
+            raise
+        raise StorageError.of(error, "reading a tag", path=root, tag=found.tag) from error
+    except CheckpointError as error:
+        directory.close()
+        error.at(path=root, tag=found.tag)
+        raise
+
+
+class Refused:
+    """Stands for user content, or a scheduler, whose pickle names classes that are not read without trust."""
+
+    def __init__(self, directory: Directory, file: str, error: UntrustedObjectError) -> None:
+        self.directory = directory
+        self.file = file
+        self.error = error
+
+    def load(self, leaf: str, *, trust: bool) -> Any:
+        """What it holds.
+
+        Raises:
+            UntrustedObjectError: `trust` is False. Nothing of it has run.
+        """
+        if not trust:
+            self.error.hint = "Pass trust_pickle=True if you trust whoever wrote this file."
+            raise self.error.at(leaf=leaf)
+        source = self.directory.open(self.file)
+        data = bytearray(source.size)
+        source.read_into(memoryview(data), 0)
+        source.close()
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def scan(files: Scan, found: NxdTag, wanted: Wanted, codec: Codec) -> tuple[Manifest, list[Refused]]:
+    """The manifest of a tag, and the objects that its skeleton numbers."""
+    parts, mesh = (_legacy if found.legacy else _current)(files, wanted)
+    flat = flatten({part: _plain(files, value) for part, value in parts.items()}, _kind, codec)
+    stray = next(((leaf, v) for leaf, v in flat.objects if not isinstance(v, Refused)), None)
+    if stray is not None:
+        raise UnsupportedStateError(f"a {type(stray[1]).__name__} is neither array nor plain value", leaf=stray[0])
+    known = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, ArrayRecord)}
+    unknown = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, UnknownArray)}
+    _report_own(found.tag, [leaf for leaf, record in known.items() if record.own], wanted)
+    head = Head(found.tag, 0, pinned=False, created="")
+    manifest = Manifest(
+        head, flat.skeleton, known, tuple(files.files), mesh=str(mesh), world=mesh.size, unknown=unknown
+    )  # fmt: skip
+    return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
+
+
+def _report_own(tag: str, leaves: list[str], wanted: Wanted) -> None:
+    """Say once for each pipeline stage which arrays each rank gets its own of, and what that means."""
+    at = wanted.mesh.coordinates(wanted.rank)
+    if leaves and not any(at[axis] for axis in ("dp", "cp", "tp")):
+        logger.warning(
+            "tag %s: the ranks hold different tensors, and nothing says how they were split; each rank gets its own. "
+            "They are parts of arrays, or copies that have drifted apart: %s",
+            tag,
+            listed(leaves),
+        )
+
+
+def _kind(value: Any) -> str | None:
+    return "torch" if isinstance(value, ArrayRecord | UnknownArray) else None
+
+
+def _current(files: Scan, wanted: Wanted) -> tuple[dict[str, Any], Mesh]:
+    if wanted.optimizer:
+        files.check_optimizer()
+    grids = files.rank_files()
+    model = stages(trees(files, grids["model"], dp=0)) if "model" in grids else {}
+    parts = _parts(files, wanted, grids, model, lambda: trees(files, grids["optim"]))
+    for part in ("scheduler", "user_content"):
+        if f"{part}.pt" in files.names:
+            try:
+                parts[part] = read(files.directory, f"{part}.pt")
+            except UntrustedObjectError as error:
+                parts[part] = Refused(files.directory, f"{part}.pt", error)
+    return parts, _mesh(grids)
+
+
+def _legacy(files: Scan, wanted: Wanted) -> tuple[dict[str, Any], Mesh]:
+    grid = files.legacy_files()
+    held = trees(files, grid)
+    first = held[min(held)]
+    if "model" not in first and all(isinstance(v, Held) for v in first.values()):
+        held = {at: {"model": tree} for at, tree in held.items()}
+        first = held[min(held)]
+    models = {at: tree["model"] for at, tree in held.items() if at.dp == 0 and isinstance(tree.get("model"), Mapping)}
+    optim = {at: tree["optimizer"] for at, tree in held.items() if isinstance(tree.get("optimizer"), Mapping)}
+    if optim and "base_state" not in optim[min(optim)]:
+        optim = {at: tree for at, tree in optim.items() if at.dp == 0}
+    grids = {"model": grid, **({"optim": grid} if optim else {})}
+    parts = _parts(files, wanted, grids, stages(models), lambda: optim)
+    rest = {k: v for k, v in first.items() if k not in ("model", "optimizer")}
+    if "scheduler" in rest:
+        parts["scheduler"] = rest.pop("scheduler")
+    if rest:
+        parts["user_content"] = rest
+    return parts, _mesh(grids)
+
+
+def _mesh(grids: Mapping[str, RankFiles]) -> Mesh:
+    sizes = [g.sizes for g in grids.values()] or [At(1, 1, 1, 1)]
+    pp, dp, ep, tp = (max(getattr(s, axis) for s in sizes) for axis in ("pp", "dp", "ep", "tp"))
+    return Mesh(pp=pp, dp=dp if dp % ep == 0 else ep, ep=ep, tp=tp)
+
+
+def _parts(
+    files: Scan, wanted: Wanted, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Any
+) -> dict[str, Any]:
+    mesh = _mesh(grids)
+    state = State(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
+    parts: dict[str, Any] = {}
+    if model:
+        parts["model"] = state.model()
+    if "optim" in grids:
+        if not wanted.optimizer:
+            parts["optimizer"] = UnknownArray("the optimizer was not asked for")
+        elif wanted.groups is None and grids["optim"].sizes.pp > 1:
+            parts["optimizer"] = _NAMELESS
+        else:
+            parts["optimizer"] = state.optimizer(optim(), grids["optim"].sizes.dp)
+    masters = parts["optimizer"].get("master", {}) if isinstance(parts.get("optimizer"), dict) else {}
+    if model:
+        parts["model"] = {
+            name: chosen for name, v in parts["model"].items()
+            if (chosen := _weights(name, v, masters, wanted)) is not None
+        }  # fmt: skip
+    return parts
+
+
+def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Wanted) -> Any:
+    """What a parameter is loaded from: master weights where they are all there is, or what is wanted exactly."""
+    master = masters.get(name)
+    if isinstance(stored, Missing):
+        if isinstance(master, ArrayRecord):
+            return replace(master, stands_for=stored.held.dtype)
+        if not wanted.optimizer or wanted.groups is None:
+            return _ONLY_MASTERS
+        if not masters:
+            raise CorruptCheckpointError(
+                "the files of the tensors are missing, and there are no master weights to take their place",
+                leaf=f"model/{name}", file=stored.held.file,
+            )  # fmt: skip
+        return master
+    asked = wanted.wish(name).dtype
+    if isinstance(stored, ArrayRecord) and isinstance(master, ArrayRecord) and stored.shape == master.shape:
+        return master if asked == master.dtype.name != stored.dtype.name else stored
+    return stored
+
+
+def _plain(files: Scan, value: Any) -> Any:
+    """A value that belongs to no rank in particular; its tensors are whole."""
+    if isinstance(value, TensorAt):
+        value = Held(value.dtype, value.shape, None, value.file, value)
+    if isinstance(value, Held):
+        at = files.place(value)
+        box = Box.whole(at.shape)
+        return array_record(at.dtype, at.shape, [Shard(box, files.number(at.file), at.offset)])
+    if isinstance(value, Mapping) and any(_has_tensor(v) for v in value.values()):
+        return {k: _plain(files, v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(files, v) for v in value)
+    return value
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_tensor(v) for v in value.values())
+    return isinstance(value, TensorAt | Held) or (type(value) in (list, tuple) and any(map(_has_tensor, value)))

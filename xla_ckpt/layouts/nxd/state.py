@@ -1,0 +1,297 @@
+"""Models and optimizers of neuronx-distributed's rank files, as one tree each with records in place of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from xla_ckpt.layouts.hints import Wanted
+from xla_ckpt.layouts.nxd.arrays import Copies, check_rows, declared, record, resolve
+from xla_ckpt.layouts.nxd.copies import chosen
+from xla_ckpt.layouts.nxd.names import names_of_stage
+from xla_ckpt.layouts.nxd.rank_files import At, Held, RankFiles, Scan
+from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sharding import Sharding, parts
+
+Trees = Mapping[At, Mapping[Any, Any]]
+"""What each rank file holds."""
+
+
+@dataclass(slots=True)
+class Stage:
+    """The model of one pipeline stage."""
+
+    copies: dict[str, Copies] = field(default_factory=dict)
+    plain: dict[str, Any] = field(default_factory=dict)
+    """What is no tensor: a module's extra state."""
+
+
+def trees(scan: Scan, files: RankFiles, *, dp: int | None = None) -> dict[At, Any]:
+    """What the files hold; only those of one dp rank, if one is named."""
+    found = {}
+    for at, path in sorted(files.paths.items()):
+        if dp is None or at.dp == dp:
+            found[at] = scan.tree(path, at)
+            if not isinstance(found[at], Mapping):
+                raise CorruptCheckpointError("a rank file holds no dict", file=path, found=type(found[at]).__name__)
+    return found
+
+
+def stages(models: Trees) -> dict[int, Stage]:
+    """The models by pipeline stage.
+
+    Raises:
+        CorruptCheckpointError: The ranks of a stage hold different names.
+    """
+    found: dict[int, Stage] = {}
+    for at, tree in models.items():
+        stage = found.setdefault(at.pp, Stage())
+        fresh = not stage.copies and not stage.plain
+        for name, value in tree.items():
+            if not isinstance(value, Held):
+                stage.plain.setdefault(str(name), value)
+            elif fresh or name in stage.copies:
+                copies: dict[tuple[int, int, int], Held] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
+                copies[at.dp, at.ep, at.tp] = value
+        if [n for n, v in tree.items() if isinstance(v, Held)] != list(stage.copies):
+            raise CorruptCheckpointError(
+                "the ranks of a pipeline stage hold different names", leaf="model",
+                found=f"(ep {at.ep}, tp {at.tp}, pp {at.pp}) against the first rank of the stage",
+            )  # fmt: skip
+    return found
+
+
+class State:
+    """Builds the parts of one tag."""
+
+    def __init__(self, scan: Scan, wanted: Wanted, model: Mapping[int, Stage], mesh: Mesh) -> None:
+        self.scan = scan
+        self.wanted = wanted
+        self.stages = model
+        self.mesh = mesh
+        """Of the stored ranks, without pp; dp is ep."""
+
+    def model(self) -> dict[str, Any]:
+        """The model by name, with a record or an `UnknownArray` for each tensor."""
+        made: dict[str, Any] = {}
+        for _, stage in sorted(self.stages.items()):
+            for name, copies in stage.copies.items():
+                if name not in made:
+                    made[name] = self._parameter(f"model/{name}", name, copies)
+            made = {**stage.plain, **made}
+        return made
+
+    def _parameter(self, leaf: str, name: str, copies: Copies) -> ArrayRecord | UnknownArray | Missing:
+        held = next(iter(copies.values()))
+        if any(h.at is None and h.file not in self.scan.names for h in copies.values()):
+            if all(h.at is None and h.file.rpartition("/")[0] not in self.scan.folders for h in copies.values()):
+                return Missing(held)
+            lost = next(h.file for h in copies.values() if h.at is None and h.file not in self.scan.names)
+            raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost)
+        sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.wish(name))
+        if isinstance(sharding, UnknownArray):
+            return sharding
+        return self.record(leaf, name, copies, self.mesh, sharding, held.shape)
+
+    def record(
+        self,
+        leaf: str,
+        name: str,
+        copies: Copies,
+        mesh: Mesh,
+        sharding: Sharding,
+        local: tuple[int, ...],
+        state: Sharding | None = None,
+        rows: tuple[str, ...] = (),
+        *,
+        dealt: bool = False,
+    ) -> ArrayRecord | UnknownArray:
+        """The record of a parameter, or of a state of it; unknown if ranks differ and nothing says why.
+
+        Args:
+            leaf: Leaf path of the array.
+            name: Name of the parameter.
+            copies: The tensors of all ranks.
+            mesh: How those were arranged.
+            sharding: How the parameter was split.
+            local: Shape of the parameter on each rank.
+            state: How the state was split, where it is another shape than the parameter.
+            rows: Mesh axes over which ZeRO-1 dealt out the rows of the state.
+            dealt: Whether the files are those of each dp rank, as ZeRO-1 writes them.
+        """
+        wish = self.wanted.wish(name)
+        own = False
+        split = sharding if state is None else state
+        # A state that has not its parameter's shape may not be split as that is: what is said of it does not count.
+        if not declared(local, wish) or len(split.axes) < len(sharding.axes):
+            fits = wish.alone and _whole(sharding, local, mesh) == wish.shape
+            found = chosen(
+                self.scan,
+                leaf,
+                copies,
+                mesh,
+                split=(*split.axes, *rows),
+                dealt=dealt,
+                wanted=self.wanted,
+                alone=fits,
+            )
+            if isinstance(found, UnknownArray):
+                return found
+            copies, own = found
+        made = record(self.scan, leaf, copies, mesh, split, rows, local if rows else ())
+        return replace(made, own=True) if own else made
+
+    def optimizer(self, files: Trees, dp: int) -> dict[str, Any]:
+        """The optimizer by name: ``state``, ``param_groups`` and, if there are any, ``master``.
+
+        Raises:
+            CorruptCheckpointError: Rank files do not add up to whole arrays.
+            IncompatibleCheckpointError: The parameters of the stored groups are not those that are wanted.
+        """
+        tree: dict[str, Any] = {"state": {}, "param_groups": []}
+        master: dict[str, Any] = {}
+        for pp in sorted({at.pp for at in files}):
+            stage = {at: tree_ for at, tree_ in files.items() if at.pp == pp}
+            _OfStage(self, pp, stage, dp).into(tree, master)
+        return {**tree, "master": master} if master else tree
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A tensor of a model whose file was never written: its master weights stand for it."""
+
+    held: Held
+
+
+class _OfStage:
+    """The optimizer of one pipeline stage."""
+
+    def __init__(self, state: State, pp: int, files: Trees, dp: int) -> None:
+        self.of = state
+        self.files = files
+        self.first = files[min(files)]
+        self.zero = "base_state" in self.first
+        self.mesh = Mesh(dp=dp, ep=state.mesh.ep, tp=state.mesh.tp) if self.zero else state.mesh
+        self.model = state.stages.get(pp, Stage())
+        groups = self.first.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
+            raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf="optimizer")
+        ordinary = int(self.first.get("ep_param_group_offset", len(groups)))
+        self.experts_from = sum(len(g["params"]) for g in groups[:ordinary])
+        """First id of parameters that only an expert-parallel rank has, in optimizers that keep them apart."""
+        self.groups = [
+            {**g, "params": [i + (self.experts_from if n >= ordinary else 0) for i in g["params"]]}
+            for n, g in enumerate(groups)
+        ]
+        self.names = names_of_stage(
+            self.groups, ordinary, state.wanted, self.model.copies if state.stages else None,
+            {i: self.local_shape(i) for g in self.groups for i in g["params"]}, self.is_expert,
+        )  # fmt: skip
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter differs between expert-parallel ranks."""
+        copies = self.model.copies.get(name)
+        expert = None if copies is None else next(iter(copies.values())).expert
+        if expert is not None or copies is None:
+            return bool(expert)
+        held = next(iter(copies.values()))
+        sharding = resolve(name, held.shape, self.of.mesh, None, self.of.wanted.wish(name))
+        return isinstance(sharding, Sharding) and "ep" in sharding.axes
+
+    def local_shape(self, number: int) -> tuple[int, ...] | None:
+        """The shape of a parameter on each rank; None if nothing of it is stored."""
+        if self.zero:
+            info = self.first.get("shape_info", {})
+            return tuple(map(int, info[number])) if number in info else None
+        held = self.first.get("state", {}).get(number, {})
+        return next((v.shape for v in held.values() if isinstance(v, Held) and v.shape), None)
+
+    def into(self, tree: dict[str, Any], master: dict[str, Any]) -> None:
+        """Add this stage."""
+        if tree["param_groups"] and len(tree["param_groups"]) != len(self.groups):
+            raise IncompatibleCheckpointError(
+                "the optimizers of the pipeline stages have different numbers of groups", leaf="optimizer/param_groups",
+                expected=len(tree["param_groups"]), found=len(self.groups),
+            )  # fmt: skip
+        for n, group in enumerate(self.groups):
+            names = [self.names[i] for i in group["params"] if i in self.names]
+            if n < len(tree["param_groups"]):
+                merged = tree["param_groups"][n]["params"]
+                merged += [name for name in names if name not in merged]
+            else:
+                tree["param_groups"].append({**_hyper(group), "params": names})
+        key = "base_state" if self.zero else "state"
+        for number, name in self.names.items():
+            if name in tree["state"] or not self.of.wanted.knows(name):
+                continue  # shared between stages, or of a stage that this rank has nothing of
+            held = {at: t.get(key, {}).get(number, {}) for at, t in self.files.items()}
+            state = self._state(number, name, held)
+            if state:
+                tree["state"][name] = state
+            weights = {at: w for at, t in self.files.items() if (w := t.get("sharded_master_weights", {}).get(number))}
+            if weights:
+                leaf = f"optimizer/master/{name}"
+                master[name] = self._array(leaf, number, name, weights)
+
+    def _state(self, number: int, name: Any, held: Mapping[At, Any]) -> dict[str, Any]:
+        first = held[min(held)]
+        made: dict[str, Any] = {}
+        for what, value in first.items():
+            if not isinstance(value, Held):
+                made[what] = value
+                continue
+            leaf = f"optimizer/state/{name}/{what}"
+            copies = {at: s[what] for at, s in held.items() if isinstance(s.get(what), Held)}
+            made[what] = self._array(leaf, number, name, copies)
+        return made
+
+    def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, Held]) -> ArrayRecord | UnknownArray:
+        copies = {(at.dp, at.ep, at.tp): h for at, h in held.items()}
+        first = next(iter(copies.values()))
+        local = self.local_shape(number) or first.shape
+        expert = self.is_expert(str(name)) if self.of.mesh.ep > 1 else False
+        rows = ("edp",) if expert else ("dp",)
+        if self.zero and first.shape:
+            check_rows(leaf, local, copies, parts(rows, self.mesh.sizes))
+        sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.wish(str(name)))
+        if isinstance(sharding, UnknownArray):
+            if first.shape:
+                return sharding
+            sharding = Sharding()  # of a parameter that nobody knows, but a number has no parts
+        state = None if self.zero and first.shape else sharding.of_state(local, first.shape)
+        if self.zero and not first.shape:  # a number is the same on all ranks that share the rows of a parameter
+            copies = {at: h for at, h in copies.items() if at[0] < self.mesh.ep}
+        try:
+            return self.of.record(
+                leaf,
+                str(name),
+                copies,
+                self.mesh,
+                sharding,
+                local,
+                state,
+                rows if state is None else (),
+                dealt=self.zero,
+            )
+        except CheckpointError as error:
+            error.at(leaf=leaf)
+            raise
+
+
+def _whole(sharding: Sharding, local: tuple[int, ...], mesh: Mesh) -> tuple[int, ...] | None:
+    """The global shape that local tensors make; None if they cannot be parts of such an array."""
+    try:
+        return sharding.place(local, mesh, 0).shape
+    except ValueError:
+        return None
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters; xser made a list of what was a tuple."""
+    made = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    if isinstance(made.get("betas"), list):
+        made["betas"] = tuple(made["betas"])
+    return made

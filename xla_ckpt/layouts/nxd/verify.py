@@ -1,0 +1,124 @@
+"""Reading a whole tag of neuronx-distributed's to see whether it is complete, and what its zips say it is.
+
+There are no digests, but each record of a zip has a CRC-32, which neither torch nor neuronx-distributed looks at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    StorageError,
+    UnsupportedStateError,
+    UntrustedObjectError,
+)
+from xla_ckpt.layouts.hints import Wanted
+from xla_ckpt.layouts.nxd.rank_files import Held, RankFiles, Scan, check_grid
+from xla_ckpt.layouts.nxd.scan import scan
+from xla_ckpt.layouts.nxd.tags import NxdTag
+from xla_ckpt.layouts.torch_save.zip_reader import check, read
+from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.tree.codec import Codec
+
+
+def verify_nxd(root: str, found: NxdTag, codec: Codec, workers: int = READERS) -> VerifyReport:
+    """Read every file of a tag: are all ranks' files there, are all tensors, do the zips agree with their CRCs?
+
+    And do the ranks' parts add up to whole arrays, as far as the tag alone tells?
+
+    Raises:
+        StorageError: The tag cannot be opened.
+    """
+    began = time.monotonic()
+    report = VerifyReport(root, found.tag, digests=False)
+    if not found.complete:
+        report.problems.append(CorruptCheckpointError("there is no done marker: the save may not have ended"))
+    try:
+        directory = LocalDirectory(found.path)
+    except OSError as error:
+        raise StorageError.of(error, "opening a tag", path=root, tag=found.tag) from error
+    try:
+        files = Scan(directory)
+        _noted(report, files.check_optimizer)
+        _noted(report, lambda: _check_trees(files, found, report))
+        zips = sorted(name for name in files.names if name.endswith(".pt") or (found.legacy and "." not in name))
+
+        sizes: list[int] = []
+
+        def check_zip(name: str, _: memoryview) -> None:
+            _noted(report, lambda: sizes.append(check(directory, name)))
+
+        work_off(zips, check_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
+        report.files, report.nbytes = len(zips), sum(sizes)
+        if not report.problems:
+            _noted(report, partial(_check_sums, files, found, codec))
+    finally:
+        directory.close()
+    for problem in report.problems:
+        problem.at(path=root, tag=found.tag)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _noted(report: VerifyReport, action: Callable[[], object]) -> None:
+    try:
+        action()
+    except CheckpointError as error:
+        report.problems.append(error)
+    except OSError as error:
+        report.problems.append(StorageError.of(error, "reading a file"))
+
+
+def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
+    """Every rank has its files, and every tensor that they name is there."""
+    grids = {"tag": files.legacy_files()} if found.legacy else files.present()
+    for kind, grid in grids.items():
+        _noted(report, partial(check_grid, kind, grid))
+        for tree in _trees(files, grid, report):
+            for held in _tensors(tree):
+                report.arrays += 1
+                # A folder without any tensor is what avoid_saving_lower_precision_weights leaves.
+                if held.at is None and held.file.rpartition("/")[0] in files.folders:
+                    _noted(report, partial(files.place, held))
+    for name in ("scheduler.pt", "user_content.pt"):
+        if name in files.names:
+            _noted(report, partial(_check_pickle, files, name))
+
+
+def _check_sums(files: Scan, found: NxdTag, codec: Codec) -> None:
+    try:
+        scan(files, found, Wanted(), codec)
+    except (IncompatibleCheckpointError, UnsupportedStateError):
+        return  # only a model tells more
+
+
+def _check_pickle(files: Scan, name: str) -> None:
+    try:
+        read(files.directory, name)
+    except UntrustedObjectError:
+        return  # objects of the program's own classes are no damage
+
+
+def _trees(files: Scan, grid: RankFiles, report: VerifyReport) -> Iterator[Any]:
+    for at, path in sorted(grid.paths.items()):
+        try:
+            yield files.tree(path, at)
+        except CheckpointError as error:
+            report.problems.append(error)
+
+
+def _tensors(tree: Any) -> Iterator[Held]:
+    if isinstance(tree, Held):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        for member in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors(member)

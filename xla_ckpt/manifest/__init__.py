@@ -1,0 +1,1 @@
+"""The index of a tag, and the digests of its bytes. Pure."""

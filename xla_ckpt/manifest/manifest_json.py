@@ -1,0 +1,250 @@
+"""The manifest as bytes: canonical JSON, one member a line, the first and the last line covered by digests.
+
+```
+{"format":"xla_ckpt","version":1,"tag":"step_10","sequence":12,"pinned":false,"created":"...","head":"<16 hex>",
+"mesh":null,
+...
+"digest":"<16 hex>"}
+```
+
+``head`` is the digest of the line before it, so a listing of tags reads one line a tag; ``digest`` that of all bytes
+before it, so nothing in the file can change unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from xla_ckpt import dtypes
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
+from xla_ckpt.manifest import intseq
+from xla_ckpt.manifest.digest import block_count, digest, pack, to_hex, unpack
+from xla_ckpt.manifest.records import VERSION, ArrayRecord, FileRecord, Head, Manifest, ShardGrid
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.grid import Grid
+
+HEAD_BYTES = 4096
+"""The first line of a manifest is shorter than this."""
+
+MAX_CELLS = 1 << 24
+"""Most shards that one manifest may list."""
+
+MAX_DIMS = 64
+
+_HEAD_END = re.compile(rb',"head":"([0-9a-f]{16})",\n')
+_TAIL = re.compile(rb',\n"digest":"([0-9a-f]{16})"}\n\Z')
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The bytes of a manifest file: equal manifests give equal bytes."""
+    head = manifest.head
+    first = _dump({
+        "format": "xla_ckpt", "version": head.version, "tag": head.tag, "sequence": head.sequence,
+        "pinned": head.pinned, "created": head.created,
+    })[:-1]  # fmt: skip
+    members: dict[str, Any] = {
+        "mesh": manifest.mesh,
+        "world": manifest.world,
+        "skeleton": manifest.skeleton,
+        "arrays": {leaf: _array_json(record) for leaf, record in manifest.arrays.items()},
+        "aliases": dict(manifest.aliases),
+        "objects": list(manifest.objects),
+        "files": [_file_json(f) for f in manifest.files],
+    }
+    lines = [first + b',"head":"' + to_hex(digest(first)).encode() + b'"']
+    lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
+    body = b",\n".join(lines)
+    return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+
+
+def _file_json(record: FileRecord) -> list[Any]:
+    entry = [record.path, record.size, record.head, to_hex(record.digest)]
+    if not record.regions:
+        return entry
+    offsets, sizes = zip(*record.regions, strict=True)
+    return [*entry, [len(offsets), intseq.pack(offsets), intseq.pack(sizes), pack(record.digests)]]
+
+
+def _array_json(record: ArrayRecord) -> dict[str, Any]:
+    split = record.spec is not None and any(record.spec)
+    return {
+        "dtype": record.dtype.name,
+        "shape": list(record.shape),
+        **({"spec": record.spec} if split else {}),
+        "grids": [
+            [[intseq.pack(c) for c in g.grid.cuts], intseq.pack(g.files), intseq.pack(g.offsets), *_frames_json(g)]
+            for g in record.grids
+        ],
+    }
+
+
+def _frames_json(grid: ShardGrid) -> list[Any]:
+    if grid.frames is None:
+        return []
+    return [[None if f is None else [list(f.start), list(f.stop)] for f in grid.frames]]
+
+
+def parse_head(start: bytes) -> Head:
+    """The head of the manifest that begins with these bytes (`HEAD_BYTES` of them suffice).
+
+    Raises:
+        CorruptCheckpointError: Damaged, or no manifest at all.
+        UnsupportedVersionError: Written by a newer version.
+    """
+    found = _HEAD_END.search(start)
+    if found is None:
+        raise FormatError("this is no manifest of xla_ckpt, or its first line is damaged")
+    first = start[: found.start()]
+    if to_hex(digest(first)) != found.group(1).decode():
+        raise CorruptCheckpointError("the first line of the manifest is damaged: its digest does not match")
+    raw = _loads(first + b"}")
+    if raw.get("format") != "xla_ckpt":
+        raise FormatError("this is no manifest of xla_ckpt", found=str(raw.get("format"))[:40])
+    version = _get(raw, "version", int)
+    if version > VERSION:
+        raise UnsupportedVersionError(
+            "the checkpoint was written by a newer version of this library",
+            expected=f"format version {VERSION} or older", found=version, hint="Install a newer xla_ckpt.",
+        )  # fmt: skip
+    if version < 1:
+        raise FormatError("unknown format version", found=version)
+    sequence = _get(raw, "sequence", int)
+    if not 0 < sequence < intseq.LIMIT:
+        raise FormatError("impossible commit sequence", found=sequence)
+    return Head(_get(raw, "tag", str), sequence, _get(raw, "pinned", bool), _get(raw, "created", str), version)
+
+
+def parse(data: bytes) -> Manifest:
+    """The manifest in these bytes.
+
+    Raises:
+        CorruptCheckpointError: A digest does not match, or the content makes no sense.
+        UnsupportedVersionError: Written by a newer version.
+    """
+    head = parse_head(data[:HEAD_BYTES])
+    tail = _TAIL.search(data[-64:])
+    if tail is None:
+        raise CorruptCheckpointError("the manifest is cut off: it does not end with its digest")
+    body = data[: len(data) - 64 + tail.start()] if len(data) > 64 else data[: tail.start()]
+    if to_hex(digest(body)) != tail.group(1).decode():
+        raise CorruptCheckpointError("the manifest is damaged: its digest does not match")
+    raw = _loads(body + b"}")
+    arrays: dict[str, ArrayRecord] = {}
+    budget = MAX_CELLS
+    for leaf, entry in _get(raw, "arrays", dict).items():
+        try:
+            arrays[leaf] = _parse_array(entry, budget)
+        except (CheckpointError, ValueError, TypeError) as error:
+            raise FormatError(f"broken array record: {error}", leaf=leaf) from error
+        budget -= sum(g.grid.cells for g in arrays[leaf].grids)
+    aliases = _get(raw, "aliases", dict)
+    if not all(isinstance(target, str) for target in aliases.values()):
+        raise FormatError("broken list of shared arrays")
+    objects = _get(raw, "objects", list)
+    if not all(type(n) is int for n in objects):
+        raise FormatError("broken list of objects")
+    mesh = raw.get("mesh")
+    if mesh is not None and not isinstance(mesh, str):
+        raise FormatError("broken mesh", found=str(mesh)[:80])
+    files = tuple(_parse_file(entry) for entry in _get(raw, "files", list))
+    return Manifest(
+        head, raw.get("skeleton"), arrays, files, aliases, tuple(objects), mesh=mesh, world=_get(raw, "world", int)
+    )
+
+
+def _parse_file(entry: Any) -> FileRecord:
+    match entry:
+        case [str(path), int(size), int(head), str(text)] if re.fullmatch("[0-9a-f]{16}", text):
+            return FileRecord(path, size, head, int(text, 16))
+        case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if (
+            re.fullmatch("[0-9a-f]{16}", text) and 0 < count <= MAX_CELLS
+        ):
+            regions = tuple(zip(intseq.unpack(offsets, count), intseq.unpack(sizes, count), strict=True))
+            digests = unpack(table, sum(block_count(nbytes) for _, nbytes in regions))
+            return FileRecord(path, size, head, int(text, 16), regions, digests)
+    raise FormatError("broken file record", found=str(entry)[:80])
+
+
+def _parse_array(entry: Any, budget: int) -> ArrayRecord:
+    shape = tuple(_get(entry, "shape", list))
+    if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < intseq.LIMIT for n in shape):
+        raise FormatError("impossible shape", found=str(shape)[:80])
+    grids = []
+    for packed in _get(entry, "grids", list):
+        match packed:
+            case [list(cuts), files, offsets, *frames] if len(cuts) == len(shape) and len(frames) < 2:
+                grid = Grid(tuple(intseq.unpack_any(_as_list(c), budget + 1) for c in cuts))
+                budget -= grid.cells
+                if budget < 0:
+                    raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
+                places = intseq.unpack(files, grid.cells), intseq.unpack(offsets, grid.cells)
+                grids.append(ShardGrid(grid, *places, _parse_frames(frames[0], grid, len(shape)) if frames else None))
+            case _:
+                raise FormatError("broken grid of shards", found=str(packed)[:80])
+    return ArrayRecord(dtypes.dtype(_get(entry, "dtype", str)), shape, tuple(grids), _parse_spec(entry, len(shape)))
+
+
+def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]:
+    if not isinstance(entries, list) or len(entries) != grid.cells:
+        raise FormatError("a grid of shards needs a frame, or null, for each", expected=grid.cells)
+    found: list[Box | None] = []
+    for entry in entries:
+        match entry:
+            case None:
+                found.append(None)
+            case [[*start], [*stop]] if len(start) == len(stop) == dims and all(
+                type(n) is int and 0 <= n < intseq.LIMIT for n in (*start, *stop)
+            ):
+                found.append(Box(tuple(start), tuple(stop)))
+            case _:
+                raise FormatError("broken frame of a shard", found=str(entry)[:80])
+    return tuple(found)
+
+
+def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
+    """None, or for each tensor dim None, a name, or a list of names with perhaps an integer at the end."""
+    spec = entry.get("spec")
+    if spec is None:
+        return None
+    if not isinstance(spec, list) or len(spec) > dims:
+        raise FormatError("broken spec", found=str(spec)[:80])
+    found: list[Any] = []
+    for split in spec:
+        match split:
+            case None | str():
+                found.append(split)
+            case [*names] if names and all(isinstance(n, str) or type(n) is int for n in names):
+                found.append(tuple(names))
+            case _:
+                raise FormatError("broken spec", found=str(spec)[:80])
+    return tuple(found)
+
+
+def _as_list(cuts: Any) -> Any:
+    """Cuts of an empty box are one value, repeated: ``0`` stands for ``[0, 0]``."""
+    return [cuts, cuts] if type(cuts) is int else cuts
+
+
+def _loads(data: bytes) -> dict[str, Any]:
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError("the manifest is no JSON") from error
+    if not isinstance(raw, dict):
+        raise FormatError("the manifest is no JSON object")
+    return raw
+
+
+def _get(raw: Any, name: str, kind: type) -> Any:
+    value = raw.get(name) if isinstance(raw, dict) else None
+    if type(value) is not kind:
+        raise FormatError(
+            f"the manifest's {name!r} is missing or broken", expected=kind.__name__, found=str(value)[:80]
+        )
+    return value

@@ -1,0 +1,291 @@
+"""The manifest: what a tag holds and where its bytes are.
+
+Values of these classes are proven: a `Manifest` that exists is consistent in itself (`manifest_json.parse` is the door
+from untrusted bytes, `scan` functions of foreign formats the other). Whether the payload agrees is `engine.verify`'s
+question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
+from xla_ckpt.manifest.digest import block_count
+from xla_ckpt.sharding.box import Box, overlapping_pair
+from xla_ckpt.sharding.grid import Grid, fit_all
+
+VERSION = 1
+"""The format version that this library writes; it reads this and all older ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first line of a manifest: what a listing of tags needs, covered by a digest of its own."""
+
+    tag: str
+    """Name under which it was saved (a renamed directory answers to its new name)."""
+
+    sequence: int
+    """Commit number in its root directory, from 1; the newest tag has the greatest."""
+
+    pinned: bool
+    """Whether retention leaves it alone."""
+
+    created: str
+    """Time of the commit: UTC, ISO 8601."""
+
+    version: int = VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of the tag."""
+
+    path: str
+    """Relative to the tag directory, with ``/``."""
+
+    size: int
+    """Bytes."""
+
+    head: int
+    """Bytes that no region holds. In the native format, and in files of pickles alone, these are the first ones."""
+
+    digest: int
+    """XXH3-64 of those bytes."""
+
+    regions: tuple[tuple[int, int], ...] = ()
+    """(offset, bytes) of each region, ascending, in files that do not hold the digests of their regions themselves."""
+
+    digests: tuple[int, ...] = ()
+    """Digests of the blocks of all `regions`."""
+
+    def __post_init__(self) -> None:
+        parts = self.path.split("/")
+        if not self.path or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
+            raise FormatError("a file of the manifest lies outside of its tag", file=self.path)
+        if not 0 <= self.head <= self.size:
+            raise FormatError("impossible file size", file=self.path, found=f"size {self.size}, head {self.head}")
+        if not self.regions:
+            return
+        at = 0
+        for offset, nbytes in self.regions:
+            if offset < at or nbytes < 1:
+                raise FormatError("regions of a file overlap", file=self.path, found=f"{nbytes} bytes at {offset}")
+            at = offset + nbytes
+        if at > self.size or self.head + sum(nbytes for _, nbytes in self.regions) != self.size:
+            raise FormatError("the regions of a file do not add up to it", file=self.path, expected=self.size)
+        if len(self.digests) != sum(block_count(nbytes) for _, nbytes in self.regions):
+            raise FormatError("a file has not a digest for each block", file=self.path, found=len(self.digests))
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of what `digest` covers."""
+        if not self.regions:
+            return ((0, self.head),)
+        ends = [0, *(offset + nbytes for offset, nbytes in self.regions)]
+        starts = [*(offset for offset, _ in self.regions), self.size]
+        return tuple((a, b - a) for a, b in zip(ends, starts, strict=True) if b > a)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A stored region of an array: its box, and the place of its bytes."""
+
+    box: Box
+    file: int
+    """Index into the manifest's files."""
+
+    offset: int
+    """Of its first byte in the file (of its frame's, where it has one); the elements follow in C order."""
+
+    frame: Box | None = None
+    """In other layouts than the native one: the larger box whose elements lie there, of which this is a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGrid:
+    """Shards that form a grid; one file and one offset per cell."""
+
+    grid: Grid
+    files: tuple[int, ...]
+    offsets: tuple[int, ...]
+    frames: tuple[Box | None, ...] | None = None
+    """The frame of each shard; None where no shard has one. The native layout has none."""
+
+    def __post_init__(self) -> None:
+        if not len(self.files) == len(self.offsets) == self.grid.cells:
+            raise FormatError("a grid of shards has more cells than places", expected=self.grid.cells)
+
+    def __iter__(self) -> Iterator[Shard]:
+        for i in range(self.grid.cells):
+            yield self._shard(i, self.grid.cell(i))
+
+    def touching(self, box: Box) -> Iterator[Shard]:
+        """The shards that share an element with `box`."""
+        for i, cell in self.grid.touching(box):
+            yield self._shard(i, cell)
+
+    def _shard(self, i: int, cell: Box) -> Shard:
+        return Shard(cell, self.files[i], self.offsets[i], None if self.frames is None else self.frames[i])
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRecord:
+    """One array leaf: its type, its global shape, and every shard exactly once."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    grids: tuple[ShardGrid, ...]
+    spec: tuple[Any, ...] | None = None
+    """How its dims were split, as `layout.sharding.Sharding.spec` writes it, or None. Nothing is read by it: it is for
+    people, and for guessing how another job would split the array."""
+
+    stands_for: DType | None = None
+    """In foreign formats: the type that the array had, where its values are stored in another one only."""
+
+    own: bool = False
+    """In foreign formats: whether this is what one rank had of its own, so that other ranks open the tag with other
+    bytes under the same path."""
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.shape)
+        boxes = [g.grid.whole for g in self.grids]
+        stray = next((b for b in boxes if not whole.contains(b)), None)
+        if stray is not None:
+            raise FormatError("a shard lies outside of its array", expected=f"inside of {whole}", found=str(stray))
+        if (pair := overlapping_pair(boxes)) is not None:
+            raise FormatError("two shards hold the same elements", found=f"{pair[0]} and {pair[1]}")
+        held = sum(b.size for b in boxes)
+        if held != whole.size:
+            raise FormatError("shards are missing", expected=f"{whole.size} elements", found=f"{held}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return Box.whole(self.shape).size * self.dtype.itemsize
+
+    def __iter__(self) -> Iterator[Shard]:
+        for grid in self.grids:
+            yield from grid
+
+    def touching(self, box: Box) -> Iterator[Shard]:
+        """The shards that share an element with `box`."""
+        for grid in self.grids:
+            yield from grid.touching(box)
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownArray:
+    """An array of a foreign format that is stored, but of which nothing says how it was split."""
+
+    problem: str
+    """Why, as an error says it."""
+
+    hint: str | None = None
+    """What to do about it."""
+
+    expected: str | None = None
+    found: str | None = None
+
+    def error(self, leaf: str) -> IncompatibleCheckpointError:
+        """A new error for whoever wants it: errors collect facts and frames on their way, and are not shared."""
+        return IncompatibleCheckpointError(
+            self.problem, leaf=leaf, expected=self.expected, found=self.found, hint=self.hint
+        )
+
+
+def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], spec: Any = None) -> ArrayRecord:
+    """The record of an array that is stored in these shards, as one grid if they are one.
+
+    Raises:
+        FormatError: The shards do not hold every element exactly once.
+    """
+    places = [s for s in shards if s.box.size]
+    grids = []
+    for grid, order in fit_all([s.box for s in places]):
+        cells = [places[i] for i in order]
+        frames = tuple(s.frame for s in cells) if any(s.frame is not None for s in cells) else None
+        grids.append(ShardGrid(grid, tuple(s.file for s in cells), tuple(s.offset for s in cells), frames))
+    return ArrayRecord(dtype, shape, tuple(grids), None if spec is None else _frozen(spec))
+
+
+def _frozen(spec: Any) -> Any:
+    return tuple(map(_frozen, spec)) if isinstance(spec, list | tuple) else spec
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The index of one tag."""
+
+    head: Head
+    skeleton: Any
+    """The state tree without its arrays, as typed JSON (see `xla_ckpt.tree`)."""
+
+    arrays: Mapping[str, ArrayRecord]
+    """Array leaves by leaf path."""
+
+    files: tuple[FileRecord, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Leaf path of a shared array -> leaf path under which it is stored."""
+
+    objects: tuple[int, ...] = ()
+    """The file of each pickled object, by its index in the skeleton."""
+
+    mesh: str | None = None
+    """The mesh that it was saved from, as `Mesh.parse` reads it, or None. Nothing depends on it: it is for people."""
+
+    world: int = 1
+    """Number of processes that saved it. For people, too."""
+
+    unknown: Mapping[str, UnknownArray] = field(default_factory=dict)
+    """In foreign formats: arrays that are stored, but of which nothing says how they were split, by leaf path."""
+
+    def __post_init__(self) -> None:
+        names = [f.path for f in self.files]
+        if len(set(names)) != len(names):
+            raise FormatError("a file is listed twice", found=next(n for n in names if names.count(n) > 1))
+        for alias, target in self.aliases.items():
+            if alias in self.arrays or target not in self.arrays:
+                raise FormatError("a shared array points nowhere", leaf=alias, found=target)
+        for number in self.objects:
+            if not 0 <= number < len(self.files):
+                raise FormatError("a pickled object lies in no file", found=number)
+        sizes = [f.size for f in self.files]
+        for leaf, record in self.arrays.items():
+            for grid in record.grids:
+                _check_places(leaf, record.dtype.itemsize, grid, sizes)
+
+    def array(self, leaf: str) -> ArrayRecord | None:
+        """The record of a leaf, shared ones included; None if there is no such leaf.
+
+        Raises:
+            IncompatibleCheckpointError: It is stored, but nothing says how it was split.
+        """
+        if leaf in self.unknown:
+            raise self.unknown[leaf].error(leaf)
+        return self.arrays.get(self.aliases.get(leaf, leaf))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, shared ones once."""
+        return sum(record.nbytes for record in self.arrays.values())
+
+
+def _check_places(leaf: str, itemsize: int, grid: ShardGrid, sizes: list[int]) -> None:
+    """Every shard lies inside of its file. The largest cell stands for all: exact cells are checked when read."""
+    largest = itemsize
+    for cuts in grid.grid.cuts:
+        largest *= max(b - a for a, b in pairwise(cuts))
+    for i, (file, offset) in enumerate(zip(grid.files, grid.offsets, strict=True)):
+        if not 0 <= file < len(sizes):
+            raise FormatError("a shard lies in no file", leaf=leaf, found=file)
+        frame = None if grid.frames is None else grid.frames[i]
+        if frame is not None:
+            if not frame.contains(grid.grid.cell(i)) or offset + frame.size * itemsize > sizes[file]:
+                raise FormatError("a shard reaches past the end of its frame or file", leaf=leaf, found=str(frame))
+        elif offset + largest > sizes[file] and offset + grid.grid.cell(i).size * itemsize > sizes[file]:
+            raise FormatError("a shard reaches past the end of its file", leaf=leaf, found=f"offset {offset}")

@@ -1,0 +1,141 @@
+"""Which rank reads what, when ranks that want the same bytes, or parts of the same rows, read together. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+from xla_ckpt.plan.restore_plan import RestorePlan, Want
+from xla_ckpt.sharding.box import Box
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Different boxes of one leaf with the same rows: the columns of a row-parallel weight, say.
+
+    Each alone would read whole digest blocks, which hold the others' columns, too. Together every member reads some of
+    the rows, for all of them.
+    """
+
+    leaf: str
+    boxes: tuple[tuple[Box, Ranks], ...]
+    """Each box, and the ranks that want it."""
+
+    @property
+    def members(self) -> Ranks:
+        """All ranks that want one of the boxes."""
+        return tuple(sorted({rank for _, ranks in self.boxes for rank in ranks}))
+
+    @property
+    def bounds(self) -> Box:
+        """The smallest box around all of them."""
+        return reduce(_around, (box for box, _ in self.boxes))
+
+    def rows(self, rank: int) -> Box | None:
+        """What a member reads; None if there are fewer rows than members, and it has none."""
+        whole, members = self.bounds, self.members
+        i, n = members.index(rank), len(members)
+        first, rows = whole.start[0], whole.shape[0]
+        low, high = first + i * rows // n, first + (i + 1) * rows // n
+        return whole.along(0, low, high) if low < high else None
+
+
+def _around(a: Box, b: Box) -> Box:
+    return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What a job's ranks want in common. All ranks have the same."""
+
+    same: tuple[tuple[str, Box, Ranks], ...]
+    """Boxes that several ranks want."""
+
+    mixed: tuple[Mixed, ...]
+
+    def to_json(self) -> list[object]:
+        """As plain JSON, for the way to the other ranks."""
+        return [
+            [[leaf, b.start, b.stop, ranks] for leaf, b, ranks in self.same],
+            [[m.leaf, [[b.start, b.stop, ranks] for b, ranks in m.boxes]] for m in self.mixed],
+        ]
+
+    @classmethod
+    def from_json(cls, json: Sequence[Sequence[Sequence[object]]]) -> Together:
+        """What `to_json` described."""
+        same, mixed = json
+        return cls(
+            tuple((str(leaf), _box(a, b), _ranks(r)) for leaf, a, b, r in same),
+            tuple(Mixed(str(leaf), tuple((_box(a, b), _ranks(r)) for a, b, r in boxes)) for leaf, boxes in mixed),  # type: ignore[attr-defined]
+        )
+
+
+def _box(start: object, stop: object) -> Box:
+    return Box(_ranks(start), _ranks(stop))
+
+
+def _ranks(numbers: object) -> Ranks:
+    assert isinstance(numbers, list | tuple)
+    return tuple(map(int, numbers))
+
+
+def find_common(wants: Sequence[Sequence[tuple[str, Box]]]) -> Together:
+    """What the ranks have in common, from the (leaf, box) that each of them wants."""
+    rows: dict[tuple[str, tuple[int, ...]], dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, mine in enumerate(wants):
+        for leaf, box in mine:
+            rows[leaf, (*box.start[:1], *box.stop[:1])][box].append(rank)
+    same, mixed = [], []
+    for (leaf, _), boxes in sorted(rows.items()):
+        if len(boxes) > 1:
+            mixed.append(Mixed(leaf, tuple((box, tuple(ranks)) for box, ranks in sorted(boxes.items()))))
+        else:
+            ((box, ranks),) = boxes.items()
+            if len(ranks) > 1:
+                same.append((leaf, box, tuple(ranks)))
+    return Together(tuple(same), tuple(m for m in mixed if len(m.members) > 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of reading together."""
+
+    rank: int
+    common: Together
+    slots: Mapping[tuple[str, Box], int]
+    """The slot of each box that this rank wants."""
+
+    readers: Mapping[int, tuple[int, Ranks]]
+    """Slot -> (the rank that reads it for all, the ranks that want it), of boxes that several ranks want."""
+
+    def alone(self, plan: RestorePlan) -> RestorePlan:
+        """The part of the plan that this rank reads straight into its slots."""
+        others = {self.slots.get((m.leaf, box)) for m in self.common.mixed for box, _ in m.boxes}
+        others |= {slot for slot, (reader, _) in self.readers.items() if reader != self.rank}
+        return RestorePlan(tuple(r for r in plan.reads if r.slot not in others))
+
+    def rows(self, first_slot: int) -> list[tuple[Mixed, Want]]:
+        """What this rank reads for mixed boxes, into memory of its own, numbered from `first_slot`."""
+        found: list[tuple[Mixed, Want]] = []
+        for mixed in self.common.mixed:
+            if self.rank in mixed.members and (box := mixed.rows(self.rank)) is not None:
+                found.append((mixed, Want(mixed.leaf, box, first_slot + len(found))))
+        return found
+
+
+def share_out(rank: int, common: Together, wants: Sequence[Want]) -> Share:
+    """Deal the reading of equal boxes out: the largest first, each to the member that has least to read so far."""
+    slots = {(w.leaf, w.box): w.slot for w in wants}
+    load: dict[Ranks, dict[int, int]] = {}
+    readers: dict[int, tuple[int, Ranks]] = {}
+    for leaf, box, ranks in sorted(common.same, key=lambda s: (-s[1].size, s[0], s[1])):
+        of = load.setdefault(ranks, dict.fromkeys(ranks, 0))
+        reader = min(ranks, key=lambda r: (of[r], r))
+        of[reader] += box.size
+        if (slot := slots.get((leaf, box))) is not None:
+            readers[slot] = reader, ranks
+    return Share(rank, common, slots, readers)

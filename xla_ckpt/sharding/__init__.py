@@ -1,0 +1,1 @@
+"""Where the elements of global arrays lie: boxes, meshes, shardings, owners. Pure."""

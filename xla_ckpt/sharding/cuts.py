@@ -1,0 +1,148 @@
+"""Which elements of one tensor dim a process holds after several mesh dims have cut it, one after another. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Piece, chunk
+
+Interval = tuple[int, int]
+"""Half-open, like the bounds of a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one mesh dim cuts a tensor dim, as seen by one process."""
+
+    parts: int
+    """Size of the mesh dim."""
+
+    index: int
+    """Coordinate of the process along it."""
+
+    factor: int = 1
+    """Chunks that are made before each of them is cut into `parts`; more than 1 for a strided shard."""
+
+
+def held(size: int, cuts: Sequence[Cut]) -> list[Interval]:
+    """The elements of a tensor dim that a process holds, in the order of its local tensor; no interval is empty.
+
+    `cuts` come in the order of the mesh dims. A strided cut whose factor says that later mesh dims have cut before it
+    is taken at that word (see `order`): FSDP2 really cuts what tensor parallelism has left, which for sizes that do not
+    divide is not the same as cutting in the order of the mesh. Any other one is interleaved: the process holds its part
+    of every chunk.
+
+    >>> held(13, [Cut(2, 1, factor=2), Cut(2, 0)])  # FSDP over tensor parallelism: 7 of 13 rows, then the last 3 of 7
+    [(4, 7)]
+    >>> held(12, [Cut(2, 0, factor=3)])  # a fused projection of three parts
+    [(0, 2), (4, 6), (8, 10)]
+    """
+    nested = order(cuts)
+    if nested is None:
+        return _in_turn(size, cuts)
+    low, high = 0, size
+    for i in nested:
+        low, high = chunk(low, high, cuts[i].parts, cuts[i].index)
+    return [(low, high)] if low < high else []
+
+
+def order(cuts: Sequence[Cut]) -> tuple[int, ...] | None:
+    """Positions of the cuts in the order in which each one cuts the whole of what those before it left.
+
+    The factor of a strided cut is the number of parts that later mesh dims have made before. None if some factor is not
+    such a number: then no order of plain cuts gives the same.
+
+    >>> order([Cut(2, 0, factor=2), Cut(2, 0)]), order([Cut(2, 0, factor=3)])
+    ((1, 0), None)
+    """
+    found: list[int] = []
+    for i in reversed(range(len(cuts))):
+        before = (n for n in range(len(found) + 1) if prod(cuts[j].parts for j in found[:n]) == cuts[i].factor)
+        if (place := next(before, None)) is None:
+            return None
+        found.insert(place, i)
+    return tuple(found)
+
+
+def uneven(size: int, cuts: Sequence[Cut]) -> Iterator[tuple[int, Cut]]:
+    """The interleaved cuts that do not divide what they cut into equal blocks, each with the elements that it cuts."""
+    if order(cuts) is not None:
+        return
+    for i, cut in enumerate(cuts):
+        left = _length(_in_turn(size, cuts[:i]))
+        if cut.factor > 1 and left % (cut.factor * cut.parts):
+            yield left, cut
+
+
+def interleaved(size: int, cut: Cut) -> list[Interval]:
+    """One part of each of `factor` chunks.
+
+    >>> [interleaved(5, Cut(2, i, factor=2)) for i in range(2)]
+    [[(0, 2), (3, 4)], [(2, 3), (4, 5)]]
+    """
+    chunks = (chunk(0, size, cut.factor, k) for k in range(cut.factor))
+    parts = (chunk(low, high, cut.parts, cut.index) for low, high in chunks)
+    return [(low, high) for low, high in parts if low < high]
+
+
+def pieces_of(dims: Sequence[Sequence[Interval]]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+    """The pieces of a local tensor that holds these intervals of each tensor dim one behind the other, and its shape.
+
+    >>> pieces, shape = pieces_of([[(0, 2), (4, 6)], [(3, 6)]])
+    >>> [f"{p.local} is {p.box}" for p in pieces], shape
+    (['[0:2, 0:3] is [0:2, 3:6]', '[2:4, 0:3] is [4:6, 3:6]'], (4, 3))
+    """
+    blocks = [list(_packed(intervals)) for intervals in dims]
+    pieces = tuple(
+        Piece(
+            Box(tuple(at for at, _, _ in choice), tuple(at + high - low for at, low, high in choice)),
+            Box(tuple(low for _, low, _ in choice), tuple(high for _, _, high in choice)),
+        )
+        for choice in product(*blocks)
+    )
+    return pieces, tuple(_length(intervals) for intervals in dims)
+
+
+def _packed(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
+    """(start in the local tensor, bounds) of each interval."""
+    at = 0
+    for low, high in intervals:
+        yield at, low, high
+        at += high - low
+
+
+def _in_turn(size: int, cuts: Sequence[Cut]) -> list[Interval]:
+    """What is left after the cuts in the order of the mesh dims."""
+    left: list[Interval] = [(0, size)] if size else []
+    for cut in cuts:
+        left = _merged(part for piece in interleaved(_length(left), cut) for part in _at(left, *piece))
+    return left
+
+
+def _at(intervals: Sequence[Interval], first: int, last: int) -> Iterator[Interval]:
+    """Where the elements ``first <= i < last`` of a sequence lie that consists of these intervals."""
+    passed = 0
+    for low, high in intervals:
+        start, stop = max(first, passed), min(last, passed + high - low)
+        if start < stop:
+            yield low + start - passed, low + stop - passed
+        passed += high - low
+
+
+def _merged(intervals: Iterator[Interval]) -> list[Interval]:
+    """The same with neighbours joined: fewer pieces are fewer entries in the manifest and fewer reads."""
+    joined: list[Interval] = []
+    for low, high in intervals:
+        if joined and joined[-1][1] == low:
+            joined[-1] = joined[-1][0], high
+        else:
+            joined.append((low, high))
+    return joined
+
+
+def _length(intervals: Sequence[Interval]) -> int:
+    return sum(high - low for low, high in intervals)

@@ -1,0 +1,87 @@
+"""How one process's tensor lies in the global array: what every kind of parallelism comes down to."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+
+from xla_ckpt.sharding.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements of a local tensor that are neighbours in the global array, too."""
+
+    local: Box
+    """Where they are in the local tensor."""
+
+    box: Box
+    """Where they are in the global array; of the same shape."""
+
+    lane: int = 0
+    """Which local device holds them."""
+
+    def __post_init__(self) -> None:
+        if self.local.shape != self.box.shape:
+            raise ValueError(f"{self.local} of a local tensor cannot be {self.box} of the global one")
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """A local tensor, placed. What no piece covers is padding, which no file ever holds."""
+
+    shape: tuple[int, ...]
+    """Global shape (elements)."""
+
+    pieces: tuple[Piece, ...]
+    """Disjoint; none for a rank that holds nothing of the array."""
+
+    replica: int = 0
+    """Which of the equal copies this is."""
+
+    replicas: int = 1
+    """How many copies there are in the job."""
+
+    group: Hashable = None
+    """Names the set of holders (see `xla_ckpt.sharding.owners.Held`)."""
+
+    spec: tuple[object, ...] | None = None
+    """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""
+
+    def rows(self, low: int, high: int) -> tuple[Piece, ...]:
+        """The pieces of a tensor that holds only the rows ``low <= i < high`` of the local one.
+
+        >>> whole = Local((6, 2), (Piece(Box.whole((3, 2)), Box((3, 0), (6, 2))),))
+        >>> [(str(p.local), str(p.box)) for p in whole.rows(1, 3)]
+        [('[0:2, 0:2]', '[4:6, 0:2]')]
+        """
+        return tuple(_rows(self.pieces, low, high))
+
+
+def _rows(pieces: Iterable[Piece], low: int, high: int) -> Iterable[Piece]:
+    for piece in pieces:
+        first, last = max(piece.local.start[0], low), min(piece.local.stop[0], high)
+        if first < last:
+            shift = piece.box.start[0] - piece.local.start[0]
+            yield replace(
+                piece,
+                local=piece.local.along(0, first - low, last - low),
+                box=piece.box.along(0, first + shift, last + shift),
+            )
+
+
+def whole(shape: tuple[int, ...]) -> Local:
+    """A tensor that this process holds alone."""
+    box = Box.whole(shape)
+    return Local(shape, (Piece(box, box),))
+
+
+def chunk(low: int, high: int, parts: int, index: int) -> tuple[int, int]:
+    """One of `parts` chunks of a range, as `torch.chunk` and DTensor cut it: the last ones may be short or empty.
+
+    >>> [chunk(0, 5, 4, i) for i in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    size = -(-(high - low) // parts)
+    first = min(low + index * size, high)
+    return first, min(first + size, high)

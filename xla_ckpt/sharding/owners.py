@@ -1,0 +1,94 @@
+"""Who writes what: the replicas of a shard split its bytes between them.
+
+Every function here is computed by each rank alone, from facts that all replicas share, so that no rank has to be
+asked: large shards are split by rows, small ones are dealt out whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+from xla_ckpt.sharding.box import Box
+
+SPLIT_BYTES = 64 * 1024
+"""Shards below this are written whole by one replica: splitting them would cost more than it balances."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A shard as one of its holders sees it."""
+
+    box: Box
+    """Region of the global tensor."""
+
+    itemsize: int
+    """Bytes of one element."""
+
+    replica: int
+    """Which copy this holder has, from 0."""
+
+    replicas: int
+    """How many holders have the same box; all of them know the same number."""
+
+    group: Hashable = None
+    """Names the set of holders: shards with an equal group are held, all of them, by the same ones."""
+
+    together: bool = False
+    """Whether one holder writes it whole: the copies need not be equal, and no file may mix them."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replica < self.replicas:
+            raise ValueError(f"replica {self.replica} of {self.replicas}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+        return self.box.size * self.itemsize
+
+
+def rows_of(box: Box, replica: int, replicas: int) -> Box | None:
+    """The part of `box` that falls to one of its replicas when it is split by rows; None if nothing does.
+
+    The split runs along the first tensor dim with more than one row, so that every part is one run of bytes.
+
+    >>> str(rows_of(Box((0, 0), (7, 2)), 1, 3))
+    '[2:4, 0:2]'
+    """
+    dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
+    if dim is None:
+        return box if replica == 0 else None
+    first, rows = box.start[dim], box.shape[dim]
+    low, high = replica * rows // replicas, (replica + 1) * rows // replicas
+    return box.along(dim, first + low, first + high) if low < high else None
+
+
+def owned(shards: Sequence[Held]) -> Iterable[Box | None]:
+    """For each shard of one holder, the part that this holder writes; None where another replica does.
+
+    The small shards of one group of holders are dealt out along the running sum of their bytes: each holder of the
+    group walks the same list in the same order, and so they agree. Empty shards have no bytes and no writer.
+    """
+    total: dict[Hashable, int] = {}
+    for shard in shards:
+        if _is_small(shard) and not shard.together:
+            key = (shard.group, shard.replicas)
+            total[key] = total.get(key, 0) + shard.nbytes
+    walked: dict[Hashable, int] = {}
+    for shard in shards:
+        if shard.box.size == 0:
+            yield None
+        elif shard.replicas == 1 or shard.together:
+            yield shard.box if shard.replica == 0 else None
+        elif _is_small(shard):
+            key = (shard.group, shard.replicas)
+            before = walked.get(key, 0)
+            walked[key] = before + shard.nbytes
+            yield shard.box if before * shard.replicas // total[key] == shard.replica else None
+        else:
+            yield rows_of(shard.box, shard.replica, shard.replicas)
+
+
+def _is_small(shard: Held) -> bool:
+    """Whether a shard is dealt out whole: too small to split, or of a single row."""
+    return shard.nbytes < SPLIT_BYTES or shard.box.size == 1

@@ -1,0 +1,52 @@
+"""Rules that say how arrays are split that do not say it themselves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from xla_ckpt.errors import UsageError
+from xla_ckpt.sharding.sharding import Sharding
+
+Rules = Sequence[tuple[str, Any]]
+"""(regular expression, spec): the first expression that is found in a leaf's path or name decides."""
+
+Parsed = Sequence[tuple[re.Pattern[str], Sharding]]
+
+
+def parse_rules(rules: Rules | None) -> Parsed:
+    """The caller's rules.
+
+    Raises:
+        UsageError: One of them is malformed.
+    """
+    found = []
+    for rule in rules or ():
+        try:
+            pattern, spec = rule
+            found.append((re.compile(pattern), Sharding.parse(spec)))
+        except (ValueError, TypeError, re.error) as error:
+            raise UsageError(
+                f"a rule of shardings makes no sense: {error}", found=repr(rule),
+                hint="Write (regular expression, spec), as in (r'layers\\.\\d+\\.up', ('tp', None)).",
+            ) from error  # fmt: skip
+    return tuple(found)
+
+
+def idle(rules: Parsed, leaves: Iterable[str]) -> list[str]:
+    """Rules in which no leaf is found, as messages: each is a typing error, or belongs to another pipeline stage."""
+    there = list(leaves)
+    return [
+        f"no leaf path has a part that the sharding rule ({rule[0].pattern!r}, {rule[1].spec}) fits"
+        for rule in rules
+        if all(decided([rule], path, path.partition("/")[2]) is None for path in there)
+    ]
+
+
+def decided(rules: Parsed, *names: str) -> Sharding | None:
+    """What the first rule says that is found in one of an array's names; None if there is none."""
+    for pattern, sharding in rules:
+        if any(pattern.search(name) for name in names):
+            return sharding
+    return None

@@ -1,0 +1,1 @@
+"""A program's objects as a state tree, and back."""

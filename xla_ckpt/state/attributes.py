@@ -1,0 +1,59 @@
+"""What neuronx-distributed's and Megatron's attributes on a parameter say of how it is split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sharding import Sharding, Split
+
+
+def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Sharding | None:
+    """The sharding that a parameter's attributes name; None if they name none.
+
+    They are ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``, ``num_partitions``,
+    ``expert_model_parallel`` (the first dim holds experts), and ``global_shape``, the true shape of a padded parameter.
+
+    Args:
+        value: The parameter.
+        path: Its leaf path, for errors.
+        mesh: How the ranks of the job are arranged that holds it: axes of one rank split nothing, and
+            ``num_partitions`` counts, which is 1 for a weight that every rank has whole. None asks how any other job
+            splits it: then the sizes of this one say nothing.
+
+    Raises:
+        UnsupportedStateError: They contradict each other, the parameter or the mesh.
+    """
+    shape = tuple(getattr(value, "shape", ()))
+    dims: list[Split | None] = [None] * len(shape)
+    if getattr(value, "tensor_model_parallel", False):
+        dim, stride = getattr(value, "partition_dim", None), getattr(value, "partition_stride", None) or 1
+        partitions = getattr(value, "num_partitions", None) or None
+        fits = type(dim) is int and -len(dims) <= dim < len(dims) and type(stride) is int and stride > 0
+        if dim is None or not fits or (mesh is not None and partitions not in (None, 1, mesh.tp)):
+            raise UnsupportedStateError(
+                "the tensor-parallel attributes do not fit",
+                leaf=path,
+                expected=f"a dim of {list(shape)}, a stride" + (f", {mesh.tp} partitions" if mesh is not None else ""),
+                found=f"partition_dim {dim}, partition_stride {stride}, num_partitions {partitions}",
+                hint="Check the mesh, or pass a shardings rule.",
+            )
+        if mesh is None or (mesh.tp > 1 and partitions != 1):
+            dims[dim] = Split(("tp",), stride)
+    if getattr(value, "expert_model_parallel", False) and (mesh is None or mesh.ep > 1):
+        if not dims or dims[0] is not None:
+            raise UnsupportedStateError(
+                "experts and tensor parallelism split the same dim" if dims else "a number cannot hold experts",
+                leaf=path,
+                hint="Check the attributes of the parameter, or pass a shardings rule.",
+            )
+        dims[0] = Split(("ep",))
+    true = true_shape(value)
+    return Sharding(tuple(dims), true) if any(dims) or true is not None else None
+
+
+def true_shape(value: Any) -> tuple[int, ...] | None:
+    """The global shape without padding, as a parameter's ``global_shape`` names it; None without one that fits."""
+    named = getattr(value, "global_shape", None)
+    return None if named is None or len(named) != len(value.shape) else tuple(named)

@@ -1,0 +1,179 @@
+"""One part of a stored state, on its way back into a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xla_ckpt.arrays.base import Target
+from xla_ckpt.arrays.casting import cast
+from xla_ckpt.arrays.registry import array_kind, new_array, require
+from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.state.placing import Layouts
+from xla_ckpt.state.values import CODEC
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
+from xla_ckpt.tree.skeleton import array_paths, children, find
+
+MAX_SHOWN = 12
+"""Differences that an error message lists before it only counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayAt:
+    """Stands for an array that has not been read yet."""
+
+    path: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a tag holds under one path."""
+
+    manifest: Manifest
+    prefix: str
+    """Leaf path of the part: ``model``, ``optimizer``, ``extras/rng``."""
+
+    skeleton: Any
+    read_object: Callable[[int, str], Any]
+    resolve: Resolve
+    layouts: Layouts = field(default_factory=Layouts)
+    """Where the arrays of the program lie."""
+
+    def record(self, path: str) -> ArrayRecord:
+        """The record of an array leaf that the skeleton names.
+
+        Raises:
+            IncompatibleCheckpointError: There is none.
+        """
+        record = self.manifest.array(path)
+        if record is None:
+            raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=path)
+        return record
+
+    def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
+        """The part as a tree; arrays are made by `array` from (leaf path, kind)."""
+        return Unflattener(array, CODEC, self.read_object, self.resolve).build(self.skeleton, self.prefix)
+
+    def part(self, skeleton: Any, path: str) -> Stored:
+        """A part of this part, given its skeleton and full leaf path."""
+        return replace(self, prefix=path, skeleton=skeleton)
+
+    def into(self, path: str, value: Any, *, owned: bool) -> Target:
+        """A target that overwrites an array of the program."""
+        adapter = require(value, path)
+        return adapter.into(value, self.layouts.local(path, value, adapter), owned=owned)
+
+    def like(self, path: str, value: Any) -> Target:
+        """A target that makes a new array like one of the program."""
+        adapter = require(value, path)
+        return adapter.like(value, self.layouts.local(path, value, adapter))
+
+    def at(self, path: str) -> Stored | None:
+        """The part at a path below this one; None if it is not stored."""
+        try:
+            return self.part(find(self.skeleton, path), paths.join(self.prefix, path))
+        except KeyError:
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A difference between what is stored and what the target wants."""
+
+    leaf: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.leaf}: {self.text}"
+
+
+@dataclass(slots=True)
+class Loading:
+    """A part of a load, checked but not yet begun: what it reads, and what it does with it."""
+
+    targets: dict[str, Target] = field(default_factory=dict)
+    """Leaf path -> where the array goes."""
+
+    problems: list[Problem] = field(default_factory=list)
+
+    unwanted: list[Problem] = field(default_factory=list)
+    """Stored, and not wanted by this rank: a problem unless another pipeline stage wants it."""
+
+    finish: Callable[[Mapping[str, Any]], None] = lambda arrays: None
+    """Called with the restored arrays by leaf path, when all parts are read."""
+
+    def add_problem(self, leaf: str, text: str) -> None:
+        """Note a difference."""
+        self.problems.append(Problem(leaf, text))
+
+    def want(self, path: str, target: Target, record: ArrayRecord) -> bool:
+        """Add a target if it fits to what is stored, else a problem."""
+        if target.shape != record.shape:
+            self.add_problem(path, f"shape {_list(record.shape)} is stored, {_list(target.shape)} wanted")
+        elif target.dtype != record.dtype and target.dtype == record.stands_for:
+            self.targets[path] = cast(target, record.dtype)
+            return True
+        elif target.dtype != record.dtype:
+            self.add_problem(path, f"{record.dtype.name} is stored, {target.dtype.name} wanted")
+        else:
+            self.targets[path] = target
+            return True
+        return False
+
+
+def _list(shape: tuple[int, ...]) -> str:
+    return str(list(shape))
+
+
+def arrays_of(tree: Any, prefix: str) -> dict[str, Any]:
+    """The arrays of a tree by the leaf path that they would be stored under."""
+    return {paths.join(prefix, path): value for path, value in flatten(tree, array_kind, CODEC).arrays.items()}
+
+
+def plan_arrays(
+    stored: Stored,
+    loading: Loading,
+    current: Mapping[str, Any],
+    *,
+    owned: bool = False,
+    new: Callable[[str, ArrayRecord, str], Target | None] = lambda path, record, kind: None,
+) -> None:
+    """Want every array of a stored part: over the program's own where `current` has one, else as a new one.
+
+    `new` may make the target of a new one from (leaf path, record, kind); by default it is whole, in host memory.
+    """
+    for path, kind in array_paths(stored.skeleton, stored.prefix).items():
+        record = stored.record(path)
+        if path in current:
+            target = stored.into(path, current[path], owned=owned)
+        else:
+            target = new(path, record, kind) or new_array(record.dtype, whole(record.shape), kind)
+        loading.want(path, target, record)
+
+
+def absent(stored: Stored, what: str) -> Loading:
+    """The loading of a part that is not stored at all."""
+    loading = Loading()
+    there = ", ".join(children(stored.skeleton) or {}) or "nothing"
+    loading.add_problem(what, f"not in the checkpoint, which holds {there}")
+    return loading
+
+
+def incompatible(problems: list[Problem]) -> IncompatibleCheckpointError:
+    """One error for all the differences."""
+    shown = [f"  {p}" for p in problems[:MAX_SHOWN]]
+    if len(problems) > MAX_SHOWN:
+        shown.append(f"  ... and {len(problems) - MAX_SHOWN} more")
+    count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
+    return IncompatibleCheckpointError(
+        f"the checkpoint does not fit the target: {count}; nothing was changed",
+        hint="A rank that holds a part of an array says so with mesh= and shardings=; strict=False loads what fits."
+        if any(p.text.startswith("shape") for p in problems)
+        else "Pass strict=False to load what fits.",
+        details="\n".join(shown),
+    )

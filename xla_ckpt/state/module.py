@@ -1,0 +1,135 @@
+"""Models: a module or a plain dict of arrays, to a state tree and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from xla_ckpt.arrays.registry import adapter_of, array_kind
+from xla_ckpt.state.loading import ArrayAt, Loading, Problem, Stored, arrays_of, plan_arrays
+from xla_ckpt.tree import path as paths
+
+
+def tree_of(model: Any) -> Any:
+    """The state of a model as a tree: a module's state dict with its own parameters in it, or the dict itself."""
+    return dict(model.state_dict(keep_vars=True)) if isinstance(model, torch.nn.Module) else model
+
+
+def parameter_names(model: Any) -> dict[Any, str]:
+    """Identity -> name of each array of a model, for an optimizer's sake; the first name of a shared one."""
+    if model is None:
+        return {}
+    named: Any = model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else model.items()
+    names: dict[Any, str] = {}
+    for name, value in named:
+        adapter = adapter_of(value)
+        if adapter is not None:
+            names.setdefault(id(value), name)
+            if (identity := adapter.identity(value)) is not None:
+                names.setdefault(identity, name)
+    return names
+
+
+def buffer_names(model: Any) -> list[str]:
+    """Names of the buffers of a module: state that is not trained, and may differ between data-parallel ranks."""
+    return [n for n, _ in model.named_buffers(remove_duplicate=False)] if isinstance(model, torch.nn.Module) else []
+
+
+def name_of(parameter: Any, names: Mapping[Any, str]) -> str | None:
+    """The name of an optimizer's parameter in a model's `parameter_names`."""
+    if (name := names.get(id(parameter))) is not None:
+        return name
+    adapter = adapter_of(parameter)
+    identity = adapter.identity(parameter) if adapter is not None else None
+    return names.get(identity) if identity is not None else None
+
+
+def load(stored: Stored, model: Any) -> Loading:
+    """Prepare to load a module or a dict."""
+    return load_module(stored, model) if isinstance(model, torch.nn.Module) else load_dict(stored, model)
+
+
+def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
+    """Prepare to load a module: straight into its parameters and buffers where nothing speaks against it."""
+    loading = Loading()
+    entries = tree_of(module)
+    held = stored.build()
+    _compare_keys(stored, loading, entries, held)
+    owned = {id(t) for t in (*module.parameters(), *module.buffers())}
+    direct = not _has_load_logic(module) and all(id(v) in owned for v in entries.values() if array_kind(v))
+    by_object: dict[int, str] = {}
+    for key in [k for k in entries if k in held]:
+        path, value = paths.join(stored.prefix, paths.escape(key)), entries[key]
+        is_array, stored_array = array_kind(value) is not None, isinstance(held[key], ArrayAt)
+        if is_array != stored_array:
+            loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
+        elif is_array:
+            target = stored.into(path, value, owned=True) if direct else stored.like(path, value)
+            if loading.want(path, target, stored.record(path)):
+                # Of several names of one parameter the last is read, as in torch's load_state_dict.
+                if direct and (earlier := by_object.get(id(value))) is not None:
+                    del loading.targets[earlier]
+                by_object[id(value)] = path
+        elif (part := stored.at(paths.escape(key))) is not None:  # extra state, which may have arrays inside
+            plan_arrays(part, loading, {})
+
+    def finish(arrays: Mapping[str, Any]) -> None:
+        rest = {}
+        for key, value in stored.build(lambda path, _: arrays.get(path)).items():
+            is_array = isinstance(held[key], ArrayAt)
+            if key in entries and not (is_array and (direct or value is None)):
+                rest[key] = value
+        if rest:
+            module.load_state_dict(rest, strict=False)
+
+    loading.finish = finish
+    return loading
+
+
+def _what(is_array: bool) -> str:
+    return "an array" if is_array else "a plain value"
+
+
+def _has_load_logic(module: torch.nn.Module) -> bool:
+    """Whether loading this module means more than overwriting its arrays."""
+    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+        return True
+    for part in module.modules():
+        own = type(part)._load_from_state_dict
+        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:
+            return True
+        if own is not torch.nn.Module._load_from_state_dict and not own.__module__.startswith("torch.nn."):
+            return True
+    return False
+
+
+def _compare_keys(stored: Stored, loading: Loading, wanted: Mapping[Any, Any], held: Mapping[Any, Any]) -> None:
+    for key in (k for k in wanted if k not in held):
+        loading.add_problem(paths.join(stored.prefix, paths.escape(str(key))), "wanted, but not stored")
+    for key in (k for k in held if k not in wanted):
+        loading.unwanted.append(Problem(paths.join(stored.prefix, paths.escape(str(key))), "stored, but not wanted"))
+
+
+def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
+    """Prepare to load a dict: its arrays are overwritten in place; an empty one receives everything that is stored."""
+    loading = Loading()
+    held = stored.build()
+    if not isinstance(held, Mapping):
+        loading.add_problem(stored.prefix, f"stored is a {type(held).__name__}, wanted a dict")
+        return loading
+    whole = not target
+    if not whole:
+        _compare_keys(stored, loading, target, held)
+    current = arrays_of(target, stored.prefix)
+    plan_arrays(stored, loading, current)
+    before = {p.leaf for p in loading.problems}
+    keys = [k for k in held if whole or k in target]
+
+    def finish(arrays: Mapping[str, Any]) -> None:
+        tree = stored.build(lambda path, _: arrays.get(path, current.get(path)))
+        target.update({k: tree[k] for k in keys if paths.join(stored.prefix, paths.escape(str(k))) not in before})
+
+    loading.finish = finish
+    return loading
