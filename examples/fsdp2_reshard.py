@@ -60,7 +60,7 @@ def save(root):
 
 def load(root):
     model, optimizer = build()  # blank, and sharded as this job is
-    content = xla_ckpt.load_checkpoint(root, model=model, optimizer=optimizer)
+    content = xla_ckpt.load_checkpoint(root, model=model, optimizer=optimizer).user_content
     return content["loss"], float(loss_of(model).detach())
 
 

@@ -82,7 +82,7 @@ def train(root, shape, log):
     )  # fmt: skip
     first = 0
     if xla_ckpt.has_checkpoint(root):
-        first = xla_ckpt.load_checkpoint(root, model=model, optimizer=optimizer, mesh=mesh)["step"]
+        first = xla_ckpt.load_checkpoint(root, model=model, optimizer=optimizer, mesh=mesh).user_content["step"]
 
     handle = None
     for step in range(first, STEPS):

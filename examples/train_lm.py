@@ -135,10 +135,10 @@ def main() -> None:
 
     step = 0
     if xla_ckpt.has_checkpoint(args.root):
-        report = xla_ckpt.LoadReport()
-        step = xla_ckpt.load_checkpoint(
-            args.root, model=model, optimizer=optimizer, scheduler=scheduler, extras=extras, report=report
-        )["step"]
+        loaded = xla_ckpt.load_checkpoint(
+            args.root, model=model, optimizer=optimizer, scheduler=scheduler, extras=extras
+        )
+        step, report = loaded.user_content["step"], loaded.report
         print(f"resumed from {report.tag}: {report.arrays} arrays in {report.seconds:.2f} s", flush=True)
 
     while step < args.steps:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xla_ckpt.api.convert import ConvertReport as ConvertReport
     from xla_ckpt.api.convert import convert as convert
-    from xla_ckpt.api.convert_zero import ZeroReport as ZeroReport
-    from xla_ckpt.api.convert_zero import convert_zero_checkpoints as convert_zero_checkpoints
     from xla_ckpt.api.explain import explain as explain
     from xla_ckpt.api.export import ExportReport as ExportReport
     from xla_ckpt.api.export import export_hf as export_hf
+    from xla_ckpt.api.load import Loaded as Loaded
+    from xla_ckpt.api.load import Restored as Restored
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
     from xla_ckpt.api.load import restore as restore
-    from xla_ckpt.api.load_run import LoadReport as LoadReport
     from xla_ckpt.api.save import finalize_checkpoint as finalize_checkpoint
     from xla_ckpt.api.save import save as save
     from xla_ckpt.api.save import save_checkpoint as save_checkpoint
@@ -29,11 +28,14 @@ if TYPE_CHECKING:
     from xla_ckpt.api.tags import verify as verify
     from xla_ckpt.arrays.registry import ArraySpec as ArraySpec
     from xla_ckpt.engine.background import SaveHandle as SaveHandle
-    from xla_ckpt.engine.save import SaveReport as SaveReport
+    from xla_ckpt.engine.phases import Phase as Phase
+    from xla_ckpt.engine.report import LoadReport as LoadReport
+    from xla_ckpt.engine.report import SaveReport as SaveReport
     from xla_ckpt.engine.verify import VerifyReport as VerifyReport
     from xla_ckpt.errors import CheckpointError as CheckpointError
     from xla_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
     from xla_ckpt.errors import DivergentReplicasError as DivergentReplicasError
+    from xla_ckpt.errors import FormatError as FormatError
     from xla_ckpt.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
     from xla_ckpt.errors import InvalidTagError as InvalidTagError
     from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
@@ -56,18 +58,18 @@ _HOMES = {
     "arrays.registry": ("ArraySpec",),
     "state.rng": ("RNGState",),
     "api.convert": ("ConvertReport", "convert"),
-    "api.convert_zero": ("ZeroReport", "convert_zero_checkpoints"),
     "api.explain": ("explain",),
     "api.export": ("ExportReport", "export_hf"),
-    "api.load": ("load_checkpoint", "restore"),
-    "api.load_run": ("LoadReport",),
+    "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
     "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "verify"),
     "engine.background": ("SaveHandle",),
-    "engine.save": ("SaveReport",),
+    "engine.phases": ("Phase",),
+    "engine.report": ("LoadReport", "SaveReport"),
     "engine.verify": ("VerifyReport",),
     "errors": (
-        "CheckpointError", "CorruptCheckpointError", "DivergentReplicasError", "IncompatibleCheckpointError",
+        "CheckpointError", "CorruptCheckpointError", "DivergentReplicasError", "FormatError",
+        "IncompatibleCheckpointError",
         "InvalidTagError", "NoCheckpointError", "RankFailedError", "SaveError", "StorageError", "UnsupportedStateError",
         "UnsupportedVersionError", "UntrustedObjectError", "UsageError",
     ),

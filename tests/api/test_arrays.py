@@ -54,7 +54,7 @@ def held_bits(tensor: torch.Tensor) -> bytes:
 def test_all_dtypes_on_the_cpu(tmp_path: Path, async_save: bool) -> None:
     tree = {str(d): random_bits(d, 5, 3) for d in DTYPES}
     xla_ckpt.save(tmp_path, "a", tree, async_save=async_save).result()
-    again = xla_ckpt.restore(tmp_path, "a")
+    again = xla_ckpt.restore(tmp_path, "a").tree
     assert {k: v.dtype for k, v in again.items()} == {k: v.dtype for k, v in tree.items()}
     assert {k: bits(v) for k, v in again.items()} == {k: bits(v) for k, v in tree.items()}
 
@@ -64,7 +64,7 @@ def test_all_dtypes_on_xla_and_back_to_either(tmp_path: Path) -> None:
     device_tree = {k: on_xla(v) for k, v in tree.items()}
     xla_ckpt.save(tmp_path, "a", device_tree)
     for like in (tree, device_tree):
-        again = xla_ckpt.restore(tmp_path, "a", like)
+        again = xla_ckpt.restore(tmp_path, "a", like).tree
         assert {k: v.device.type for k, v in again.items()} == {k: v.device.type for k, v in like.items()}
         found = {k: held_bits(v) if v.device.type == "xla" else bits(v) for k, v in again.items()}
         assert found == {k: bits(v) for k, v in tree.items()}
@@ -91,7 +91,7 @@ def shapes_and_views() -> dict[str, torch.Tensor]:
 def test_all_memory_layouts(tmp_path: Path, async_save: bool) -> None:
     tree = shapes_and_views()
     xla_ckpt.save(tmp_path, "a", tree, async_save=async_save).result()
-    again = xla_ckpt.restore(tmp_path, "a", tree)
+    again = xla_ckpt.restore(tmp_path, "a", tree).tree
     for name, tensor in tree.items():
         assert again[name].shape == tensor.shape
         assert torch.equal(again[name], tensor.detach().resolve_conj().resolve_neg()), name
@@ -103,7 +103,7 @@ def test_all_memory_layouts_on_xla(tmp_path: Path) -> None:
     tree |= {"lazy": base @ base.t(), "view": base.t()[1:], "constant": torch.full((3,), 2.0, device=base.device),
              "scalar constant": torch.ones((), device=base.device)}  # fmt: skip
     xla_ckpt.save(tmp_path, "a", tree)
-    again = xla_ckpt.restore(tmp_path, "a")
+    again = xla_ckpt.restore(tmp_path, "a").tree
     for name, tensor in tree.items():
         assert torch.equal(again[name], tensor.cpu().resolve_conj()), name
 
@@ -124,7 +124,7 @@ def test_frameworks_mix_in_one_tree(tmp_path: Path) -> None:
     }  # fmt: skip
     xla_ckpt.save(tmp_path, "a", tree)
     for like in (None, tree):
-        again = xla_ckpt.restore(tmp_path, "a", like)
+        again = xla_ckpt.restore(tmp_path, "a", like).tree
         assert isinstance(again["jax"], jax.Array)
         assert isinstance(again["numpy"], np.ndarray)
         assert again["xla"].device.type == ("cpu" if like is None else "xla")
@@ -141,7 +141,7 @@ def test_jax_dtypes(tmp_path: Path) -> None:
              "float8_e4m3b11fnuz", "int4", "uint4"]  # fmt: skip
     tree = {n: jnp.array([0, 1, 1, 0], dtype=n) for n in names}
     xla_ckpt.save(tmp_path, "a", tree)
-    again = xla_ckpt.restore(tmp_path, "a", {n: jax.ShapeDtypeStruct((4,), n) for n in names})
+    again = xla_ckpt.restore(tmp_path, "a", {n: jax.ShapeDtypeStruct((4,), n) for n in names}).tree
     for name, value in tree.items():
         assert again[name].dtype == value.dtype
         assert (np.asarray(again[name]) == np.asarray(value)).all()
@@ -165,7 +165,7 @@ def test_specs_choose_the_framework(tmp_path: Path) -> None:
         (spec((4,), np.dtype(jnp.bfloat16)), np.ndarray),
         (spec((4,), jnp.bfloat16, cpu), jax.Array),
     ):
-        again = xla_ckpt.restore(tmp_path, "a", {"w": like})["w"]
+        again = xla_ckpt.restore(tmp_path, "a", {"w": like}).tree["w"]
         assert isinstance(again, kind)
         assert "bfloat16" in str(again.dtype)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"shape \[4\] is stored, \[5\] wanted"):
@@ -194,7 +194,7 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, value: Any, words: str) 
 def test_restore_mutates_nothing(tmp_path: Path) -> None:
     xla_ckpt.save(tmp_path, "a", {"t": torch.ones(3), "x": on_xla(torch.ones(3)), "n": np.ones(3)})
     like = {"t": torch.zeros(3), "x": on_xla(torch.zeros(3)), "n": np.zeros(3)}
-    again = xla_ckpt.restore(tmp_path, "a", like)
+    again = xla_ckpt.restore(tmp_path, "a", like).tree
     assert all(float(v.sum()) == 3 for v in again.values())
     assert all(float(v.sum()) == 0 for v in like.values())
 
@@ -211,7 +211,7 @@ def test_an_async_save_is_a_snapshot_of_everything(tmp_path: Path) -> None:
         state["l"][0] *= 2
         state["b"][:] = b"changed"
         handle.result()
-        again = xla_ckpt.restore(tmp_path, str(trial))
+        again = xla_ckpt.restore(tmp_path, str(trial)).tree
         for name in "txnj":
             assert float(again[name].sum()) == 1000 * 2**trial, name
         assert again["l"] == [2**trial]

@@ -57,7 +57,7 @@ def make(root: Path, tag: str = "a", seed: int = 0, **more: Any) -> tuple[Small,
 
 
 def everything(root: Path, tag: str) -> Any:
-    return xla_ckpt.restore(root, tag)
+    return xla_ckpt.restore(root, tag).tree
 
 
 MESHES = ["dp=1", "tp=2", "dp=3,tp=2", "pp=2,dp=2,tp=2"]
@@ -75,7 +75,7 @@ def test_there_and_back(to: str, mesh: str, tmp_path: Path) -> None:
     assert xla_ckpt.verify(tmp_path / "b").ok
     assert not list(differences(everything(tmp_path, "a"), everything(tmp_path / "b", "a"), order=False))
     model, optimizer = state(1)
-    assert not list(differences(xla_ckpt.load_checkpoint(tmp_path / "b", None, model, optimizer), CONTENT))
+    assert not list(differences(xla_ckpt.load_checkpoint(tmp_path / "b", None, model, optimizer).user_content, CONTENT))
     assert model.head.weight is model.embed.weight
     xla_ckpt.convert(tmp_path / "b", tmp_path / "c", to="native")
     assert not list(differences(everything(tmp_path, "a"), everything(tmp_path / "c", "a"), order=False))
@@ -188,7 +188,7 @@ class Odd:
 def test_objects_go_along_and_are_run_only_with_trust(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, user_content={"odd": Odd(4), "mine": Mine(5)})
     xla_ckpt.convert(tmp_path, tmp_path, to="native", as_tag="b")
-    held = xla_ckpt.load_checkpoint(tmp_path, "b", trust_pickle=True)
+    held = xla_ckpt.load_checkpoint(tmp_path, "b", trust_pickle=True).user_content
     assert (held["odd"].at, held["mine"]) == (4, Mine(5))
     with pytest.raises(xla_ckpt.UntrustedObjectError):
         xla_ckpt.load_checkpoint(tmp_path, "b")
@@ -281,7 +281,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not list(differences(original["optimizer"], back["optimizer"], order=False))
     capsys.readouterr()
     assert main(["convert", *where, "--to", "nxd", "--as", "same"]) == 0
-    assert xla_ckpt.restore(tmp_path / "b", "same").keys() == original.keys()
+    assert xla_ckpt.restore(tmp_path / "b", "same").tree.keys() == original.keys()
     assert len(rank_files(tmp_path / "b/same")) == 4
     assert main(["convert", *where, "--to", "native", "--as", "x", "--like", "nowhere:at_all"]) == 1
     assert "MODULE:FUNCTION" in capsys.readouterr().err

@@ -9,8 +9,8 @@ import torch
 
 import xla_ckpt
 from tests.runs import run
-from xla_ckpt.api import progress
-from xla_ckpt.api.progress import Progress
+from xla_ckpt.engine import progress
+from xla_ckpt.engine.progress import Progress
 
 
 def test_asked_for(tmp_path: Path) -> None:

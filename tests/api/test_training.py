@@ -203,7 +203,7 @@ def test_optimizer_state_is_stored_by_name(tmp_path: Path) -> None:
     run = Run(OPTIMIZERS["adamw"], SCHEDULERS["cosine"])
     run.step(0)
     xla_ckpt.save_checkpoint(tmp_path, "a", **run.parts)
-    tree = xla_ckpt.restore(tmp_path, "a")
+    tree = xla_ckpt.restore(tmp_path, "a").tree
     assert list(tree["optimizer"]["state"]) == ["embed.weight", "norm.weight", "norm.bias", "mid.weight"]
     assert tree["optimizer"]["param_groups"][0]["params"] == list(tree["optimizer"]["state"])
     assert torch.equal(
@@ -253,7 +253,7 @@ def test_tied_parameters_are_stored_once(tmp_path: Path) -> None:
         run = Run(OPTIMIZERS["sgd"], SCHEDULERS["cosine"], device)
         xla_ckpt.save_checkpoint(tmp_path, "a", model=run.model)
         (file,) = (tmp_path / "a/model").iterdir()
-        names = xla_ckpt.restore(tmp_path, "a")["model"]
+        names = xla_ckpt.restore(tmp_path, "a").tree["model"]
         assert torch.equal(names["head.weight"], names["embed.weight"])
         assert file.stat().st_size < 4096 + 4 * (11 * 8 + 8 * 8 + 8 * 5) + 100
         untied = Net()
@@ -329,7 +329,9 @@ def test_extras_and_user_content(tmp_path: Path) -> None:
     )
     drawn = random.random(), np.random.rand(), torch.rand(2), torch.rand(2, device=torch_xla.device()).cpu()
     other, note = Loader(), {"k": [9]}
-    again = xla_ckpt.load_checkpoint(tmp_path, extras={"loader": other, "rng": xla_ckpt.RNGState(), "note": note})
+    again = xla_ckpt.load_checkpoint(
+        tmp_path, extras={"loader": other, "rng": xla_ckpt.RNGState(), "note": note}
+    ).user_content
     assert again == content
     assert type(again["args"]) is tuple
     assert (other.position, other.seen.tolist(), note) == (7, [1.0, 2.0], {"k": [1]})
@@ -338,7 +340,7 @@ def test_extras_and_user_content(tmp_path: Path) -> None:
     assert torch.equal(drawn[2], redrawn[2])
     assert torch.equal(drawn[3], redrawn[3])
     xla_ckpt.save_checkpoint(tmp_path, "b", model={"w": torch.ones(1)})
-    assert xla_ckpt.load_checkpoint(tmp_path) is None
+    assert xla_ckpt.load_checkpoint(tmp_path).user_content is None
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="extras/loader: not in the checkpoint.*holds model"):
         xla_ckpt.load_checkpoint(tmp_path, extras={"loader": other})
     with pytest.raises(xla_ckpt.UnsupportedStateError, match="no state_dict"):
@@ -358,9 +360,12 @@ def test_objects_need_trust(tmp_path: Path) -> None:
         xla_ckpt.load_checkpoint(tmp_path, model=target)
     assert caught.value.leaf == "user_content/deep/0"
     assert target["w"].tolist() == [0, 0]
-    assert xla_ckpt.load_checkpoint(tmp_path, model=target, trust_pickle=True)["deep"][0].value == 4
+    assert xla_ckpt.load_checkpoint(tmp_path, model=target, trust_pickle=True).user_content["deep"][0].value == 4
     assert target["w"].tolist() == [1, 1]
-    assert xla_ckpt.restore(tmp_path, "a", {"model": None})["model"]["w"].tolist() == [1, 1]  # its part needs no trust
+    assert xla_ckpt.restore(tmp_path, "a", {"model": None}).tree["model"]["w"].tolist() == [
+        1,
+        1,
+    ]  # its part needs no trust
     with (
         pytest.raises(xla_ckpt.UnsupportedStateError, match="not even by pickle"),
         pytest.warns(UserWarning, match="pickled"),
@@ -401,12 +406,10 @@ def test_not_strict_loads_what_fits(tmp_path: Path, caplog: pytest.LogCaptureFix
     )
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 3))
     optimizer = AdamW(model.parameters(), lr=0.1)
-    report = xla_ckpt.LoadReport()
     with caplog.at_level(logging.WARNING):
-        content = xla_ckpt.load_checkpoint(
-            tmp_path, model=model, optimizer=optimizer, scheduler={}, strict=False, report=report
-        )
-    assert content == "u"
+        loaded = xla_ckpt.load_checkpoint(tmp_path, model=model, optimizer=optimizer, scheduler={}, strict=False)
+    report = loaded.report
+    assert loaded.user_content == "u"
     assert torch.equal(model[0].weight, stored[0].weight)
     assert "model/1.weight: shape [4, 2]" not in report.skipped
     assert any(s.startswith("model/1.weight: shape [2, 4] is stored") for s in report.skipped)
@@ -478,7 +481,7 @@ def test_states_of_another_shape_than_their_parameter_are_refused(name: str, tmp
 def test_addresses_of_object_stores_are_no_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (
-        lambda: xla_ckpt.save("s3://bucket/run", "a", {"x": 1}), lambda: xla_ckpt.restore("gs://bucket/run"),
+        lambda: xla_ckpt.save("s3://bucket/run", "a", {"x": 1}), lambda: xla_ckpt.restore("gs://bucket/run").tree,
         lambda: xla_ckpt.list_tags("s3://bucket/run"), lambda: xla_ckpt.convert("s3://bucket/run", "b"),
     ):  # fmt: skip
         with pytest.raises(xla_ckpt.UsageError, match="Mount the bucket"):

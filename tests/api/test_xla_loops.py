@@ -125,7 +125,7 @@ def compiled() -> int:
 
 def stored(root: Path, tag: str) -> dict[str, torch.Tensor]:
     """The arrays of a tag, named as `Training.state` names them."""
-    tree = xla_ckpt.restore(root, tag)
+    tree = xla_ckpt.restore(root, tag).tree
     found = {f"model/{name}": v for name, v in tree["model"].items()}
     for name, state in tree["optimizer"]["state"].items():
         found |= {f"optimizer/state/{name}/{k}": v for k, v in state.items()}

@@ -51,7 +51,7 @@ def test_a_full_disk(small_disk: Path, async_save: bool) -> None:
     assert xla_ckpt.list_tags(root) == ["good"]
     assert xla_ckpt.verify(root, "good").ok
     target = {"w": torch.zeros(500_000)}
-    assert xla_ckpt.load_checkpoint(root, model=target) == 1
+    assert xla_ckpt.load_checkpoint(root, model=target).user_content == 1
     assert (target["w"] == 1).all()
     xla_ckpt.save_checkpoint(root, "next", model=fits, user_content=2, num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()
@@ -71,7 +71,7 @@ def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
     with pytest.raises((xla_ckpt.StorageError, xla_ckpt.SaveError)):
         xla_ckpt.save(root, "bad", {"n": 2, "text": "x" * 200_000})
     assert xla_ckpt.list_tags(root) == ["good"]
-    assert xla_ckpt.restore(root)["n"] == 1
+    assert xla_ckpt.restore(root).tree["n"] == 1
     filler.unlink()
     xla_ckpt.save(root, "next", {"n": 3})
     xla_ckpt.finalize_checkpoint()

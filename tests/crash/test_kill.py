@@ -38,7 +38,7 @@ def whole(root: Path, tag: str) -> int:
     """The number that a tag was saved with, after checking every byte of it."""
     report = xla_ckpt.verify(root, tag)
     assert report.ok, report.problems
-    tree = xla_ckpt.restore(root, tag)
+    tree = xla_ckpt.restore(root, tag).tree
     number = tree["user_content"]
     assert (tree["model"]["w"] == number).all(), f"{tag} is a mixture"
     assert (tree["model"]["b"] == number).all()

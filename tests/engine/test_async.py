@@ -23,7 +23,7 @@ def put(root: Path, tag: str, value: float = 0.0, **options: Any) -> xla_ckpt.Sa
 
 
 def stored(root: Path, tag: str | None = None) -> float:
-    return float(xla_ckpt.restore(root, tag)["w"][0])
+    return float(xla_ckpt.restore(root, tag).tree["w"][0])
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_failed_save_nobody_asked_about_raises_from_the_next_call(tmp_path: Pa
     call = {
         "save": lambda: put(tmp_path, "b"),
         "finalize": xla_ckpt.finalize_checkpoint,
-        "load": lambda: xla_ckpt.load_checkpoint(tmp_path),
+        "load": lambda: xla_ckpt.load_checkpoint(tmp_path).user_content,
     }[how]
     put(tmp_path, "a", async_save=True)
     with pytest.raises(xla_ckpt.StorageError, match="tag a") as caught:
@@ -192,7 +192,7 @@ def test_the_save_in_flight_survives_the_end_of_the_program(tmp_path: Path, endi
 
 
 def stored_model(root: Path) -> float:
-    return float(xla_ckpt.restore(root)["model"]["w"].mean())
+    return float(xla_ckpt.restore(root).tree["model"]["w"].mean())
 
 
 def test_a_failed_save_at_exit_is_logged(tmp_path: Path) -> None:

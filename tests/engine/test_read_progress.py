@@ -16,7 +16,7 @@ import xla_ckpt
 from tests.layouts.writing import as_job
 from tests.strategies import boxes_in
 from xla_ckpt import ArraySpec, Mesh, dtypes
-from xla_ckpt.api.progress import Progress
+from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import check, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
@@ -100,7 +100,7 @@ def test_a_bar_ends_at_its_total(
             xla_ckpt.load_checkpoint(tmp_path, "a", model=part, mesh=mesh, shardings=[(".", split)])
         else:
             like = {"w": ArraySpec((1110, 666), "float32", split), "b": ArraySpec((6, 3), "float32", split)}
-            found = xla_ckpt.restore(tmp_path, "a", {"model": like}, mesh=mesh)["model"]
+            found = xla_ckpt.restore(tmp_path, "a", {"model": like}, mesh=mesh).tree["model"]
         assert all(np.array_equal(found[name], torch.ones_like(value)) for name, value in part.items())
 
     as_job(monkeypatch, mesh, "load", load)

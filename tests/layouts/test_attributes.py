@@ -98,7 +98,7 @@ def test_saves_and_loads_say_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
     as_rank(monkeypatch, Mesh(tp=2), 1)
     weight = parameter((2, 3), {"tensor_model_parallel": True, "partition_dim": 5})
     for load in (
-        lambda: xla_ckpt.load_checkpoint(tmp_path, "a", {"w": weight}),
+        lambda: xla_ckpt.load_checkpoint(tmp_path, "a", {"w": weight}).user_content,
         lambda: xla_ckpt.save_checkpoint(tmp_path / "ours", "b", {"w": weight}),
     ):
         with pytest.raises(xla_ckpt.UnsupportedStateError, match="partition_dim 5") as caught:

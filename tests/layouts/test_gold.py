@@ -13,12 +13,11 @@ import xla_ckpt
 from tests.jobs import job
 from tests.layouts.gold import LOST, Gold, Target, as_rank, cases, needs_gold
 from xla_ckpt import Mesh
-from xla_ckpt.api.load_run import LoadReport
-from xla_ckpt.arrays.base import Placement
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.current import Job
 from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import Round
+from xla_ckpt.sharding.placement import Placement
 
 WHOLE = [c for c in cases() if c[0] != LOST]
 MESHES = (Mesh(tp=2), Mesh(tp=4), Mesh(dp=2, tp=2), Mesh(dp=2, ep=2, tp=2))
@@ -29,10 +28,10 @@ CONTENT = {"total_steps": 40, "batch_idx": 7, "cli_args": {"lr": 0.001, "name": 
 def test_one_process_loads_it_whole(case: str, tag: str) -> None:
     gold = Gold(case, tag)
     target, scheduler = Target(gold), {}
-    report = LoadReport()
-    content = xla_ckpt.load_checkpoint(
-        gold.root, tag, target.model, target.optimizer, None if "legacy" in case else scheduler, report=report
+    loaded = xla_ckpt.load_checkpoint(
+        gold.root, tag, target.model, target.optimizer, None if "legacy" in case else scheduler
     )
+    content, report = loaded.user_content, loaded.report
     assert target.differences() == []
     assert report.read_bytes >= report.needed_bytes > 0
     if "legacy" in case:
@@ -232,10 +231,10 @@ def test_restore_gives_trees() -> None:
     gold = Gold("tp2_dp2__pt_sync", "step_40")
     name = "model.layers.0.self_attn.o_proj.weight"
     spec = xla_ckpt.ArraySpec((64, 64), torch.float32)
-    made = xla_ckpt.restore(gold.root, "step_40", {"model": {name: spec}})
+    made = xla_ckpt.restore(gold.root, "step_40", {"model": {name: spec}}).tree
     assert torch.equal(made["model"][name], gold.truth["params"][name])
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="ambiguous"):
         xla_ckpt.restore(gold.root, "step_40")
-    whole = xla_ckpt.restore(Gold("tp1__pt_sync", "step_40").root)
+    whole = xla_ckpt.restore(Gold("tp1__pt_sync", "step_40").root).tree
     assert len(whole["model"]) == 22
     assert whole["user_content"] == CONTENT

@@ -47,7 +47,7 @@ def test_tensors_anywhere_in_scheduler_and_user_content(layout: str, tmp_path: P
         assert unlike(torch.load(tmp_path / "t/user_content.pt", weights_only=not trust), theirs) == []
         assert unlike(torch.load(tmp_path / "t/scheduler.pt", weights_only=not trust), scheduler) == []
     target: dict[str, Any] = {}
-    found = xla_ckpt.load_checkpoint(tmp_path, scheduler=target)
+    found = xla_ckpt.load_checkpoint(tmp_path, scheduler=target).user_content
     assert isinstance(found["numpy"], np.ndarray)
     assert (found["numpy"] == CONTENT["numpy"]).all()
     assert (
@@ -56,7 +56,7 @@ def test_tensors_anywhere_in_scheduler_and_user_content(layout: str, tmp_path: P
     )
     assert unlike(target, scheduler) == []
     as_theirs(tmp_path / "t")
-    assert unlike(xla_ckpt.load_checkpoint(tmp_path, scheduler={}), theirs) == []
+    assert unlike(xla_ckpt.load_checkpoint(tmp_path, scheduler={}).user_content, theirs) == []
 
 
 @LAYOUTS
@@ -77,7 +77,7 @@ def test_objects_of_own_classes(layout: str, tmp_path: Path) -> None:
         with pytest.raises(xla_ckpt.UntrustedObjectError, match="trust_pickle=True"):
             xla_ckpt.load_checkpoint(tmp_path, model=model, scheduler=scheduler)
         assert model["w"].tolist() == [0, 0]
-        got = xla_ckpt.load_checkpoint(tmp_path, model=model, scheduler=scheduler, trust_pickle=True)
+        got = xla_ckpt.load_checkpoint(tmp_path, model=model, scheduler=scheduler, trust_pickle=True).user_content
         assert (got["config"], got["again"]) == (content["config"], content["again"])
         assert scheduler["own"] == Own(1)
         assert model.pop("w").tolist() == [1, 1]
@@ -154,7 +154,7 @@ def load(root: Path, tag: str | None) -> tuple[Any, ...]:
     """Every value that a load returns."""
     model, scheduler = torch.nn.Linear(3, 5), dict[str, Any]()
     optimizer = torch.optim.AdamW(model.parameters())
-    content = xla_ckpt.load_checkpoint(root, tag, model, optimizer, scheduler)
+    content = xla_ckpt.load_checkpoint(root, tag, model, optimizer, scheduler).user_content
     values = {float(v) for p in model.parameters() for v in p.detach().flatten()}
     more = {float(v) for p in model.parameters() for v in optimizer.state[p]["exp_avg"].flatten() - 1}
     more |= {float(v) for p in model.parameters() for v in optimizer.state[p]["exp_avg_sq"].flatten() - 2}

@@ -41,7 +41,9 @@ def test_a_job_over_the_same_tp_ranks_has_each_ranks_own(
                 monkeypatch,
                 over,
                 "load",
-                lambda rank: xla_ckpt.load_checkpoint(gold.root, tag, states[rank].model, states[rank].optimizer),
+                lambda rank: (
+                    xla_ckpt.load_checkpoint(gold.root, tag, states[rank].model, states[rank].optimizer).user_content
+                ),
             )
         assert [state.differences() for state in states] == [[]] * over.size
         (told,) = [r.getMessage() for r in caplog.records if "each rank gets its own" in r.getMessage()]
@@ -67,8 +69,8 @@ def test_any_other_job_is_told_what_it_is_about(
             raise
 
     for load in (
-        lambda r: xla_ckpt.restore(gold.root, tag, {"model": {QKV: local}}),
-        lambda r: xla_ckpt.load_checkpoint(gold.root, tag, targets[r].model, targets[r].optimizer),
+        lambda r: xla_ckpt.restore(gold.root, tag, {"model": {QKV: local}}).tree,
+        lambda r: xla_ckpt.load_checkpoint(gold.root, tag, targets[r].model, targets[r].optimizer).user_content,
     ):
         with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="different tensors of this name"):
             as_job(monkeypatch, over, "load", lambda rank: noted(rank, load))  # noqa: B023
@@ -90,7 +92,7 @@ def test_a_rule_is_taken_at_its_word(case: str, tag: str) -> None:
     gold = Gold(case, tag)
     first = gold.part(QKV, gold.truth["params"][QKV], Mesh(tp=2), 0)
     like = {"model": {QKV: torch.zeros_like(first)}}
-    assert torch.equal(xla_ckpt.restore(gold.root, tag, like, shardings=[("qkv", None)])["model"][QKV], first)
+    assert torch.equal(xla_ckpt.restore(gold.root, tag, like, shardings=[("qkv", None)]).tree["model"][QKV], first)
 
 
 @FUSED
@@ -101,7 +103,7 @@ def test_specs_and_parts_of_larger_arrays_are_not_filled_rank_by_rank(
     gold, mesh = Gold(case, tag), Mesh(tp=2)
     own = gold.part(QKV, gold.truth["params"][QKV], mesh, 1)
     as_rank(monkeypatch, mesh, 1)
-    found = xla_ckpt.restore(gold.root, tag, {"model": {QKV: torch.zeros_like(own)}})
+    found = xla_ckpt.restore(gold.root, tag, {"model": {QKV: torch.zeros_like(own)}}).tree
     assert torch.equal(found["model"][QKV], own)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="different tensors of this name"):
         xla_ckpt.restore(gold.root, tag, {"model": {QKV: xla_ckpt.ArraySpec(own.shape, own.dtype)}})
@@ -256,7 +258,7 @@ def test_equal_copies_are_one_array_for_any_job(
     (tmp_path / "a/done").write_text("1")
     for mesh in (Mesh(), Mesh(tp=4)):
         as_rank(monkeypatch, mesh, mesh.size - 1)
-        found = xla_ckpt.restore(tmp_path, "a", {"model": {"norm": torch.zeros(3)}})
+        found = xla_ckpt.restore(tmp_path, "a", {"model": {"norm": torch.zeros(3)}}).tree
         assert found["model"]["norm"].tolist() == [2, 2, 2]
         model = {"norm": torch.zeros(3), "own": torch.zeros(3)}
         with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=rf"\({axis} 1\) differs from \({axis} 0\)"):
@@ -314,7 +316,7 @@ def test_parts_of_a_storage_are_read(tmp_path: Path) -> None:
         storage[-1] = tp
         rank_file(tmp_path / "a/model", {"equal": storage[: 1 << 18], "last": storage[1 << 18 :]}, tp=tp)
     (tmp_path / "a/done").write_text("1")
-    found = xla_ckpt.restore(tmp_path, "a", {"model": {"equal": torch.zeros(1 << 18)}})
+    found = xla_ckpt.restore(tmp_path, "a", {"model": {"equal": torch.zeros(1 << 18)}}).tree
     assert found["model"]["equal"][-1] == (1 << 18) - 1
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="different tensors of this name"):
         xla_ckpt.restore(tmp_path, "a", {"model": {"last": torch.zeros(1 << 18)}})

@@ -1,4 +1,4 @@
-"""Layouts of neuronx-distributed that no fixture has: made here, file by file."""
+"""StateShardings of neuronx-distributed that no fixture has: made here, file by file."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_the_newest_done_marker_counts(tmp_path: Path, caplog: pytest.LogCapture
     assert xla_ckpt.has_checkpoint(tmp_path)
     assert not xla_ckpt.has_checkpoint(tmp_path / "logs")
     model = {"w": torch.zeros(4)}
-    assert xla_ckpt.load_checkpoint(tmp_path, model=model) == {"value": 10}
+    assert xla_ckpt.load_checkpoint(tmp_path, model=model).user_content == {"value": 10}
     assert model["w"].tolist() == [10] * 4
     with caplog.at_level(logging.WARNING):
-        assert xla_ckpt.load_checkpoint(tmp_path, "step_30", model=model) == {"value": 30}
+        assert xla_ckpt.load_checkpoint(tmp_path, "step_30", model=model).user_content == {"value": 30}
     assert "step_30 has no done marker" in caplog.text
     with pytest.raises(xla_ckpt.NoCheckpointError):
         xla_ckpt.load_checkpoint(tmp_path, "step_31", model=model)
@@ -72,8 +72,8 @@ def test_our_tags_continue_theirs(tmp_path: Path) -> None:
     xla_ckpt.load_checkpoint(tmp_path, model=model)
     xla_ckpt.save_checkpoint(tmp_path, "step_20", model=model, user_content="ours")
     assert xla_ckpt.list_tags(tmp_path) == ["step_10", "step_20"]
-    assert xla_ckpt.load_checkpoint(tmp_path, model=model) == "ours"
-    assert xla_ckpt.load_checkpoint(tmp_path, "step_10", model=model) == {"value": 10}
+    assert xla_ckpt.load_checkpoint(tmp_path, model=model).user_content == "ours"
+    assert xla_ckpt.load_checkpoint(tmp_path, "step_10", model=model).user_content == {"value": 10}
 
 
 def test_a_damaged_newest_tag_is_passed_over(tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_a_damaged_newest_tag_is_passed_over(tmp_path: Path) -> None:
     tag_at(tmp_path, "b", 2, time=2000)
     file = tmp_path / "b/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
     file.write_bytes(file.read_bytes()[:-20])
-    report = xla_ckpt.LoadReport()
-    assert xla_ckpt.load_checkpoint(tmp_path, model={"w": torch.zeros(4)}, report=report) == {"value": 1}
-    assert report.corrupt_tags == ["b"]
+    loaded = xla_ckpt.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
+    assert loaded.user_content == {"value": 1}
+    assert loaded.report.corrupt_tags == ("b",)
 
 
 def test_differences_are_reported_as_ever(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_user_content_of_own_classes_needs_trust(tmp_path: Path) -> None:
         xla_ckpt.load_checkpoint(tmp_path, model=model)
     assert caught.value.file == "user_content.pt"
     assert model["w"].tolist() == [0] * 4
-    assert xla_ckpt.restore(tmp_path, "a", {"model": model})["model"]["w"].tolist() == [1] * 4
-    content = xla_ckpt.load_checkpoint(tmp_path, model=model, trust_pickle=True)
+    assert xla_ckpt.restore(tmp_path, "a", {"model": model}).tree["model"]["w"].tolist() == [1] * 4
+    content = xla_ckpt.load_checkpoint(tmp_path, model=model, trust_pickle=True).user_content
     assert content["config"] == Own()
     assert content["ema"].tolist() == [1, 1]
     assert model["w"].tolist() == [1] * 4
@@ -230,7 +230,7 @@ def test_tensors_anywhere_are_arrays(tmp_path: Path) -> None:
     (tmp_path / "a/done").write_text("1")
     optimizer = torch.optim.AdamW([weight], lr=torch.tensor(1.0), foreach=False)
     model = {"w": weight, "extra": {"scale": torch.zeros(3), "n": (0,)}}
-    content = xla_ckpt.load_checkpoint(tmp_path, "a", model=model, optimizer=optimizer)
+    content = xla_ckpt.load_checkpoint(tmp_path, "a", model=model, optimizer=optimizer).user_content
     assert content["ema"][0].tolist() == [0, 1, 2]
     assert model["extra"]["scale"].tolist() == [2, 2, 2]
     assert model["extra"]["n"] == (1,)
@@ -281,9 +281,9 @@ def test_a_tag_of_ours_without_its_manifest_is_damaged_in_any_layout(layout: str
     assert "no manifest" in str(problem)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="no manifest"):
         xla_ckpt.restore(tmp_path, "b")
-    report = xla_ckpt.LoadReport()
-    assert xla_ckpt.restore(tmp_path, report=report)["extras"] == {"x": {"at": 1}}
-    assert report.tag == "a"
+    restored = xla_ckpt.restore(tmp_path)
+    assert restored.tree["extras"] == {"x": {"at": 1}}
+    assert restored.report.tag == "a"
 
 
 def test_an_optimizer_that_they_saved_with_dcp_is_refused_and_the_model_loads(tmp_path: Path) -> None:

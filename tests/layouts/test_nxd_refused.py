@@ -96,8 +96,12 @@ def test_the_rest_of_a_state_is_beside_it_in_the_native_format(
     save_as_job(monkeypatch, mesh, tmp_path, "t", state, layout=layout)
     assert xla_ckpt.verify(tmp_path, "t").ok
     found: dict[int, Any] = {r: {"data": {}, "ema": {}} for r in range(4)}
-    content = as_job(monkeypatch, mesh, "load", lambda r: xla_ckpt.load_checkpoint(
-        tmp_path, "t", extras={"data": xla_ckpt.PerRank(found[r]["data"]), "ema": found[r]["ema"]}))  # fmt: skip
+
+    def load(rank: int) -> Any:
+        extras = {"data": xla_ckpt.PerRank(found[rank]["data"]), "ema": found[rank]["ema"]}
+        return xla_ckpt.load_checkpoint(tmp_path, "t", extras=extras).user_content
+
+    content = as_job(monkeypatch, mesh, "load", load)
     assert [unlike(c, {"t": torch.ones(2)}) for c in content] == [[]] * 4
     for r in range(4):
         assert unlike(found[r], {"data": {"at": rng[r]}, "ema": {"w": torch.arange(4.0)}}) == []
@@ -120,7 +124,7 @@ for layout in ("xser", "pt"):
     except xla_ckpt.UnsupportedStateError as error:
         print(error.leaf, xla_ckpt.list_tags(sys.argv[1]))
 xla_ckpt.save_checkpoint(sys.argv[1], "t", model={"w": sharded}, layout=("xser", "native"))
-print(xla_ckpt.restore(sys.argv[1], "t")["model"]["w"].sum().item())
+print(xla_ckpt.restore(sys.argv[1], "t").tree["model"]["w"].sum().item())
 """
 
 

@@ -40,7 +40,12 @@ def test_any_topology_to_any(
     assert sum(r.nbytes for r in reports) == check.nbytes  # each byte was written once, copies and padding included
     for target, wants_zero in [(mesh, zero), *TARGETS]:
         states = [toy(target, rank, zero=wants_zero, blank=True) for rank in range(target.size)]
-        as_job(monkeypatch, target, "load", lambda rank: xla_ckpt.load_checkpoint(tmp_path, "t", *states[rank]))
+        as_job(
+            monkeypatch,
+            target,
+            "load",
+            lambda rank: xla_ckpt.load_checkpoint(tmp_path, "t", *states[rank]).user_content,
+        )
         for rank, (model, optimizer) in enumerate(states):
             masters = zero and wants_zero
             assert differences(optimizer, model.by_name, target, rank, masters=masters or None) == [], (target, rank)
@@ -150,14 +155,14 @@ def test_what_is_tied_over_stages_is_in_the_files_of_both(
         assert [g["params"] for g in optim["param_groups"]] == [[0], [1, 2]]
         assert (optim["state"][0]["exp_avg"] == 4).all()
     states = [stage(rank, 0.0) for rank in range(4)]
-    as_job(monkeypatch, mesh, "load", lambda rank: xla_ckpt.load_checkpoint(tmp_path, "t", *states[rank]))
+    as_job(monkeypatch, mesh, "load", lambda rank: xla_ckpt.load_checkpoint(tmp_path, "t", *states[rank]).user_content)
     for rank, (model, optimizer) in enumerate(states):
         like = stage(rank, 3.0)
         for p, q in zip(model.parameters(), like[0].parameters(), strict=True):
             assert unlike(p.data, q.data) == unlike(optimizer.state[p], like[1].state[q]) == []
     report = xla_ckpt.verify(tmp_path, "t")
     assert report.ok
-    tree = xla_ckpt.restore(tmp_path, "t")
+    tree = xla_ckpt.restore(tmp_path, "t").tree
     assert sorted(tree["model"]) == ["embed.weight", "layer0.bias", "layer0.weight", "layer1.bias", "layer1.weight"]
 
     # The manifest knows one copy, and digests both.

@@ -30,7 +30,7 @@ def theirs(root: Path, layout: str) -> Path:
 def loaded(root: Path) -> tuple[list[list[float]], object]:
     model = torch.nn.Linear(6, 5)
     optimizer = torch.optim.AdamW(model.parameters())
-    content = xla_ckpt.load_checkpoint(root, "t", model, optimizer)
+    content = xla_ckpt.load_checkpoint(root, "t", model, optimizer).user_content
     states = [s[k].tolist() for s in optimizer.state.values() for k in sorted(s)]
     return [model.weight.tolist(), model.bias.tolist(), *states], content
 

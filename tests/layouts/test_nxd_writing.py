@@ -64,7 +64,7 @@ def test_without_the_manifest_it_is_a_checkpoint_of_neuronx_distributed(
     gold, mesh = Gold(case, "step_40"), Mesh(dp=2, tp=2)
     as_theirs(written(monkeypatch, gold, tmp_path, layout))
     whole = Target(gold)
-    content = xla_ckpt.load_checkpoint(tmp_path, "step_40", whole.model, whole.optimizer)
+    content = xla_ckpt.load_checkpoint(tmp_path, "step_40", whole.model, whole.optimizer).user_content
     assert whole.differences() == []
     assert content["cli_args"] == {"lr": 0.001, "name": "gold", "betas": (0.9, 0.95)}
     for rank in range(mesh.size):
@@ -85,7 +85,7 @@ def test_with_the_manifest_it_loads_on_any_topology(case: str, tmp_path: Path, m
     written(monkeypatch, gold, tmp_path, "pt" if "xser" in case else "xser")  # the one that the fixture is not
 
     def loaded(state: State) -> list[str]:
-        content = xla_ckpt.load_checkpoint(tmp_path, "step_40", state.model, state.optimizer, {})
+        content = xla_ckpt.load_checkpoint(tmp_path, "step_40", state.model, state.optimizer, {}).user_content
         groups = [{k: g[k] for k in hyper[0]} for g in state.optimizer.param_groups]
         return [*state.differences(), *unlike(groups, hyper), *unlike(content["total_steps"], 40)]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from xla_ckpt.layouts.tags_of_all import opened
 
 import xla_ckpt
-from xla_ckpt.layouts.tags_of_all import opened
 
 
 def test_errors_do_not_share_what_is_added_to_them(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ import xla_ckpt
 from tests.layouts.gold import HYPER, Gold, Target
 from tests.topology.state import GROUPS, Toy, adamw, fill, groups, known, zero1_part
 from xla_ckpt import Mesh
-from xla_ckpt.arrays.base import Placement
 from xla_ckpt.engine.background import Saves
 from xla_ckpt.engine.save import SaveReport
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.current import Job
 from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import Round
+from xla_ckpt.sharding.placement import Placement
 
 LAYOUTS = pytest.mark.parametrize("layout", ["xser", "pt"])
 

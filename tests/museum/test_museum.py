@@ -37,7 +37,7 @@ def test_the_museum_is_not_empty() -> None:
 def test_old_checkpoints_load(room: str, tag: str) -> None:
     root = Path(__file__).parent / room
     assert xla_ckpt.verify(root, tag).ok
-    assert same(xla_ckpt.restore(root, tag), tree())
+    assert same(xla_ckpt.restore(root, tag).tree, tree())
     target = {k: torch.zeros_like(v) for k, v in tree()["model"].items()}
     xla_ckpt.load_checkpoint(root, tag, model=target)
     assert same(target, tree()["model"])
@@ -45,4 +45,4 @@ def test_old_checkpoints_load(room: str, tag: str) -> None:
 
 def test_the_code_of_today_writes_what_it_reads(tmp_path: Path) -> None:
     xla_ckpt.save(tmp_path, "exhibit", tree())
-    assert same(xla_ckpt.restore(tmp_path, "exhibit"), tree())
+    assert same(xla_ckpt.restore(tmp_path, "exhibit").tree, tree())

@@ -13,6 +13,7 @@ import xla_ckpt
 from neuron_compat.nxd.optimizer.convert_zero_checkpoints import main
 from tests.layouts.gold import GOLD, LOST, cases, folder_of, needs_gold
 from tests.layouts.same import content, differences, names, rank_files
+from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
 ZERO = [case for case in cases() if "_z1" in case[0] and case[0] != LOST]
 SOURCE = "tp2_dp2_z1__xser_sync"
@@ -131,7 +132,7 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(tmp_path / "nothing", tmp_path / "o", None) == 1
     assert "no such directory" in capsys.readouterr().err
     with pytest.raises(xla_ckpt.UsageError, match="number of ranks"):
-        xla_ckpt.convert_zero_checkpoints(tmp_path, tmp_path / "o", 0)
+        convert_zero_checkpoints(tmp_path, tmp_path / "o", 0)
 
 
 def test_full_to_full_and_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +161,6 @@ def test_full_to_full_and_stale_files(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_into_a_directory_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "out/model").mkdir(parents=True)
-    report = xla_ckpt.convert_zero_checkpoints(stored(SOURCE), tmp_path / "out", 4, max_memory=1)
+    report = convert_zero_checkpoints(stored(SOURCE), tmp_path / "out", 4, max_memory=1)
     assert (report.dp, report.files) == (4, len(names(tmp_path / "out")))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model", "optim"]

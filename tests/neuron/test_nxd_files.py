@@ -106,7 +106,7 @@ def test_a_job_with_zero1_writes_their_files(tmp_path: Path) -> None:
     for tag in ("xser", "pt", "native"):
         assert xla_ckpt.verify(root, tag).problems == []
     assert "done" not in names(root / "native")
-    assert xla_ckpt.restore(root, "native")["model"]["w"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert xla_ckpt.restore(root, "native").tree["model"]["w"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 KILLED = """

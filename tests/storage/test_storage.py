@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from xla_ckpt.storage.base import BLOCK, Directory
-from xla_ckpt.storage.local import LocalDirectory, LocalSink, write_small
+from xla_ckpt.storage.base import BLOCK, Directory, write_small
+from xla_ckpt.storage.local import LocalDirectory, LocalSink
 from xla_ckpt.storage.memory import MemoryDirectory
 
 

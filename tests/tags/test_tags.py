@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import xla_ckpt
 from xla_ckpt.engine.verify import ORBAX_FILES
+from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.directory import entries, open_tag
 from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.retention import TagFact, superfluous
@@ -26,7 +27,7 @@ def put(root: Path, tag: str, value: Any = 0, **options: Any) -> None:
 
 
 def value(root: Path, tag: str | None = None) -> Any:
-    return xla_ckpt.restore(root, tag, {"value": None})["value"]
+    return xla_ckpt.restore(root, tag, {"value": None}).tree["value"]
 
 
 def names(root: Path) -> list[str]:
@@ -144,7 +145,7 @@ def test_retention_laws(some: list[TagFact], kept: int | None) -> None:
 
 def test_a_tag_that_is_read_is_not_deleted_under_its_reader(tmp_path: Path) -> None:
     put(tmp_path, "a", "old a"), put(tmp_path, "b", "old b")
-    reading_a, reading_b = open_tag(str(tmp_path), "a"), open_tag(str(tmp_path), "b")
+    reading_a, reading_b = open_tag(LocalStore(str(tmp_path)), "a"), open_tag(LocalStore(str(tmp_path)), "b")
     put(tmp_path, "c", num_kept_ckpts=1)
     put(tmp_path, "b", "new b", num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()
@@ -197,7 +198,7 @@ def test_a_damaged_manifest_keeps_its_place_in_the_order(tmp_path: Path) -> None
     put(tmp_path, "a", 1), put(tmp_path, "b", 2), put(tmp_path, "c", 3)
     (tmp_path / "b/manifest.json").write_bytes(b"{}")
     assert xla_ckpt.list_tags(tmp_path) == ["a", "b", "c"]
-    assert [e.tag for e in entries(str(tmp_path)) if e.damage] == ["b"]
+    assert [e.tag for e in entries(LocalStore(str(tmp_path))) if e.damage] == ["b"]
     report = xla_ckpt.verify(tmp_path, "b")
     assert not report.ok
     assert report.problems[0].file == "manifest.json"
@@ -226,11 +227,11 @@ def test_the_newest_good_tag_is_used_and_the_damage_reported(
         else:
             os.truncate(payload, 8000)
     for target in (torch.full((5000,), 9.0), torch.full((5000, 2), 9.0)[:, 0]):  # live memory, and a copy
-        report = xla_ckpt.LoadReport()
-        assert xla_ckpt.load_checkpoint(tmp_path, model={"w": target}, report=report) == 0
+        loaded = xla_ckpt.load_checkpoint(tmp_path, model={"w": target})
+        assert loaded.user_content == 0
         assert (target == 0).all()
-        assert report.corrupt_tags == ["s2", "s1"]
-        assert report.tag == "s0"
+        assert loaded.report.corrupt_tags == ("s2", "s1")
+        assert loaded.report.tag == "s0"
     assert "tag s2 is damaged and passed over" in caplog.text
     target = torch.full((5000,), 9.0)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="tag s2") as caught:
@@ -285,13 +286,13 @@ def test_a_tag_that_lost_its_manifest_is_reported(tmp_path: Path, caplog: pytest
         xla_ckpt.save(tmp_path, f"s{i}", {"w": torch.full((3,), float(i))})
     (tmp_path / "s2" / "manifest.json").unlink()
     assert xla_ckpt.list_tags(tmp_path) == ["s1", "s2"]
-    assert xla_ckpt.restore(tmp_path)["w"][0] == 1
+    assert xla_ckpt.restore(tmp_path).tree["w"][0] == 1
     assert "tag s2 is damaged and passed over: the tag has no manifest" in caplog.text
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="the tag has no manifest"):
         xla_ckpt.restore(tmp_path, "s2")
     assert not xla_ckpt.verify(tmp_path, "s2").ok
     xla_ckpt.save(tmp_path, "s2", {"w": torch.full((3,), 3.0)})  # and can be replaced
-    assert xla_ckpt.restore(tmp_path)["w"][0] == 3
+    assert xla_ckpt.restore(tmp_path).tree["w"][0] == 3
 
 
 @pytest.mark.parametrize("layout", ["native", "pt", "xser"])

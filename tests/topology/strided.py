@@ -59,5 +59,5 @@ def load(root: str, tag: str, *, interleaved: bool) -> None:
             assert isinstance(found, DTensor)
             assert found.placements == (placement,)
             assert torch.equal(found.to_local(), want.to_local()), (found, want)
-    tree = xla_ckpt.restore(root, tag, {"model": {"weight": sharded(torch.zeros(ROWS, COLUMNS), placement)}})
+    tree = xla_ckpt.restore(root, tag, {"model": {"weight": sharded(torch.zeros(ROWS, COLUMNS), placement)}}).tree
     assert torch.equal(tree["model"]["weight"].to_local(), wanted.to_local())

@@ -46,7 +46,7 @@ def save(number, tag="good", timeout=LONG, **options):
 
 def stored(tag="good"):
     # The number of the state that is stored under a tag, if it is that in every bit. All ranks call it.
-    tree = xla_ckpt.restore(root, tag, timeout=LONG)
+    tree = xla_ckpt.restore(root, tag, timeout=LONG).tree
     number = int(tree["w0"][0]) // 1000
     whole = tree.keys() == state(0).keys() and all(torch.equal(tree[n], w) for n, w in state(number).items())
     return number if whole else "a mixture"
@@ -93,7 +93,7 @@ def holds(root: Path, tag: str, number: int) -> None:
     """Check that every bit of a tag is that of the state with this number."""
     report = xla_ckpt.verify(root, tag)
     assert report.ok, report.problems
-    tree = xla_ckpt.restore(root, tag)
+    tree = xla_ckpt.restore(root, tag).tree
     assert tree.keys() == state(number).keys()
     for name, whole in state(number).items():
         assert torch.equal(tree[name], whole), name
@@ -145,7 +145,7 @@ save(2)
 on(int(sys.argv[2]), die)
 attempt("save", lambda: save(3, timeout=TIMEOUT))
 if sys.argv[3:]:
-    attempt("load", lambda: xla_ckpt.restore(root, timeout=TIMEOUT) and "loaded")
+    attempt("load", lambda: xla_ckpt.restore(root, timeout=TIMEOUT).tree and "loaded")
 """
 
 FRESH = """
@@ -299,9 +299,9 @@ if rank == 0:
 dist.barrier()
 mine, report = split(7), xla_ckpt.LoadReport()
 is_now = lambda number: all(torch.equal(mine[n], v) for n, v in split(number).items())
-attempt("damaged", lambda: xla_ckpt.load_checkpoint(root, "newer", model=mine, **layout))
+attempt("damaged", lambda: xla_ckpt.load_checkpoint(root, "newer", model=mine, **layout).user_content)
 attempt("damaged, memory", lambda: is_now(7))
-attempt("newest", lambda: xla_ckpt.load_checkpoint(root, model=mine, report=report, **layout))
+attempt("newest", lambda: xla_ckpt.load_checkpoint(root, model=mine, report=report, **layout).user_content)
 attempt("newest, memory", lambda: is_now(0))
 attempt("newest, report", lambda: [report.tag, report.corrupt_tags])
 """

@@ -1,4 +1,4 @@
-"""Layouts of other makers: FSDP1's sharded state dict, DTensor's tensor parallelism, jax's NamedSharding."""
+"""StateShardings of other makers: FSDP1's sharded state dict, DTensor's tensor parallelism, jax's NamedSharding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ model = wrapped(plain)
 state = model.state_dict()
 say(type(state["0.weight"]).__name__)
 xla_ckpt.save_checkpoint(root, "fsdp1", state, timeout=60)
-stored = xla_ckpt.restore(root, "fsdp1")["model"]
+stored = xla_ckpt.restore(root, "fsdp1").tree["model"]
 assert all(torch.equal(stored[k], v) for k, v in want.items()), stored
 with torch.no_grad():
     for parameter in model.parameters():
@@ -61,7 +61,7 @@ model(torch.ones(2, 6)).sum().backward()
 optimizer.step()
 want = {k: v.full_tensor() for k, v in model.state_dict().items()}
 xla_ckpt.save_checkpoint(root, "tp", model, optimizer, timeout=60)
-stored = xla_ckpt.restore(root, "tp")
+stored = xla_ckpt.restore(root, "tp").tree
 assert all(torch.equal(stored["model"][k], v) for k, v in want.items())
 two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 other, _ = build(1, two["tp"])
@@ -74,7 +74,7 @@ for name, parameter in other.named_parameters():
     assert torch.equal(moment.full_tensor(), stored["optimizer"]["state"][name]["exp_avg"])
 # replicas that a DTensor's own mesh does not know of (it lies along tp only): each writes, one copy is kept
 xla_ckpt.save_checkpoint(root, "sub", other, fresh, timeout=60)
-assert all(torch.equal(v, want[k]) for k, v in xla_ckpt.restore(root, "sub")["model"].items())
+assert all(torch.equal(v, want[k]) for k, v in xla_ckpt.restore(root, "sub").tree["model"].items())
 with torch.no_grad():
     if rank >= 2:
         other[0].weight.to_local().add_(1)
@@ -87,7 +87,7 @@ for call in (
     except xla_ckpt.CheckpointError as error:
         say(type(error).__name__, error.leaf)
 like = distribute_tensor(torch.zeros(8, 6), four, [Replicate()])
-again = xla_ckpt.restore(root, "tp", {"model": {"0.weight": like}})
+again = xla_ckpt.restore(root, "tp", {"model": {"0.weight": like}}).tree
 assert torch.equal(again["model"]["0.weight"].to_local(), want["0.weight"])
 assert xla_ckpt.list_tags(root) == ["tp", "sub"]
 say("done")
@@ -117,16 +117,16 @@ def test_jax_named_shardings_both_ways(tmp_path: Path) -> None:
         other = {"w": NamedSharding(mesh, P(None, ("y", "x"))), "b": NamedSharding(mesh, P())}
         like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=other[k]) for k, v in whole.items()}
         report = xla_ckpt.LoadReport()
-        again = xla_ckpt.restore(root, "a", like, report=report)
+        again = xla_ckpt.restore(root, "a", like, report=report).tree
         for k, v in whole.items():
             assert again[k].sharding == other[k]
             assert (np.asarray(again[k]) == v).all()
         assert report.needed_bytes == sum(v.nbytes for v in whole.values())  # replicas are read once
-        same = xla_ckpt.restore(root, "a", tree)
+        same = xla_ckpt.restore(root, "a", tree).tree
         assert all(same[k].sharding == tree[k].sharding and (np.asarray(same[k]) == v).all() for k, v in whole.items())
         """,
         tmp_path, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
     )  # fmt: skip
-    tree = xla_ckpt.restore(tmp_path, "a")
+    tree = xla_ckpt.restore(tmp_path, "a").tree
     assert tree["w"].shape == (8, 16)
     assert tree["b"].tolist() == list(range(8))

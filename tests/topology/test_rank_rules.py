@@ -20,14 +20,14 @@ save, restore = xla_ckpt.save, xla_ckpt.restore
 
 # tensor-parallel column -> row, by rules alone, with the functional calls
 save(root, "column", {"up": {"w": column}, "n": torch.ones(3)}, mesh=M(tp=4), shardings=[(r"up\\.?/w$", ("tp", None))])
-row = restore(root, "column", {"up": {"w": torch.empty(8, 3)}}, mesh=M(dp=2, tp=2), shardings=[("w", (None, "tp"))])
+row = restore(root, "column", {"up": {"w": torch.empty(8, 3)}}, mesh=M(dp=2, tp=2), shardings=[("w", (None, "tp"))]).tree
 assert torch.equal(row["up"]["w"], full.chunk(2, 1)[rank % 2]), row
 spec = xla_ckpt.ArraySpec((8, 6), torch.float32, (("dp", "tp"), None))
-part = restore(root, "column", {"up": {"w": spec}}, mesh=M(dp=2, tp=2))["up"]["w"]
+part = restore(root, "column", {"up": {"w": spec}}, mesh=M(dp=2, tp=2)).tree["up"]["w"]
 assert torch.equal(part, full.chunk(4, 0)[rank])
-uneven = restore(root, "column", {"up": {"w": xla_ckpt.ArraySpec((8, 6), "float32", (None, "tp"))}}, mesh=M(tp=4))
+uneven = restore(root, "column", {"up": {"w": xla_ckpt.ArraySpec((8, 6), "float32", (None, "tp"))}}, mesh=M(tp=4)).tree
 assert torch.equal(uneven["up"]["w"], full.split(2, 1)[rank] if rank < 3 else torch.empty(8, 0))
-assert torch.equal(restore(root, "column")["up"]["w"], full)
+assert torch.equal(restore(root, "column").tree["up"]["w"], full)
 
 # experts: dim 0 over ep inside dp, tensor parallel along another dim
 mesh = M(dp=2, ep=2, tp=2)
@@ -38,7 +38,7 @@ model.w = torch.nn.Parameter(experts.chunk(2, 0)[at["ep"]].chunk(2, 2)[at["tp"]]
 model.w.expert_model_parallel = True
 model.w.tensor_model_parallel, model.w.partition_dim, model.w.partition_stride = True, 2, 1
 xla_ckpt.save_checkpoint(root, "experts", model, mesh=mesh)
-assert torch.equal(restore(root, "experts")["model"]["w"], experts)
+assert torch.equal(restore(root, "experts").tree["model"]["w"], experts)
 
 # Adafactor's row statistics follow the dim that they keep
 factored = torch.nn.Module()
@@ -48,7 +48,7 @@ optimizer = torch.optim.Adafactor(factored.parameters())
 state = {"step": torch.tensor(1.0), "row_var": full[:, :1].chunk(4, 0)[rank].clone(), "col_var": full[:1].clone()}
 optimizer.state[factored.w] = state
 xla_ckpt.save_checkpoint(root, "factored", factored, optimizer, mesh=M(tp=4))
-stored = restore(root, "factored")["optimizer"]["state"]["w"]
+stored = restore(root, "factored").tree["optimizer"]["state"]["w"]
 assert torch.equal(stored["row_var"], full[:, :1]) and torch.equal(stored["col_var"], full[:1])
 
 # the mesh of an initialised parallel state is found, and one that does not fit is refused
@@ -64,9 +64,9 @@ named = torch.nn.Module()
 named.w = torch.nn.Parameter(column.clone())
 named.w.tensor_model_parallel, named.w.partition_dim, named.w.partition_stride = True, 0, 1
 xla_ckpt.save_checkpoint(root, "found", named)
-assert torch.equal(restore(root, "found")["model"]["w"], full)
+assert torch.equal(restore(root, "found").tree["model"]["w"], full)
 state.get_tensor_model_parallel_rank = lambda: (rank + 1) % 4
-calls = (lambda: xla_ckpt.save_checkpoint(root, "x", named), lambda: xla_ckpt.load_checkpoint(root, "found", named))
+calls = (lambda: xla_ckpt.save_checkpoint(root, "x", named), lambda: xla_ckpt.load_checkpoint(root, "found", named).user_content)
 for call in calls:
     try:
         call()
@@ -136,7 +136,7 @@ except xla_ckpt.DivergentReplicasError as error:
 # a buffer that differs is one rank's, whole, and a member that differs is every rank's own
 xla_ckpt.save_checkpoint(root, "good", model=model(buffer=float(rank)), timeout=60,
                          extras={"data": xla_ckpt.PerRank(Loader(10 + rank)), "rng": xla_ckpt.RNGState()})
-kept = xla_ckpt.restore(root, "good")["model"]["mean"]
+kept = xla_ckpt.restore(root, "good").tree["model"]["mean"]
 assert (kept == 0).all(), kept
 loader = Loader(0)
 torch.manual_seed(rank)
@@ -153,7 +153,7 @@ except xla_ckpt.IncompatibleCheckpointError as error:
     say("unwrapped:", error.details)
 # what only rank 0 has
 xla_ckpt.save_checkpoint(root, "content", user_content={"rank": rank, "t": torch.full((5,), float(rank))} , timeout=60)
-content = xla_ckpt.load_checkpoint(root, "content")
+content = xla_ckpt.load_checkpoint(root, "content").user_content
 assert content["rank"] == 0 and (content["t"] == 0).all()
 say("done")
 """
@@ -281,10 +281,10 @@ whole = {k: v for k, v in like.items() if "down" in k}
 xla_ckpt.save(root, "whole", whole)
 columns = {k: torch.zeros(512, 512) for k in whole}
 four, each, share = xla_ckpt.Mesh(tp=4), xla_ckpt.LoadReport(), xla_ckpt.LoadReport()
-alone = xla_ckpt.restore(root, "whole", columns, mesh=four, shardings=rules, report=each)
+alone = xla_ckpt.restore(root, "whole", columns, mesh=four, shardings=rules, report=each).tree
 together = xla_ckpt.restore(
     root, "whole", columns, mesh=four, shardings=rules, report=share, replica_read="share"
-)
+).tree
 for k in whole:
     assert torch.equal(together[k], whole[k].chunk(4, 1)[rank]) and torch.equal(alone[k], together[k])
 say("columns", share.needed_bytes, share.read_bytes, each.read_bytes)

@@ -21,7 +21,7 @@ import sys, torch, xla_ckpt
 root, rank = sys.argv[1], int(sys.argv[2])
 calls = (
     lambda: xla_ckpt.save(root, "b", {"w": torch.full((2,), float(rank))}),
-    lambda: xla_ckpt.load_checkpoint(root, model={"w": torch.zeros(2)}),
+    lambda: xla_ckpt.load_checkpoint(root, model={"w": torch.zeros(2)}).user_content,
 )
 for call in calls:
     try:
@@ -51,7 +51,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
     "save": lambda root: xla_ckpt.save(root, "b", W),
     "async": lambda root: xla_ckpt.save(root, "b", W, async_save=True),
     "save_checkpoint": lambda root: xla_ckpt.save_checkpoint(root, "b", W),
-    "load_checkpoint": lambda root: xla_ckpt.load_checkpoint(root, model={}),
+    "load_checkpoint": lambda root: xla_ckpt.load_checkpoint(root, model={}).user_content,
     "restore": xla_ckpt.restore,
     "nxd": lambda root: nxd.save_checkpoint(root, "b", W),
     "parallel_state": lambda root: nxd.parallel_layers.parallel_state.initialize_model_parallel(),
@@ -72,14 +72,14 @@ def test_no_call_takes_a_rank_for_the_whole_job(call: str, tmp_path: Path, monke
 def test_a_process_that_is_alone_saves_and_loads(size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", size)
     xla_ckpt.save(tmp_path, "a", W)
-    assert xla_ckpt.restore(tmp_path)["w"].tolist() == [1, 1]
+    assert xla_ckpt.restore(tmp_path).tree["w"].tolist() == [1, 1]
 
 
 ALONE_BY_ITS_OWN_WORD = """
 import sys, torch, xla_ckpt
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 xla_ckpt.save(sys.argv[1], "a", {"w": torch.ones(2)})
-print(xla_ckpt.restore(sys.argv[1])["w"].tolist())
+print(xla_ckpt.restore(sys.argv[1]).tree["w"].tolist())
 """
 
 XLA_COUNTS_ITSELF = """
@@ -143,7 +143,7 @@ else:
     xm.set_replication(devices[0], devices)
 import xla_ckpt
 xla_ckpt.save(sys.argv[1], "a", {"w": torch.ones(2, device="xla")})
-assert xla_ckpt.restore(sys.argv[1])["w"].tolist() == [1, 1]
+assert xla_ckpt.restore(sys.argv[1]).tree["w"].tolist() == [1, 1]
 """
 
 

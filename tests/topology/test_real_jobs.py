@@ -41,7 +41,7 @@ for tag in tags:
         held = build(kind, blank=True)
         report = xla_ckpt.LoadReport()
         content = xla_ckpt.load_checkpoint(root, tag, held.model, held.optimizer, timeout=60, report=report,
-                                           replica_read=mode, **held.options)
+                                           replica_read=mode, **held.options).user_content
         bad = held.differences()
         if bad or float(held.model.seen) != 5.0:
             sys.exit(f"rank {rank}: tag {tag} ({content}) as {kind}: {bad}, buffer {held.model.seen}")
@@ -104,7 +104,7 @@ def test_what_is_stored_is_stored_once(root: Path) -> None:
         assert report.ok, kind
         steps, rng_and_buffer = 4 * len(WHOLE), 4
         arrays = sum(4 * whole(name).numel() * 3 for name in WHOLE) + steps + rng_and_buffer
-        tree = xla_ckpt.restore(root, str(n))
+        tree = xla_ckpt.restore(root, str(n)).tree
         assert sorted(tree["extras"]["rng"]["ranks"]) == ["0", "1", "2", "3"]
         rng = sum(t["torch"].numel() for t in tree["extras"]["rng"]["ranks"].values())
         rng += sum(t["numpy"][1].nbytes for t in tree["extras"]["rng"]["ranks"].values())
@@ -145,7 +145,7 @@ def test_spmd_devices_resume_what_four_ranks_saved_and_a_plain_process_what_they
                 assert mine == torch_xla._XLAC._get_xla_sharding_spec(p), (mine, p.shape)
         handle = xla_ckpt.save_checkpoint(sys.argv[3], "spmd", held.model, held.optimizer, async_save=True)
         print(handle.result().files)
-        tree = xla_ckpt.restore(sys.argv[3], "spmd", {"model": dict(held.model.named_parameters())})
+        tree = xla_ckpt.restore(sys.argv[3], "spmd", {"model": dict(held.model.named_parameters())}).tree
         for name, p in held.model.named_parameters():
             again = tree["model"][name]
             assert torch.equal(again.cpu(), p.cpu())
@@ -153,7 +153,7 @@ def test_spmd_devices_resume_what_four_ranks_saved_and_a_plain_process_what_they
         """,
         root, tags_of(FLOAT[:3]), tmp_path, env={"CPU_NUM_DEVICES": "8"},
     )  # fmt: skip
-    tree = xla_ckpt.restore(tmp_path, "spmd")
+    tree = xla_ckpt.restore(tmp_path, "spmd").tree
     for name in WHOLE:
         assert tree["model"][name].equal(whole(name))
         assert tree["optimizer"]["state"][name]["exp_avg_sq"].equal(known(name, "exp_avg_sq"))

@@ -35,7 +35,7 @@ say("wrote", handle.result().nbytes)
 
 fresh = part(1, tied=torch.zeros(300, 64))
 again = torch.optim.AdamW([{"params": [fresh["embed"].weight]}, {"params": list(fresh[f"layer{stage}"].parameters())}])
-assert xla_ckpt.load_checkpoint(root, "a", fresh, again, mesh=mesh) == {"at": 3}
+assert xla_ckpt.load_checkpoint(root, "a", fresh, again, mesh=mesh).user_content == {"at": 3}
 for (name, mine), theirs in zip(fresh.named_parameters(), model.parameters()):
     assert torch.equal(mine, theirs), name
     assert torch.equal(again.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
@@ -74,7 +74,7 @@ def test_stages_share_one_state(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     said = job(STAGES, 4, tmp_path, root)
     assert said.count("done") == 4
-    tree = xla_ckpt.restore(root, "a")
+    tree = xla_ckpt.restore(root, "a").tree
     assert sorted(tree["model"]) == ["embed.weight", "layer0.bias", "layer0.weight", "layer1.bias", "layer1.weight"]
     assert [g["params"] for g in tree["optimizer"]["param_groups"]] == [
         ["embed.weight"], ["layer0.weight", "layer0.bias", "layer1.weight", "layer1.bias"],

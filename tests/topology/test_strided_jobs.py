@@ -38,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("tag", ["a", "b", "c"])
 def test_one_process_restores_the_whole_weight(root: Path, tag: str) -> None:
-    tree = xla_ckpt.restore(root, tag)
+    tree = xla_ckpt.restore(root, tag).tree
     assert torch.equal(tree["model"]["weight"], fused())
     assert torch.equal(tree["optimizer"]["state"]["weight"]["momentum_buffer"], fused() * 2)
     assert xla_ckpt.verify(root, tag).ok

@@ -91,7 +91,7 @@ def attempt(name, action):
 
 TWO = """
 def stored(root):
-    tree = xla_ckpt.restore(root, "a")
+    tree = xla_ckpt.restore(root, "a").tree
     return all(torch.equal(tree[name], value) for name, value in state(1).items())
 
 attempt("save", lambda: xla_ckpt.save(shared, "a", state(1)).tag)
@@ -163,7 +163,7 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert report.ok, report.problems
     written = sorted(p.name for p in (shared / "a/tree").iterdir())
     assert written == [f"{rank:05d}-of-00004.safetensors" for rank in range(1, 5)]
-    tree = xla_ckpt.restore(shared)
+    tree = xla_ckpt.restore(shared).tree
     for i in range(8):
         assert torch.equal(tree[f"w{i}"], torch.arange(20_000, dtype=torch.float64) + 1000 + i)
 
@@ -223,4 +223,4 @@ def test_the_network_between_them_fails(hosts: Hosts, tmp_path: Path) -> None:
     assert [e["rank"] for e in errors] == [2, 2, 0, 0]
     assert max(e["seconds"] for e in errors) < TIMEOUT + 4 + SLACK, errors
     assert xla_ckpt.list_tags(shared) == ["a"]
-    assert torch.equal(xla_ckpt.restore(shared)["w0"], torch.arange(20_000, dtype=torch.float64) + 1000)
+    assert torch.equal(xla_ckpt.restore(shared).tree["w0"], torch.arange(20_000, dtype=torch.float64) + 1000)

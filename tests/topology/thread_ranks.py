@@ -29,7 +29,7 @@ def train(index: int, folder: str, init_method: str | None) -> None:
         except xla_ckpt.UsageError as error:
             print(error, file=said)
         try:
-            print("loaded", xla_ckpt.restore(root, timeout=TIMEOUT), file=said)
+            print("loaded", xla_ckpt.restore(root, timeout=TIMEOUT).tree, file=said)
         except xla_ckpt.CheckpointError as error:
             print(error, file=said)
         print(xla_ckpt.has_checkpoint(root), xla_ckpt.list_tags(root), file=said)

@@ -2,48 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.api.export import MAX_SHARD_BYTES, export
-from xla_ckpt.api.paths import PathLike, directory_at
-from xla_ckpt.api.progress import Progress
+from xla_ckpt.api.export import write_directory
+from xla_ckpt.api.opened import OpenState, opened
 from xla_ckpt.api.tags import chosen_tag
+from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.save import new_head
 from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
-from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
+from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, StorageError, UsageError
-from xla_ckpt.job.current import as_mesh
-from xla_ckpt.layouts.nxd.plan import PARTS, RankPlan
-from xla_ckpt.layouts.nxd.target import Target, deals_rows
-from xla_ckpt.layouts.registry import FORMATS, OTHER_NAMES
-from xla_ckpt.layouts.tags_of_all import opened, tag_names
-from xla_ckpt.layouts.writing import marked
+from xla_ckpt.layouts.base import Rewriting, Topology
+from xla_ckpt.layouts.registry import named, tag_names
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
-from xla_ckpt.plan.leaf import Leaf, leaf_of
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.merge import Record, merge
-from xla_ckpt.plan.place import parameter_of, place, rule_for, sharding_of
-from xla_ckpt.plan.save_plan import FilePlan, SavePlan, plan_save
-from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.rules import Parsed, Rules, idle, parse_rules
-from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.state import pickles
-from xla_ckpt.storage.local import LocalDirectory, write_small
-from xla_ckpt.tags.lazy import save_tag
-from xla_ckpt.tags.names import NXD_MARKS, check_tag
-from xla_ckpt.tree.skeleton import array_paths, objects_in
+from xla_ckpt.plan.place import parameter_of
+from xla_ckpt.sharding.mesh import Mesh, as_mesh
+from xla_ckpt.sharding.rules import Rules, idle, parse_rules
+from xla_ckpt.storage.base import Store, write_small
+from xla_ckpt.storage.door import PathLike, full_path, same_directory, store_at
+from xla_ckpt.tags import commit as tags
+from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.tags.names import check_tag
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.skeleton import array_paths
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertReport:
     """What a conversion wrote."""
 
@@ -116,48 +111,73 @@ def convert(
         ``convert("nxd_run", "run", to="native", model=model, optimizer=optimizer)``
     """
     began = time.monotonic()
-    root, target = directory_at(source), directory_at(destination)
-    if to not in FORMATS:
-        raise UsageError("there is no such layout", expected=f"one of {', '.join(FORMATS)}", found=repr(to))
-    to = OTHER_NAMES.get(to, to)
+    store, layout = store_at(source), named(to)
     if max_memory < 1:
         raise UsageError("max_memory is a number of bytes", found=max_memory)
-    over = as_mesh(mesh) or Mesh()
-    rules = parse_rules(shardings)
-    tag = chosen_tag(root, tag)
-    with opened(root, tag, rules, model, optimizer, part="model" if to == "safetensors" else "") as reader:
-        if to == "safetensors":
-            made = export(reader, target, "model", MAX_SHARD_BYTES, max_memory, num_workers, progress)
-            return ConvertReport(target, tag, to, str(over), len(made.files), made.nbytes, time.monotonic() - began)
-        called = tag if as_tag is None else as_tag
-        check_tag(called, target)
-        if os.path.realpath(os.path.join(root, tag)) == os.path.realpath(os.path.join(target, called)):
-            raise UsageError(
-                "the new tag would replace the old one", path=target, tag=called, hint="Pass as_tag= (--as)."
-            )
-        if called in tag_names(target):
-            raise UsageError(
-                "there is a tag of this name already", path=target, tag=called,
-                hint="Pass as_tag= (--as), or remove it first.",
-            )  # fmt: skip
-        try:
-            work = _Conversion(reader, called, to, over, rules, trust_pickle)
-            plans = work.plans(pipeline_cuts, zero1)
-            total = sum(f.data_bytes for files in plans for f in files)
-            with Progress(f"convert {tag}", total, progress) as bar:
+    topology = Topology(
+        mesh=as_mesh(mesh) or Mesh(), rules=parse_rules(shardings), pipeline_cuts=pipeline_cuts, zero1=zero1
+    )
+    tag = chosen_tag(store, tag)
+    called = tag if as_tag is None else as_tag
+    with opened(store, tag, topology.rules, model, optimizer, part="" if layout.tagged else "model") as reader:
+        stored = OpenState(reader, trust=trust_pickle)
+        if layout.tagged:
+            target = store_at(destination)
+            _check_free(target, called, store, tag)
+        with _about(store.path, tag, target=full_path(destination), called=called):
+            if layout.tagged:
+                _check_arrays(reader, topology)
+            else:
+                _check_part(reader, "model")
+            made = layout.rewriting(stored, topology)
+            with Progress(f"convert {tag}", made.nbytes, progress) as bar:
+                if layout.tagged:
+                    _write_tag(stored, target, called, made, topology.mesh, max_memory, num_workers, bar)
+                else:
+                    write_directory(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
+    return ConvertReport(
+        path=full_path(destination),
+        tag=called,
+        layout=layout.name,
+        mesh=str(topology.mesh),
+        files=sum(map(len, made.files)),
+        nbytes=made.nbytes,
+        seconds=time.monotonic() - began,
+    )
 
-                def write(directory: LocalDirectory, sequence: int) -> None:
-                    work.write(plans, directory, sequence, max_memory, num_workers, bar)
 
-                save_tag(target, called, write, pinned=False, num_kept=None)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise StorageError.of(error, "converting", path=target, tag=called) from error
-        except CheckpointError as error:
-            error.at(path=root, tag=tag)
-            raise
-    return ConvertReport(target, called, to, str(over), sum(map(len, plans)), total, time.monotonic() - began)
+def _check_free(target: Store, called: str, source: Store, tag: str) -> None:
+    """Refuse to replace a tag: the one that is read, or another."""
+    check_tag(called, target.path)
+    if same_directory(source, tag, target, called):
+        raise UsageError(
+            "the new tag would replace the old one", path=target.path, tag=called, hint="Pass as_tag= (--as)."
+        )
+    if called in tag_names(target):
+        raise UsageError(
+            "there is a tag of this name already",
+            path=target.path,
+            tag=called,
+            hint="Pass as_tag= (--as), or remove it first.",
+        )
+
+
+def _check_part(reader: TagReader, part: str) -> None:
+    for leaf in array_paths(reader.manifest.skeleton, ""):
+        if paths.is_under(leaf, part):
+            reader.manifest.array(leaf)  # raises where nobody says how it is split
+
+
+def _check_arrays(reader: TagReader, to: Topology) -> None:
+    """Everything that the new tag will hold is stored, and it is known how it was split."""
+    leaves = array_paths(reader.manifest.skeleton, "")
+    if reader.foreign_objects is not None:
+        _check_names(reader.manifest, leaves)
+    for path in leaves:
+        if reader.manifest.array(path) is None:
+            raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
+    for message in idle(to.rules, leaves):
+        logger.warning("%s", message)
 
 
 def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
@@ -168,114 +188,58 @@ def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
     if leaf is not None:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters: it cannot be told how its states were split over the ranks",
-            leaf=leaf, hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
-        )  # fmt: skip
-
-
-class _Conversion:
-    """From one open tag to the files of another."""
-
-    def __init__(self, reader: TagReader, tag: str, to: str, mesh: Mesh, rules: Parsed, trust: bool) -> None:
-        self.reader = reader
-        self.manifest = reader.manifest
-        self.tag, self.to, self.mesh, self.rules, self.trust = tag, to, mesh, rules, trust
-        held = self.manifest.skeleton if isinstance(self.manifest.skeleton, dict) else {}
-        self.target: Target | None = None
-        self.theirs = {part: held[part] for part in PARTS if part in held} if to != "native" else {}
-        """Members of the state that go into neuronx-distributed's files."""
-        leaves = array_paths(self.manifest.skeleton, "")
-        if reader.foreign_object is not None:
-            _check_names(self.manifest, leaves)
-        for path in leaves:
-            if self.manifest.array(path) is None:
-                raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
-        for message in idle(rules, leaves):
-            logger.warning("%s", message)
-        self.native = {
-            path: self._split(path) for path in self.manifest.arrays if path.split("/")[0] not in self.theirs
-        }
-        """How arrays are split that go into files of the native layout."""
-
-    def _split(self, path: str) -> Sharding:
-        try:
-            return sharding_of(path, self.manifest, self.rules)
-        except ValueError as error:
-            raise self._unfit(path, error) from error
-
-    def _unfit(self, path: str, error: ValueError) -> IncompatibleCheckpointError:
-        shape = self.manifest.arrays[path].shape
-        return IncompatibleCheckpointError(
-            f"it cannot be split over {self.mesh}: {error}", leaf=path, found=list(shape)
+            leaf=leaf,
+            hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
         )
 
-    def plans(self, cuts: Sequence[str], zero1: bool | None) -> list[tuple[FilePlan, ...]]:
-        """The files of each rank."""
-        ranks = range(self.mesh.size)
-        native = [plan_save(self._leaves(rank), rank, self.mesh.size).files for rank in ranks]
-        if self.to == "native":
-            return native
-        if not self.theirs:
-            raise UsageError(f"the tag holds nothing that {self.to} has a place for", expected=", ".join(PARTS))
-        trees = {part: self._tree(skeleton, part) for part, skeleton in self.theirs.items()}
-        dealt = deals_rows(self.manifest) if zero1 is None else zero1
-        target = self.target = Target(self.manifest, trees, self.mesh, self.rules, cuts, dealt)
-        for message in target.doubts():
-            logger.warning("%s", message)
-        xser = self.to == "xser"
-        whole = [SavePlan(RankPlan(self.mesh, r, xser).files(target.state(r))) for r in ranks]
-        return [(*native[r], *whole[r].minus(target.of_earlier_stages(r)).files) for r in ranks]
 
-    def _leaves(self, rank: int) -> list[Leaf]:
-        """What a rank writes in the native layout, which knows no stages: the ranks of the first one write all."""
-        leaves = []
-        for path, sharding in self.native.items() if self.mesh.coordinates(rank)["pp"] == 0 else ():
-            record = self.manifest.arrays[path]
-            try:
-                local = place(path, sharding, record.shape, self.mesh, rank)
-            except ValueError as error:
-                raise self._unfit(path, error) from error
-            leaves.append(leaf_of(path, record.dtype, local))
-        return leaves
-
-    def _spec(self, leaf: str, record: ArrayRecord) -> tuple[object, ...] | None:
-        """How an array of the new tag is split."""
-        if self.target is not None and leaf not in self.native:
-            return self.target.spec(leaf)
-        return record.spec if rule_for(leaf, self.rules) is None else self.native[leaf].spec
-
-    def _tree(self, skeleton: Any, part: str) -> Any:
-        def unpickled(index: int, leaf: str) -> Any:
-            if self.reader.foreign_object is not None:
-                return self.reader.foreign_object(index, leaf, self.trust)
-            return pickles.load(self.reader.pickled(index), leaf, trust=self.trust)
-
-        return marked(skeleton, part, unpickled, trust=self.trust)
-
-    def objects(self) -> list[bytes]:
-        """The pickled objects, in the order of their numbers."""
-        if self.reader.foreign_object is None:
-            return [self.reader.pickled(i) for i in range(len(self.manifest.objects))]
-        foreign, found = self.reader.foreign_object, objects_in(self.manifest.skeleton)
-        return [pickles.dump(foreign(i, found[i], self.trust), found[i]) for i in sorted(found)]
-
-    def write(
-        self, plans: Sequence[tuple[FilePlan, ...]], directory: LocalDirectory, sequence: int, max_memory: int,
-        workers: int, progress: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        """Fill a directory: all files, then the manifest, then the marks."""
-        objects = self.objects()
-        files = [file for of_rank in plans for file in of_rank]
-        written = stream_files(self.reader, directory, files, max_memory=max_memory, workers=workers, progress=progress)
-        records = [*written.files, *write_objects(directory, objects, 0, self.mesh.size)]
-        numbers = range(len(written.files), len(records))
-        arrays = {leaf: (r.dtype.name, r.shape, self._spec(leaf, r)) for leaf, r in self.manifest.arrays.items()}
+def _write_tag(
+    stored: OpenState,
+    target: Store,
+    tag: str,
+    made: Rewriting,
+    mesh: Mesh,
+    max_memory: int,
+    workers: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Write a new tag: all files, then the manifest, then the marks, then the commit."""
+    objects = stored.objects()  # one that is not trusted is found out before anything is written
+    files = [file for of_rank in made.files for file in of_rank]
+    old = stored.manifest
+    draft = tags.begin(target, tag)
+    try:
+        written = stream_files(
+            stored.reader, draft.directory, files, max_memory=max_memory, workers=workers, progress=progress
+        )
+        records = [*written.files, *write_objects(draft.directory, objects, 0, mesh.size)]
         record = Record(
-            0, tuple(records), written.shards, arrays, self.manifest.aliases, self.manifest.skeleton, tuple(numbers)
+            rank=0,
+            files=tuple(records),
+            shards=written.shards,
+            arrays={leaf: (r.dtype.name, r.shape, made.specs.get(leaf)) for leaf, r in old.arrays.items()},
+            aliases=old.aliases,
+            skeleton=old.skeleton,
+            objects=tuple(range(len(written.files), len(records))),
         )
-        head = new_head(self.tag, sequence, pinned=False)
-        manifest = merge([record], self.mesh).manifest(head, self.mesh, self.mesh.size)
-        write_small(directory, MANIFEST, manifest_json.dump(manifest))
-        directory.sync()
-        for name, data in NXD_MARKS.items() if self.to != "native" else ():
-            write_small(directory, name, data)
-        directory.sync()
+        manifest = merge([record], mesh).manifest(new_head(tag, draft.sequence, pinned=False), mesh, mesh.size)
+        write_small(draft.directory, MANIFEST, manifest_json.dump(manifest))
+        draft.directory.sync()
+        for name, data in made.marks.items():
+            write_small(draft.directory, name, data)
+        draft.directory.sync()
+        tags.commit(draft, pinned=False, num_kept=None)
+    finally:
+        tags.abandon(draft)
+
+
+@contextlib.contextmanager
+def _about(path: str, tag: str, *, target: str, called: str) -> Iterator[None]:
+    """Errors name the tag that is read; those of the storage the one that is written."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.at(path=path, tag=tag)
+        raise
+    except OSError as error:
+        raise StorageError.of(error, "converting", path=target, tag=called) from error

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.api.paths import PathLike, directory_at
+from xla_ckpt.api.opened import opened
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.job.current import as_mesh
-from xla_ckpt.layouts.tags_of_all import opened
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.explain import Explanation, explain_manifest
-from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
+from xla_ckpt.storage.door import PathLike, store_at
 
 
 def explain(
@@ -36,7 +35,7 @@ def explain(
         tag: Which checkpoint; None takes the newest.
         like_mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``.
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
-        model: For tags that neuronx-distributed wrote: what they do not say, as for `convert`.
+        model: For tags that another library wrote: what their files do not say, as for `convert`.
         optimizer: Likewise.
 
     Returns:
@@ -50,12 +49,12 @@ def explain(
     Example:
         ``print(xla_ckpt.explain("ckpt", like_mesh="dp=2,tp=4").problems)``
     """
-    root = directory_at(path)
+    store = store_at(path)
     mesh = as_mesh(like_mesh) or Mesh()
     rules = parse_rules(shardings)
-    tag = chosen_tag(root, tag)
-    with opened(root, tag, rules, model, optimizer) as reader:
-        found = explain_manifest(reader.manifest, root, tag, mesh, rules)
+    tag = chosen_tag(store, tag)
+    with opened(store, tag, rules, model, optimizer) as reader:
+        found = explain_manifest(reader.manifest, store.path, tag, mesh, rules)
         unknown = [str(array.error(leaf)) for leaf, array in reader.manifest.unknown.items()]
         more = [*unknown, *_broken_files(reader)]
         notes = [*found.notes, *_own_members(reader.manifest, mesh)]

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.api.paths import PathLike, directory_at
-from xla_ckpt.api.progress import Progress
+from xla_ckpt.api.opened import OpenState, opened
 from xla_ckpt.api.tags import chosen_tag
+from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, StorageError, UsageError
-from xla_ckpt.layouts.tags_of_all import opened
-from xla_ckpt.plan.export_plan import INDEX, index, plan_export
+from xla_ckpt.layouts.base import Rewriting
+from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.sharding.rules import Rules, parse_rules
-from xla_ckpt.storage.local import LocalDirectory, sync_directory, write_small
+from xla_ckpt.storage.base import write_small
+from xla_ckpt.storage.door import PathLike, above, full_path, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.skeleton import array_paths
 
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of an export, unless a single array is larger: Hugging Face's own default."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExportReport:
     """What an export wrote."""
 
@@ -36,6 +35,8 @@ class ExportReport:
     nbytes: int
     """Bytes of the arrays."""
 
+    seconds: float = 0.0
+
 
 def export_hf(
     path: PathLike,
@@ -43,7 +44,7 @@ def export_hf(
     tag: str | None = None,
     *,
     part: str = "model",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = MAX_FILE_BYTES,
     model: Any = None,
     shardings: Rules | None = None,
     max_memory: int = MAX_MEMORY,
@@ -61,7 +62,7 @@ def export_hf(
         tag: Which checkpoint; None takes the newest.
         part: Leaf path of what is exported; names are relative to it.
         max_shard_bytes: A further file is begun when one would grow beyond this.
-        model: For tags that neuronx-distributed wrote: what they do not say, as for `convert`.
+        model: For tags that another library wrote: what their files do not say, as for `convert`.
         shardings: Likewise: rules as in `save_checkpoint`.
         max_memory: Bytes of array data in memory at a time.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
@@ -70,52 +71,82 @@ def export_hf(
     Raises:
         NoCheckpointError: There is no such tag.
         CorruptCheckpointError: It is damaged. Nothing was written.
-        IncompatibleCheckpointError: Nobody says how a tag of neuronx-distributed's is split.
+        IncompatibleCheckpointError: Nobody says how an array of another library's tag is split.
         UsageError: The destination exists, or there is nothing to export.
         UnsupportedStateError: An array has an element type that safetensors has no name for.
         StorageError: The destination cannot be written.
     """
-    root, target = directory_at(path), directory_at(destination)
-    tag = chosen_tag(root, tag)
-    with opened(root, tag, parse_rules(shardings), model, part=part) as reader:
-        return export(reader, target, part, max_shard_bytes, max_memory, num_workers, progress)
-
-
-def export(
-    reader: TagReader, target: str, part: str, max_shard_bytes: int, max_memory: int, workers: int, progress: Any = None
-) -> ExportReport:
-    """As `export_hf`, of an open tag."""
-    if os.path.lexists(target) and (not os.path.isdir(target) or os.listdir(target)):
-        raise UsageError("the destination of an export must not exist, or be empty", path=target)
-    partial = target + ".partial"
-    try:
+    began = time.monotonic()
+    store = store_at(path)
+    tag = chosen_tag(store, tag)
+    with opened(store, tag, parse_rules(shardings), model, part=part) as reader, _named(reader):
         for leaf in array_paths(reader.manifest.skeleton, ""):
             if paths.is_under(leaf, part):
                 reader.manifest.array(leaf)  # raises where nobody says how it is split
-        files = plan_export(reader.manifest, part, max_shard_bytes)
-        total = sum(f.data_bytes for f in files)
-        shutil.rmtree(partial, ignore_errors=True)
-        os.makedirs(partial)
-        directory = LocalDirectory(partial)
+        made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes)
+        with Progress(f"export {tag}", made.nbytes, progress) as bar:
+            write_directory(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
+    files = [file for rank in made.files for file in rank]
+    return ExportReport(
+        path=full_path(destination),
+        tag=tag,
+        files=tuple(f.path for f in files),
+        arrays=sum(len(f.entries) for f in files),
+        nbytes=made.nbytes,
+        seconds=time.monotonic() - began,
+    )
+
+
+def write_directory(
+    reader: TagReader,
+    destination: PathLike,
+    made: Rewriting,
+    *,
+    max_memory: int,
+    workers: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Write files that make no tag. The directory appears complete or not at all.
+
+    Raises:
+        UsageError: It exists, and is not empty.
+        CorruptCheckpointError: The tag is damaged. Nothing was written.
+        StorageError: The destination cannot be written.
+    """
+    store, name = above(destination)
+    target, partial = full_path(destination), f"{name}.partial"
+    if store.has(name) and (not store.is_directory(name) or store.names(name)):
+        raise UsageError("the destination of an export must not exist, or be empty", path=target)
+    files = [file for rank in made.files for file in rank]
+    try:
+        store.prepare()
+        if store.has(partial):
+            store.remove(partial)  # of an export that was killed
+        directory = store.make(partial)
         try:
-            with Progress(f"export {reader.tag}", total, progress) as bar:
-                stream_files(reader, directory, files, max_memory=max_memory, workers=workers, progress=bar)
-            if len(files) > 1:
-                write_small(directory, INDEX, index(files))
+            stream_files(reader, directory, files, max_memory=max_memory, workers=workers, progress=progress)
+            for path, data in made.marks.items():
+                write_small(directory, path, data)
             directory.sync()
+            if store.has(name):
+                store.remove(name)  # it is empty
+            store.rename(partial, name)
+            store.sync()
         finally:
             directory.close()
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.rename(partial, target)
-        sync_directory(os.path.dirname(target))
+            if store.has(partial):
+                store.remove(partial)
+    except CheckpointError:
+        raise
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise
         raise StorageError.of(error, "exporting", path=target, tag=reader.tag) from error
+
+
+@contextlib.contextmanager
+def _named(reader: TagReader) -> Iterator[None]:
+    """Errors name the tag that is exported."""
+    try:
+        yield
     except CheckpointError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         error.at(path=reader.root, tag=reader.tag)
         raise
-    names = tuple(f.path for f in files)
-    return ExportReport(target, reader.tag, names, sum(len(f.entries) for f in files), total)

@@ -2,24 +2,59 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
-from xla_ckpt.api.load_run import LoadReport, LoadRun, check_mode
-from xla_ckpt.api.paths import PathLike, directory_at
-from xla_ckpt.arrays.base import Target
-from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
+from xla_ckpt.engine.background import SAVES, install_exit_hook
+from xla_ckpt.engine.phases import Phases, as_line
+from xla_ckpt.engine.report import LoadReport
+from xla_ckpt.engine.restore import Sharing, fill
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
+from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
-from xla_ckpt.layouts import tags_of_all as foreign
+from xla_ckpt.job.shared_reads import SharedReads
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed
+from xla_ckpt.layouts.registry import find, no_tag, open_tag, passed_over, tags
+from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.rules import Rules, parse_rules
-from xla_ckpt.state import module, per_rank, stateful
-from xla_ckpt.state import optimizer as optimizers
-from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
-from xla_ckpt.state.values import CODEC
+from xla_ckpt.sharding.rules import Parsed, Rules, parse_rules
+from xla_ckpt.state.loading import Problem, Stored, incompatible
+from xla_ckpt.state.members import Like, Loadings, Objects
+from xla_ckpt.state.shardings import StateShardings
+from xla_ckpt.state.values import resolver
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.skeleton import Make, Weave
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What `load_checkpoint` returns; the objects that it was given have their state by then."""
+
+    user_content: Any
+    """The `user_content` of the save; None if there was none."""
+
+    report: LoadReport
+    """Which tag it was, what was left out, and where the time went."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `restore` returns."""
+
+    tree: Any
+    """The restored tree."""
+
+    report: LoadReport
+    """Which tag it was, and where the time went."""
 
 
 def load_checkpoint(
@@ -36,10 +71,9 @@ def load_checkpoint(
     shardings: Rules | None = None,
     trust_pickle: bool = False,
     progress: bool | None = None,
-    report: LoadReport | None = None,
-    replica_read: str = "each",
+    replica_read: Literal["each", "share"] = "each",
     timeout: float = TIMEOUT,
-) -> Any:
+) -> Loaded:
     """Load a tag into the given objects, each of them optional.
 
     Everything is checked before anything is changed: names, shapes and dtypes first, then the digests of all bytes
@@ -59,13 +93,12 @@ def load_checkpoint(
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code. Plain values never need it.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
-        report: Filled with what was done.
         replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
             columns of the same rows, read a part each and send it to the others, so that the storage is read once.
         timeout: Seconds that a rank waits for another one.
 
     Returns:
-        The `user_content` of the save; None if there was none.
+        The `user_content` of the save, None if there was none, and a report: which tag was loaded, and what that took.
 
     Raises:
         NoCheckpointError: There is no such tag, or none at all.
@@ -73,43 +106,21 @@ def load_checkpoint(
         CorruptCheckpointError: The tag is damaged. Nothing was changed.
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False. Nothing was changed.
     """
-    report = LoadReport() if report is None else report
-    root = directory_at(path)
-    rules, share = parse_rules(shardings), check_mode(replica_read)
-    job = current_job(root, mesh, doing="load", timeout=timeout)
-
-    def prepare(stored: Stored) -> tuple[list[Loading], Make]:
-        parts: list[Loading] = []
-        members: list[tuple[str, Any, Callable[[Stored, Any], Loading]]] = []
-        if model is not None:
-            members.append(("model", model, module.load))
-        if optimizer is not None:
-            names = module.parameter_names(model)
-            members.append(("optimizer", optimizer, lambda s, o: optimizers.load(s, o, names, model)))
-        if scheduler is not None:
-            members.append(("scheduler", scheduler, stateful.load))
-        where = job.placement
-        members += [
-            (f"extras/{paths.escape(name)}", member, lambda s, m: per_rank.load(s, m, where.rank, where.world))
-            for name, member in (extras or {}).items()
-        ]
-        for path_of, member, load in members:
-            part = stored.at(path_of)
-            parts.append(absent(stored, path_of) if part is None else load(part, member))
-        content = stored.at("user_content")
-        if content is None:
-            return parts, lambda arrays: None
-        fresh = Loading()
-        plan_arrays(content, fresh, {})
-        content.build()  # an object that may not be loaded is found out before anything is changed
-        parts.append(fresh)
-        return parts, lambda arrays: content.build(lambda leaf, _: arrays[leaf])
-
-    return LoadRun(
-        root, job, prepare, rules, strict=strict, workers=max(1, num_workers), trust=trust_pickle,
-        progress=job.shows(progress), report=report, share=share,
-        wanted=functools.partial(foreign.wanted_by, model, optimizer),
-    ).load(tag)  # fmt: skip
+    content = Objects(model=model, optimizer=optimizer, scheduler=scheduler, extras=extras or {})
+    value, report = _load(
+        path,
+        tag,
+        content,
+        mesh=mesh,
+        shardings=shardings,
+        strict=strict,
+        num_workers=num_workers,
+        trust=trust_pickle,
+        progress=progress,
+        replica_read=replica_read,
+        timeout=timeout,
+    )
+    return Loaded(user_content=value, report=report)
 
 
 def restore(
@@ -122,10 +133,9 @@ def restore(
     shardings: Rules | None = None,
     trust_pickle: bool = False,
     progress: bool | None = None,
-    report: LoadReport | None = None,
-    replica_read: str = "each",
+    replica_read: Literal["each", "share"] = "each",
     timeout: float = TIMEOUT,
-) -> Any:
+) -> Restored:
     """Restore a tag, or a part of it, as a new tree. Nothing that exists is changed.
 
     Args:
@@ -140,13 +150,12 @@ def restore(
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
-        report: Filled with what was done.
         replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
             columns of the same rows, read a part each and send it to the others, so that the storage is read once.
         timeout: Seconds that a rank waits for another one.
 
     Returns:
-        The restored tree.
+        The restored tree, and a report: which tag was restored, and what that took.
 
     Raises:
         NoCheckpointError: There is no such tag, or none at all.
@@ -154,35 +163,244 @@ def restore(
         CorruptCheckpointError: The tag is damaged.
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
     """
-    report = LoadReport() if report is None else report
-    root = directory_at(path)
-    rules, share = parse_rules(shardings), check_mode(replica_read)
-    job = current_job(root, mesh, doing="load", timeout=timeout)
+    value, report = _load(
+        path,
+        tag,
+        Like(like),
+        mesh=mesh,
+        shardings=shardings,
+        strict=True,
+        num_workers=num_workers,
+        trust=trust_pickle,
+        progress=progress,
+        replica_read=replica_read,
+        timeout=timeout,
+    )
+    return Restored(tree=value, report=report)
 
-    def prepare(stored: Stored) -> tuple[list[Loading], Make]:
-        loading = Loading()
-        if like is None:
-            plan_arrays(stored, loading, {})
-            stored.build()
-            return [loading], lambda arrays: stored.build(lambda leaf, _: arrays[leaf])
 
-        def whole(skeleton: Any, leaf: str) -> Make:
-            part = stored.part(skeleton, leaf)
-            plan_arrays(part, loading, {})
-            part.build()
-            return lambda arrays: part.build(lambda path, _: arrays[path])
+def _load(
+    path: PathLike,
+    tag: str | None,
+    content: Objects | Like,
+    *,
+    mesh: Mesh | str | None,
+    shardings: Rules | None,
+    strict: bool,
+    num_workers: int,
+    trust: bool,
+    progress: bool | None,
+    replica_read: str,
+    timeout: float,
+) -> tuple[Any, LoadReport]:
+    """A load of the tag that is named, or of the newest one that is not damaged: its value, and what it did."""
+    began = time.monotonic()
+    store, rules = store_at(path), parse_rules(shardings)
+    if replica_read not in ("each", "share"):
+        raise UsageError("replica_read is 'each' or 'share'", found=repr(replica_read))
+    install_exit_hook()
+    job = current_job(store.path, mesh, doing="load", timeout=timeout)
+    load = _Load(
+        store=store,
+        job=job,
+        content=content,
+        rules=rules,
+        strict=strict,
+        workers=max(1, num_workers),
+        trust=trust,
+        shown=job.shows(progress),
+        sharing=SharedReads() if replica_read == "share" else None,
+    )
+    try:
+        with job.taking_part():
+            job.tidy()
+            with agreed(job.exchange, "waiting"):
+                SAVES.wait(store.path)
+            if tag is None:
+                value, report = load.newest()
+            else:
+                value, report = load.one(tag, job.exchange.within("tag"))
+    except CheckpointError as error:
+        error.at(path=store.path)
+        raise
+    report = replace(report, seconds=time.monotonic() - began)
+    logger.info("loaded tag %s in %.2f s: %s", report.tag, report.seconds, as_line(dict(report.phases)))
+    return value, report
 
-        def target(leaf: str, wanted: Any) -> Target:
-            return target_of_spec(wanted, job.placement) if is_spec(wanted) else stored.like(leaf, wanted)
 
-        weave = Weave(lambda v: array_kind(v) is not None or is_spec(v), CODEC, whole)
-        make = weave.visit(like, stored.skeleton)
-        for leaf, wanted in weave.wanted.items():
-            loading.want(leaf, target(leaf, wanted), stored.record(leaf))
-        return [loading], make
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Load:
+    """One load on one rank."""
 
-    return LoadRun(
-        root, job, prepare, rules, strict=True, workers=max(1, num_workers), trust=trust_pickle,
-        progress=job.shows(progress), report=report, share=share,
-        wanted=functools.partial(foreign.wanted_by_tree, like),
-    ).load(tag)  # fmt: skip
+    store: Store
+    job: Job
+    content: Objects | Like
+    rules: Parsed
+    strict: bool
+    workers: int
+    trust: bool
+    shown: bool | None
+    sharing: Sharing | None
+    phases: Phases = field(default_factory=Phases)
+
+    def newest(self) -> tuple[Any, LoadReport]:
+        """Load the newest tag that is not damaged."""
+        damaged: dict[str, CorruptCheckpointError] = {}
+        for tag in self._newest_first():
+            try:
+                value, report = self.one(tag, self.job.exchange.within(tag))
+            except CorruptCheckpointError as error:
+                logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
+                damaged[tag] = error
+            else:
+                return value, replace(report, corrupt_tags=tuple(damaged))
+        if damaged:
+            raise next(iter(damaged.values()))
+        raise no_tag(self.store, None)
+
+    def one(self, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
+        """Load one tag: open it, check it against the targets, plan, read and verify, install."""
+        with self.phases.timed("open"):
+            reader = self._open(tag, exchange)
+        with reader:
+            with self.phases.timed("check"):
+                with agreed(exchange, "checking"), _named(reader):
+                    loadings = self.content.loadings(self._stored(reader))
+                unwanted = self._unwanted(loadings, exchange)
+                with agreed(exchange, "comparing"):
+                    skipped = self._compare(reader, loadings, unwanted)
+            needed, read = fill(
+                reader,
+                loadings.targets,
+                exchange,
+                self.phases,
+                sharing=self.sharing,
+                workers=self.workers,
+                shown=self.shown,
+            )
+            with self.phases.timed("install"), agreed(exchange, "installing"):
+                value = loadings.install()
+        report = LoadReport(
+            path=self.store.path,
+            tag=tag,
+            skipped=skipped,
+            arrays=len(loadings.targets),
+            needed_bytes=needed,
+            read_bytes=read,
+            phases=self.phases.report(),
+        )
+        return value, report
+
+    def _newest_first(self) -> list[str]:
+        """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
+        exchange = self.job.exchange
+        if exchange.size == 1:
+            return self._listed()
+        if exchange.rank == 0:
+            try:
+                exchange.say("tags", self._listed())
+            except CheckpointError as error:
+                exchange.say("tags", error=error)
+        found: list[str] = exchange.hear("tags", 0)
+        return found
+
+    def _listed(self) -> list[str]:
+        found = tags(self.store)
+        if (newer := passed_over(found)) is not None:
+            logger.warning(
+                "%s: the tag %s that %s wrote has a newer time stamp than %s, which is taken for the newest: name the "
+                "tag if it is not",
+                self.store.path, newer[1], newer[0], found[-1][1].tag,
+            )  # fmt: skip
+        return [entry.tag for _, entry in found][::-1]
+
+    def _open(self, tag: str, exchange: Round) -> TagReader:
+        """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
+        found = find(self.store, tag)
+        if found is None or not found[0].asks:
+            with agreed(exchange, "opening"):
+                return open_tag(self.store, tag)
+        with agreed(exchange, "describing"):
+            hints = self.content.hints(StateShardings(self.job.placement, self.rules))
+        hints = self._of_all_stages(hints, exchange)
+        with agreed(exchange, "opening"):
+            return open_tag(self.store, tag, hints)
+
+    def _of_all_stages(self, hints: Hints, exchange: Round) -> Hints:
+        """The same, with the optimizer's groups of all pipeline stages: foreign optimizers number their parameters."""
+        mesh = self.job.placement.mesh
+        if mesh.pp == 1 or exchange.size == 1:
+            return hints
+        first = [mesh.rank({"pp": stage}) for stage in range(mesh.pp)]
+        if exchange.rank in first:
+            groups = None if hints.groups is None else [list(g) for g in hints.groups]
+            exchange.say(f"groups/{exchange.rank}", groups)
+        if exchange.rank == 0:
+            deadline = Deadline(exchange.timeout * LEAD)
+            exchange.say("groups", united([exchange.hear(f"groups/{rank}", rank, deadline) for rank in first]))
+        return replace(hints, groups=exchange.hear("groups", 0))
+
+    def _stored(self, reader: TagReader) -> Stored:
+        return Stored(
+            manifest=reader.manifest,
+            prefix=paths.ROOT,
+            skeleton=reader.manifest.skeleton,
+            read_object=partial(reader.object, trust=self.trust),
+            resolve=resolver(self.trust),
+            shardings=StateShardings(self.job.placement, self.rules),
+        )
+
+    def _unwanted(self, loadings: Loadings, exchange: Round) -> list[Problem]:
+        """What is stored and not wanted here; over pipeline stages, what none of them wants."""
+        mine = {p.leaf: p for part in loadings.parts for p in part.unwanted}
+        if self.job.placement.mesh.pp == 1 or exchange.size == 1:
+            return list(mine.values())
+        exchange.say(f"unwanted/{exchange.rank}", list(mine))
+        if exchange.rank == 0:
+            deadline = Deadline(exchange.timeout * LEAD)
+            for rank in range(1, exchange.size):
+                theirs = set(exchange.hear(f"unwanted/{rank}", rank, deadline))
+                mine = {leaf: p for leaf, p in mine.items() if leaf in theirs}
+            exchange.say("unwanted", [[p.leaf, p.text] for p in mine.values()])
+        return [Problem(leaf, text) for leaf, text in exchange.hear("unwanted", 0)]
+
+    def _compare(self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem]) -> tuple[str, ...]:
+        """What does not fit, and is left alone.
+
+        Raises:
+            IncompatibleCheckpointError: Something does not, and the load is strict.
+        """
+        problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
+        if problems and self.strict:
+            raise incompatible(problems).at(path=self.store.path, tag=reader.tag)
+        for problem in problems:
+            logger.warning("tag %s: not loaded: %s", reader.tag, problem)
+        return tuple(map(str, problems))
+
+
+def united(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:
+    """The groups of an optimizer's parameters over all pipeline stages: group by group, each name once.
+
+    None if a stage does not know its own.
+
+    >>> united([[["a", "tied"], ["b"]], [["tied", "c"]]])
+    [['a', 'tied', 'c'], ['b']]
+    """
+    known = [groups for groups in stages if groups is not None]
+    if len(known) < len(stages):
+        return None
+    merged: list[list[str]] = [[] for _ in range(max(map(len, known), default=0))]
+    for groups in known:
+        for n, names in enumerate(groups):
+            merged[n] += [name for name in names if name not in merged[n]]
+    return merged
+
+
+@contextlib.contextmanager
+def _named(reader: TagReader) -> Iterator[None]:
+    """Errors name the tag that they are about."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.at(path=reader.root, tag=reader.tag)
+        raise

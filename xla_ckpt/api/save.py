@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import functools
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.api.paths import PathLike, directory_at
-from xla_ckpt.api.progress import Progress
-from xla_ckpt.arrays.base import Placement
-from xla_ckpt.engine.background import SAVES, SaveHandle
-from xla_ckpt.engine.save import SaveJob, SaveReport, check_writable, run_save
-from xla_ckpt.errors import CheckpointError, StorageError
-from xla_ckpt.job.current import TIMEOUT, Job, current_job
+from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.save import Part, Save
+from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
+from xla_ckpt.job.call import Job
+from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.layouts.writing import choices, writing
-from xla_ckpt.plan.save_plan import SavePlan
+from xla_ckpt.layouts.base import Layout, Writing
+from xla_ckpt.layouts.registry import named, saved
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
-from xla_ckpt.snapshot.take import HostShard, Snapshot, take
-from xla_ckpt.state.collect import State, prepare, samples, training_state
-from xla_ckpt.state.describe import host_shards
-from xla_ckpt.tags.cleaning import clean
-from xla_ckpt.tags.lazy import save_tag
+from xla_ckpt.snapshot.memory import STAGING
+from xla_ckpt.snapshot.take import lasts, take
+from xla_ckpt.state.describe import Description, describe, host_shards
+from xla_ckpt.state.members import Objects, Tree
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tags.retention import check_keep
+
+logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -89,11 +91,19 @@ def save_checkpoint(
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
-    options = _Options(
-        num_workers, choices(layout, use_xser), num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout
-    )  # fmt: skip
     return _save(
-        path, tag, lambda where: training_state(where, model, optimizer, scheduler, user_content, extras), options
+        path,
+        tag,
+        Objects(model=model, optimizer=optimizer, scheduler=scheduler, user_content=user_content, extras=extras or {}),
+        layouts=_layouts(layout, use_xser=use_xser),
+        num_workers=num_workers,
+        num_kept=num_kept_ckpts,
+        async_save=async_save,
+        mesh=mesh,
+        shardings=shardings,
+        pinned=pinned,
+        progress=progress,
+        timeout=timeout,
     )
 
 
@@ -121,121 +131,156 @@ def save(
     Raises:
         UnsupportedStateError: Something in the tree cannot be stored; nothing was written.
     """
-    options = _Options(
-        num_workers, choices(layout, use_xser), num_kept_ckpts, async_save, mesh, shardings, pinned, progress, timeout
-    )  # fmt: skip
-    return _save(path, tag, lambda _: State(tree), options)
+    return _save(
+        path,
+        tag,
+        Tree(tree),
+        layouts=_layouts(layout, use_xser=use_xser),
+        num_workers=num_workers,
+        num_kept=num_kept_ckpts,
+        async_save=async_save,
+        mesh=mesh,
+        shardings=shardings,
+        pinned=pinned,
+        progress=progress,
+        timeout=timeout,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The arguments of a save that are not its state."""
-
-    num_workers: int
-    layouts: tuple[str, ...]
-    num_kept: int | None
-    async_save: bool
-    mesh: Mesh | str | None
-    shardings: Rules | None
-    pinned: bool
-    progress: bool | None
-    timeout: float
-
-
-def _save(path: PathLike, tag: str, state: Callable[[Placement], State], options: _Options) -> SaveHandle:
+def _save(
+    path: PathLike,
+    tag: str,
+    content: Objects | Tree,
+    *,
+    layouts: Sequence[Layout],
+    num_workers: int,
+    num_kept: int | None,
+    async_save: bool,
+    mesh: Mesh | str | None,
+    shardings: Rules | None,
+    pinned: bool,
+    progress: bool | None,
+    timeout: float,
+) -> SaveHandle:
+    """A save, from the call to the thread that writes: freeze the state, then start."""
     began = time.monotonic()
-    root = directory_at(path)
-    with SAVES.turn(root) as untold:
-        job = current_job(root, options.mesh, doing="save", timeout=options.timeout)
-        ready: _Ready | CheckpointError
+    store, phases = store_at(path), Phases()
+    install_exit_hook()
+    with SAVES.turn(store.path) as untold:
+        job = current_job(store.path, mesh, doing="save", timeout=timeout)
+        part: Part | CheckpointError
         try:
             if untold is not None:
                 raise untold
-            ready = _ready(root, tag, state, options, job)
+            _check(store, tag, num_kept, job)
+            part = _freeze(content, layouts, shardings, job.placement, phases, waits=not async_save)
         except Exception as error:
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
             if job.exchange.size == 1:
                 raise
-            ready = as_checkpoint_error(error, "preparing", job.exchange.rank, path=root, tag=tag)
-        stall = time.monotonic() - began
-
-        def run() -> SaveReport:
-            with job.taking_part():
-                job.tidy()
-                return carry_out()
-
-        def carry_out() -> SaveReport:
-            if isinstance(ready, CheckpointError):
-                return run_save(ready, job.exchange, save_tag, path=root, tag=tag)
-            try:
-                plan = ready.plan()
-                shown = False if options.async_save and options.progress is None else job.shows(options.progress)
-                with Progress(f"save {tag}", plan.nbytes, shown) as bar:
-                    save_job = ready.job(plan=plan, progress=bar)
-                    return replace(run_save(save_job, job.exchange, save_tag, path=root, tag=tag), stall=stall)
-            finally:
-                ready.snapshot.release()
-
-        after = functools.partial(clean, root) if job.exchange.rank == 0 else lambda: None
-        handle = SAVES.start(root, tag, run, after)
-    if not options.async_save:
+            part = as_checkpoint_error(error, "preparing", job.exchange.rank, path=store.path, tag=tag)
+        save = Save(
+            store=store,
+            tag=tag,
+            job=job,
+            part=part,
+            pinned=pinned,
+            num_kept=num_kept,
+            workers=max(1, num_workers),
+            shown=False if async_save and progress is None else job.shows(progress),
+            phases=phases,
+            stall=time.monotonic() - began,
+        )
+        handle = SAVES.start(save)
+    if not async_save:
         handle.result()
     return handle
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """A save that needs nothing more of its caller."""
-
-    plan: Callable[[], SavePlan]
-    """Decides what this rank writes, once: in the background, unless the snapshot depends on it."""
-
-    job: Callable[..., SaveJob]
-    """Takes plan and progress."""
-
-    snapshot: Snapshot
-
-
-def _ready(root: str, tag: str, state: Callable[[Placement], State], options: _Options, job: Job) -> _Ready:
-    """Everything that happens before the caller goes on: the checks, the description, and the frozen bytes."""
-    check_tag(tag, root)
-    check_keep(options.num_kept)
+def _check(store: Store, tag: str, num_kept: int | None, job: Job) -> None:
+    """Everything that can be wrong before the state is looked at."""
+    check_tag(tag, store.path)
+    check_keep(num_kept)
     if job.exchange.rank == 0:
-        _check_root(root)
-    world = job.exchange.size
-    held = state(job.placement)
-    prepared = prepare(held, job.placement, options.shardings, wholly=options.layouts != ("native",))
-    how = writing(options.layouts, prepared, held, job.placement)
-    leaves = prepared.described.leaves
-    plan = functools.cache(how.plan)
-    shards = host_shards(how.placed)
-    freeze = options.async_save
-
-    def lasts(shard: HostShard) -> bool:
-        return shard.immutable or not freeze
-
-    # Memory that its owner changes soon is looked at now, the rest in the background.
-    now = samples(prepared, shards, lambda s: not lasts(s)) if world > 1 else {}
-    written = shards
-    if world > 1 and not all(map(lasts, shards.values())):  # what another rank writes is not copied here
-        mine = {(source.leaf, source.shard) for file in plan().files for source in file.sources}
-        written = {key: s for key, s in shards.items() if key in mine}
-    snapshot = take(written, freeze=freeze)
-    save_job = functools.partial(
-        SaveJob, root=root, tag=tag, leaves=leaves, last=how.last, memory=snapshot.memory,
-        skeleton=prepared.skeleton, aliases=prepared.described.aliases, objects=prepared.objects,
-        named=prepared.named, parts=prepared.parts,
-        samples=lambda: samples(prepared, shards, lasts) | now, mesh=job.placement.mesh, pinned=options.pinned,
-        num_kept=options.num_kept, workers=max(1, options.num_workers),
-    )  # fmt: skip
-    return _Ready(plan, save_job, snapshot)
+        try:
+            store.prepare()
+        except OSError as error:
+            raise StorageError.of(error, "preparing the checkpoint directory", path=store.path) from error
 
 
-def _check_root(root: str) -> None:
-    try:
-        check_writable(root)
-    except OSError as error:
-        raise StorageError.of(error, "preparing the checkpoint directory", path=root) from error
+def _freeze(
+    content: Objects | Tree,
+    layouts: Sequence[Layout],
+    shardings: Rules | None,
+    placement: Placement,
+    phases: Phases,
+    *,
+    waits: bool,
+) -> Part:
+    """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
+    with phases.timed("describe"):
+        state = content.state(placement)
+        structure = any(layout.pickles for layout in layouts)
+        description = describe(state, placement, shardings, structure=structure)
+        writing = _first_that_can(layouts, description)
+    with phases.timed("snapshot"):
+        arrays = {
+            path: held.taken_whole(path) if path in writing.whole else held for path, held in description.arrays.items()
+        }
+        shards = host_shards(arrays)
+        many = placement.world > 1
+        written = None
+        if many and not all(lasts(shard, waits=waits) for shard in shards.values()):
+            # What another rank writes is not copied here, so it has to be known now who writes what.
+            with phases.timed("plan"):
+                written = {(s.leaf, s.shard) for file in writing.plan.files for s in file.sources}
+        snapshot = take(shards, description.leaves if many else (), waits=waits, written=written, loose=state.buffers)
+    return Part(
+        leaves=description.leaves,
+        writing=writing,
+        snapshot=snapshot,
+        skeleton=description.skeleton,
+        aliases=description.aliases,
+        objects=description.objects,
+        speaks=description.speaks,
+        alone=state.alone,
+        parts=description.parts,
+    )
+
+
+def _layouts(layout: str | Sequence[str] | None, *, use_xser: bool) -> tuple[Layout, ...]:
+    """The layouts that a caller wants, in order of preference.
+
+    Raises:
+        UsageError: There is no such layout, or `use_xser` contradicts it.
+    """
+    wanted = ("xser" if use_xser else "native",) if layout is None else layout
+    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    if not names:
+        raise UsageError("there is no such layout", expected=f"one of {', '.join(saved())}", found=str(layout))
+    if use_xser and names[0] != "xser":
+        raise UsageError("use_xser=True asks for another layout than layout=", expected="xser", found=str(layout))
+    return tuple(named(name, among=saved()) for name in names)
+
+
+def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:
+    """How the first of the layouts that can hold the state writes it.
+
+    Raises:
+        UnsupportedStateError: None of them can.
+    """
+    problem: UnsupportedStateError | None = None
+    for layout in layouts:
+        try:
+            writing = layout.writing(description)
+        except UnsupportedStateError as error:
+            problem = problem or error
+            continue
+        if problem is not None:
+            logger.warning("the layout %s is written in place of %s: %s", layout.name, layouts[0].name, problem)
+        return writing
+    assert problem is not None
+    raise problem
 
 
 def finalize_checkpoint() -> None:
@@ -244,8 +289,6 @@ def finalize_checkpoint() -> None:
     Raises:
         CheckpointError: One of them failed, and nobody has been told yet.
     """
-    from xla_ckpt.snapshot.memory import STAGING
-
     try:
         SAVES.wait()
     finally:

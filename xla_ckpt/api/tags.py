@@ -1,24 +1,25 @@
-"""Listing and verifying tags. Our own ones need neither torch nor orbax."""
+"""Listing and verifying tags. Tags of ours need neither torch nor orbax."""
 
 from __future__ import annotations
 
-from xla_ckpt.api.paths import PathLike, directory_at
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.tags_of_all import find, ours, tag_names
-from xla_ckpt.tags.directory import no_such_tag
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.layouts import registry
+from xla_ckpt.layouts.registry import no_tag, tag_names
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.door import PathLike, store_at
 
 
 def list_tags(path: PathLike) -> list[str]:
     """Names of the committed tags in `path`, oldest commit first (by commit sequence, never by time stamps).
 
-    Complete tags that neuronx-distributed wrote there come before them, in its own order: by time stamps.
+    Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
+    stamps).
 
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)
     """
-    return tag_names(directory_at(path))
+    return tag_names(store_at(path))
 
 
 def latest_tag(path: PathLike) -> str | None:
@@ -27,16 +28,18 @@ def latest_tag(path: PathLike) -> str | None:
     return tags[-1] if tags else None
 
 
-def chosen_tag(root: str, tag: str | None) -> str:
+def chosen_tag(store: Store, tag: str | None) -> str:
     """The tag that a caller names, or the newest.
 
     Raises:
         NoCheckpointError: None is named, and there is none.
     """
-    found = latest_tag(root) if tag is None else tag
-    if found is None:
-        raise no_such_tag(root, None)
-    return found
+    if tag is not None:
+        return tag
+    found = tag_names(store)
+    if not found:
+        raise no_tag(store, None)
+    return found[-1]
 
 
 def has_checkpoint(path: PathLike) -> bool:
@@ -47,8 +50,8 @@ def has_checkpoint(path: PathLike) -> bool:
 def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS) -> VerifyReport:
     """Read a whole tag, the newest by default, and compare every byte with its digest.
 
-    Of a tag that neuronx-distributed wrote, which has no digests, the zips are compared with their own CRC-32, and the
-    files and tensors of all ranks are looked for.
+    Tags that another library wrote have no digests: their zips are compared with their own CRC-32, and the files and
+    tensors of all ranks are looked for.
 
     Returns:
         A report; `report.ok` is True if nothing is wrong, else `report.problems` says what, file by file.
@@ -57,15 +60,5 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
         NoCheckpointError: There is no such tag.
         UnsupportedVersionError: A newer version of this library wrote it.
     """
-    root = directory_at(path)
-    tag = chosen_tag(root, tag)
-    if (theirs := find(root, tag)) is not None:
-        from xla_ckpt.layouts.nxd.verify import verify_nxd
-        from xla_ckpt.state.values import CODEC
-
-        return verify_nxd(root, theirs, CODEC, num_workers)
-    try:
-        with ours(root, tag) as reader:
-            return verify_tag(reader, workers=num_workers)
-    except CorruptCheckpointError as error:
-        return VerifyReport(root, tag, problems=[error])
+    store = store_at(path)
+    return registry.verify(store, chosen_tag(store, tag), num_workers)

@@ -2,47 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.sharding.box import Box
+from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.local_array import Local
-from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What a process knows about the layout of the job when it describes its arrays."""
-
-    rank: int = 0
-    world: int = 1
-    mesh: Mesh = field(default_factory=Mesh)
-    """How the ranks are arranged; pure data parallelism where nobody says otherwise."""
-
-
-@dataclass(slots=True)
-class Target:
-    """Memory that a restore fills, and what becomes of it."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    """Global shape that the target wants."""
-
-    boxes: tuple[Box, ...]
-    """The regions of the global array that this process wants."""
-
-    live: bool
-    """Whether the memory is the caller's own, so that a failed read would leave it half-written."""
-
-    memory: Callable[[Slabs], list[memoryview]]
-    """The memory of each box, in C order. Called once, when everything has been checked."""
-
-    install: Callable[[], Any]
-    """Called when the memory is filled: puts it in place, and returns the array."""
 
 
 class ArrayAdapter(Protocol):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.base import Target
 from xla_ckpt.arrays.torch_host import bytes_of, torch_dtype
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.target import Target
 from xla_ckpt.snapshot.memory import Slabs
 
 

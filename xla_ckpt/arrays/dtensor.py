@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
-from xla_ckpt.arrays.base import ArrayAdapter, Target
+from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.cuts import Cut, Interval, held, interleaved, order, pieces_of, uneven
 from xla_ckpt.sharding.local_array import Local

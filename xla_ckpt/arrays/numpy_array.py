@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from xla_ckpt import dtypes
-from xla_ckpt.arrays.base import Target
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Local
 from xla_ckpt.snapshot.memory import Slabs

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from xla_ckpt.arrays.base import ArrayAdapter, Target
+from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Local, Piece, whole

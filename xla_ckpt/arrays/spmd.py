@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch_xla
 
-from xla_ckpt.arrays.base import Target
 from xla_ckpt.arrays.torch_host import Spread, check_dense, cut, dtype_of, torch_type
 from xla_ckpt.arrays.xla import materialize, shard_of
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Local, Piece
 from xla_ckpt.snapshot.memory import Slabs

@@ -18,9 +18,9 @@ import torch_xla
 import torch_xla.runtime
 import torch_xla.utils.dlpack
 
-from xla_ckpt.arrays.base import Target
 from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, tensor_from, torch_type
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.local_array import Local
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard

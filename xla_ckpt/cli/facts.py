@@ -1,8 +1,7 @@
-"""What the commands report, as plain JSON. Of our own tags they need neither torch nor orbax."""
+"""What the commands report, as plain JSON. Of tags of ours they need neither torch nor orbax."""
 
 from __future__ import annotations
 
-import datetime
 import fnmatch
 import importlib
 import os
@@ -11,28 +10,25 @@ import sys
 from typing import Any
 
 from xla_ckpt.api.explain import explain
-from xla_ckpt.api.paths import directory_at
+from xla_ckpt.api.opened import opened
 from xla_ckpt.api.tags import chosen_tag, verify
 from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.layouts.nxd import tags as nxd_tags
-from xla_ckpt.layouts.tags_of_all import all_tags, opened, ours
+from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.registry import find, layout_of, no_tag, open_tag, tag_directory, tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.rules import Rules, parse_rules
-from xla_ckpt.tags.directory import TagEntry, no_such_tag
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.door import full_path, store_at
+from xla_ckpt.tags.directory import TagEntry
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.skeleton import children
-
-THEIRS = "neuronx-distributed"
-"""Layout of a tag without a manifest."""
 
 
 def locate(path: str, tag: str | None) -> tuple[str, str | None]:
     """Root directory and tag from what a person types: a root, or the directory of a tag itself."""
-    root = directory_at(path)
-    above, name = os.path.split(root)
-    if tag is None and (os.path.exists(os.path.join(root, "manifest.json")) or nxd_tags.find(above, name) is not None):
-        return above, name
-    return root, tag
+    if tag is None and (found := tag_directory(full_path(path))) is not None:
+        return found[0].path, found[1]
+    return full_path(path), tag
 
 
 def newest(root: str, tag: str | None) -> str:
@@ -41,56 +37,58 @@ def newest(root: str, tag: str | None) -> str:
     Raises:
         NoCheckpointError: There is none.
     """
-    return chosen_tag(root, tag)
+    return chosen_tag(store_at(root), tag)
 
 
 def list_facts(root: str) -> dict[str, Any]:
     """All tags of a root directory, oldest first."""
-    if not os.path.isdir(root):
-        raise no_such_tag(root, None)
-    theirs, own = all_tags(root)
-    tags = [*(_foreign_facts(root, t.tag) for t in theirs), *(_tag_facts(root, entry) for entry in own)]
-    return {"path": root, "tags": tags}
+    store = store_at(root)
+    if not store.is_directory(""):
+        raise no_tag(store, None)
+    return {"path": root, "tags": [_tag_facts(store, layout, entry) for layout, entry in tags(store)]}
 
 
-def _foreign_facts(root: str, tag: str) -> dict[str, Any]:
-    """What a listing says of a tag of neuronx-distributed's, which has no index: what its directory says."""
-    path = os.path.join(root, tag)
-    sizes = [os.path.getsize(os.path.join(above, name)) for above, _, names in os.walk(path) for name in names]
-    created = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC).isoformat(timespec="seconds")
-    return {
-        "tag": tag, "sequence": 0, "created": created, "pinned": False, "arrays": None, "nbytes": sum(sizes),
-        "files": len(sizes), "ranks": None, "problem": None, "layout": THEIRS,
-    }  # fmt: skip
-
-
-def _tag_facts(root: str, entry: TagEntry) -> dict[str, Any]:
+def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "tag": entry.tag, "sequence": entry.sequence, "created": entry.created, "pinned": entry.pinned,
         "arrays": None, "nbytes": None, "files": None, "ranks": None, "problem": None, "layout": None,
     }  # fmt: skip
     try:
-        with ours(root, entry.tag) as reader:
+        if layout is not None:  # it has no index: its directory says what there is
+            sizes = _sizes(store, entry.directory)
+            return {**facts, "nbytes": sum(sizes), "files": len(sizes), "layout": layout.origin}
+        with open_tag(store, entry.tag) as reader:
             manifest = reader.manifest
     except CheckpointError as error:
         return {**facts, "problem": str(error)}
     return {
         **facts, "arrays": len(manifest.arrays), "nbytes": manifest.nbytes, "files": len(manifest.files),
-        "ranks": manifest.world, "layout": _layout(manifest),
+        "ranks": manifest.world, "layout": layout_of(manifest).name,
     }  # fmt: skip
 
 
-def _layout(manifest: Manifest) -> str:
-    names = [f.path for f in manifest.files if f.path.startswith(("model/", "optim/")) and f.path.endswith(".pt")]
-    return "native" if not names else "xser" if any(".tensors/" in name for name in names) else "pt"
+def _sizes(store: Store, name: str) -> list[int]:
+    """Bytes of each file of a directory."""
+    directory = store.open(name)
+    try:
+        sizes = []
+        for path in directory.files():
+            source = directory.open(path)
+            sizes.append(source.size)
+            source.close()
+        return sizes
+    finally:
+        directory.close()
 
 
 def show_facts(
     root: str, tag: str, pattern: str | None, rules: Rules = (), model: Any = None, optimizer: Any = None
 ) -> dict[str, Any]:
     """Everything that the manifest of a tag says. `pattern` selects leaves, as in a shell."""
-    with opened(root, tag, parse_rules(rules), model, optimizer) as reader:
+    store = store_at(root)
+    with opened(store, tag, parse_rules(rules), model, optimizer) as reader:
         manifest = reader.manifest
+    found = find(store, tag)
     unknown = {leaf: str(array.error(leaf)) for leaf, array in manifest.unknown.items()}
     leaves = [*manifest.arrays, *unknown, *manifest.aliases, *plain_values(manifest)]
     if not any(_matches(leaf, pattern) for leaf in leaves):
@@ -106,7 +104,7 @@ def show_facts(
         "path": root, "tag": tag, "sequence": head.sequence, "created": head.created, "pinned": head.pinned,
         "version": head.version, "mesh": manifest.mesh, "ranks": manifest.world, "nbytes": manifest.nbytes,
         "arrays": arrays, "unknown": {leaf: why for leaf, why in unknown.items() if _matches(leaf, pattern)},
-        "layout": THEIRS if nxd_tags.find(root, tag) is not None else _layout(manifest),
+        "layout": layout_of(manifest).name if found is None else found[0].origin,
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
         "files": [{"path": f.path, "size": f.size} for f in manifest.files],

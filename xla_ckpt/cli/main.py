@@ -14,11 +14,12 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from xla_ckpt.api.export import MAX_SHARD_BYTES, export_hf
+from xla_ckpt.api.export import export_hf
 from xla_ckpt.cli import facts, render
 from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.layouts.registry import FORMATS
+from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES
+from xla_ckpt.layouts.registry import converted
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -53,12 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--hf", action="store_true", required=True, help="the format: Hugging Face safetensors")
     export.add_argument("--tag", help="which one (default: the newest)")
     export.add_argument("--part", default="model", help="leaf path of what is exported (default: model)")
-    export.add_argument("--max-shard-size", type=_size, default=MAX_SHARD_BYTES, metavar="SIZE", help="such as 5GB")
+    export.add_argument("--max-shard-size", type=_size, default=MAX_FILE_BYTES, metavar="SIZE", help="such as 5GB")
     convert = command("convert", "Write a tag anew, in another layout or for another topology.", _convert)
     convert.add_argument(
         "destination", metavar="DST", help="root directory of the new tag; for safetensors the directory to make"
     )
-    convert.add_argument("--to", required=True, choices=FORMATS, help="the layout")
+    convert.add_argument("--to", required=True, choices=converted(), help="the layout")
     convert.add_argument("--tag", help="which one (default: the newest)")
     convert.add_argument("--as", dest="as_tag", metavar="TAG", help="name of the new tag (default: the old one's)")
     convert.add_argument(

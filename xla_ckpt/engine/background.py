@@ -9,8 +9,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
-from xla_ckpt.engine.save import SaveReport
+from xla_ckpt.engine.report import SaveReport
+from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError
+from xla_ckpt.job.call import leave
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,11 @@ class SaveHandle:
         assert self._report is not None
         return self._report
 
+    @property
+    def report(self) -> SaveReport | None:
+        """What the save did, phase by phase; None while it is in flight, or if it failed. Never waits, never raises."""
+        return self._report
+
 
 class Saves:
     """The saves of one process."""
@@ -80,31 +87,28 @@ class Saves:
                 untold = error
             yield untold
 
-    def start(self, path: str, tag: str, run: Callable[[], SaveReport], after: Callable[[], None]) -> SaveHandle:
-        """Run a save in the background; `after` runs once its outcome is known.
-
-        The caller has the `turn`.
-        """
-        handle = SaveHandle(path, tag)
+    def start(self, save: Save) -> SaveHandle:
+        """Run a save in the background. The caller has the `turn`."""
+        handle = SaveHandle(save.store.path, save.tag)
         go = threading.Event()
 
         def work() -> None:
             # A fresh thread holds the interpreter lock for its whole slice (5 ms); this one lets its caller go first.
             go.wait()
             try:
-                handle._report = run()
+                handle._report = save.run()
             except BaseException as error:
                 # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
                 handle._error = error
             finally:
                 handle._settled.set()
-                after()
+                save.tidy()
 
         # Not a daemon: the interpreter must not end under a save.
-        handle._thread = threading.Thread(target=work, name=f"xla_ckpt-save-{tag}", daemon=False)
+        handle._thread = threading.Thread(target=work, name=f"xla_ckpt-save-{save.tag}", daemon=False)
         handle._thread.start()
         with self._lock:
-            self._latest[path] = handle
+            self._latest[handle.path] = handle
         go.set()
         return handle
 
@@ -149,8 +153,8 @@ _register: Callable[..., object] = getattr(threading, "_register_atexit", atexit
 
 
 @functools.cache
-def install_exit_hook(leave: Callable[[], None]) -> None:
-    """Have the interpreter wait for saves in flight, and `leave` the job then. The first call counts."""
+def install_exit_hook() -> None:
+    """Have the interpreter wait for saves in flight, and then for the other ranks. Does it once."""
     # Hooks run newest first, and none can be added once the first runs: whatever a save in flight may still import
     # has to have its hooks in place before ours.
     import concurrent.futures.process

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.manifest.digest import block_size, digest, to_hex
@@ -78,6 +79,7 @@ def read_into(
     *,
     workers: int = READERS,
     progress: Callable[[int], None] = lambda _: None,
+    phases: Phases | None = None,
 ) -> None:
     """Fill the slots from the tag, verifying every block.
 
@@ -85,12 +87,13 @@ def read_into(
         CorruptCheckpointError: A block is not what was saved. Slots may be partly filled by then.
         OSError: The storage refused.
     """
+    measured = Phases() if phases is None else phases
 
     def work(batch: _Batch, buffer: memoryview) -> None:
         if batch.direct:
-            _read_direct(tag, batch.extents[0], slots)
+            _read_direct(tag, batch.extents[0], slots, measured)
         else:
-            _read_through(tag, batch, buffer, slots)
+            _read_through(tag, batch, buffer, slots, measured)
         progress(sum(map(_length, batch.extents)))
 
     _run(list(_batches(plan.reads, direct=True)), work, workers)
@@ -102,6 +105,7 @@ def check(
     *,
     workers: int = READERS,
     progress: Callable[[int], None] = lambda _: None,
+    phases: Phases | None = None,
     on_problem: Callable[[CorruptCheckpointError], None] | None = None,
 ) -> None:
     """Verify everything that the plan would read, and keep none of it.
@@ -110,10 +114,11 @@ def check(
         CorruptCheckpointError: A block is not what was saved; with `on_problem`, that is called instead.
         OSError: The storage refused.
     """
+    measured = Phases() if phases is None else phases
 
     def work(batch: _Batch, buffer: memoryview) -> None:
         try:
-            _read_through(tag, batch, buffer, None)
+            _read_through(tag, batch, buffer, None, measured)
         except CorruptCheckpointError as error:
             if on_problem is None:
                 raise
@@ -185,24 +190,30 @@ def _extents(read: Read, direct: bool) -> Iterator[tuple[_Extent, bool]]:
             yield _Extent(read, tail, last), False
 
 
-def _read_direct(tag: TagReader, extent: _Extent, slots: Slots) -> None:
+def _read_direct(tag: TagReader, extent: _Extent, slots: Slots, phases: Phases) -> None:
     read = extent.read
     stored = runs(read.part, read.stored, read.itemsize)
     target = runs(read.part, read.wanted, read.itemsize)
     shift = target.offset - stored.offset - read.offset
     into = slots[read.slot][extent.start + shift : extent.stop + shift]
-    _fill(tag, read, into, extent.start)
-    _verify(tag, extent, into)
+    with phases.timed("read", len(into)):
+        _fill(tag, read, into, extent.start)
+    with phases.timed("verify", len(into)):
+        _verify(tag, extent, into)
 
 
-def _read_through(tag: TagReader, batch: _Batch, buffer: memoryview, slots: Slots | None) -> None:
+def _read_through(tag: TagReader, batch: _Batch, buffer: memoryview, slots: Slots | None, phases: Phases) -> None:
     start, stop = batch.start, batch.stop
-    _fill(tag, batch.extents[0].read, buffer[: stop - start], start)
-    for extent in batch.extents:
-        data = buffer[extent.start - start : extent.stop - start]
-        _verify(tag, extent, data)
-        if slots is not None:
-            _scatter(extent, data, slots[extent.read.slot])
+    with phases.timed("read", stop - start):
+        _fill(tag, batch.extents[0].read, buffer[: stop - start], start)
+    parts = [(extent, buffer[extent.start - start : extent.stop - start]) for extent in batch.extents]
+    with phases.timed("verify", sum(len(data) for _, data in parts)):
+        for extent, data in parts:
+            _verify(tag, extent, data)
+    if slots is not None:
+        with phases.timed("read"):
+            for extent, data in parts:
+                _scatter(extent, data, slots[extent.read.slot])
 
 
 def _fill(tag: TagReader, read: Read, into: memoryview, offset: int) -> None:

@@ -1,6 +1,6 @@
-"""Carrying out a save: payload, records, manifest, commit. Runs on a background thread of every rank.
+"""A save in the background: payload, records, manifest, commit. Each rank has a `Save`, and runs it on a thread.
 
-Rank 0 opens the directory and tells the others where it is; each rank writes its files and reports what it wrote;
+Rank 0 makes the directory and tells the others where it is; each rank writes its files and reports what it wrote;
 rank 0 waits for all reports, writes the manifest, and commits. The verdict, good or bad, reaches everybody.
 """
 
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
-from xla_ckpt.engine.write import WRITERS, Memory, Progress, write_files, write_objects
+from xla_ckpt.engine.phases import Phases, as_line
+from xla_ckpt.engine.progress import Progress
+from xla_ckpt.engine.report import SaveReport
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.write import WRITERS, write_files, write_objects
 from xla_ckpt.errors import (
     CheckpointError,
     DivergentReplicasError,
@@ -23,15 +25,20 @@ from xla_ckpt.errors import (
     StorageError,
     UsageError,
 )  # fmt: skip
+from xla_ckpt.job.call import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf
-from xla_ckpt.plan.merge import Duplicate, Record, Sample, merge
+from xla_ckpt.plan.merge import Duplicate, Record, merge
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.storage.local import LocalDirectory, write_small
+from xla_ckpt.snapshot.take import Snapshot
+from xla_ckpt.storage.base import Directory, Store, write_small
+from xla_ckpt.tags import commit as tags
+from xla_ckpt.tags.cleaning import clean
+from xla_ckpt.tags.directory import MANIFEST
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +46,25 @@ ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path
 """What to do about hosts that do not."""
 
 
-class Committer(Protocol):
-    """Makes a directory, lets `write` fill it, and commits it as a tag (`xla_ckpt.tags.lazy.save_tag`)."""
+class Writing(Protocol):
+    """How one rank writes its state in some layout (see `xla_ckpt.layouts.base`)."""
 
-    def __call__(
-        self, root: str, tag: str, write: Callable[[LocalDirectory, int], None], *, pinned: bool, num_kept: int | None
-    ) -> int: ...
+    @property
+    def plan(self) -> SavePlan:
+        """What this rank writes, if no other pipeline stage stores it. Decided once, when it is first asked for."""
+
+    @property
+    def marks(self) -> Mapping[str, bytes]:
+        """Small files that rank 0 writes when all else is durable."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """One rank's part of a save."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank has of the state that is saved: frozen, and described."""
 
-    root: str
-    tag: str
     leaves: Sequence[Leaf]
-    plan: SavePlan
-    """What this rank writes, if no other pipeline stage stores it."""
-
-    memory: Memory
-    """Bytes of the local shards; must not change until the job is done."""
-
+    writing: Writing
+    snapshot: Snapshot
     skeleton: Any
     """The structure of the state, if this rank speaks for its stage; else what only this rank has of it, or None."""
 
@@ -67,154 +72,251 @@ class SaveJob:
     objects: Sequence[bytes] = ()
     """Pickled objects, by their index in the skeleton."""
 
-    named: Callable[[str], bool] = lambda path: True
-    """Which leaves this rank reports type and shape of."""
+    speaks: bool = True
+    """Whether this rank reports type and shape of its leaves for its whole pipeline stage."""
+
+    alone: tuple[str, ...] = ()
+    """Prefixes of the leaf paths that this rank reports in any case: nobody else has them."""
 
     parts: Mapping[str, str] = field(default_factory=dict)
     """Part of the state -> digest of its plain values, which all ranks have in common."""
 
-    samples: Callable[[], Mapping[str, Sample]] = dict
-    """Digests of a few bytes of each replicated leaf."""
+    def reports(self, path: str) -> bool:
+        """Whether this rank reports type and shape of a leaf."""
+        return self.speaks or path.startswith(self.alone)
 
-    last: Mapping[str, bytes] = field(default_factory=dict)
-    """Small files that rank 0 writes when all else is durable."""
 
-    mesh: Mesh = field(default_factory=Mesh)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One rank's part of one save, from the frozen state to the verdict."""
+
+    store: Store
+    tag: str
+    job: Job
+    part: Part | CheckpointError
+    """What is saved, or why this rank could not prepare it: then the others hear of that."""
+
     pinned: bool = False
     num_kept: int | None = None
     workers: int = WRITERS
-    progress: Progress = field(default=lambda _: None)
+    shown: bool | None = None
+    """Whether a progress bar is shown; None decides by itself."""
 
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a finished save did, on this rank."""
-
-    path: str
-    tag: str
-    sequence: int
-    """Commit number."""
-
-    nbytes: int
-    """Array bytes that this rank wrote."""
-
-    files: int
-    """Payload files that this rank wrote."""
-
-    seconds: float
-    """From the start of the background work to the commit."""
-
+    phases: Phases = field(default_factory=Phases)
     stall: float = 0.0
-    """Seconds that the caller waited for the snapshot."""
+    """Seconds that the caller waited before this was begun."""
 
+    @property
+    def exchange(self) -> Round:
+        """Where this rank talks with the others."""
+        return self.job.exchange
 
-def run_save(job: SaveJob | CheckpointError, exchange: Round, commit: Committer, **facts: str) -> SaveReport:
-    """Carry out this rank's part, and wait for the verdict.
+    @property
+    def mesh(self) -> Mesh:
+        """How the ranks are arranged."""
+        return self.job.placement.mesh
 
-    `commit` is called on rank 0 only. A `job` that is an error is one that this rank could not even prepare: the
-    others hear of it.
+    def run(self) -> SaveReport:
+        """Write this rank's part, meet the others, and wait for the verdict.
 
-    Raises:
-        CheckpointError: The save did not commit; the same error on every rank.
-    """
-    began = time.monotonic()
-    try:
-        if exchange.rank == 0:
-            sequence, written = _lead(job, exchange, commit, **facts)
-        else:
-            sequence, written = _follow(job, exchange, **facts)
-    except CheckpointError as error:
-        error.at(**facts)
-        raise
-    return SaveReport(
-        facts["path"], facts["tag"], sequence, written.nbytes, len(written.files), time.monotonic() - began
-    )
-
-
-def _lead(
-    job: SaveJob | CheckpointError, exchange: Round, commit: Committer, path: str, tag: str
-) -> tuple[int, SavePlan]:
-    done: list[SavePlan] = []
-    begun = False
-
-    def write(job: SaveJob, directory: LocalDirectory, sequence: int) -> None:
-        nonlocal begun
-        begun = True
-        exchange.say("begin", [tag, os.path.basename(directory.path), str(job.mesh)])
-        plan = _untied(job, exchange)
-        records = [_write_part(job, plan, directory, exchange)]
-        deadline = Deadline(exchange.timeout * LEAD)
-        records += [
-            Record.from_json(exchange.hear(f"record/{rank}", rank, deadline)) for rank in range(1, exchange.size)
-        ]
-        _check_files(records, directory)
-        manifest = _manifest(job, records, directory, sequence)
-        write_small(directory, MANIFEST, manifest_json.dump(manifest))
-        directory.sync()
-        if exchange.size > 1 and exchange.has("abort"):
-            exchange.hear("abort", 0)  # raises
-        for name, data in job.last.items():
-            write_small(directory, name, data)
-        directory.sync()
-        done.append(plan)
-
-    try:
-        if isinstance(job, CheckpointError):
-            raise job
-        ready = job
-        sequence = commit(
-            path, tag, lambda directory, number: write(ready, directory, number),
-            pinned=job.pinned, num_kept=job.num_kept,
-        )  # fmt: skip
-    except Exception as error:
-        # Whatever it is, no rank may wait for a verdict that never comes.
-        problem = as_checkpoint_error(error, "saving", 0)
-        problem.at(path=path, tag=tag)
-        if exchange.size > 1:
-            if not begun:
-                exchange.say("begin", error=problem)
-            exchange.say("verdict", error=problem)
-        if problem is error:
-            raise
-        raise problem from error
-    exchange.say("verdict", sequence)
-    return sequence, done[0]
-
-
-def _follow(job: SaveJob | CheckpointError, exchange: Round, path: str, tag: str) -> tuple[int, SavePlan]:
-    plan, out_of_step = SavePlan(()), None
-    key = f"record/{exchange.rank}"
-    try:
-        if isinstance(job, CheckpointError):
-            raise job
-        theirs, name, mesh = exchange.hear("begin", 0)
-        if (theirs, mesh) != (tag, str(job.mesh)):
-            out_of_step = UsageError(
-                "the ranks make different calls", rank=exchange.rank, expected=f"a save of tag {theirs} over {mesh}",
-                found=f"tag {tag} over {job.mesh}", hint="All ranks must make the same calls in the same order. "
-                "If a rank left one out, this job stays out of step: restart it.",
-            )  # fmt: skip
-            raise out_of_step
-        directory = _open(os.path.join(path, name))
+        Raises:
+            CheckpointError: The save did not commit; the same error on every rank.
+        """
+        began = time.monotonic()
         try:
-            plan = _untied(job, exchange)
-            record = _write_part(job, plan, directory, exchange)
-            directory.sync()
+            with self.job.taking_part():
+                self.job.tidy()
+                sequence, written = self._lead() if self.exchange.rank == 0 else self._follow()
+        except CheckpointError as error:
+            error.at(path=self.store.path, tag=self.tag)
+            raise
         finally:
-            directory.close()
-        exchange.say(key, record.to_json())
-    except Exception as error:
-        # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
-        exchange.say(key, error=as_checkpoint_error(error, "saving", exchange.rank))
-        if out_of_step is not None and exchange.has("verdict"):
-            raise out_of_step from None  # the verdict may be that of a call which this rank never made
-    try:
-        sequence: int = exchange.hear("verdict", 0)
-    except RankFailedError as error:
-        if error.rank == 0:
-            _give_up(error, exchange)
-        raise
-    return sequence, plan
+            if isinstance(self.part, Part):
+                self.part.snapshot.release()
+        report = SaveReport(
+            path=self.store.path,
+            tag=self.tag,
+            sequence=sequence,
+            nbytes=written.nbytes,
+            files=len(written.files),
+            seconds=time.monotonic() - began,
+            stall=self.stall,
+            phases=self.phases.report(),
+        )
+        logger.info(
+            "saved tag %s in %.2f s, of which the caller waited %.1f ms: %s",
+            self.tag, report.seconds, 1e3 * report.stall, as_line(dict(report.phases)),
+        )  # fmt: skip
+        return report
+
+    def tidy(self) -> None:
+        """Remove what this save and earlier ones left behind; called when the outcome is known."""
+        if self.exchange.rank == 0:
+            clean(self.store)
+
+    def _lead(self) -> tuple[int, SavePlan]:
+        """Rank 0's part: the directory, the records of all, the manifest, the commit."""
+        exchange = self.exchange
+        draft: tags.Draft | None = None
+        try:
+            part = self._ready()
+            with self.phases.timed("commit"):
+                draft = tags.begin(self.store, self.tag)
+            directory = draft.directory
+            exchange.say("begin", [self.tag, directory.name, str(self.mesh)])
+            plan = self._plan(part)
+            mine = self._write(part, plan, directory)
+            with self.phases.timed("meet"):
+                records = [mine, *self._hear_records()]
+            _check_files(records, directory)
+            manifest = self._manifest(records, directory, draft.sequence)
+            write_small(directory, MANIFEST, manifest_json.dump(manifest))
+            directory.sync()
+            if exchange.size > 1 and exchange.has("abort"):
+                exchange.hear("abort", 0)  # raises: a rank gave up on this one, and has told its caller so
+            # A reader of another library takes the marks for a finished tag: they come when all else is durable.
+            for name, data in part.writing.marks.items():
+                write_small(directory, name, data)
+            directory.sync()
+            began = time.perf_counter()
+            retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept)
+            self.phases.add("commit", time.perf_counter() - began - retained)
+            self.phases.add("retain", retained)
+        except Exception as error:
+            # Whatever it is, no rank may wait for a verdict that never comes.
+            problem = as_checkpoint_error(error, "saving", 0)
+            problem.at(path=self.store.path, tag=self.tag)
+            if exchange.size > 1:
+                if draft is None:
+                    exchange.say("begin", error=problem)
+                exchange.say("verdict", error=problem)
+            if problem is error:
+                raise
+            raise problem from error
+        finally:
+            if draft is not None:
+                tags.abandon(draft)
+        exchange.say("verdict", draft.sequence)
+        return draft.sequence, plan
+
+    def _follow(self) -> tuple[int, SavePlan]:
+        """The part of any other rank: write, report, hear the verdict."""
+        exchange, plan = self.exchange, SavePlan(())
+        out_of_step: UsageError | None = None
+        key = f"record/{exchange.rank}"
+        try:
+            part = self._ready()
+            theirs, name, mesh = exchange.hear("begin", 0)
+            if (theirs, mesh) != (self.tag, str(self.mesh)):
+                out_of_step = _out_of_step(self, theirs, mesh)
+                raise out_of_step
+            directory = self._open(name)
+            try:
+                plan = self._plan(part)
+                record = self._write(part, plan, directory)
+                directory.sync()
+            finally:
+                directory.close()
+            exchange.say(key, record.to_json())
+        except Exception as error:
+            # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
+            exchange.say(key, error=as_checkpoint_error(error, "saving", exchange.rank))
+            if out_of_step is not None and exchange.has("verdict"):
+                raise out_of_step from None  # the verdict may be that of a call which this rank never made
+        try:
+            with self.phases.timed("meet"):
+                sequence: int = exchange.hear("verdict", 0)
+        except RankFailedError as error:
+            if error.rank == 0:
+                _give_up(error, exchange)
+            raise
+        return sequence, plan
+
+    def _ready(self) -> Part:
+        if isinstance(self.part, CheckpointError):
+            raise self.part
+        return self.part
+
+    def _plan(self, part: Part) -> SavePlan:
+        """What this rank writes: without what an earlier pipeline stage holds, too, so that it is stored once.
+
+        The first rank of each stage publishes the names of its leaves; the others of its stage have the same ones.
+        """
+        with self.phases.timed("plan"):
+            plan = part.writing.plan
+        exchange, mesh = self.exchange, self.mesh
+        if mesh.pp == 1 or exchange.size == 1:
+            return plan
+        with self.phases.timed("meet"):
+            stage = mesh.coordinates(exchange.rank)["pp"]
+            names = {leaf.path: to_hex(digest(leaf.path.encode())) for leaf in part.leaves}
+            if exchange.rank == mesh.rank({"pp": stage}):
+                exchange.say(f"names/{stage}", list(names.values()))
+            earlier = {name for s in range(stage) for name in exchange.hear(f"names/{s}", mesh.rank({"pp": s}))}
+        return plan.minus(frozenset(path for path, name in names.items() if name in earlier))
+
+    def _open(self, name: str) -> Directory:
+        """The directory that rank 0 made, which holds the lock on it."""
+        try:
+            return self.store.open(name, lock=False)
+        except FileNotFoundError as error:
+            raise StorageError.of(
+                error, "opening the directory that rank 0 made", file=name, hint=ONE_DIRECTORY
+            ) from error  # fmt: skip
+
+    def _write(self, part: Part, plan: SavePlan, directory: Directory) -> Record:
+        """Write this rank's files; the record of what is in them."""
+        rank, world = self.exchange.rank, self.exchange.size
+        with Progress(f"save {self.tag}", plan.nbytes, self.shown) as bar:
+            written = write_files(
+                directory, plan, part.snapshot.memory, workers=self.workers, progress=bar, phases=self.phases
+            )
+        files = (*written.files, *write_objects(directory, part.objects, rank, world))
+        return Record(
+            rank=rank,
+            files=files,
+            shards=written.shards,
+            arrays={
+                leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in part.leaves if part.reports(leaf.path)
+            },
+            aliases={alias: target for alias, target in part.aliases.items() if part.reports(alias)},
+            skeleton=part.skeleton,
+            objects=tuple(range(len(written.files), len(files))),
+            samples=part.snapshot.samples() if world > 1 else {},
+            parts=part.parts,
+        )
+
+    def _hear_records(self) -> list[Record]:
+        deadline = Deadline(self.exchange.timeout * LEAD)
+        return [
+            Record.from_json(self.exchange.hear(f"record/{rank}", rank, deadline))
+            for rank in range(1, self.exchange.size)
+        ]
+
+    def _manifest(self, records: Sequence[Record], directory: Directory, sequence: int) -> Manifest:
+        merged = merge(records, self.mesh)
+        for warning in merged.warnings:
+            logger.warning("tag %s: %s", self.tag, warning)
+        head = new_head(self.tag, sequence, pinned=self.pinned)
+        manifest = merged.manifest(head, self.mesh, len(records))
+        if merged.duplicates:
+            reader = TagReader(directory, self.store.path, self.tag, manifest)
+            try:
+                _check_copies(reader, merged.duplicates)
+            finally:
+                reader.close_files()
+        return manifest
+
+
+def _out_of_step(save: Save, tag: str, mesh: str) -> UsageError:
+    return UsageError(
+        "the ranks make different calls",
+        rank=save.exchange.rank,
+        expected=f"a save of tag {tag} over {mesh}",
+        found=f"tag {save.tag} over {save.mesh}",
+        hint="All ranks must make the same calls in the same order. If a rank left one out, this job stays out of "
+        "step: restart it.",
+    )
 
 
 def _give_up(error: RankFailedError, exchange: Round) -> None:
@@ -226,70 +328,29 @@ def _give_up(error: RankFailedError, exchange: Round) -> None:
         pass  # it holds the store, and is gone with it
 
 
-def _open(path: str) -> LocalDirectory:
-    try:
-        return LocalDirectory(path)
-    except FileNotFoundError as error:
-        raise StorageError.of(
-            error, "opening the directory that rank 0 made", file=path, hint=ONE_DIRECTORY
-        ) from error  # fmt: skip
-
-
-def _check_files(records: Sequence[Record], directory: LocalDirectory) -> None:
+def _check_files(records: Sequence[Record], directory: Directory) -> None:
     """Another host may have found a directory of that name on a disk of its own, and have written there."""
     for record in records:
         for file in record.files:
-            try:
-                size = os.stat(file.path, dir_fd=directory.fd).st_size
-            except FileNotFoundError:
-                size = None
+            size = _size(directory, file.path)
             if size != file.size:
                 raise StorageError(
-                    "what this rank has written is not in the directory that rank 0 made", rank=record.rank,
-                    file=file.path, expected=f"{file.size} bytes", found="no file" if size is None else f"{size} bytes",
+                    "what this rank has written is not in the directory that rank 0 made",
+                    rank=record.rank,
+                    file=file.path,
+                    expected=f"{file.size} bytes",
+                    found="no file" if size is None else f"{size} bytes",
                     hint=ONE_DIRECTORY,
-                )  # fmt: skip
+                )
 
 
-def _untied(job: SaveJob, exchange: Round) -> SavePlan:
-    """The save plan without what an earlier pipeline stage holds, too: a tied parameter is stored once.
-
-    The first rank of each stage publishes the names of its leaves; the others of its stage have the same ones.
-    """
-    if job.mesh.pp == 1 or exchange.size == 1:
-        return job.plan
-    stage = job.mesh.coordinates(exchange.rank)["pp"]
-    if exchange.rank == job.mesh.rank({"pp": stage}):
-        exchange.say(f"names/{stage}", [to_hex(digest(leaf.path.encode())) for leaf in job.leaves])
-    earlier = {name for s in range(stage) for name in exchange.hear(f"names/{s}", job.mesh.rank({"pp": s}))}
-    tied = frozenset(leaf.path for leaf in job.leaves if to_hex(digest(leaf.path.encode())) in earlier)
-    return job.plan.minus(tied)
-
-
-def _write_part(job: SaveJob, plan: SavePlan, directory: LocalDirectory, exchange: Round) -> Record:
-    """Write this rank's files; the record of what is in them."""
-    rank, world = exchange.rank, exchange.size
-    written = write_files(directory, plan, job.memory, workers=job.workers, progress=job.progress)
-    files = (*written.files, *write_objects(directory, job.objects, rank, world))
-    objects = tuple(range(len(written.files), len(files)))
-    arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in job.leaves if job.named(leaf.path)}
-    aliases = {alias: target for alias, target in job.aliases.items() if job.named(alias)}
-    samples = job.samples() if world > 1 else {}
-    return Record(rank, files, written.shards, arrays, aliases, job.skeleton, objects, samples, job.parts)
-
-
-def _manifest(job: SaveJob, records: Sequence[Record], directory: LocalDirectory, sequence: int) -> Manifest:
-    merged = merge(records, job.mesh)
-    for warning in merged.warnings:
-        logger.warning("tag %s: %s", job.tag, warning)
-    manifest = merged.manifest(new_head(job.tag, sequence, pinned=job.pinned), job.mesh, len(records))
-    if merged.duplicates:
-        reader = TagReader(directory, job.root, job.tag, manifest)
-        try:
-            _check_copies(reader, merged.duplicates)
-        finally:
-            reader.close_files()
-    return manifest
+def _size(directory: Directory, path: str) -> int | None:
+    try:
+        source = directory.open(path)
+    except FileNotFoundError:
+        return None
+    source.close()
+    return source.size
 
 
 def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
@@ -304,18 +365,9 @@ def _check_copies(reader: TagReader, duplicates: Sequence[Duplicate]) -> None:
         tables = [reader.digests(f, at, twice.nbytes) for f, at in zip(twice.files, twice.offsets, strict=True)]
         if tables[0] != tables[1]:
             raise DivergentReplicasError(
-                f"two ranks hold different values of the region {twice.box}", leaf=twice.leaf,
-                expected=f"the bytes of rank {twice.ranks[0]}", found=f"others on rank {twice.ranks[1]}",
+                f"two ranks hold different values of the region {twice.box}",
+                leaf=twice.leaf,
+                expected=f"the bytes of rank {twice.ranks[0]}",
+                found=f"others on rank {twice.ranks[1]}",
                 hint="Check mesh and shardings: one of them is likely not what the rank really holds.",
-            )  # fmt: skip
-
-
-def check_writable(root: str) -> None:
-    """Fail early where a save could not even begin.
-
-    Raises:
-        OSError: The directory cannot be made or written.
-    """
-    os.makedirs(root, exist_ok=True)
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise PermissionError(13, "no permission to write there", root)
+            )

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+from xla_ckpt.engine import pickles
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory, Source
-
-MANIFEST = "manifest.json"
-"""Name of the manifest inside of a tag directory."""
+from xla_ckpt.tags.directory import MANIFEST
 
 MAX_MANIFEST = 1 << 30
 """A larger manifest is not read."""
+
+
+class ForeignObject(Protocol):
+    """An object that another library stored its own way."""
+
+    def load(self, leaf: str, *, trust: bool) -> Any:
+        """The object.
+
+        Raises:
+            UntrustedObjectError: `trust` is False, and loading it may run code. Nothing of it has run.
+        """
 
 
 class TagReader:
@@ -28,12 +38,19 @@ class TagReader:
         UnsupportedVersionError: A newer version wrote it.
     """
 
-    def __init__(self, directory: Directory, root: str, tag: str, manifest: Manifest | None = None) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        root: str,
+        tag: str,
+        manifest: Manifest | None = None,
+        foreign_objects: Sequence[ForeignObject] | None = None,
+    ) -> None:
         self.directory = directory
         self.root = root
         self.tag = tag
-        self.foreign_object: Callable[[int, str, bool], Any] | None = None
-        """In foreign formats: (index in the skeleton, leaf path, trust) -> the object."""
+        self.foreign_objects = foreign_objects
+        """The objects of a tag that another library wrote, by their index in the skeleton; None in tags of ours."""
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, BlockTable | None] = {}
@@ -124,6 +141,18 @@ class TagReader:
                 expected=f"digest {to_hex(record.digest)}", found=to_hex(found),
             )  # fmt: skip
         return bytes(data)
+
+    def object(self, index: int, leaf: str, *, trust: bool) -> Any:
+        """The object of this number in the skeleton.
+
+        Raises:
+            UntrustedObjectError: `trust` is False, and it is no plain value. Nothing of it has run.
+            FormatError: There is no such object.
+            CorruptCheckpointError: Its bytes are damaged.
+        """
+        if self.foreign_objects is not None:
+            return self.foreign_objects[index].load(leaf, trust=trust)
+        return pickles.load(self.pickled(index), leaf, trust=trust)
 
     def pickled(self, index: int) -> bytes:
         """The bytes of the object of this number, verified.

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from xla_ckpt.engine.read import READERS, check
-from xla_ckpt.engine.tag_reader import MANIFEST, TagReader
+from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.tags.names import NXD_MARKS
+from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tree.skeleton import array_paths
 
 ORBAX_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
@@ -48,9 +48,13 @@ class VerifyReport:
 
 
 def verify_tag(
-    reader: TagReader, *, workers: int = READERS, progress: Callable[[int], None] = lambda _: None
+    reader: TagReader,
+    *,
+    marks: frozenset[str] = frozenset(),
+    workers: int = READERS,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> VerifyReport:
-    """Read everything that the manifest lists."""
+    """Read everything that the manifest lists. `marks` are files of the tag's layout that it does not list."""
     began = time.monotonic()
     manifest = reader.manifest
     report = VerifyReport(reader.root, reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
@@ -78,7 +82,7 @@ def verify_tag(
     for leaf in array_paths(manifest.skeleton, ""):
         if manifest.array(leaf) is None:
             note(CheckpointError("the skeleton names an array that is not stored", tag=reader.tag, leaf=leaf))
-    known = {f.path for f in manifest.files} | ORBAX_FILES | {MANIFEST, *NXD_MARKS}
+    known = {f.path for f in manifest.files} | ORBAX_FILES | {MANIFEST} | marks
     report.strangers = [name for name in reader.directory.files() if name not in known]
     report.seconds = time.monotonic() - began
     return report

@@ -8,19 +8,20 @@ regions, and makes the file durable. Memory: one buffer a worker, whatever the s
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from xla_ckpt.engine.phases import Phases
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.files.crc32 import crc32, joined
 from xla_ckpt.manifest import digest as digests
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written
-from xla_ckpt.storage.base import BLOCK, Directory, Sink
-from xla_ckpt.storage.local import LocalDirectory, write_small
+from xla_ckpt.storage.base import BLOCK, Directory, Sink, write_small
 from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
 
 WRITERS = 8
@@ -100,6 +101,7 @@ def write_files(
     *,
     workers: int = WRITERS,
     progress: Progress = lambda _: None,
+    phases: Phases | None = None,
     segment_bytes: int = BUFFER_BYTES,
 ) -> Written:
     """Write the payload files of a plan.
@@ -112,9 +114,10 @@ def write_files(
     files = [_File(plan, memory, segment_bytes) for plan in plan.files]
     segments = list(_segments(files, segment_bytes))
     largest = max((s.stop - s.start for s in segments), default=0)
+    phases = Phases() if phases is None else phases
 
     def write(segment: _Segment, buffer: memoryview) -> None:
-        progress(_write_segment(files[segment.file], directory, segment, buffer))
+        progress(_write_segment(files[segment.file], directory, segment, buffer, phases))
 
     try:
         work_off(
@@ -129,7 +132,7 @@ def write_files(
     return Written(records, tuple(shard for number, f in enumerate(files) for shard in f.plan.shards(number)))
 
 
-def write_objects(directory: LocalDirectory, objects: Sequence[bytes], rank: int, world: int) -> list[FileRecord]:
+def write_objects(directory: Directory, objects: Sequence[bytes], rank: int, world: int) -> list[FileRecord]:
     """Write a rank's pickled objects, a durable file each; their records, in order.
 
     Raises:
@@ -149,34 +152,49 @@ def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
             yield _Segment(number, start, min(start + segment_bytes, file.size))
 
 
-def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer: memoryview) -> int:
+def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer: memoryview, phases: Phases) -> int:
     """Write one segment; the bytes of regions in it."""
+    nbytes, alone = segment.stop - segment.start, segment.stop - segment.start == file.size
+    began = time.perf_counter()
     sink = file.opened(directory)
-    nbytes, moved = segment.stop - segment.start, 0
-    i = max(bisect_right(file.starts, segment.start) - 1, 0)
-    while i < len(file.starts) and file.starts[i] < segment.stop:
-        start, source = file.starts[i], file.sources[i]
-        low, high = max(segment.start, start), min(segment.stop, start + len(source))
-        if low < high:
-            moved += high - low
-            _copy(buffer[low - segment.start : high - segment.start], source[low - start : high - start])
-            _digest_blocks(file, i, low - start, high - start)
-            if file.plan.codec.wants_crc32:
-                file.crcs[i, low] = crc32(source[low - start : high - start]), high - low
-        i += 1
-    alone = nbytes == file.size
+    opened = time.perf_counter()
+    parts = _gather(file, segment, buffer)
+    copied = time.perf_counter()
+    for i, low, high in parts:
+        _digest(file, i, low, high)
     if alone:
         for at, text in file.finished():
             buffer[at : at + len(text)] = text
+    digested = time.perf_counter()
     sink.write(buffer, nbytes, segment.start)
+    written = time.perf_counter()
+    moved = sum(high - low for _, low, high in parts)
+    phases.add("copy", copied - opened, moved)
+    phases.add("digest", digested - copied, moved)
+    phases.add("write", opened - began + written - digested, nbytes)
     with file.lock:
         file.left -= 1
         last = file.left == 0
     if last:
         for at, text in () if alone else file.finished():
             sink.patch(text, at)
-        sink.commit()
+        with phases.timed("fsync", files=1):
+            sink.commit()
     return moved
+
+
+def _gather(file: _File, segment: _Segment, buffer: memoryview) -> list[tuple[int, int, int]]:
+    """Copy what lies in a segment into the buffer: (non-empty region, first and last byte of it) of each part."""
+    parts = []
+    i = max(bisect_right(file.starts, segment.start) - 1, 0)
+    while i < len(file.starts) and file.starts[i] < segment.stop:
+        start, source = file.starts[i], file.sources[i]
+        low, high = max(segment.start, start), min(segment.stop, start + len(source))
+        if low < high:
+            _copy(buffer[low - segment.start : high - segment.start], source[low - start : high - start])
+            parts.append((i, low - start, high - start))
+        i += 1
+    return parts
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
@@ -186,9 +204,11 @@ def _copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _digest_blocks(file: _File, i: int, low: int, high: int) -> None:
+def _digest(file: _File, i: int, low: int, high: int) -> None:
     """Digest the blocks of region `i` that begin at `low <= byte < high` of it; a block may reach further."""
     source = file.sources[i]
+    if file.plan.codec.wants_crc32:
+        file.crcs[i, file.starts[i] + low] = crc32(source[low:high]), high - low
     block = digests.block_size(len(source))
     for b in range(-(-low // block), -(-high // block)):
         file.digests[file.first_block[i] + b] = digests.digest(source[b * block : (b + 1) * block])

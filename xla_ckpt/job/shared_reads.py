@@ -1,7 +1,8 @@
 """Reading together: ranks that want the same bytes, or parts of the same rows, read a part each and send it on.
 
-Ranks find out through the store who wants what, so nothing is assumed about mesh or layout (`plan/shared_reads.py` decides
-who reads what); the bytes then travel in process groups of their own, gloo over host memory.
+Ranks find out through the store who wants what, so nothing is assumed about mesh or shardings
+(`plan/shared_reads.py` decides who reads what); the bytes then travel in process groups of their own, gloo over host
+memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,24 @@ from xla_ckpt.plan.restore_plan import Want
 from xla_ckpt.plan.shared_reads import Mixed, Share, Together, find_common, share_out
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import runs
+
+
+class SharedReads:
+    """Reading together, as `xla_ckpt.engine.restore` asks for it."""
+
+    def agree(self, exchange: Round, wants: Sequence[Want]) -> Share:
+        """See `agree_on_shares`."""
+        return agree_on_shares(exchange, wants)
+
+    def send_on(
+        self,
+        share: Share,
+        slots: Sequence[memoryview],
+        rows: Sequence[tuple[Mixed, Want]],
+        itemsize: Mapping[str, int],
+    ) -> None:
+        """See `exchange_shares`."""
+        exchange_shares(share, slots, rows, itemsize)
 
 
 def agree_on_shares(exchange: Round, wants: Sequence[Want]) -> Share:

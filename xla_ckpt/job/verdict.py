@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, SaveError, StorageError, from_json
@@ -155,17 +156,18 @@ class Round:
         self.said.clear()
 
 
-def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
-    """Run `action` on every rank; if it raises anywhere, raise the same error everywhere (the lowest rank's).
+@contextlib.contextmanager
+def agreed(exchange: Round, what: str) -> Iterator[None]:
+    """A block that all ranks run: if it raises anywhere, the same error is raised everywhere (the lowest rank's).
 
     Rank 0 hears all and tells all: two messages a rank. `what` names the action in messages and keys.
     """
     if exchange.size == 1:
-        return action()
+        yield
+        return
     mine: CheckpointError | None = None
-    value: Value | None = None
     try:
-        value = action()
+        yield
     except Exception as error:
         # Told to all ranks, and raised below on all of them.
         mine = as_checkpoint_error(error, what, exchange.rank)
@@ -178,7 +180,12 @@ def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
         if mine is not None and mine.rank == verdict.rank:
             raise mine from mine.__cause__  # the same facts, with the original traceback
         raise
-    return value  # type: ignore[return-value]  # without an error there is a value
+
+
+def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
+    """What `action` returns, run on every rank as `agreed` says."""
+    with agreed(exchange, what):
+        return action()
 
 
 def _first_error(exchange: Round, what: str) -> CheckpointError | None:

@@ -1,10 +1,192 @@
-"""The layouts that are written, by name."""
+"""The layouts that there are, and the tags of all of them in a root directory.
 
-LAYOUTS = ("native", "xser", "pt")
-"""``xser`` and ``pt`` are what neuronx-distributed writes with and without ``use_xser``."""
+A tag with a manifest of ours is opened by it, in whatever layout its files are. Any other tag is one that a layout's
+own tools wrote, and that layout opens it.
+"""
 
-OTHER_NAMES = {"nxd": "pt"}
-"""What a layout is called, too, where a conversion is asked for."""
+from __future__ import annotations
 
-FORMATS = (*LAYOUTS, *OTHER_NAMES, "safetensors")
-"""What a conversion makes."""
+import datetime
+from collections.abc import Sequence
+from typing import TypeVar
+
+from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import VerifyReport, verify_tag
+from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.hugging_face import HuggingFace
+from xla_ckpt.layouts.native import Native
+from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.storage import door
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, no_such_tag
+from xla_ckpt.tags.directory import open_tag as open_own
+
+L = TypeVar("L", bound=Layout)
+
+NATIVE = Native()
+
+_layouts: list[Layout] = [
+    NATIVE,
+    NeuronxDistributed("xser", finds=True),
+    NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
+    HuggingFace(),
+]
+"""One object for each layout. To add one is a line here, or a call of `register`."""
+
+
+def register(layout: L) -> L:
+    """Add a layout; from now on it is found, opened, written and converted like the others.
+
+    Raises:
+        UsageError: There is a layout of that name.
+    """
+    taken = {name for known in _layouts for name in (known.name, *known.other_names)}
+    if not layout.name or taken & {layout.name, *layout.other_names}:
+        raise UsageError("a layout needs a name of its own", expected=f"none of {', '.join(sorted(taken))}",
+                         found=layout.name)  # fmt: skip
+    _layouts.append(layout)
+    return layout
+
+
+def unregister(layout: Layout) -> None:
+    """Undo `register`."""
+    _layouts.remove(layout)
+
+
+def saved() -> tuple[str, ...]:
+    """Names of the layouts that a job can save in."""
+    return tuple(layout.name for layout in _layouts if layout.saves)
+
+
+def converted() -> tuple[str, ...]:
+    """Names of the layouts that a conversion makes, other names included."""
+    return tuple(name for layout in _layouts for name in (layout.name, *layout.other_names))
+
+
+def named(name: str, *, among: Sequence[str] | None = None) -> Layout:
+    """The layout that callers call so; `among` are those that will do.
+
+    Raises:
+        UsageError: There is none.
+    """
+    known = converted() if among is None else among
+    if name in known:
+        return next(layout for layout in _layouts if name in (layout.name, *layout.other_names))
+    raise UsageError("there is no such layout", expected=f"one of {', '.join(known)}", found=repr(name))
+
+
+def layout_of(manifest: Manifest) -> Layout:
+    """The layout in which a tag of ours was written."""
+    return next((layout for layout in _layouts if layout is not NATIVE and layout.wrote(manifest)), NATIVE)
+
+
+def tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
+    """All complete tags, oldest first, with the layout that opens each: None for tags of ours, which have a manifest.
+
+    Those without a commit number come first: ours continue them.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    ours = entries(store)
+    names = {e.tag for e in ours}
+    found: list[tuple[Layout | None, TagEntry]] = []
+    for layout in _layouts:
+        for entry in layout.tags(store):
+            if entry.tag not in names:
+                names.add(entry.tag)
+                found.append((layout, entry))
+    return [*found, *((None, entry) for entry in ours)]
+
+
+def tag_names(store: Store) -> list[str]:
+    """Names of all complete tags, oldest first.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    return [entry.tag for _, entry in tags(store)]
+
+
+def passed_over(found: Sequence[tuple[Layout | None, TagEntry]]) -> tuple[str, str] | None:
+    """(who wrote it, tag) of a foreign tag that seems to be newer than our newest one, before which it is listed."""
+    ours = [entry for layout, entry in found if layout is None]
+    theirs = [(layout.origin, entry) for layout, entry in found if layout is not None and entry.created]
+    if not ours or not theirs or not ours[-1].created:
+        return None
+    origin, newest = max(theirs, key=lambda pair: _time(pair[1]))
+    return (origin, newest.tag) if _time(newest) > _time(ours[-1]) else None
+
+
+def _time(entry: TagEntry) -> float:
+    return datetime.datetime.fromisoformat(entry.created).timestamp()
+
+
+def find(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
+    """A tag without a manifest of ours, complete or not, and the layout that opens it; None if there is none."""
+    for layout in _layouts:
+        if (entry := layout.find(store, tag)) is not None:
+            return layout, entry
+    return None
+
+
+def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
+    """A reader of a tag of any layout. `hints` say what the files of some layouts do not.
+
+    Raises:
+        NoCheckpointError: There is no such tag; the hint names those that are there, whoever wrote them.
+        CheckpointError: It is damaged, or the hints contradict it.
+    """
+    found = find(store, tag)
+    if found is not None:
+        layout, entry = found
+        return layout.open(store, entry, Hints() if hints is None else hints)
+    try:
+        directory = open_own(store, tag)
+    except NoCheckpointError as error:
+        raise _better(error, store) from None
+    return TagReader(directory, store.path, tag)
+
+
+def verify(store: Store, tag: str, workers: int = READERS) -> VerifyReport:
+    """Read all of a tag (see `xla_ckpt.verify`)."""
+    found = find(store, tag)
+    if found is not None:
+        layout, entry = found
+        return layout.verify(store, entry, workers)
+    try:
+        with open_tag(store, tag) as reader:
+            return verify_tag(reader, marks=layout_of(reader.manifest).marks, workers=workers)
+    except CorruptCheckpointError as error:
+        return VerifyReport(store.path, tag, problems=[error])
+
+
+def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
+    """The error for a tag that is not there, or for a root without any (`tag` None)."""
+    return _better(no_such_tag(store, tag), store)
+
+
+def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
+    """The same error, with a hint at what other libraries have there, or at the root above."""
+    theirs = [(layout.origin, entry.tag) for layout, entry in tags(store) if layout is not None]
+    if theirs and not entries(store):
+        error.hint = f"{theirs[-1][0]} wrote the tags there: {', '.join(tag for _, tag in theirs[-10:])}."
+    elif tag_directory(store.path) is not None:
+        above, name = tag_directory(store.path) or (store, "")
+        error.hint = f"This is the directory of a tag: pass {above.path} and the tag {name}."
+    return error
+
+
+def tag_directory(path: str) -> tuple[Store, str] | None:
+    """(root directory, tag) if a path is that of a tag itself."""
+    try:
+        store, name = door.above(path)
+    except UsageError:
+        return None
+    if store.has(f"{name}/{MANIFEST}") or find(store, name) is not None:
+        return store, name
+    return None

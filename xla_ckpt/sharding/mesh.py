@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from xla_ckpt.errors import UsageError
+
 AXES = ("pp", "dp", "cp", "tp")
 """Axes that make up the world, outermost first: neuronx-distributed's rank order."""
 
@@ -106,3 +108,19 @@ class Mesh:
                 raise ValueError(f"{part!r} is no mesh axis; a mesh is written like pp=1,dp=2,ep=1,cp=1,tp=4")
             sizes[axis] = int(size)
         return cls(**sizes)
+
+
+def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
+    """A mesh as callers give it: ``Mesh(dp=2, tp=4)`` or ``"dp=2,tp=4"``.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    try:
+        return Mesh.parse(mesh)
+    except (ValueError, AttributeError) as error:
+        raise UsageError(
+            f"a mesh makes no sense: {error}", expected='Mesh(dp=2, tp=4), or "dp=2,tp=4"', found=repr(mesh)
+        ) from error

@@ -6,13 +6,18 @@ memory that is kept between saves, unless the caller waits until everything is w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
 
+from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.plan.leaf import Leaf
+from xla_ckpt.plan.merge import Sample
 from xla_ckpt.snapshot.memory import STAGING, Bytes
+from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.storage.pool import work_off
 
 COPIERS = 2
@@ -36,42 +41,102 @@ class HostShard:
     """Whether nobody will write to the memory while `keep` is held."""
 
 
+Key = tuple[str, int]
+"""(leaf path, local shard)."""
+
+
 @dataclass(slots=True)
 class Snapshot:
-    """A frozen state: bytes by (leaf path, local shard). `release` it when it is written."""
+    """A frozen state. `release` it when it is written."""
 
-    memory: dict[tuple[str, int], memoryview]
+    memory: dict[Key, memoryview]
+    """The bytes that this rank may have to write."""
+
     keep: list[Any] = field(default_factory=list)
     staging: Bytes | None = None
+    sampled: dict[str, Sample] = field(default_factory=dict)
+    """Samples of leaves whose memory may have changed since."""
+
+    unsampled: list[tuple[Leaf, list[HostShard]]] = field(default_factory=list)
+    """Leaves of which samples can still be taken."""
+
+    loose: frozenset[str] = frozenset()
+    """Leaves whose replicas need not be equal (buffers)."""
+
+    def samples(self) -> dict[str, Sample]:
+        """Samples of the leaves that other ranks hold, too, by leaf path."""
+        return self.sampled | _samples(self.unsampled, self.loose)
 
     def release(self) -> None:
         """Let go of all memory."""
         self.memory.clear()
         self.keep.clear()
+        self.unsampled.clear()
         if self.staging is not None:
             STAGING.give_back(self.staging)
             self.staging = None
 
 
-def take(shards: Mapping[tuple[str, int], HostShard], *, freeze: bool) -> Snapshot:
-    """Hold, or copy where that is not enough and `freeze` is wanted."""
-    moving = [(key, s) for key, s in shards.items() if freeze and not s.immutable and len(s.data)]
-    snapshot = Snapshot({key: s.data for key, s in shards.items()}, [s.keep for s in shards.values()])
+def lasts(shard: HostShard, *, waits: bool) -> bool:
+    """Whether the memory of a shard stays as it is until the save is done. `waits`: the caller does until then."""
+    return shard.immutable or waits
+
+
+def take(
+    shards: Mapping[Key, HostShard],
+    leaves: Sequence[Leaf] = (),
+    *,
+    waits: bool,
+    written: Collection[Key] | None = None,
+    loose: frozenset[str] = frozenset(),
+) -> Snapshot:
+    """Freeze a state: hold its memory, or copy it where that is not enough.
+
+    Args:
+        shards: The bytes of all local shards.
+        leaves: Array leaves of which samples are wanted, for the sake of other ranks that hold them, too.
+        waits: The caller waits until the save is done, so nothing changes and nothing is copied.
+        written: What this rank writes; None for all of it. What others write is only sampled here.
+        loose: Leaves whose replicas need not be equal.
+    """
+    kept = {key: s for key, s in shards.items() if written is None or key in written}
+    moving = [(key, s) for key, s in kept.items() if not lasts(s, waits=waits) and len(s.data)]
+    snapshot = Snapshot({key: s.data for key, s in kept.items()}, [s.keep for s in kept.values()], loose=loose)
+    changing: list[tuple[Leaf, list[HostShard]]] = []
+    for leaf in leaves:
+        if any(s.replicas > 1 for s in leaf.shards):
+            held = [*map(shards.__getitem__, takewhile(shards.__contains__, ((leaf.path, i) for i in count())))]
+            # Memory that its owner changes soon is looked at now, the rest in the background.
+            soon = not all(lasts(s, waits=waits) for s in held)
+            (changing if soon else snapshot.unsampled).append((leaf, held))
+    snapshot.sampled = _samples(changing, loose)
     if moving:
-        places = _places([len(s.data) for _, s in moving])
-        snapshot.staging = staging = STAGING.borrow(places[-1])
-        copies = []
-        for (key, shard), at in zip(moving, places, strict=False):
-            target = staging[at : at + len(shard.data)]
-            snapshot.memory[key] = target.data
-            source = np.frombuffer(shard.data, np.uint8)
-            copies += [
-                (target[i : i + COPY_BYTES], source[i : i + COPY_BYTES]) for i in range(0, len(source), COPY_BYTES)
-            ]
-        total = places[-1]
-        workers = COPIERS if total > COPY_BYTES else 1
-        work_off(copies, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")
+        _copy(moving, snapshot)
     return snapshot
+
+
+def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[str]) -> dict[str, Sample]:
+    found = {}
+    for leaf, held in leaves:
+        place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
+        content = sample([shard.data for shard in held])
+        found[leaf.path] = Sample(place=to_hex(digest(place.encode())), content=content, loose=leaf.path in loose)
+    return found
+
+
+def _copy(moving: Sequence[tuple[Key, HostShard]], snapshot: Snapshot) -> None:
+    """Copy shards into staging memory, and have the snapshot refer to the copies."""
+    places = _places([len(s.data) for _, s in moving])
+    total = places[-1]
+    snapshot.staging = staging = STAGING.borrow(total)
+    copies = []
+    for (key, shard), at in zip(moving, places, strict=False):
+        target = staging[at : at + len(shard.data)]
+        snapshot.memory[key] = target.data
+        source = np.frombuffer(shard.data, np.uint8)
+        copies += [(target[i : i + COPY_BYTES], source[i : i + COPY_BYTES]) for i in range(0, len(source), COPY_BYTES)]
+    workers = COPIERS if total > COPY_BYTES else 1
+    work_off(copies, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")
 
 
 def _places(sizes: Sequence[int]) -> list[int]:

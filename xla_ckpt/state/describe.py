@@ -1,42 +1,137 @@
-"""A flattened state as leaves: each array once, where it is, and who is the same as whom."""
+"""A state, described: everything about it but its bytes.
+
+Each array becomes a leaf once: where it is, and who is the same as whom. Everything else becomes the skeleton.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.registry import array_kind, require
+from xla_ckpt.engine import pickles
+from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Leaf, leaf_of
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import Local, whole
+from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.take import HostShard
-from xla_ckpt.state.placing import Layouts
+from xla_ckpt.state.members import State
+from xla_ckpt.state.shardings import StateShardings
+from xla_ckpt.state.values import CODEC, resolver
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
+from xla_ckpt.tree.skeleton import find, renumbered
+
+logger = logging.getLogger(__name__)
+
+Json = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """An array, and where it lies."""
+class HeldArray:
+    """An array that this rank holds, and which part of the global array it is."""
 
     value: Any
     local: Local
     adapter: ArrayAdapter
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what this rank has in memory, padding included."""
+        return self.adapter.shape(self.value)
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The arrays of a state on this rank."""
+    def taken_whole(self, path: str) -> HeldArray:
+        """The same array with the whole of its tensor as its bytes, padding included."""
+        if self.adapter.place(self.value, path) is not None:
+            return self  # an array that knows its own place has no padding
+        return HeldArray(self.value, whole(self.shape), self.adapter)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A state on this rank: everything about it but its bytes."""
+
+    state: State
+    placement: Placement
     leaves: tuple[Leaf, ...]
-    placed: Mapping[str, Placed]
+    arrays: Mapping[str, HeldArray]
     """The array of each leaf."""
 
     aliases: Mapping[str, str]
     """Leaf path of a shared array -> leaf path under which it is described."""
 
+    skeleton: Json
+    """The structure of the state, if this rank speaks for its stage; else what only this rank has of it, or None."""
 
-def describe(arrays: Mapping[str, Any], layouts: Layouts, together: frozenset[str] = frozenset()) -> Described:
-    """Describe the arrays of a flattened state.
+    objects: list[bytes]
+    """Pickled objects, by their index in `skeleton`."""
+
+    structure: Json
+    """The whole structure of the state as this rank has it."""
+
+    structure_objects: list[bytes]
+    """Pickled objects, by their index in `structure`; only where a layout was asked for that pickles structures."""
+
+    speaks: bool
+    """Whether this rank speaks for its pipeline stage."""
+
+    parts: Mapping[str, str]
+    """Part of the state -> digest of its plain values, which all ranks have in common."""
+
+    def tree(self, part: str, array: Any) -> Any:
+        """A part of the state as a tree, with what `array` makes of (leaf path, kind) in place of each array."""
+
+        def unpickled(index: int, leaf: str) -> Any:
+            return pickles.load(self.structure_objects[index], leaf, trust=True)  # this process has just pickled it
+
+        return Unflattener(array, CODEC, unpickled, resolver(trust=True)).build(self.structure[part], part)
+
+
+def describe(state: State, placement: Placement, rules: Rules | None, *, structure: bool = False) -> Description:
+    """Describe a state. `structure`: with all its objects, for layouts that pickle the structure of a state.
+
+    Raises:
+        UnsupportedStateError: Something in it cannot be stored.
+        UsageError: A sharding rule makes no sense or does not fit.
+    """
+    shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone)
+    flat = flatten(state.tree, array_kind, CODEC)
+    if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
+        for message in idle(shardings.rules, flat.arrays):
+            logger.warning("%s", message)
+    leaves, arrays, aliases = describe_arrays(flat.arrays, shardings, state.buffers)
+    stage = placement.mesh.coordinates(placement.rank)["pp"]
+    speaks = placement.rank == placement.mesh.rank({"pp": stage})
+    own = flat if speaks else _own_part(flat, state.alone)
+    objects = [_pickle(leaf, value) for leaf, value in own.objects]
+    all_objects = objects
+    if own is not flat:
+        all_objects = [_pickle(leaf, value) for leaf, value in flat.objects] if structure else []
+    return Description(
+        state=state,
+        placement=placement,
+        leaves=leaves,
+        arrays=arrays,
+        aliases=aliases,
+        skeleton=own.skeleton,
+        objects=objects,
+        structure=flat.skeleton,
+        structure_objects=all_objects,
+        speaks=speaks,
+        parts={p: _digest(find(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
+    )
+
+
+def describe_arrays(
+    arrays: Mapping[str, Any], shardings: StateShardings, together: frozenset[str] = frozenset()
+) -> tuple[tuple[Leaf, ...], dict[str, HeldArray], dict[str, str]]:
+    """The leaves of some arrays, the array of each, and the leaf paths of shared ones with those of the first.
 
     `together` names the leaves whose copies need not be equal (buffers): one rank writes all of such an array.
 
@@ -45,7 +140,7 @@ def describe(arrays: Mapping[str, Any], layouts: Layouts, together: frozenset[st
         UsageError: A sharding rule does not fit.
     """
     first: dict[Any, str] = {}
-    placed: dict[str, Placed] = {}
+    held: dict[str, HeldArray] = {}
     aliases: dict[str, str] = {}
     leaves: list[Leaf] = []
     for path, value in arrays.items():
@@ -55,20 +150,43 @@ def describe(arrays: Mapping[str, Any], layouts: Layouts, together: frozenset[st
         if identity is not None and (same := first.setdefault(identity, path)) != path:
             aliases[path] = same
             continue
-        local = layouts.local(path, value, adapter)
-        placed[path] = Placed(value, local, adapter)
+        local = shardings.local(path, value, adapter)
+        held[path] = HeldArray(value, local, adapter)
         leaves.append(leaf_of(path, dtype, local, together=path in together))
-    return Described(tuple(leaves), placed, aliases)
+    return tuple(leaves), held, aliases
 
 
-def host_shards(placed: Mapping[str, Placed]) -> dict[tuple[str, int], HostShard]:
+def host_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], HostShard]:
     """The bytes of all local shards, by (leaf path, shard). One batch for each kind of array."""
     batches: dict[int, tuple[ArrayAdapter, list[str]]] = {}
-    for path, array in placed.items():
+    for path, array in held.items():
         batches.setdefault(id(array.adapter), (array.adapter, []))[1].append(path)
     shards: dict[tuple[str, int], HostShard] = {}
-    for adapter, paths in batches.values():
-        pairs = [(placed[p].value, placed[p].local) for p in paths]
-        for path, held in zip(paths, adapter.host(pairs), strict=True):
-            shards |= {(path, i): shard for i, shard in enumerate(held)}
+    for adapter, batch in batches.values():
+        pairs = [(held[path].value, held[path].local) for path in batch]
+        for path, pieces in zip(batch, adapter.host(pairs), strict=True):
+            shards |= {(path, i): shard for i, shard in enumerate(pieces)}
     return shards
+
+
+def _digest(skeleton: Json) -> str:
+    return to_hex(digest(json.dumps(skeleton).encode()))
+
+
+def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
+    """What only this rank has of a flattened state: the others speak for the rest."""
+    mine = [(n, leaf, value) for n, (leaf, value) in enumerate(flat.objects) if leaf.startswith(alone)]
+    numbers = {n: i for i, (n, _, _) in enumerate(mine)}
+    names = [paths.unescape(prefix.split("/")[1]) for prefix in alone if prefix.startswith("extras/")]
+    own = {name: find(flat.skeleton, paths.join("extras", paths.escape(name))) for name in names}
+    skeleton = {"extras": renumbered(own, numbers.__getitem__)} if own else None
+    return Flat({}, [(leaf, value) for _, leaf, value in mine], skeleton)
+
+
+def _pickle(leaf: str, value: Any) -> bytes:
+    warnings.warn(
+        f"{leaf}: a {type(value).__module__}.{type(value).__qualname__} is no plain value and will be pickled; "
+        "loading it needs trust_pickle=True",
+        stacklevel=5,
+    )
+    return pickles.dump(value, leaf)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xla_ckpt.arrays.base import Target
 from xla_ckpt.arrays.casting import cast
 from xla_ckpt.arrays.registry import array_kind, new_array, require
+from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.local_array import whole
-from xla_ckpt.state.placing import Layouts
+from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
@@ -41,7 +41,7 @@ class Stored:
     skeleton: Any
     read_object: Callable[[int, str], Any]
     resolve: Resolve
-    layouts: Layouts = field(default_factory=Layouts)
+    shardings: StateShardings = field(default_factory=StateShardings)
     """Where the arrays of the program lie."""
 
     def record(self, path: str) -> ArrayRecord:
@@ -66,12 +66,12 @@ class Stored:
     def into(self, path: str, value: Any, *, owned: bool) -> Target:
         """A target that overwrites an array of the program."""
         adapter = require(value, path)
-        return adapter.into(value, self.layouts.local(path, value, adapter), owned=owned)
+        return adapter.into(value, self.shardings.local(path, value, adapter), owned=owned)
 
     def like(self, path: str, value: Any) -> Target:
         """A target that makes a new array like one of the program."""
         adapter = require(value, path)
-        return adapter.like(value, self.layouts.local(path, value, adapter))
+        return adapter.like(value, self.shardings.local(path, value, adapter))
 
     def at(self, path: str) -> Stored | None:
         """The part at a path below this one; None if it is not stored."""

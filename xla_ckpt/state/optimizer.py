@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.base import Placement, Target
 from xla_ckpt.arrays.registry import array_kind, new_array
+from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.manifest.records import ArrayRecord
 from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import zero1
 from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.module import load_dict, name_of
-from xla_ckpt.state.placing import Parameter
+from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.tree import path as paths
 
 Names = Mapping[Any, str]
@@ -123,8 +124,8 @@ def _is_standard(packed: Any) -> bool:
 def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loading:
     """Prepare to load an optimizer, or a plain dict (whose layout is that of the model's parameters)."""
     if isinstance(optimizer, dict):
-        known = parameters_of(optimizer, model, names, stored.layouts.placement)
-        return load_dict(replace(stored, layouts=replace(stored.layouts, parameters=known)), optimizer)
+        known = parameters_of(optimizer, model, names, stored.shardings.placement)
+        return load_dict(replace(stored, shardings=replace(stored.shardings, parameters=known)), optimizer)
     held = stored.build()
     loading = Loading()
     keys = zero1.shards_of(optimizer) if zero1.is_zero1(optimizer) else {}
@@ -143,8 +144,8 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
         for name in group_of
         if name not in set(called)
     ]
-    known = parameters(optimizer, called, stored.layouts.placement)
-    stored = replace(stored, layouts=replace(stored.layouts, parameters=known))
+    known = parameters(optimizer, called, stored.shardings.placement)
+    stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     by_name = {name: keys.get(id(parameter), parameter) for name, (parameter, _) in zip(called, order, strict=True)}
     groups = _match_groups(stored, loading, optimizer, called)
     inner = optimizer.base_optimizer if keys else optimizer
@@ -270,7 +271,7 @@ class _Fresh:
     """State that the optimizer does not have yet: laid out as its parameter is, on the device of torch's own rule."""
 
     def __init__(self, stored: Stored, by_name: Mapping[Any, Any], group_of: Mapping[Any, Any]) -> None:
-        self._layouts = stored.layouts
+        self._shardings = stored.shardings
         self._bases = tuple(paths.join(stored.prefix, kind) + "/" for kind in ("state", "master"))
         self._by_component = {_component(n): (n, p) for n, p in by_name.items()}
         self._group_of = group_of
@@ -293,16 +294,16 @@ class _Fresh:
     def target(self, path: str, record: ArrayRecord, kind: str) -> Target | None:
         """Memory for one array of the state; None for one that belongs to no parameter."""
         name, parameter = self._by_component.get(self._component(path) or "", (None, None))
-        known = self._layouts.parameter(path)
+        known = self._shardings.parameter(path)
         if parameter is None or known is None:
             return None
         group = self._group_of.get(name, {})
         name_of_state = path.rpartition("/")[2]
-        full = self._layouts.parameter_local(known).shape
+        full = self._shardings.parameter_local(known).shape
         if (name_of_state in ELEMENTWISE or path.startswith(self._bases[1])) and record.shape != full:
             return new_array(record.dtype, whole(full), kind)  # which is found not to fit
         on_host = path.endswith("/step") and not (group.get("capturable") or group.get("fused"))
-        if not on_host and (made := self._layouts.state_like(path, record, known)) is not None:
+        if not on_host and (made := self._shardings.state_like(path, record, known)) is not None:
             return made
         return new_array(record.dtype, whole(record.shape), kind, None if on_host else parameter.device)
 

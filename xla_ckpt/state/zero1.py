@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.base import Placement
 from xla_ckpt.arrays.registry import require
 from xla_ckpt.arrays.torch_host import bytes_of
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import axes_of
 from xla_ckpt.snapshot.memory import Slabs
 

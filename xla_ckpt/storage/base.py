@@ -1,4 +1,10 @@
-"""What the engine asks of a place that keeps bytes. Two backends: `local` for directories, `memory` for tests."""
+"""The door to storage: everything that the library asks of a place that keeps bytes.
+
+A `Store` is a root directory. In it lie directories under names: tags, tags that are being written, tags that wait to
+be deleted. A `Directory` holds files under relative paths. Engine, tags and layouts reach bytes, names, locks and
+commits through these protocols only. `storage.local` answers them for file systems, `storage.memory` for tests and
+simulations, and `storage.door` finds the one for the path that a caller gives.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +51,10 @@ class Source(Protocol):
 class Directory(Protocol):
     """A directory of files, named by relative paths with ``/``. It stays the same one if it is renamed."""
 
+    @property
+    def name(self) -> str:
+        """Its name in the store when it was opened."""
+
     def create(self, path: str, size: int) -> Sink:
         """Begin a new file that will have `size` bytes; its parents are made. It must not exist."""
 
@@ -58,4 +68,88 @@ class Directory(Protocol):
         """Make the names of all files that were created through this object durable."""
 
     def close(self) -> None:
-        """Release the directory."""
+        """Release the directory, and the lock that it was opened with."""
+
+
+class Store(Protocol):
+    """A root directory. Names are those of the directories in it; ``name/path`` is a path below one of them, and ``""``
+    the root directory itself.
+
+    Methods raise OSError where the storage refuses, and FileNotFoundError for a name that is not there, unless they
+    say otherwise.
+    """
+
+    @property
+    def path(self) -> str:
+        """What users call it."""
+
+    def prepare(self) -> None:
+        """Make the root directory if it is absent, and find out whether it can be written.
+
+        Raises:
+            PermissionError: It cannot.
+        """
+
+    def names(self, path: str = "") -> list[str]:
+        """What lies in it, or at a path below it, sorted; nothing where there is no such directory."""
+
+    def has(self, path: str) -> bool:
+        """Whether there is a file or directory of this name, or at this path below a name."""
+
+    def is_directory(self, path: str) -> bool:
+        """Whether there is a directory of this name, or at this path below a name."""
+
+    def start_of(self, path: str, nbytes: int) -> bytes:
+        """The first bytes of a file below a name, `nbytes` at most."""
+
+    def modified(self, path: str) -> int | None:
+        """Time of the last change (ns since 1970) of what has this name or path; None if there is nothing."""
+
+    def open(self, name: str, *, lock: bool = True) -> Directory:
+        """Open a directory. With `lock`, nobody who asks `in_use` takes it for unused until it is closed."""
+
+    def make(self, name: str) -> Directory:
+        """Make a directory, locked as being written until it is closed or the process ends. It must not exist."""
+
+    def in_use(self, name: str) -> bool:
+        """Whether somebody reads or writes this directory right now, or, where locks fail, may do so."""
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a directory another name, in one step that a reader sees wholly or not at all."""
+
+    def remove(self, name: str) -> None:
+        """Remove a directory with all that is in it."""
+
+    def sync(self) -> None:
+        """Make the names in it durable."""
+
+
+def read_whole(directory: Directory, path: str) -> bytes:
+    """All bytes of a small file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: The storage refused.
+    """
+    source = directory.open(path)
+    try:
+        data = bytearray(source.size)
+        got = source.read_into(memoryview(data), 0)
+        return bytes(data[:got])
+    finally:
+        source.close()
+
+
+def write_small(directory: Directory, path: str, data: bytes) -> None:
+    """Write a whole small file durably.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    sink = directory.create(path, len(data))
+    try:
+        sink.write(memoryview(data), len(data), 0)
+        sink.commit()
+    except BaseException:
+        sink.abandon()
+        raise

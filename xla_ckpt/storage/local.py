@@ -10,14 +10,25 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
+import shutil
 import stat
-from collections.abc import Iterable
+import time
 
 from xla_ckpt.storage.base import BLOCK
 
+logger = logging.getLogger(__name__)
+
 DIRECT_BYTES = 1 << 20
 """Files from this size on are written around the page cache."""
+
+UNLOCKED_AGE = 3600.0
+"""Seconds without a change after which a directory counts as unused, where the file system has no locks.
+
+A save that is alive writes, or waits for other ranks, and that for no longer than its timeout: half an hour unless the
+caller says otherwise. As much again is left for clocks that differ. A load seldom takes so long.
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -123,6 +134,7 @@ class LocalDirectory:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
+        self.name = os.path.basename(self.path)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._touched = {""}
 
@@ -166,31 +178,133 @@ class LocalDirectory:
             os.close(fd)
 
 
-def write_small(directory: LocalDirectory, path: str, data: bytes) -> None:
-    """Write a whole small file durably."""
-    sink = directory.create(path, len(data))
-    try:
-        sink.write(memoryview(data), len(data), 0)
-        sink.commit()
-    except BaseException:
-        sink.abandon()
-        raise
+class LocalStore:
+    """A root directory of a file system. Locks are `flock`s on the directories in it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self.path!r})"
+
+    def _at(self, path: str) -> str:
+        return os.path.join(self.path, path) if path else self.path
+
+    def prepare(self) -> None:
+        os.makedirs(self.path, exist_ok=True)
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "no permission to write there", self.path)
+
+    def names(self, path: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self._at(path)))
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            if not path:
+                raise
+            return []
+
+    def has(self, path: str) -> bool:
+        return os.path.lexists(self._at(path))
+
+    def is_directory(self, path: str) -> bool:
+        return os.path.isdir(self._at(path))
+
+    def start_of(self, path: str, nbytes: int) -> bytes:
+        with open(self._at(path), "rb") as file:
+            return file.read(nbytes)
+
+    def modified(self, path: str) -> int | None:
+        try:
+            return os.stat(self._at(path)).st_mtime_ns
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def open(self, name: str, *, lock: bool = True, write: bool = False) -> LocalDirectory:
+        directory = LocalDirectory(self._at(name))
+        if lock:
+            _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
+        return directory
+
+    def make(self, name: str) -> LocalDirectory:
+        os.mkdir(self._at(name))
+        directory = LocalDirectory(self._at(name))
+        _mark(directory, fcntl.LOCK_EX)
+        return directory
+
+    def in_use(self, name: str) -> bool:
+        held = _is_locked(self._at(name))
+        return _is_young(self._at(name)) if held is None else held
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(self._at(old), self._at(new))
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(self._at(name))
+
+    def sync(self) -> None:
+        directory = LocalDirectory(self.path)
+        try:
+            directory.sync()
+        finally:
+            directory.close()
 
 
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    directory = LocalDirectory(path)
+def _mark(directory: LocalDirectory, how: int) -> None:
     try:
-        directory.sync()
+        fcntl.flock(directory.fd, how | fcntl.LOCK_NB)
+    except OSError as error:
+        # Where there are no locks, `in_use` goes by the age of a directory.
+        logger.debug("%s is not marked as being in use: %s", directory.path, error)
+
+
+def _is_locked(path: str) -> bool | None:
+    """Whether somebody has marked a directory as being read or written; None if that cannot be found out."""
+    try:
+        directory = LocalDirectory(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        _doubt(path, error)
+        return None
+    try:
+        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system has locks
+        _doubt(path, error)
+        return None
     finally:
         directory.close()
+    return False
 
 
-def sync_files(directory: str, names: Iterable[str]) -> None:
-    """Make the contents of some files of a directory durable."""
-    for name in names:
-        fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _is_young(path: str) -> bool:
+    """Whether something in a directory has changed in the last `UNLOCKED_AGE` seconds."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    since = time.time() - UNLOCKED_AGE
+    try:
+        places = (os.path.join(at, name) for at, _, files in os.walk(path, onerror=fail) for name in ("", *files))
+        return any(os.lstat(place).st_mtime > since for place in places)
+    except OSError as error:
+        # A file that has vanished meanwhile means that somebody is at work there.
+        logger.debug("%s is left alone: %s", path, error)
+        return True
+
+
+_DOUBTED: set[int | None] = set()
+"""Numbers of the errors that `_doubt` has told of."""
+
+
+def _doubt(path: str, error: OSError) -> None:
+    if error.errno not in _DOUBTED:
+        _DOUBTED.add(error.errno)
+        logger.warning(
+            "cannot find out whether %s is in use (%s): this and others like it are left alone until nothing in them "
+            "has changed for %g minutes, also if num_kept_ckpts would delete them",
+            path, error.strerror or error, UNLOCKED_AGE / 60,
+        )  # fmt: skip

@@ -4,56 +4,55 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import shutil
 
-from xla_ckpt.storage.local import sync_directory
-from xla_ckpt.tags.directory import in_use
-from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
 
 logger = logging.getLogger(__name__)
 
 
-def clean(root: str) -> None:
+def clean(store: Store) -> None:
     """Remove what killed or replaced saves left: unfinished directories, old versions, trash.
 
     Directories that somebody writes or reads are left alone; they go next time. Undoes a replacement that was
     killed half-way.
+
+    Raises:
+        OSError: The storage refused.
     """
-    trash = os.path.join(root, TRASH)
-    for name in sorted(os.listdir(root)):
-        path = os.path.join(root, name)
-        if name.startswith(OLD_PREFIX) and not os.path.lexists(final := os.path.join(root, name[len(OLD_PREFIX) :])):
-            logger.warning("%s: a replacement of tag %s was interrupted; the old version is back", root, final)
-            os.rename(path, final)
-            sync_directory(root)
+    for name in store.names():
+        if name.startswith(OLD_PREFIX) and not store.has(tag := name[len(OLD_PREFIX) :]):
+            logger.warning("%s: a replacement of tag %s was interrupted; the old version is back", store.path, tag)
+            store.rename(name, tag)
+            store.sync()
         elif name.startswith(OLD_PREFIX):
-            _move(path, trash)  # also if it is read: the next replacement of its tag needs the name
-        elif name.endswith(TMP_SUFFIX) and os.path.isdir(path):
-            remove_unused(path)
-    if os.path.isdir(trash):
-        for doomed in os.listdir(trash):
-            remove_unused(os.path.join(trash, doomed))
-        if not os.listdir(trash):
-            os.rmdir(trash)
+            _move_to_trash(store, name)  # also if it is read: the next replacement of its tag needs the name
+        elif name.startswith(NEW_PREFIX) or name.endswith(TMP_SUFFIX):
+            remove_unused(store, name)
+    if store.is_directory(TRASH):
+        for doomed in store.names(TRASH):  # orbax moves the tags there that retention gives up
+            remove_unused(store, f"{TRASH}/{doomed}")
+        if not store.names(TRASH):
+            store.remove(TRASH)
 
 
-def _move(path: str, folder: str) -> None:
-    """Move a directory into a folder, under a name that is free there. Who reads it does not notice."""
-    os.makedirs(folder, exist_ok=True)
-    places = (os.path.join(folder, f"{os.path.basename(path)}-{n}") for n in itertools.count())
-    os.rename(path, next(place for place in places if not os.path.lexists(place)))
+def _move_to_trash(store: Store, name: str) -> None:
+    """Move a directory away, under a name that is free there. Who reads it does not notice."""
+    if not store.is_directory(TRASH):
+        store.make(TRASH).close()
+    places = (f"{TRASH}/{name}-{n}" for n in itertools.count())
+    store.rename(name, next(place for place in places if not store.has(place)))
 
 
-def remove_unused(path: str) -> None:
+def remove_unused(store: Store, name: str) -> None:
     """Remove a directory, unless somebody writes or reads it."""
-    if not in_use(path):
-        remove(path)
+    if store.is_directory(name) and not store.in_use(name):
+        remove(store, name)
 
 
-def remove(path: str) -> None:
-    """Remove a directory."""
+def remove(store: Store, name: str) -> None:
+    """Remove a directory; that it cannot be removed is logged."""
     try:
-        shutil.rmtree(path)
+        store.remove(name)
     except OSError as error:
-        logger.warning("could not remove %s: %s", path, error)
+        logger.warning("could not remove %s in %s: %s", name, store.path, error)

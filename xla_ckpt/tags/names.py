@@ -7,14 +7,14 @@ from xla_ckpt.errors import InvalidTagError
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
 """What orbax appends to a directory that is still being written."""
 
+NEW_PREFIX = ".new-"
+"""A tag that is just being written. It is filled under this name; orbax makes a tag of it."""
+
 OLD_PREFIX = ".old-"
 """A tag that is just being replaced: complete, and good until its successor is in place."""
 
 TRASH = ".trash"
 """Where tags go to be deleted."""
-
-NXD_MARKS = {"checkpoint": b"1", "done": b"1"}
-"""Files by which neuronx-distributed finds a tag, and a complete one; in tags of ours the manifest says that, too."""
 
 MAX_BYTES = 200
 """Longest tag: a file name may have 255 bytes, and suffixes need room."""

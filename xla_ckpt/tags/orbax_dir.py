@@ -1,37 +1,37 @@
-"""Tag directories through orbax: the only file that knows it, loaded by rank 0 on its first save.
+"""Tag directories through orbax: the only file that knows it, loaded by rank 0 when it commits its first tag.
 
 `ocp.CheckpointManager` names, commits and retires the directories; what is inside of them is ours. It wants integer
 steps, so a tag travels as an `int` that carries its name, the integer being the commit sequence. One manager lives for
-one save: it holds no list that could grow stale, and no error of an earlier save. What orbax does not do is done
-here: the old version of a tag stays until the new one is committed, everything is durable before it is visible, and
-what a killed save left behind is cleaned up.
+one commit: it holds no list that could grow stale, and no error of an earlier one. The tag's files are written, and
+durable, before orbax hears of them: what it commits is moved into the directory that it makes. What orbax does not do
+is done here: the old version of a tag stays until the new one is committed, and all is durable before it is visible.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from xla_ckpt.errors import SaveError
-from xla_ckpt.storage.local import LocalDirectory, sync_directory, sync_files
-from xla_ckpt.tags.cleaning import clean, remove, remove_unused
-from xla_ckpt.tags.directory import TagEntry, entries, in_use, locked, mark_in_use
-from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.tags.cleaning import remove, remove_unused
+from xla_ckpt.tags.directory import TagEntry, entries
+from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
 from xla_ckpt.tags.retention import TagFact, superfluous
+
+if TYPE_CHECKING:
+    from xla_ckpt.tags.commit import Draft
 
 logger = logging.getLogger(__name__)
 
 _ITEM = "payload"
 """orbax saves items into directories of their own; ours writes beside it, and the empty directory goes again."""
-
-Write = Callable[[LocalDirectory, int], None]
-"""(directory to fill, commit sequence): returns when everything in it is durable."""
 
 
 class _Step(int):
@@ -55,13 +55,17 @@ class _TagNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):  # type: igno
         return str(step.tag)
 
     def find_all(self, base_path: Any) -> Iterable[ocp.path.step.Metadata]:
-        return (_metadata(base_path, e) for e in entries(os.fspath(base_path)) if e.directory == e.tag)
+        return (_metadata(base_path, e) for e in entries(_store(base_path)) if e.directory == e.tag)
 
     def find_step(self, base_path: Any, step: Any) -> ocp.path.step.Metadata:
-        found = next((e for e in entries(os.fspath(base_path)) if e.tag == step.tag), None)
+        found = next((e for e in entries(_store(base_path)) if e.tag == step.tag), None)
         if found is None or found.sequence != int(step):
             raise ValueError(f"{step.tag} (commit {int(step)}) is not there")
         return _metadata(base_path, found)
+
+
+def _store(base_path: Any) -> LocalStore:
+    return LocalStore(os.fspath(base_path))
 
 
 def _metadata(base_path: Any, entry: TagEntry) -> ocp.path.step.Metadata:
@@ -71,17 +75,20 @@ def _metadata(base_path: Any, entry: TagEntry) -> ocp.path.step.Metadata:
 class _Retention:
     """orbax's preservation policy, from ours."""
 
-    def __init__(self, root: str, tag: str, pinned: bool, num_kept: int | None) -> None:
-        self.root, self.tag, self.pinned, self.num_kept = root, tag, pinned, num_kept
+    def __init__(self, store: LocalStore, tag: str, pinned: bool, num_kept: int | None) -> None:
+        self.store, self.tag, self.pinned, self.num_kept = store, tag, pinned, num_kept
+        self.began: float | None = None
+        """When orbax asked, after the commit (s of the performance counter)."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        pinned = {e.tag for e in entries(self.root) if e.pinned}
+        self.began = time.perf_counter()
+        pinned = {e.tag for e in entries(self.store) if e.pinned}
         newest = {c.step.tag: int(c.step) for c in checkpoints}  # of a tag being replaced, the new one counts
         facts = [
             TagFact(tag, sequence, self.pinned if tag == self.tag else tag in pinned)
             for tag, sequence in newest.items()
         ]
-        drop = {t for t in superfluous(facts, self.num_kept) if not in_use(os.path.join(self.root, t))}
+        drop = {t for t in superfluous(facts, self.num_kept) if not self.store.in_use(t)}
         return [c.step.tag not in drop for c in checkpoints]
 
 
@@ -98,7 +105,7 @@ class _Payload(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         return []
 
     def save(self, directory: Any, args: _Save) -> None:
-        args.fill(os.fspath(directory.parent))
+        args.move_into(os.fspath(directory.parent))
 
     def restore(self, directory: Any, args: Any = None) -> Any:
         raise SaveError("orbax does not read this payload: use xla_ckpt.restore", path=os.fspath(directory))
@@ -108,46 +115,43 @@ class _Payload(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
 
 class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    """What orbax hands to the handler."""
+    """What orbax hands to the handler: the draft whose files the tag gets."""
 
-    def __init__(self, fill: Callable[[str], None]) -> None:
-        self.fill = fill
+    def __init__(self, store: LocalStore, draft: str, held: list[LocalDirectory]) -> None:
+        self.store, self.draft, self.held = store, draft, held
+
+    def move_into(self, directory: str) -> None:
+        """Move everything in the draft, which is durable, into the directory that orbax made."""
+        mine = self.store.open(os.path.basename(directory), write=True)
+        self.held.append(mine)  # locked until it is committed: a job that cleans up leaves it alone
+        for name in self.store.names(self.draft):
+            os.rename(os.path.join(self.store.path, self.draft, name), os.path.join(directory, name))
+        self.store.remove(self.draft)
 
 
 ocp.args.register_with_handler(_Payload, for_save=True, for_restore=True)(_Save)
 
 
-def save_tag(root: str, tag: str, write: Write, *, pinned: bool, num_kept: int | None) -> int:
-    """Commit one tag: `write` fills a fresh directory, which then appears as `tag` by one rename.
-
-    Returns:
-        The commit sequence of the tag.
-
-    Raises:
-        SaveError: orbax did not commit.
-        Exception: Whatever `write` raised. The tag is then as it was before.
-    """
-    os.makedirs(root, exist_ok=True)
-    clean(root)
-    open_directories: list[LocalDirectory] = []
+def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | None) -> float:
+    """Have orbax make a tag of a draft, by one rename, and retire older ones (see `xla_ckpt.tags.commit.commit`)."""
+    root, tag, sequence = store.path, draft.tag, draft.sequence
+    new, tmp, old = NEW_PREFIX + tag, tag + TMP_SUFFIX, OLD_PREFIX + tag
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(_ITEM, _Save, _Payload())
-    tmp, old = os.path.join(root, tag + TMP_SUFFIX), os.path.join(root, OLD_PREFIX + tag)
-    final = os.path.join(root, tag)
 
     def before_rename() -> None:
-        shutil.rmtree(os.path.join(tmp, _ITEM))
-        sync_files(tmp, [n for n in os.listdir(tmp) if n.startswith("_")])
-        sync_directory(tmp)
-        if os.path.lexists(final):
-            os.rename(final, old)
+        store.remove(f"{tmp}/{_ITEM}")
+        _sync(os.path.join(root, tmp))
+        if store.has(tag):
+            store.rename(tag, old)
 
+    retention = _Retention(store, tag, pinned, num_kept)
     manager = ocp.CheckpointManager(
         root,
         handler_registry=registry,
         options=ocp.CheckpointManagerOptions(
             step_name_format=_TagNames(),
-            preservation_policy=_Retention(root, tag, pinned, num_kept),
+            preservation_policy=retention,
             create=False,
             todelete_subdir=TRASH,
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),  # or it deletes the old tag first
@@ -156,36 +160,46 @@ def save_tag(root: str, tag: str, write: Write, *, pinned: bool, num_kept: int |
             ),
         ),
     )
-    sequence = 1 + max((e.sequence for e in entries(root)), default=0)
-
-    def fill(directory: str) -> None:
-        mine = LocalDirectory(directory)
-        open_directories.append(mine)
-        mark_in_use(mine)
-        write(mine, sequence)
-
+    held: list[LocalDirectory] = []
     try:
         manager.save(
             _Step(sequence, tag),
-            args=ocp.args.Composite(**{_ITEM: _Save(fill)}),
+            args=ocp.args.Composite(**{_ITEM: _Save(store, new, held)}),
             force=True,
             custom_metadata={"tag": tag, "sequence": sequence},
         )
-        _finish(manager, root, tag, sequence)
+        _finish(manager, store, tag, sequence)
+        retained = 0.0 if retention.began is None else time.perf_counter() - retention.began
     finally:
-        for directory in open_directories:
+        for directory in held:
             directory.close()
         manager.close()
-        if os.path.isdir(tmp):  # of a save that failed, perhaps for lack of the space that it takes
-            if open_directories and not locked(tmp):
-                remove(tmp)  # this save made it: where there are no locks, nobody has to wait until it is old
+        if store.is_directory(tmp):  # of a commit that failed, perhaps for lack of the space that it takes
+            if held:
+                remove(store, tmp)  # this save made it: where there are no locks, nobody has to wait until it is old
             else:
-                remove_unused(tmp)
-    sync_directory(root)
-    return sequence
+                remove_unused(store, tmp)
+    store.sync()
+    return retained
 
 
-def _finish(manager: Any, root: str, tag: str, sequence: int) -> None:
+def _sync(path: str) -> None:
+    """Make the names in a directory durable, and what orbax itself wrote there."""
+    for name in os.listdir(path):
+        if name.startswith("_"):
+            fd = os.open(os.path.join(path, name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    directory = LocalDirectory(path)
+    try:
+        directory.sync()
+    finally:
+        directory.close()
+
+
+def _finish(manager: Any, store: LocalStore, tag: str, sequence: int) -> None:
     """Wait for the commit. The directory itself says whether it happened; a failed clean-up is only logged."""
     problem: Exception | None = None
     try:
@@ -193,7 +207,7 @@ def _finish(manager: Any, root: str, tag: str, sequence: int) -> None:
     except Exception as error:
         # orbax raises the errors of commit and retention alike: which one it was is decided below.
         problem = error
-    if not any(e.tag == tag and e.sequence == sequence and e.directory == tag for e in entries(root)):
-        raise SaveError("the tag was not committed", path=root, tag=tag, found=problem) from problem
+    if not any(e.tag == tag and e.sequence == sequence and e.directory == tag for e in entries(store)):
+        raise SaveError("the tag was not committed", path=store.path, tag=tag, found=problem) from problem
     if problem is not None:
-        logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", root, tag, problem)
+        logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", store.path, tag, problem)

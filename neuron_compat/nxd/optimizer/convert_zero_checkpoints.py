@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import xla_ckpt
+from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,10 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.convert_to_sharded and args.dp_size is None:
         parser.error("--convert_to_sharded needs --dp_size")
     try:
-        done = xla_ckpt.convert_zero_checkpoints(
-            args.input_dir, args.output_dir, None if args.convert_to_full else args.dp_size,
+        done = convert_zero_checkpoints(
+            args.input_dir,
+            args.output_dir,
+            None if args.convert_to_full else args.dp_size,
             num_workers=args.num_workers,
-        )  # fmt: skip
+        )
     except xla_ckpt.UsageError as error:
         print(f"nxd_convert_zero_checkpoints: {error}", file=sys.stderr)
         return 2

@@ -111,7 +111,7 @@ def load_checkpoint(
     return xla_ckpt.load_checkpoint(
         path, None if tag is None else str(tag), model, optimizer, scheduler, num_workers=num_workers, strict=strict,
         trust_pickle=trust_pickle,
-    )  # fmt: skip
+    ).user_content  # fmt: skip
 
 
 def has_checkpoint(checkpoint_dir_str: PathLike) -> bool:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import product
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
-from xla_ckpt.layouts.hints import Wish
 from xla_ckpt.layouts.nxd.rank_files import Held, Scan
 from xla_ckpt.manifest.records import ArrayRecord, Shard, UnknownArray, array_record
+from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Local, Piece
 from xla_ckpt.sharding.mesh import Mesh
@@ -29,7 +29,7 @@ HINT = (
 )
 
 
-def declared(local: tuple[int, ...], wish: Wish) -> bool:
+def declared(local: tuple[int, ...], wish: ArrayHint) -> bool:
     """Whether a rule or attributes say how an array was split; a shape alone says only how it may have been.
 
     An attribute stays on weights that every rank has whole, so it says nothing of a tensor of the wanted shape.
@@ -37,7 +37,9 @@ def declared(local: tuple[int, ...], wish: Wish) -> bool:
     return wish.sharding is not None and (wish.ruled or wish.shape != local)
 
 
-def resolve(name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wish: Wish) -> Sharding | UnknownArray:
+def resolve(
+    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wish: ArrayHint
+) -> Sharding | UnknownArray:
     """How an array was split of which each rank of `mesh` has a tensor of the shape `local`."""
     if wish.sharding is not None and declared(local, wish):
         sharding = wish.sharding
@@ -84,7 +86,7 @@ def _unknown(why: str) -> UnknownArray:
     return UnknownArray(f"it is ambiguous how this array was split over the ranks: {why}", HINT)
 
 
-def _true_size(sharding: Sharding, local: tuple[int, ...], wish: Wish) -> Sharding:
+def _true_size(sharding: Sharding, local: tuple[int, ...], wish: ArrayHint) -> Sharding:
     if not wish.padded or wish.shape is None or len(wish.shape) != len(local):
         return sharding
     dims = sharding.over(len(local))

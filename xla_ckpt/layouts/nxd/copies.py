@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xla_ckpt.layouts.hints import Wanted
 from xla_ckpt.layouts.nxd.arrays import HINT, Copies, rank_of
 from xla_ckpt.layouts.nxd.rank_files import Scan, listed
 from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 
 _RANKS = ("ep", "tp")
@@ -16,13 +16,12 @@ _RANKS = ("ep", "tp")
 
 def chosen(
     scan: Scan,
-    leaf: str,
     copies: Copies,
     mesh: Mesh,
     *,
     split: Sequence[str],
     dealt: bool,
-    wanted: Wanted,
+    wanted: Hints,
     alone: bool,
 ) -> tuple[Copies, bool] | UnknownArray:
     """The copies that an array is read from, and whether they are only those of the rank that loads.
@@ -33,7 +32,6 @@ def chosen(
 
     Args:
         scan: Where the files are.
-        leaf: Leaf path, for errors.
         copies: All that is stored of the array.
         mesh: How the stored ranks were arranged.
         split: Mesh axes along which it is split: along all others copies would have to be equal.

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.layouts.hints import Wanted
 from xla_ckpt.layouts.nxd.rank_files import Held
+from xla_ckpt.plan.hints import Hints
 
 
 def names_of_stage(
     groups: Sequence[Mapping[str, Any]],
     ordinary: int,
-    wanted: Wanted,
+    wanted: Hints,
     model: Mapping[str, Mapping[Any, Held]] | None,
     shapes: Mapping[int, tuple[int, ...] | None],
     is_expert: Callable[[str], bool],
@@ -67,7 +67,7 @@ def names_of_stage(
     return names
 
 
-def _of_stage(names: Sequence[str], wanted: Wanted, model: Mapping[str, Any] | None) -> list[str]:
+def _of_stage(names: Sequence[str], wanted: Hints, model: Mapping[str, Any] | None) -> list[str]:
     """The names of a group that a stage has. A shared parameter may stand where another of its names stands."""
     if model is None or any(n.startswith("#") for n in names):
         return list(names)
@@ -82,6 +82,6 @@ def _of_stage(names: Sequence[str], wanted: Wanted, model: Mapping[str, Any] | N
     return here
 
 
-def _present(name: str, wanted: Wanted, model: Mapping[str, Any] | None) -> str:
+def _present(name: str, wanted: Hints, model: Mapping[str, Any] | None) -> str:
     """The name that a stage's model has for a parameter."""
     return next((n for n in (name, *wanted.aliases.get(name, ())) if n in (model or {})), name)

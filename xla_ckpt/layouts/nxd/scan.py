@@ -18,16 +18,15 @@ from xla_ckpt.errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from xla_ckpt.layouts.hints import Wanted
 from xla_ckpt.layouts.nxd.rank_files import At, Held, RankFiles, Scan, listed
 from xla_ckpt.layouts.nxd.state import Missing, Stage, State, stages, trees
 from xla_ckpt.layouts.nxd.tags import NxdTag
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest, Shard, UnknownArray, array_record
+from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.storage.base import Directory
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.tree.codec import Codec
 from xla_ckpt.tree.flatten import flatten
 
@@ -43,7 +42,7 @@ _NAMELESS = UnknownArray(
 )
 
 
-def open_tag(root: str, found: NxdTag, wanted: Wanted, codec: Codec) -> TagReader:
+def open_tag(store: Store, found: NxdTag, hints: Hints, codec: Codec) -> TagReader:
     """A reader of a tag, for the restore engine.
 
     Raises:
@@ -54,23 +53,21 @@ def open_tag(root: str, found: NxdTag, wanted: Wanted, codec: Codec) -> TagReade
     if not found.complete:
         logger.warning("tag %s has no done marker: its save may not have ended", found.tag)
     try:
-        directory = LocalDirectory(found.path)
+        directory = store.open(found.tag)
     except OSError as error:
-        raise StorageError.of(error, "opening a tag", path=root, tag=found.tag) from error
+        raise StorageError.of(error, "opening a tag", path=store.path, tag=found.tag) from error
     try:
-        manifest, objects = scan(Scan(directory), found, wanted, codec)
-        reader = TagReader(directory, root, found.tag, manifest)
-        reader.foreign_object = lambda index, leaf, trust: objects[index].load(leaf, trust=trust)
-        return reader
+        manifest, objects = scan(Scan(directory), found, hints, codec)
+        return TagReader(directory, store.path, found.tag, manifest, objects)
     except OSError as error:
         directory.close()
         if isinstance(error, CheckpointError):
-            error.at(path=root, tag=found.tag)
+            error.at(path=store.path, tag=found.tag)
             raise
-        raise StorageError.of(error, "reading a tag", path=root, tag=found.tag) from error
+        raise StorageError.of(error, "reading a tag", path=store.path, tag=found.tag) from error
     except CheckpointError as error:
         directory.close()
-        error.at(path=root, tag=found.tag)
+        error.at(path=store.path, tag=found.tag)
         raise
 
 
@@ -91,14 +88,11 @@ class Refused:
         if not trust:
             self.error.hint = "Pass trust_pickle=True if you trust whoever wrote this file."
             raise self.error.at(leaf=leaf)
-        source = self.directory.open(self.file)
-        data = bytearray(source.size)
-        source.read_into(memoryview(data), 0)
-        source.close()
+        data = read_whole(self.directory, self.file)
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def scan(files: Scan, found: NxdTag, wanted: Wanted, codec: Codec) -> tuple[Manifest, list[Refused]]:
+def scan(files: Scan, found: NxdTag, wanted: Hints, codec: Codec) -> tuple[Manifest, list[Refused]]:
     """The manifest of a tag, and the objects that its skeleton numbers."""
     parts, mesh = (_legacy if found.legacy else _current)(files, wanted)
     flat = flatten({part: _plain(files, value) for part, value in parts.items()}, _kind, codec)
@@ -115,7 +109,7 @@ def scan(files: Scan, found: NxdTag, wanted: Wanted, codec: Codec) -> tuple[Mani
     return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
 
 
-def _report_own(tag: str, leaves: list[str], wanted: Wanted) -> None:
+def _report_own(tag: str, leaves: list[str], wanted: Hints) -> None:
     """Say once for each pipeline stage which arrays each rank gets its own of, and what that means."""
     at = wanted.mesh.coordinates(wanted.rank)
     if leaves and not any(at[axis] for axis in ("dp", "cp", "tp")):
@@ -131,7 +125,7 @@ def _kind(value: Any) -> str | None:
     return "torch" if isinstance(value, ArrayRecord | UnknownArray) else None
 
 
-def _current(files: Scan, wanted: Wanted) -> tuple[dict[str, Any], Mesh]:
+def _current(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
     if wanted.optimizer:
         files.check_optimizer()
     grids = files.rank_files()
@@ -146,7 +140,7 @@ def _current(files: Scan, wanted: Wanted) -> tuple[dict[str, Any], Mesh]:
     return parts, _mesh(grids)
 
 
-def _legacy(files: Scan, wanted: Wanted) -> tuple[dict[str, Any], Mesh]:
+def _legacy(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
     grid = files.legacy_files()
     held = trees(files, grid)
     first = held[min(held)]
@@ -174,7 +168,7 @@ def _mesh(grids: Mapping[str, RankFiles]) -> Mesh:
 
 
 def _parts(
-    files: Scan, wanted: Wanted, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Any
+    files: Scan, wanted: Hints, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Any
 ) -> dict[str, Any]:
     mesh = _mesh(grids)
     state = State(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
@@ -197,7 +191,7 @@ def _parts(
     return parts
 
 
-def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Wanted) -> Any:
+def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) -> Any:
     """What a parameter is loaded from: master weights where they are all there is, or what is wanted exactly."""
     master = masters.get(name)
     if isinstance(stored, Missing):
@@ -211,7 +205,7 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Wanted)
                 leaf=f"model/{name}", file=stored.held.file,
             )  # fmt: skip
         return master
-    asked = wanted.wish(name).dtype
+    asked = wanted.hint(name).dtype
     if isinstance(stored, ArrayRecord) and isinstance(master, ArrayRecord) and stored.shape == master.shape:
         return master if asked == master.dtype.name != stored.dtype.name else stored
     return stored

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from xla_ckpt.layouts.hints import Wanted
 from xla_ckpt.layouts.nxd.arrays import Copies, check_rows, declared, record, resolve
 from xla_ckpt.layouts.nxd.copies import chosen
 from xla_ckpt.layouts.nxd.names import names_of_stage
 from xla_ckpt.layouts.nxd.rank_files import At, Held, RankFiles, Scan
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding, parts
 
@@ -67,7 +67,7 @@ def stages(models: Trees) -> dict[int, Stage]:
 class State:
     """Builds the parts of one tag."""
 
-    def __init__(self, scan: Scan, wanted: Wanted, model: Mapping[int, Stage], mesh: Mesh) -> None:
+    def __init__(self, scan: Scan, wanted: Hints, model: Mapping[int, Stage], mesh: Mesh) -> None:
         self.scan = scan
         self.wanted = wanted
         self.stages = model
@@ -91,7 +91,7 @@ class State:
                 return Missing(held)
             lost = next(h.file for h in copies.values() if h.at is None and h.file not in self.scan.names)
             raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost)
-        sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.wish(name))
+        sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.hint(name))
         if isinstance(sharding, UnknownArray):
             return sharding
         return self.record(leaf, name, copies, self.mesh, sharding, held.shape)
@@ -122,7 +122,7 @@ class State:
             rows: Mesh axes over which ZeRO-1 dealt out the rows of the state.
             dealt: Whether the files are those of each dp rank, as ZeRO-1 writes them.
         """
-        wish = self.wanted.wish(name)
+        wish = self.wanted.hint(name)
         own = False
         split = sharding if state is None else state
         # A state that has not its parameter's shape may not be split as that is: what is said of it does not count.
@@ -130,7 +130,6 @@ class State:
             fits = wish.alone and _whole(sharding, local, mesh) == wish.shape
             found = chosen(
                 self.scan,
-                leaf,
                 copies,
                 mesh,
                 split=(*split.axes, *rows),
@@ -198,7 +197,7 @@ class _OfStage:
         if expert is not None or copies is None:
             return bool(expert)
         held = next(iter(copies.values()))
-        sharding = resolve(name, held.shape, self.of.mesh, None, self.of.wanted.wish(name))
+        sharding = resolve(name, held.shape, self.of.mesh, None, self.of.wanted.hint(name))
         return isinstance(sharding, Sharding) and "ep" in sharding.axes
 
     def local_shape(self, number: int) -> tuple[int, ...] | None:
@@ -256,7 +255,7 @@ class _OfStage:
         rows = ("edp",) if expert else ("dp",)
         if self.zero and first.shape:
             check_rows(leaf, local, copies, parts(rows, self.mesh.sizes))
-        sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.wish(str(name)))
+        sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.hint(str(name)))
         if isinstance(sharding, UnknownArray):
             if first.shape:
                 return sharding

@@ -6,11 +6,12 @@ is. The older layout has no marks: ``<root>/<tag>/tp_rank_00_pp_rank_00`` and it
 
 from __future__ import annotations
 
-import os
+import datetime
 import re
 from dataclasses import dataclass
 
-from xla_ckpt.tags.directory import is_ours
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.directory import TagEntry, is_ours, names_in, no_such_tag
 from xla_ckpt.tags.names import is_tag_name
 
 LEGACY = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
@@ -19,44 +20,62 @@ LEGACY = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 _DIGITS = re.compile(r"(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NxdTag:
-    """A tag in one of neuronx-distributed's layouts."""
+    """A tag that neuronx-distributed wrote."""
 
     tag: str
-    path: str
     complete: bool
     legacy: bool
+    """Whether it has the older layout."""
+
     time: int
     """Time stamp (ns) by which neuronx-distributed orders tags."""
 
+    def entry(self) -> TagEntry:
+        """What a listing shows of it."""
+        created = datetime.datetime.fromtimestamp(self.time / 1e9, datetime.UTC).isoformat(timespec="microseconds")
+        return TagEntry(tag=self.tag, created=created if self.time else "", directory=self.tag, complete=self.complete)
 
-def find(root: str, tag: str) -> NxdTag | None:
-    """The tag in `root`; None if it is no tag of neuronx-distributed's, or one of ours."""
-    if not is_tag_name(tag) or is_ours(root, tag):
+
+def find(store: Store, tag: str) -> NxdTag | None:
+    """The tag of this name; None if it is no tag of neuronx-distributed's, or one of ours."""
+    if not is_tag_name(tag) or is_ours(store, tag):
         return None
-    path = os.path.join(root, tag)
-    done, begun = _time(path, "done"), _time(path, "checkpoint")
-    if any(os.path.isdir(os.path.join(path, part)) for part in ("model", "optim")):
+    done, begun = _time(store, f"{tag}/done"), _time(store, f"{tag}/checkpoint")
+    if any(store.is_directory(f"{tag}/{part}") for part in ("model", "optim")):
         if done is None and begun is None:
             return None
-        return NxdTag(tag, path, done is not None, legacy=False, time=done or begun or 0)
+        return NxdTag(tag=tag, complete=done is not None, legacy=False, time=done or begun or 0)
     try:
-        ranks = [name for name in os.listdir(path) if LEGACY.fullmatch(name)]
+        ranks = [name for name in store.names(tag) if LEGACY.fullmatch(name)]
     except OSError:
         return None
     if not ranks:
         return None
-    return NxdTag(tag, path, complete=True, legacy=True, time=max(_time(path, name) or 0 for name in ranks))
+    time = max(_time(store, f"{tag}/{name}") or 0 for name in ranks)
+    return NxdTag(tag=tag, complete=True, legacy=True, time=time)
 
 
-def complete_tags(root: str) -> list[NxdTag]:
-    """The complete tags, oldest first; equal time stamps are ordered by the numbers in their names."""
-    try:
-        names = os.listdir(root)
-    except OSError:
-        return []
-    found = [t for t in (find(root, name) for name in names) if t is not None and t.complete]
+def existing(store: Store, tag: str) -> NxdTag:
+    """The tag of this name, which was there a moment ago.
+
+    Raises:
+        NoCheckpointError: It is gone.
+    """
+    found = find(store, tag)
+    if found is None:
+        raise no_such_tag(store, tag)
+    return found
+
+
+def complete_tags(store: Store) -> list[NxdTag]:
+    """The complete tags, oldest first; equal time stamps are ordered by the numbers in their names.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    found = [t for t in (find(store, name) for name in names_in(store)) if t is not None and t.complete]
     return sorted(found, key=lambda t: (t.time, _natural(t.tag)))
 
 
@@ -64,8 +83,8 @@ def _natural(tag: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in _DIGITS.split(tag)]
 
 
-def _time(path: str, name: str) -> int | None:
+def _time(store: Store, path: str) -> int | None:
     try:
-        return os.stat(os.path.join(path, name)).st_mtime_ns
+        return store.modified(path)
     except OSError:
         return None

@@ -20,17 +20,17 @@ from xla_ckpt.errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from xla_ckpt.layouts.hints import Wanted
 from xla_ckpt.layouts.nxd.rank_files import Held, RankFiles, Scan, check_grid
 from xla_ckpt.layouts.nxd.scan import scan
 from xla_ckpt.layouts.nxd.tags import NxdTag
 from xla_ckpt.layouts.torch_save.zip_reader import check, read
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tree.codec import Codec
 
 
-def verify_nxd(root: str, found: NxdTag, codec: Codec, workers: int = READERS) -> VerifyReport:
+def verify_nxd(store: Store, found: NxdTag, codec: Codec, workers: int = READERS) -> VerifyReport:
     """Read every file of a tag: are all ranks' files there, are all tensors, do the zips agree with their CRCs?
 
     And do the ranks' parts add up to whole arrays, as far as the tag alone tells?
@@ -39,13 +39,13 @@ def verify_nxd(root: str, found: NxdTag, codec: Codec, workers: int = READERS) -
         StorageError: The tag cannot be opened.
     """
     began = time.monotonic()
-    report = VerifyReport(root, found.tag, digests=False)
+    report = VerifyReport(store.path, found.tag, digests=False)
     if not found.complete:
         report.problems.append(CorruptCheckpointError("there is no done marker: the save may not have ended"))
     try:
-        directory = LocalDirectory(found.path)
+        directory = store.open(found.tag)
     except OSError as error:
-        raise StorageError.of(error, "opening a tag", path=root, tag=found.tag) from error
+        raise StorageError.of(error, "opening a tag", path=store.path, tag=found.tag) from error
     try:
         files = Scan(directory)
         _noted(report, files.check_optimizer)
@@ -64,7 +64,7 @@ def verify_nxd(root: str, found: NxdTag, codec: Codec, workers: int = READERS) -
     finally:
         directory.close()
     for problem in report.problems:
-        problem.at(path=root, tag=found.tag)
+        problem.at(path=store.path, tag=found.tag)
     report.seconds = time.monotonic() - began
     return report
 
@@ -96,7 +96,7 @@ def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
 
 def _check_sums(files: Scan, found: NxdTag, codec: Codec) -> None:
     try:
-        scan(files, found, Wanted(), codec)
+        scan(files, found, Hints(), codec)
     except (IncompatibleCheckpointError, UnsupportedStateError):
         return  # only a model tells more
 

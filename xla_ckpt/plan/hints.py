@@ -11,7 +11,7 @@ from xla_ckpt.sharding.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ArrayHint:
     """What is known about one array of a model."""
 
     shape: tuple[int, ...] | None = None
@@ -33,10 +33,10 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Hints:
     """What the targets of a load say."""
 
-    wishes: Mapping[str, Wish] = field(default_factory=dict)
+    arrays: Mapping[str, ArrayHint] = field(default_factory=dict)
     """By parameter or buffer name."""
 
     rules: Parsed = ()
@@ -59,13 +59,13 @@ class Wanted:
     rank: int = 0
     """Which of them this one is."""
 
-    def wish(self, name: str) -> Wish:
+    def hint(self, name: str) -> ArrayHint:
         """What is known about an array; a rule for any name of a shared parameter holds for it."""
-        known = self.wishes.get(name, Wish())
+        known = self.arrays.get(name, ArrayHint())
         names = [name, *(n for shared in self.aliases.values() if name in shared for n in shared)]
         ruled = decided(self.rules, *(form for n in names for form in (f"model/{n}", n)))
         return known if ruled is None else replace(known, sharding=ruled, ruled=True)
 
     def knows(self, name: object) -> bool:
         """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""
-        return self.groups is None or name in self.wishes
+        return self.groups is None or name in self.arrays

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_ckpt.arrays.base import ArrayAdapter, Placement, Target
+from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import require
+from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.manifest.records import ArrayRecord
 from xla_ckpt.plan.place import owner_of
 from xla_ckpt.sharding.local_array import Local, whole
+from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state.attributes import declared_sharding
@@ -35,7 +37,7 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Layouts:
+class StateShardings:
     """The places of all arrays on one rank."""
 
     placement: Placement = field(default_factory=Placement)

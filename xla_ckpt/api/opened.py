@@ -1,0 +1,75 @@
+"""A tag, opened without a job: for looking at it, and for writing it anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.layouts.registry import find, open_tag
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.sharding.rules import Parsed
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tree.skeleton import objects_in
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def opened(
+    store: Store, tag: str, rules: Parsed = (), model: Any = None, optimizer: Any = None, *, part: str = ""
+) -> TagReader:
+    """A reader of a tag of any layout; model, optimizer and rules say what the files of some layouts do not.
+
+    `part` is the leaf path of what is wanted of it: without its optimizer a tag may be sound.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        CheckpointError: It is damaged, or model, optimizer and rules contradict it.
+    """
+    found = find(store, tag)
+    if found is None or not found[0].asks:
+        return open_tag(store, tag)
+    from xla_ckpt.state.hints import hints_of
+    from xla_ckpt.state.shardings import StateShardings
+
+    if optimizer is None and part.split("/", maxsplit=1)[0] in ("", "optimizer"):
+        optimizer = {}  # all of it, whoever it is for
+    return open_tag(store, tag, hints_of(model, optimizer, StateShardings(rules=rules)))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenState:
+    """An open tag, as a conversion reads it (`xla_ckpt.layouts.base.StoredState`)."""
+
+    reader: TagReader
+    trust: bool
+    """Whether pickled objects are loaded where they have to be written anew."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is stored."""
+        return self.reader.manifest
+
+    def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
+        """See `xla_ckpt.layouts.base.StoredState`."""
+        from xla_ckpt.state.values import CODEC, resolver
+        from xla_ckpt.tree.flatten import Unflattener
+
+        def unpickled(index: int, leaf: str) -> Any:
+            return self.reader.object(index, leaf, trust=self.trust)
+
+        return Unflattener(array, CODEC, unpickled, resolver(self.trust)).build(self.manifest.skeleton[part], part)
+
+    def objects(self) -> list[bytes]:
+        """The pickled objects, in the order of their numbers.
+
+        Raises:
+            UntrustedObjectError: Another library pickled them, and they are not trusted.
+        """
+        from xla_ckpt.engine import pickles
+
+        if self.reader.foreign_objects is None:
+            return [self.reader.pickled(i) for i in range(len(self.manifest.objects))]
+        found = objects_in(self.manifest.skeleton)
+        return [pickles.dump(self.reader.object(i, found[i], trust=self.trust), found[i]) for i in sorted(found)]

@@ -1,0 +1,63 @@
+"""What a save or a load did, on this rank: values that callers receive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from xla_ckpt.engine.phases import Phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a finished save did, on this rank."""
+
+    path: str
+    tag: str
+    sequence: int
+    """Commit number."""
+
+    nbytes: int
+    """Array bytes that this rank wrote."""
+
+    files: int
+    """Payload files that this rank wrote."""
+
+    seconds: float
+    """From the start of the background work to the commit."""
+
+    stall: float = 0.0
+    """Seconds that the caller waited for the snapshot."""
+
+    phases: Mapping[str, Phase] = field(default_factory=dict)
+    """Where the time went (see `xla_ckpt.engine.phases.SAVE_PHASES`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a finished load did, on this rank."""
+
+    path: str
+    tag: str
+    """The tag that was loaded."""
+
+    skipped: tuple[str, ...] = ()
+    """With ``strict=False``: what did not fit and was left alone, with the reason."""
+
+    corrupt_tags: tuple[str, ...] = ()
+    """Newer tags that were passed over because they are damaged."""
+
+    arrays: int = 0
+    """Arrays that were restored."""
+
+    needed_bytes: int = 0
+    """Bytes of those."""
+
+    read_bytes: int = 0
+    """Bytes that were read from the storage for them."""
+
+    seconds: float = 0.0
+    """From the call to its end."""
+
+    phases: Mapping[str, Phase] = field(default_factory=dict)
+    """Where the time went (see `xla_ckpt.engine.phases.LOAD_PHASES`)."""

@@ -1,0 +1,134 @@
+"""A restore: the memory of all targets is filled from a tag, and every byte is verified on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.progress import Progress
+from xla_ckpt.engine.read import READERS, check, read_into
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.target import Target
+from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.job.verdict import Round, agreed
+from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
+from xla_ckpt.plan.shared_reads import Mixed, Share
+from xla_ckpt.snapshot.memory import Slabs
+
+
+class Sharing(Protocol):
+    """How ranks that need the same bytes read them together (`xla_ckpt.job.shared_reads`)."""
+
+    def agree(self, exchange: Round, wants: Sequence[Want]) -> Share:
+        """Find out which ranks want the same, and deal the reading out among them."""
+
+    def send_on(
+        self,
+        share: Share,
+        slots: Sequence[memoryview],
+        rows: Sequence[tuple[Mixed, Want]],
+        itemsize: Mapping[str, int],
+    ) -> None:
+        """Send on what this rank read for others, and receive what they read for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of all wanted boxes."""
+
+    slots: list[memoryview]
+    wants: list[Want]
+    live: frozenset[int]
+    """Slots that the program uses: bytes are written there only after all of them have been verified."""
+
+
+def fill(
+    reader: TagReader,
+    targets: Mapping[str, Target],
+    exchange: Round,
+    phases: Phases,
+    *,
+    sharing: Sharing | None = None,
+    workers: int = READERS,
+    shown: bool | None = False,
+) -> tuple[int, int]:
+    """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
+
+    Memory that the program uses is read twice: once to verify it, and once to overwrite it, on all ranks after all have
+    verified theirs. So a damaged tag changes nothing anywhere.
+
+    Args:
+        reader: The tag.
+        targets: Leaf path -> where the array goes.
+        exchange: Where the ranks meet.
+        phases: Receives what is measured.
+        sharing: Ranks that need the same bytes read them together; None if each reads its own.
+        workers: Threads that read, at most.
+        shown: Whether a progress bar is shown; None decides by itself.
+
+    Returns:
+        Bytes that the targets need, and bytes that were read for them.
+
+    Raises:
+        CorruptCheckpointError: The tag is damaged.
+        StorageError: The storage refused.
+    """
+    with phases.timed("plan"):
+        memory = memory_of(targets)
+        slots = memory.slots
+        with agreed(exchange, "planning"):
+            plan = plan_restore(reader.manifest, memory.wants)
+        mine, share, rows = plan, None, list[tuple[Mixed, Want]]()
+        itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
+        if sharing is not None and exchange.size > 1:
+            # What each rank has of its own is not the same bytes, though path and box are the same.
+            common = [w for w in memory.wants if (r := reader.manifest.array(w.leaf)) is not None and not r.own]
+            share = sharing.agree(exchange, common)
+            rows = share.rows(len(slots))
+            slabs = Slabs()
+            slots = [*slots, *(slabs.take(want.box.size * itemsize[want.leaf]).data for _, want in rows)]
+            more = plan_restore(reader.manifest, [want for _, want in rows])
+            mine = RestorePlan((*share.alone(plan).reads, *more.reads))
+        in_use = RestorePlan(tuple(r for r in mine.reads if r.slot in memory.live))
+        fresh = RestorePlan(tuple(r for r in mine.reads if r.slot not in memory.live))
+    total = mine.read_bytes + in_use.read_bytes
+    with Progress(f"load {reader.tag}", total, shown) as bar:
+        with agreed(exchange, "reading"), _named(reader):
+            read_into(reader, fresh, slots, workers=workers, progress=bar, phases=phases)
+            check(reader, in_use, workers=workers, progress=bar, phases=phases)
+        # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
+        with agreed(exchange, "overwriting"), _named(reader):
+            read_into(reader, in_use, slots, workers=workers, progress=bar, phases=phases)
+    if sharing is not None and share is not None:
+        with phases.timed("read"):
+            sharing.send_on(share, slots, rows, itemsize)
+    return plan.needed_bytes, total
+
+
+def memory_of(targets: Mapping[str, Target]) -> Memory:
+    """The memory of the boxes of all targets, numbered."""
+    slots: list[memoryview] = []
+    wants: list[Want] = []
+    live: set[int] = set()
+    slabs = Slabs()
+    for path, target in targets.items():
+        for box, memory in zip(target.boxes, target.memory(slabs), strict=True):
+            if target.live:
+                live.add(len(slots))
+            wants.append(Want(path, box, len(slots)))
+            slots.append(memory)
+    return Memory(slots, wants, frozenset(live))
+
+
+@contextlib.contextmanager
+def _named(reader: TagReader) -> Iterator[None]:
+    """Errors of the storage as errors of ours, which name the tag."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise StorageError.of(error, "reading a tag", path=reader.root, tag=reader.tag) from error

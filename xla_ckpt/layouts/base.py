@@ -1,0 +1,163 @@
+"""What a layout is: one form that checkpoints have on disk, as one value that the whole library asks.
+
+A layout may be *read*: it finds the tags that its own tools wrote, which have no manifest of ours, and opens them by
+scanning their files into one. It may be *written*: it decides the files of a save, and those of a conversion; our
+manifest then lies beside them, and from there on nobody asks which layout a tag has. `xla_ckpt.layouts.registry` lists
+the layouts that there are. To add one, derive a class from `Layout`, answer what it can do, and register an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import UsageError
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.plan.save_plan import FilePlan, SavePlan
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.rules import Parsed
+from xla_ckpt.state.describe import Description
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.directory import TagEntry
+
+
+class Writing(Protocol):
+    """How one rank writes its state in a layout."""
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Leaves that are stored as the whole tensor that a rank has in memory, padding included."""
+
+    @property
+    def plan(self) -> SavePlan:
+        """What this rank writes, if no other pipeline stage stores it. Decided once, when it is first asked for."""
+
+    @property
+    def marks(self) -> Mapping[str, bytes]:
+        """Small files that rank 0 writes when all else is durable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """The job that a conversion is for."""
+
+    mesh: Mesh
+    rules: Parsed = ()
+    """How the job splits arrays, where it is not as the old one did."""
+
+    pipeline_cuts: Sequence[str] = ()
+    """The modules after which a pipeline stage ends, in order."""
+
+    zero1: bool | None = None
+    """Whether the optimizer's states are dealt out over dp; None does as the old job did."""
+
+
+class StoredState(Protocol):
+    """What a conversion reads: an open tag, and the objects in it."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What is stored."""
+
+    def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
+        """A part of the state, with what `array` makes of (leaf path, kind) in place of each array.
+
+        Raises:
+            UntrustedObjectError: It holds pickled objects, and they are not trusted.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Rewriting:
+    """The files of a conversion."""
+
+    files: Sequence[tuple[FilePlan, ...]]
+    """Those of each rank of the new job."""
+
+    specs: Mapping[str, tuple[object, ...] | None] = field(default_factory=dict)
+    """Leaf path -> how the array is split, for the manifest."""
+
+    marks: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that are written when all else is durable."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of arrays in all files, replicas and padding included."""
+        return sum(file.data_bytes for of_rank in self.files for file in of_rank)
+
+
+class Layout:
+    """One form on disk. What a layout cannot do stays as it is here, and is refused by name."""
+
+    name: str = ""
+    """What callers call it: ``layout="native"``."""
+
+    other_names: tuple[str, ...] = ()
+    """What it is called, too, where a conversion is asked for."""
+
+    origin: str = ""
+    """Who writes tags of it without our manifest; listings show it. Empty where nobody does."""
+
+    saves: bool = False
+    """Whether a job can save in it; conversions make it in any case."""
+
+    tagged: bool = True
+    """Whether it is a tag. If not, it is a directory of files for other programs, which `export` makes."""
+
+    pickles: bool = False
+    """Whether it stores the structure of a state by pickle, so that a save needs the objects of each rank."""
+
+    asks: bool = False
+    """Whether its files leave open what only a program knows, so that opening one takes `Hints`."""
+
+    marks: frozenset[str] = frozenset()
+    """Names of files that belong to its tags without being listed in the manifest."""
+
+    def wrote(self, manifest: Manifest) -> bool:
+        """Whether a tag of ours, given its manifest, was written in this layout."""
+        return False
+
+    def tags(self, store: Store) -> list[TagEntry]:
+        """The complete tags of it that have no manifest of ours, oldest first. Cheap, and without a framework."""
+        return []
+
+    def find(self, store: Store, tag: str) -> TagEntry | None:
+        """The tag of it that has this name and no manifest of ours; None if there is none."""
+        return None
+
+    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+        """Scan such a tag into a manifest. No tensor is read.
+
+        Raises:
+            CheckpointError: It is damaged, or `hints` contradict it.
+        """
+        raise UsageError(f"tags of the layout {self.name} are not read without a manifest", path=store.path)
+
+    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+        """Read all of such a tag, as far as its files say themselves what is right.
+
+        Raises:
+            StorageError: It cannot be opened.
+        """
+        raise UsageError(f"tags of the layout {self.name} are not read without a manifest", path=store.path)
+
+    def writing(self, description: Description) -> Writing:
+        """How this rank writes a state in this layout. Asks no other rank.
+
+        Raises:
+            UnsupportedStateError: The layout has no place for something in it.
+        """
+        raise UsageError(f"the layout {self.name} is not written by saves", hint="Convert a tag to it.")
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        """The files of a stored state in this layout, for another job.
+
+        Raises:
+            CheckpointError: It cannot be told how an array was or will be split, or the layout has no place for it.
+        """
+        raise UsageError(f"nothing is converted to the layout {self.name}")

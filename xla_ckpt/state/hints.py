@@ -1,0 +1,102 @@
+"""What a program's objects say about the arrays that they want, for tags whose files do not say everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from xla_ckpt.arrays.registry import array_kind, is_spec, require
+from xla_ckpt.plan.hints import ArrayHint, Hints
+from xla_ckpt.sharding.rules import decided
+from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.state import module
+from xla_ckpt.state import optimizer as optimizers
+from xla_ckpt.state.attributes import declared_sharding, true_shape
+from xla_ckpt.state.shardings import StateShardings
+
+
+def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
+    """What a model and an optimizer say about the arrays that they want."""
+    held = {} if model is None else module.tree_of(model)
+    arrays = {
+        str(name): _hint(f"model/{name}", value, shardings)
+        for name, value in (held.items() if isinstance(held, Mapping) else ())
+        if array_kind(value) is not None or is_spec(value)
+    }
+    names = module.parameter_names(model)
+    groups = _groups(optimizer, names, arrays, shardings)
+    aliases = {called[0]: called for called in _shared(model) if len(called) > 1}
+    order = {name: i for i, name in enumerate(arrays)}
+    return Hints(
+        arrays=arrays,
+        rules=shardings.rules,
+        groups=groups,
+        aliases=aliases,
+        order=order,
+        optimizer=optimizer is not None,
+        mesh=shardings.placement.mesh,
+        rank=shardings.placement.rank,
+    )
+
+
+def hints_of_tree(like: Any, shardings: StateShardings) -> Hints:
+    """What the tree of a `restore` says; None wants everything."""
+    if not isinstance(like, Mapping):
+        return hints_of(None, {}, shardings)
+    model, optimizer = like.get("model"), like.get("optimizer")
+    made = hints_of(model if isinstance(model, Mapping) else None, optimizer, shardings)
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if isinstance(groups, list) and all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups):
+        return replace(made, groups=[[str(n) for n in g["params"]] for g in groups])
+    return made
+
+
+def _hint(path: str, value: Any, shardings: StateShardings) -> ArrayHint:
+    if is_spec(value):
+        spec = getattr(value, "sharding", None)
+        named = Sharding.parse(spec) if isinstance(spec, tuple | list | Sharding) else None
+        return ArrayHint(tuple(value.shape), str(value.dtype).removeprefix("torch."), named)
+    adapter = require(value, path)
+    # Where a rule decides, attributes are not looked at: they may be wrong.
+    ruled = decided(shardings.rules, path, path.partition("/")[2]) is not None
+    named = None if ruled else declared_sharding(value, path)
+    return ArrayHint(
+        shape=shardings.local(path, value, adapter).shape,
+        dtype=adapter.dtype(value, path).name,
+        sharding=None if named is None or not named.axes else replace(named, shape=None),
+        padded=true_shape(value) is not None,
+        alone=adapter.place(value, path) is None,
+    )
+
+
+def _groups(
+    optimizer: Any, names: Mapping[Any, str], arrays: dict[str, ArrayHint], shardings: StateShardings
+) -> Sequence[Sequence[str]] | None:
+    """Names of an optimizer's parameters by group; adds to `arrays` those that the model did not name."""
+    if optimizer is None or isinstance(optimizer, Mapping) or not hasattr(optimizer, "param_groups"):
+        return None
+    called = iter(optimizers.names_of(optimizer, names))
+    seen: dict[int, str] = {}
+    groups: list[list[str]] = []
+    for group in optimizer.param_groups:
+        groups.append([])
+        for parameter in group["params"]:
+            if id(parameter) not in seen:
+                name = seen[id(parameter)] = next(called)
+                groups[-1].append(name)
+                if name not in arrays:
+                    arrays[name] = _hint(f"model/{name}", parameter, shardings)
+    return groups
+
+
+def _shared(model: Any) -> list[list[str]]:
+    """The names of each parameter of a module, in its order."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    by_object: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        by_object.setdefault(id(value), []).append(name)
+    return list(by_object.values())

@@ -1,0 +1,207 @@
+"""What callers save and load: the usual objects of a training run, or any tree.
+
+`Objects`, `Tree` and `Like` are what a call was given. Each says what is saved of it, or how a stored state comes back
+into it, and what it knows about the arrays that it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
+from xla_ckpt.engine.target import Target
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.state import module, per_rank, stateful, zero1
+from xla_ckpt.state import optimizer as optimizers
+from xla_ckpt.state.hints import hints_of, hints_of_tree
+from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
+from xla_ckpt.state.shardings import Parameter, StateShardings
+from xla_ckpt.state.values import CODEC
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.skeleton import Make, Weave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A state tree, and what is known about its members."""
+
+    tree: Any
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    """Leaf paths of buffers, which may differ between ranks."""
+
+    alone: tuple[str, ...] = ()
+    """Leaf path prefixes of what this rank alone has."""
+
+    parts: tuple[str, ...] = ("",)
+    """Paths whose plain values all ranks have in common."""
+
+    by_name: bool = False
+    """Whether the optimizer's state is kept by parameter name."""
+
+    zero1: tuple[str, ...] | None = None
+    """Mesh axes over which a ZeRO-1 optimizer deals rows out; None for any other optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loadings:
+    """All parts of a load, checked but not yet begun."""
+
+    parts: list[Loading]
+    result: Make
+    """The value that the load returns, from the restored arrays by leaf path."""
+
+    @property
+    def targets(self) -> dict[str, Target]:
+        """Leaf path -> where the array goes."""
+        return {path: target for part in self.parts for path, target in part.targets.items()}
+
+    def install(self) -> Any:
+        """Put everything in place, now that the memory of all targets is filled; returns the load's value."""
+        arrays = {path: target.install() for path, target in self.targets.items()}
+        for part in self.parts:
+            part.finish(arrays)
+        return self.result(arrays)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objects:
+    """The usual objects of a training run, each of them optional."""
+
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    user_content: Any = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def state(self, placement: Placement) -> State:
+        """Their state, as this rank has it.
+
+        Raises:
+            UnsupportedStateError: One of them cannot be stored.
+        """
+        rank, world = placement.rank, placement.world
+        tree: dict[str, Any] = {}
+        parts, alone, buffers = [], [], frozenset[str]()
+        parameters: Mapping[str, Parameter] = {}
+        by_name, axes = False, None
+        if self.model is not None:
+            tree["model"] = module.tree_of(self.model)
+            buffers = frozenset(paths.join("model", paths.escape(name)) for name in module.buffer_names(self.model))
+            parts.append("model")
+        if self.optimizer is not None:
+            names = module.parameter_names(self.model)
+            tree["optimizer"] = optimizers.tree_of(self.optimizer, names)
+            parameters = optimizers.parameters_of(self.optimizer, self.model, names, placement)
+            by_name = optimizers.is_by_name(self.optimizer, tree["optimizer"])
+            axes = zero1.mesh_axes(self.optimizer, placement) if zero1.is_zero1(self.optimizer) else None
+            parts.append("optimizer")
+        if self.scheduler is not None:
+            tree["scheduler"] = stateful.tree_of(self.scheduler, "scheduler")
+            parts.append("scheduler")
+        if self.extras:
+            tree["extras"] = {n: per_rank.tree_of(m, f"extras/{n}", rank, world) for n, m in self.extras.items()}
+            own = [n for n, m in self.extras.items() if per_rank.is_per_rank(m)]
+            alone += [per_rank.prefix_of(n, rank) for n in own]
+            parts += [paths.join("extras", paths.escape(n)) for n in self.extras if n not in own]
+        if self.user_content is not None and rank == 0:
+            tree["user_content"] = self.user_content
+            alone += ["user_content/", "user_content"]
+        return State(
+            tree=tree,
+            parameters=parameters,
+            buffers=buffers,
+            alone=tuple(alone),
+            parts=tuple(parts),
+            by_name=by_name,
+            zero1=axes,
+        )
+
+    def hints(self, shardings: StateShardings) -> Hints:
+        """What they know about the arrays that they want."""
+        return hints_of(self.model, self.optimizer, shardings)
+
+    def loadings(self, stored: Stored) -> Loadings:
+        """Compare a stored state with them. The value of the load is the stored user content.
+
+        Raises:
+            CheckpointError: Something stored cannot be loaded at all.
+        """
+        parts = []
+        for path, load in self._members(stored):
+            part = stored.at(path)
+            parts.append(absent(stored, path) if part is None else load(part))
+        content = stored.at("user_content")
+        if content is None:
+            return Loadings(parts, lambda arrays: None)
+        fresh = Loading()
+        plan_arrays(content, fresh, {})
+        content.build()  # an object that may not be loaded is found out before anything is changed
+        return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]))
+
+    def _members(self, stored: Stored) -> list[tuple[str, Callable[[Stored], Loading]]]:
+        """(leaf path, how it is loaded) of each object."""
+        where = stored.shardings.placement
+        found: list[tuple[str, Callable[[Stored], Loading]]] = []
+        if self.model is not None:
+            found.append(("model", lambda part: module.load(part, self.model)))
+        if self.optimizer is not None:
+            names = module.parameter_names(self.model)
+            found.append(("optimizer", lambda part: optimizers.load(part, self.optimizer, names, self.model)))
+        if self.scheduler is not None:
+            found.append(("scheduler", lambda part: stateful.load(part, self.scheduler)))
+        for name, member in self.extras.items():
+            path = f"extras/{paths.escape(name)}"
+            found.append((path, lambda part, m=member: per_rank.load(part, m, where.rank, where.world)))  # type: ignore[misc]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Any tree of containers, arrays and plain values, to be saved."""
+
+    tree: Any
+
+    def state(self, placement: Placement) -> State:
+        """The tree; its plain values are the same on all ranks."""
+        return State(tree=self.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """What a restored tree is to be like: a tree with arrays or specs in it; None for everything, as it was."""
+
+    like: Any
+
+    def hints(self, shardings: StateShardings) -> Hints:
+        """What it knows about the arrays that it wants."""
+        return hints_of_tree(self.like, shardings)
+
+    def loadings(self, stored: Stored) -> Loadings:
+        """Compare a stored state with it. The value of the load is the new tree.
+
+        Raises:
+            IncompatibleCheckpointError: It names something that is not stored.
+        """
+        loading = Loading()
+        if self.like is None:
+            plan_arrays(stored, loading, {})
+            stored.build()  # an object that may not be loaded is found out before anything is read
+            return Loadings([loading], lambda arrays: stored.build(lambda leaf, _: arrays[leaf]))
+
+        def whole(skeleton: Any, leaf: str) -> Make:
+            part = stored.part(skeleton, leaf)
+            plan_arrays(part, loading, {})
+            part.build()
+            return lambda arrays: part.build(lambda path, _: arrays[path])
+
+        weave = Weave(lambda v: array_kind(v) is not None or is_spec(v), CODEC, whole)
+        make = weave.visit(self.like, stored.skeleton)
+        placement = stored.shardings.placement
+        for leaf, wanted in weave.wanted.items():
+            target = target_of_spec(wanted, placement) if is_spec(wanted) else stored.like(leaf, wanted)
+            loading.want(leaf, target, stored.record(leaf))
+        return Loadings([loading], make)

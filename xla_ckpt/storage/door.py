@@ -1,0 +1,74 @@
+"""Which store a path names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from xla_ckpt.errors import UsageError
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.memory import MemoryStore
+
+PathLike = str | os.PathLike[str]
+
+_in_memory: dict[str, MemoryStore] = {}
+"""The stores in memory of this process, by path."""
+
+_SCHEMES: dict[str, Callable[[str], Store]] = {
+    "memory": lambda path: _in_memory.setdefault(path, MemoryStore(path)),
+}
+"""What makes the store of an address ``scheme://...``; a path without a scheme is a directory of a file system."""
+
+
+def store_at(path: PathLike) -> Store:
+    """The root directory that a caller names: a path of a file system, or an address such as ``memory://name``.
+
+    Raises:
+        UsageError: No storage of this library answers to such an address. (Without this check a local directory of
+            that name would be made.)
+
+    >>> store_at("memory://a").path
+    'memory://a'
+    """
+    text = full_path(path)
+    scheme, separator, _ = text.partition("://")
+    return _SCHEMES[scheme](text) if separator else LocalStore(text)
+
+
+def full_path(path: PathLike) -> str:
+    """The path of a root directory in its full form: two callers who mean the same one have equal strings.
+
+    Raises:
+        UsageError: As `store_at`.
+    """
+    text = os.fspath(path)
+    scheme, separator, rest = text.partition("://")
+    if not (separator and scheme.isalnum()):
+        return os.path.abspath(text)
+    if scheme not in _SCHEMES:
+        raise UsageError(
+            "checkpoints are read from and written to file systems", expected="the path of a directory", found=text,
+            hint="Mount the bucket, or copy the directory from and to it.",
+        )  # fmt: skip
+    return f"{scheme}://{rest.strip('/')}"
+
+
+def above(path: PathLike) -> tuple[Store, str]:
+    """The store in which a directory lies, and the directory's name there.
+
+    Raises:
+        UsageError: As `store_at`.
+    """
+    parent, _, name = full_path(path).rpartition("/")
+    if parent.endswith(":/"):
+        raise UsageError("the address names a whole store, not a directory in one", found=os.fspath(path))
+    return store_at(parent or "/"), name
+
+
+def same_directory(one: Store, name: str, other: Store, its_name: str) -> bool:
+    """Whether two names in two stores are the same directory, links followed."""
+    if isinstance(one, LocalStore) and isinstance(other, LocalStore):
+        paths = (os.path.join(one.path, name), os.path.join(other.path, its_name))
+        return os.path.realpath(paths[0]) == os.path.realpath(paths[1])
+    return (one.path, name) == (other.path, its_name)

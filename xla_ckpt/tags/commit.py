@@ -1,0 +1,112 @@
+"""How a tag comes to be: a draft is filled, and becomes the tag in one step, or is thrown away.
+
+On file systems orbax carries out the last step and the retention (`tags/orbax_dir.py`); it is loaded by the first
+commit of a process, and by nobody else. Stores that are no file systems have one rename each for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from dataclasses import dataclass
+
+from xla_ckpt.errors import SaveError
+from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.tags.cleaning import clean, remove, remove_unused
+from xla_ckpt.tags.directory import entries
+from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
+from xla_ckpt.tags.retention import TagFact, superfluous
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A directory that will be a tag. Readers do not take it for one."""
+
+    store: Store
+    tag: str
+    sequence: int
+    """The commit number that the tag will have."""
+
+    directory: Directory
+    """Where its files go. Everything in it must be durable before the commit."""
+
+
+def begin(store: Store, tag: str) -> Draft:
+    """Make the directory that a save fills, after what earlier saves left behind has been removed.
+
+    Raises:
+        SaveError: Another process is saving the same tag there.
+        OSError: The storage refused.
+    """
+    store.prepare()
+    clean(store)
+    sequence = 1 + max((e.sequence for e in entries(store)), default=0)
+    try:
+        directory = store.make(NEW_PREFIX + tag)
+    except FileExistsError as error:
+        raise SaveError(
+            "somebody else is saving this tag there", path=store.path, tag=tag,
+            hint="One job at a time saves to a directory. Wait for the other one, or use another directory.",
+        ) from error  # fmt: skip
+    return Draft(store, tag, sequence, directory)
+
+
+def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
+    """Make the tag appear, in one step, and retire older ones.
+
+    An old version of the tag stays readable until the new one is in place. That older tags could not be deleted is
+    logged, and no error: the new one is there.
+
+    Returns:
+        Seconds that retiring older tags took.
+
+    Raises:
+        SaveError: It was not committed; the tag is as it was before.
+        OSError: Likewise.
+    """
+    if isinstance(draft.store, LocalStore):
+        if "xla_ckpt.tags.orbax_dir" not in sys.modules:
+            _keep_jax_off_accelerators()
+        from xla_ckpt.tags import orbax_dir
+
+        return orbax_dir.publish(draft, draft.store, pinned=pinned, num_kept=num_kept)
+    return _publish(draft, num_kept)
+
+
+def abandon(draft: Draft) -> None:
+    """Let go of a draft; one that has not become a tag is removed: it may be why the storage is full."""
+    draft.directory.close()
+    if draft.store.has(NEW_PREFIX + draft.tag):
+        # This save made it. Where there are no locks, `remove_unused` would leave it until it is old.
+        remove(draft.store, NEW_PREFIX + draft.tag)
+
+
+def _publish(draft: Draft, num_kept: int | None) -> float:
+    store, tag = draft.store, draft.tag
+    if store.has(tag):
+        store.rename(tag, OLD_PREFIX + tag)
+    store.rename(NEW_PREFIX + tag, tag)
+    store.sync()
+    began = time.perf_counter()
+    facts = [TagFact(e.tag, e.sequence, e.pinned) for e in entries(store)]
+    for name in superfluous(facts, num_kept):
+        remove_unused(store, name)
+    return time.perf_counter() - began
+
+
+def _keep_jax_off_accelerators() -> None:
+    """Have jax run on the CPU, unless the program has imported it before its first save.
+
+    orbax asks jax which process this is, and to answer, jax opens all platforms that it may: an accelerator that
+    torch_xla holds would be taken from it, or could not be opened. A program that has imported jax uses it itself, and
+    keeps its platforms, also beside torch_xla: on the CPU its computations would still run, only slowly. One that has
+    imported jax for nothing says so with ``jax.config.update("jax_platforms", "cpu")``.
+    """
+    if "jax" not in sys.modules:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")
