@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import UnsupportedVersionError as UnsupportedVersionError
     from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
     from xla_ckpt.errors import UsageError as UsageError
+    from xla_ckpt.job.mesh_source import add_mesh_source as add_mesh_source
     from xla_ckpt.plan.explain import Explanation as Explanation
     from xla_ckpt.sharding.mesh import Mesh as Mesh
     from xla_ckpt.state.per_rank import PerRank as PerRank
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "job.mesh_source": ("add_mesh_source",),
     "state.per_rank": ("PerRank",),
     "arrays.registry": ("ArraySpec",),
     "state.rng": ("RNGState",),

@@ -1,28 +1,43 @@
-"""The mesh that a training library has set up: neuronx-distributed's `parallel_state`, or one that answers alike."""
+"""The mesh that a training library has set up: one that announced itself, or neuronx-distributed's own."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.mesh import Mesh
 
-HOMES = ("neuronx_distributed.parallel_layers.parallel_state", "neuron_compat.nxd.parallel_layers.parallel_state")
-"""Modules that are asked, if the program has imported them."""
+HOME = "neuronx_distributed.parallel_layers.parallel_state"
+"""neuronx-distributed's module, which is asked if the program has imported it."""
+
+_sources: list[Callable[[], Mesh | None]] = []
+
+
+def add_mesh_source(source: Callable[[], Mesh | None]) -> None:
+    """Have saves and loads without a ``mesh=`` ask a training library how it has arranged the ranks.
+
+    It is asked in every such call, on every rank. Sources are asked in the order in which they were added, after
+    neuronx-distributed, and the first answer counts.
+
+    Args:
+        source: Returns the mesh, ranks in the order that `Mesh` describes; None while nothing is set up.
+    """
+    if source not in _sources:
+        _sources.append(source)
 
 
 def current_mesh(rank: int, world: int) -> Mesh | None:
     """The mesh of an initialised parallel state; None if there is none.
 
     Raises:
-        UsageError: Its groups are not in neuronx-distributed's rank order.
+        UsageError: neuronx-distributed's groups are not in the rank order that this library knows.
     """
-    for home in HOMES:
-        state = sys.modules.get(home)
-        if state is not None and state.model_parallel_is_initialized():
-            return _checked(_read(state, world), state, rank, home)
-    return None
+    state = sys.modules.get(HOME)
+    if state is not None and state.model_parallel_is_initialized():
+        return _checked(_read(state, world), state, rank)
+    return next((mesh for source in _sources if (mesh := source()) is not None), None)
 
 
 def _read(state: Any, world: int) -> Mesh:
@@ -37,12 +52,12 @@ def _optional(state: Any, *names: str) -> int:
     return 1 if found is None else int(found())
 
 
-def _checked(mesh: Mesh, state: Any, rank: int, home: str) -> Mesh:
+def _checked(mesh: Mesh, state: Any, rank: int) -> Mesh:
     mine = (state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank())
     at = mesh.coordinates(rank) if rank < mesh.size else {}
     if (at.get("tp"), at.get("pp")) != mine:
         raise UsageError(
-            f"{home} arranges the ranks in another order than this library knows", rank=rank,
+            f"{HOME} arranges the ranks in another order than this library knows", rank=rank,
             expected=f"tp rank {at.get('tp')}, pp rank {at.get('pp')} in {mesh}", found=f"tp {mine[0]}, pp {mine[1]}",
             hint="Only pp, dp, cp, tp from the outside to the inside is supported.",
         )  # fmt: skip

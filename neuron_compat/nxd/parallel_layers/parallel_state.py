@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from neuron_compat.nxd.parallel_layers.groups import rank_groups
-from xla_ckpt import Mesh
+from xla_ckpt import Mesh, add_mesh_source
 from xla_ckpt.job.process_group import check_ranks
 
 P = ParamSpec("P")
@@ -49,6 +49,8 @@ class _State:
 
 
 _current: list[_State] = []
+
+add_mesh_source(lambda: _current[0].mesh if _current else None)
 
 
 def _delegated(function: Callable[P, R]) -> Callable[P, R]:
