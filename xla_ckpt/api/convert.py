@@ -24,7 +24,7 @@ from xla_ckpt.layouts.registry import named, tag_names
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.merge import Record, merge
-from xla_ckpt.plan.place import parameter_of
+from xla_ckpt.plan.place import owner_of, parameter_of, parameters_in
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.storage.base import Store, write_small
@@ -184,6 +184,10 @@ def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
     """A rule of the caller's may say of nameless states what is not so, and shapes of theirs tell nothing."""
     old = Mesh.parse(manifest.mesh or "")
     owners = {leaf: parameter_of(leaf) for leaf in leaves} if old.tp * old.ep > 1 else {}
+    named = parameters_in(manifest)
+    if named is not None:  # state that belongs to no parameter is the same on all ranks
+        shared = {leaf for leaf in owners if (owner := owner_of(leaf)) is not None and owner not in named}
+        owners = {leaf: owner for leaf, owner in owners.items() if leaf not in shared}
     leaf = next((leaf for leaf, owner in owners.items() if owner is not None and owner not in owners), None)
     if leaf is not None:
         raise IncompatibleCheckpointError(

@@ -10,6 +10,8 @@ from xla_ckpt.sharding.local_array import Local
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import AXES, Sharding, Split, parts
+from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.skeleton import children, find
 
 OPTIMIZER = "optimizer/"
 
@@ -32,6 +34,21 @@ def parameter_of(leaf: str) -> str | None:
     """The leaf path of that parameter."""
     owner = owner_of(leaf)
     return None if owner is None else f"model/{owner}"
+
+
+def parameters_in(manifest: Manifest) -> frozenset[str] | None:
+    """The path components of the parameters that a stored optimizer has; None where it does not name them.
+
+    Other members of its state belong to no parameter (``optimizer/state/k``).
+    """
+    try:
+        groups = find(manifest.skeleton, f"{OPTIMIZER}param_groups")
+    except KeyError:
+        return None
+    if not isinstance(groups, list):
+        return None
+    members = [children(group) or {} for group in groups]
+    return frozenset(component(name) for group in members for name in group.get("params", ()))
 
 
 def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None) -> Sharding:

@@ -3,6 +3,9 @@
 Stored is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own structure with names in
 place of positions. Names come from the model; without a model from ``param_names`` (torch >= 2.6), else parameters
 are numbered by group and position, ``#0.3``, and such a state only fits an optimizer of the same order.
+
+An optimizer may also keep state under keys of its own, ``optimizer.state["k"]``, which belongs to no parameter. It
+stands beside the parameters' names in ``state``, and is called shared here: all parameters have it in common.
 """
 
 from __future__ import annotations
@@ -71,6 +74,7 @@ def tree_of(optimizer: Any, names: Names) -> Any:
         }
         for g in packed["param_groups"]
     ]
+    _check_shared(optimizer.base_optimizer if zero1.is_zero1(optimizer) else optimizer, called)
     state = {called[i] if type(i) is int else i: v for i, v in packed["state"].items()}
     tree = {**packed, "state": state, "param_groups": groups}
     if zero1.is_zero1(optimizer) and zero1.keeps_master(optimizer):
@@ -78,6 +82,31 @@ def tree_of(optimizer: Any, names: Names) -> Any:
         order = _parameters(optimizer)
         tree["master"] = {name: shards[id(p)] for name, (p, _) in zip(called, order, strict=True)}
     return tree
+
+
+def _check_shared(optimizer: Any, called: Sequence[str]) -> None:
+    """Refuse keys of shared state that would take the place of a parameter's state, or lose their own to it.
+
+    Raises:
+        UnsupportedStateError: There is such a key.
+    """
+    for key in optimizer.state:
+        if isinstance(key, torch.Tensor):
+            continue
+        if isinstance(key, int):
+            raise UnsupportedStateError(
+                "the optimizer keeps state of its own under a number, which torch's state_dict gives to a parameter",
+                leaf="optimizer/state",
+                found=repr(key),
+                hint="Keep it under a string.",
+            )
+        if key in called:
+            raise UnsupportedStateError(
+                "the optimizer keeps state of its own under the name of a parameter",
+                leaf=f"optimizer/state/{_component(key)}",
+                found=repr(key),
+                hint="Rename the parameter, or pass the optimizer without the model: then its parameters are numbered.",
+            )
 
 
 def is_by_name(optimizer: Any, tree: Any) -> bool:
@@ -150,15 +179,21 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     groups = _match_groups(stored, loading, optimizer, called)
     inner = optimizer.base_optimizer if keys else optimizer
     current = {name: inner.state[p] for name, p in by_name.items() if p in inner.state}
+    shared = {k: inner.state[k] for k in held["state"] if k not in group_of and k in inner.state}
     tree_now = {
-        "state": {name: v for name, v in current.items() if name in held["state"]},
+        "state": {**{name: v for name, v in current.items() if name in held["state"]}, **shared},
         "param_groups": _groups_now(held, groups, optimizer),
     }
     if keys:
         tree_now["master"] = {n: by_name[n] for n in held.get("master", {}) if n in by_name}
-    fresh = _Fresh(stored, by_name, group_of)
+    arrays_now = arrays_of(tree_now, stored.prefix)
+    fresh = _Fresh(stored, by_name, group_of, arrays_now)
     wanted = Loading()
-    plan_arrays(stored, wanted, arrays_of(tree_now, stored.prefix), owned=True, new=fresh.target)
+    # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
+    # have had other shapes when the state was saved.
+    plan_arrays(
+        stored, wanted, {p: v for p, v in arrays_now.items() if not fresh.is_shared(p)}, owned=True, new=fresh.target
+    )
     kept = {path: t for path, t in wanted.targets.items() if fresh.is_kept(path, masters=bool(keys))}
     loading.targets = kept
     loading.problems += [p for p in wanted.problems if fresh.is_kept(p.leaf, masters=bool(keys))]
@@ -270,18 +305,30 @@ def _groups_now(held: Any, groups: Sequence[int | None], optimizer: Any) -> list
 class _Fresh:
     """State that the optimizer does not have yet: laid out as its parameter is, on the device of torch's own rule."""
 
-    def __init__(self, stored: Stored, by_name: Mapping[Any, Any], group_of: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, stored: Stored, by_name: Mapping[Any, Any], group_of: Mapping[Any, Any], now: Mapping[str, Any]
+    ) -> None:
+        self._stored = stored
+        self._now = now
         self._shardings = stored.shardings
         self._bases = tuple(paths.join(stored.prefix, kind) + "/" for kind in ("state", "master"))
         self._by_component = {_component(n): (n, p) for n, p in by_name.items()}
         self._group_of = group_of
+        self._owners = {_component(name) for name in group_of}
+        self._device = next((p.device for p in by_name.values()), None)
 
     def _component(self, path: str) -> str | None:
         base = next((b for b in self._bases if path.startswith(b)), None)
         return None if base is None else path[len(base) :].split("/", maxsplit=1)[0]
 
+    def is_shared(self, path: str) -> bool:
+        """Whether this is state that belongs to no parameter of the stored optimizer."""
+        return path.startswith(self._bases[0]) and self._component(path) not in self._owners
+
     def name(self, path: str) -> Any:
         """The parameter whose state this is; None for anything else."""
+        if self.is_shared(path):
+            return None
         return self._by_component.get(self._component(path) or "", (None, None))[0]
 
     def is_kept(self, path: str, *, masters: bool) -> bool:
@@ -289,10 +336,12 @@ class _Fresh:
         if path.startswith(self._bases[1]) and not masters:
             return False
         component = self._component(path)
-        return component is None or component in self._by_component
+        return component is None or component in self._by_component or self.is_shared(path)
 
     def target(self, path: str, record: ArrayRecord, kind: str) -> Target | None:
-        """Memory for one array of the state; None for one that belongs to no parameter."""
+        """Memory for one array of the state; None for one that is outside of it."""
+        if self.is_shared(path):
+            return self._shared(path, record, kind)
         name, parameter = self._by_component.get(self._component(path) or "", (None, None))
         known = self._shardings.parameter(path)
         if parameter is None or known is None:
@@ -306,6 +355,14 @@ class _Fresh:
         if not on_host and (made := self._shardings.state_like(path, record, known)) is not None:
             return made
         return new_array(record.dtype, whole(record.shape), kind, None if on_host else parameter.device)
+
+    def _shared(self, path: str, record: ArrayRecord, kind: str) -> Target:
+        """Like what the program has there, where that fits; else a whole array beside the parameters."""
+        value = self._now.get(path)
+        if array_kind(value) == kind and Loading().want(path, made := self._stored.like(path, value), record):
+            return made
+        device = value.device if isinstance(value, torch.Tensor) else self._device
+        return new_array(record.dtype, whole(record.shape), kind, device)
 
 
 def _install(

@@ -235,6 +235,25 @@ class _OfStage:
                 leaf = f"optimizer/master/{name}"
                 master[name] = self._array(leaf, number, name, weights)
 
+        for name, value in self.first.get(key, {}).items():
+            if type(name) is not int:  # it belongs to no parameter, and every rank has it
+                if name in self.names.values():
+                    raise IncompatibleCheckpointError(
+                        "the stored optimizer keeps state of its own under the name of a parameter",
+                        leaf=f"optimizer/state/{name}",
+                        hint="Load the tag without the model: then parameters are numbered.",
+                    )
+                tree["state"].setdefault(name, self._shared(f"optimizer/state/{name}", value))
+
+    def _shared(self, leaf: str, value: Any) -> Any:
+        if isinstance(value, Held):
+            return record(self.of.scan, leaf, {(0, 0, 0): value}, Mesh(), Sharding())
+        if isinstance(value, Mapping):
+            return {k: self._shared(f"{leaf}/{k}", v) for k, v in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._shared(f"{leaf}/{i}", v) for i, v in enumerate(value))
+        return value
+
     def _state(self, number: int, name: Any, held: Mapping[At, Any]) -> dict[str, Any]:
         first = held[min(held)]
         made: dict[str, Any] = {}

@@ -11,7 +11,17 @@ from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageE
 from xla_ckpt.layouts.nxd.plan import PARTS, RankState, Tensor, with_experts
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
-from xla_ckpt.plan.place import DEALT, STATES, even, parameter_of, rows_of, sharding_of, without
+from xla_ckpt.plan.place import (
+    DEALT,
+    STATES,
+    even,
+    owner_of,
+    parameter_of,
+    parameters_in,
+    rows_of,
+    sharding_of,
+    without,
+)
 from xla_ckpt.sharding.local_array import Local
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.rules import Parsed
@@ -40,8 +50,11 @@ class Target:
     _shardings: dict[str, Sharding] = field(default_factory=dict, init=False, repr=False)
     _stages: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     """The stage of each name of the model: it ends with the last parameter of the module that is cut after."""
+    _parameters: frozenset[str] | None = field(default=None, init=False, repr=False)
+    """Path components of the optimizer's parameters: asked for once for every array."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_parameters", parameters_in(self.manifest))
         if len(self.cuts) != self.mesh.pp - 1:
             raise UsageError(
                 f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them", found=list(self.cuts),
@@ -115,7 +128,8 @@ class Target:
             return tree
         mine = {self._stored_name(name) for name, s in self._stages.items() if s == stage}
         groups = [{**g, "params": [n for n in g["params"] if n in mine]} for g in tree["param_groups"]]
-        kept = {k: {n: v for n, v in tree[k].items() if n in mine} for k in ("state", "master") if k in tree}
+        others = {n for g in tree["param_groups"] for n in g["params"]} - mine
+        kept = {k: {n: v for n, v in tree[k].items() if n not in others} for k in ("state", "master") if k in tree}
         return {**tree, **kept, "param_groups": groups}
 
     def _stored_name(self, name: str) -> str:
@@ -200,6 +214,8 @@ class Target:
     def _is_dealt(self, path: str, record: ArrayRecord) -> bool:
         """Whether ZeRO-1 deals out the rows of an array: of states that have the shape of their parameter."""
         owner, theirs = self._owner(path)
+        if self._is_shared(path):
+            return False
         if theirs is not None or not owner:
             return theirs is not None and theirs.shape == record.shape
         if not rows_of(sharding_of(path, self.manifest, ())):
@@ -209,6 +225,11 @@ class Target:
                 hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
             )
         return True
+
+    def _is_shared(self, path: str) -> bool:
+        """Whether it is state of the optimizer that belongs to no parameter."""
+        owner = owner_of(path)
+        return self._parameters is not None and owner is not None and owner not in self._parameters
 
     def _shapes(self) -> dict[Any, tuple[int, ...]]:
         """Local shape of each parameter that the optimizer has."""

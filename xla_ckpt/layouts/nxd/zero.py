@@ -136,7 +136,9 @@ class _Arrays:
             if key in _DEALT:
                 made[key] = {
                     number: self._state(f"{path}/{number}", [r[key].get(number) for r in ranks], shapes.get(number))
-                    for number in value
+                    if type(number) is int
+                    else _marked(held, f"{path}/{number}", self._alone)  # of no parameter: each dp rank has it whole
+                    for number, held in value.items()
                 }
             else:
                 made[key] = _marked(value, path, self._alone)
