@@ -11,7 +11,6 @@ from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.save import Part, Save
 from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
-from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout, Writing
@@ -22,7 +21,7 @@ from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.memory import STAGING
 from xla_ckpt.snapshot.take import lasts, take
 from xla_ckpt.state.describe import Description, describe, host_shards
-from xla_ckpt.state.members import Objects, Tree
+from xla_ckpt.state.members import Objects, State, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tags.names import check_tag
@@ -88,6 +87,7 @@ def save_checkpoint(
         The save; finished already unless `async_save`.
 
     Raises:
+        UsageError: There is nothing to save. Nothing was written.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
@@ -130,6 +130,7 @@ def save(
 
     Raises:
         UnsupportedStateError: Something in the tree cannot be stored; nothing was written.
+        UsageError: The tree is None or an empty container; nothing was written.
     """
     return _save(
         path,
@@ -172,8 +173,13 @@ def _save(
         try:
             if untold is not None:
                 raise untold
-            _check(store, tag, num_kept, job)
-            part = _freeze(content, layouts, shardings, job.placement, phases, waits=not async_save)
+            check_tag(tag, store.path)
+            check_keep(num_kept)
+            with phases.timed("describe"):
+                state = content.state(job.placement)  # mistakes are found before the root directory is made
+            if job.exchange.rank == 0:
+                _prepare(store)
+            part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save)
         except Exception as error:
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
             if job.exchange.size == 1:
@@ -197,19 +203,16 @@ def _save(
     return handle
 
 
-def _check(store: Store, tag: str, num_kept: int | None, job: Job) -> None:
-    """Everything that can be wrong before the state is looked at."""
-    check_tag(tag, store.path)
-    check_keep(num_kept)
-    if job.exchange.rank == 0:
-        try:
-            store.prepare()
-        except OSError as error:
-            raise StorageError.of(error, "preparing the checkpoint directory", path=store.path) from error
+def _prepare(store: Store) -> None:
+    """Fail early where a save could not even begin."""
+    try:
+        store.prepare()
+    except OSError as error:
+        raise StorageError.of(error, "preparing the checkpoint directory", path=store.path) from error
 
 
 def _freeze(
-    content: Objects | Tree,
+    state: State,
     layouts: Sequence[Layout],
     shardings: Rules | None,
     placement: Placement,
@@ -219,7 +222,6 @@ def _freeze(
 ) -> Part:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
     with phases.timed("describe"):
-        state = content.state(placement)
         structure = any(layout.pickles for layout in layouts)
         description = describe(state, placement, shardings, structure=structure)
         writing = _first_that_can(layouts, description)

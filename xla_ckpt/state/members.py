@@ -14,7 +14,7 @@ from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
 from xla_ckpt.engine.target import Target
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.state import module, per_rank, stateful, zero1
+from xla_ckpt.state import mistakes, module, per_rank, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.hints import hints_of, hints_of_tree
 from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
@@ -81,8 +81,11 @@ class Objects:
         """Their state, as this rank has it.
 
         Raises:
+            UsageError: There is nothing to save.
             UnsupportedStateError: One of them cannot be stored.
         """
+        given = [self.model, self.optimizer, self.scheduler, self.user_content, *self.extras.values()]
+        mistakes.check_something(given, placement)
         rank, world = placement.rank, placement.world
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
@@ -166,7 +169,12 @@ class Tree:
     tree: Any
 
     def state(self, placement: Placement) -> State:
-        """The tree; its plain values are the same on all ranks."""
+        """The tree; its plain values are the same on all ranks.
+
+        Raises:
+            UsageError: There is nothing in it.
+        """
+        mistakes.check_something([self.tree], placement)
         return State(tree=self.tree)
 
 
