@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from xla_ckpt.api.convert_zero import convert_zero_checkpoints
 
 import xla_ckpt
 from tests.layouts.gold import as_rank
 from tests.layouts.same import as_theirs
 from tests.layouts.writing import as_kwargs, save_as_job, toy
 from xla_ckpt import Mesh
-from xla_ckpt.api.convert_zero import convert_zero_checkpoints
 
 LAYOUTS = pytest.mark.parametrize("layout", ["native", "xser", "pt"])
 DEVICES = pytest.mark.parametrize("device", ["cpu", "xla"])
@@ -117,10 +117,10 @@ def test_restore_has_it(tmp_path: Path, layout: str) -> None:
     model, optimizer = made("cpu")
     train(model, optimizer, 2)
     xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer, layout=layout)
-    tree = xla_ckpt.restore(tmp_path, "a")
+    tree = xla_ckpt.restore(tmp_path, "a").tree
     assert {k: plain(v) for k, v in tree["optimizer"]["state"].items() if k in shared(optimizer)} == shared(optimizer)
     like = {"optimizer": {"state": {"k": torch.zeros(1, dtype=torch.int64)}}}
-    assert xla_ckpt.restore(tmp_path, "a", like)["optimizer"]["state"]["k"].tolist() == [2]
+    assert xla_ckpt.restore(tmp_path, "a", like).tree["optimizer"]["state"]["k"].tolist() == [2]
 
 
 def test_it_comes_back_where_parameters_have_no_names(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_it_is_where_torch_puts_it_and_loads_without_the_manifest(tmp_path: Path
     again, fresh = made("cpu", seed=7)
     xla_ckpt.load_checkpoint(tmp_path, "a", again, fresh)
     assert shared(fresh) == want
-    assert xla_ckpt.restore(tmp_path, "a")["optimizer"]["state"]["k"].tolist() == [2]
+    assert xla_ckpt.restore(tmp_path, "a").tree["optimizer"]["state"]["k"].tolist() == [2]
 
 
 def of_two_stages() -> tuple[torch.nn.Module, Averaging]:

@@ -21,6 +21,9 @@ from torch import nn
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
 from tests.runs import run as run_python
+from xla_ckpt.arrays.torch_host import tensor_from
+from xla_ckpt.arrays.xla import from_host, to_host
+from xla_ckpt.snapshot.memory import Slabs
 
 torch_xla.device()  # before the first backward pass: autograd counts the devices only once
 
@@ -99,15 +102,153 @@ def two_steps_in_a_graph(t: Training) -> None:
         t.save(number)
 
 
+def sync_before_the_save(t: Training) -> None:
+    for number, (x, y) in enumerate(t.batches, 1):
+        t.step(x, y)
+        torch_xla.sync()
+        t.save(number)
+
+
+def sync_after_the_save(t: Training) -> None:
+    for number, (x, y) in enumerate(t.batches, 1):
+        t.step(x, y)
+        t.save(number)
+        torch_xla.sync()
+
+
+def optimizer_step(t: Training) -> None:
+    """The step of xm, with a barrier: the save comes after the end of the step."""
+    for number, (x, y) in enumerate(t.batches, 1):
+        t.optimizer.zero_grad()
+        t.forward(x, y).backward()
+        xm.optimizer_step(t.optimizer, barrier=True)
+        t.save(number)
+
+
+def optimizer_step_under_a_loader(t: Training) -> None:
+    for number, (x, y) in enumerate(t.loader(), 1):
+        t.optimizer.zero_grad()
+        t.forward(x, y).backward()
+        xm.optimizer_step(t.optimizer)
+        t.save(number)
+
+
+def step_closures(t: Training) -> None:
+    """What a closure is given is pending at the save, and read at the end of the step."""
+    told: list[float] = []
+    for number, (x, y) in enumerate(t.loader(), 1):
+        t.step(x, y)
+        xm.add_step_closure(lambda loss: told.append(loss.item()), args=(t.losses[-1],))
+        t.save(number)
+    assert told == t.numbers()
+
+
+def inside_torch_xla_step(t: Training) -> None:
+    for number, (x, y) in enumerate(t.batches, 1):
+        with torch_xla.step():
+            t.step(x, y)
+            t.save(number)
+
+
+def after_torch_xla_step(t: Training) -> None:
+    for number, (x, y) in enumerate(t.batches, 1):
+        with torch_xla.step():
+            t.step(x, y)
+        t.save(number)
+
+
+def torch_xla_compile(t: Training) -> None:
+    step = torch_xla.compile(t.step, full_graph=True)
+    for number, (x, y) in enumerate(t.batches, 1):
+        step(x, y)
+        t.save(number)
+
+
+def accelerate(t: Training) -> None:
+    """What accelerate runs: its loader is an MpDeviceLoader, and its optimizer reduces the gradients before a step."""
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(t.optimizer, STEPS)
+    t.model.train()
+    for number, (x, y) in enumerate(t.loader(), 1):
+        t.forward(x, y).backward()
+        gradients = [p.grad for group in t.optimizer.param_groups for p in group["params"]]
+        xm.all_reduce(xm.REDUCE_SUM, gradients, scale=1.0)
+        t.optimizer.step()
+        scheduler.step()
+        t.optimizer.zero_grad()
+        t.save(number)
+
+
+def accelerate_with_accumulation(t: Training) -> None:
+    """The same with two batches for each step, and a save between them."""
+    for number, (x, y) in enumerate(t.loader(batches_per_execution=2)):
+        for half in (slice(0, BATCH // 2), slice(BATCH // 2, None)):
+            (t.forward(x[half], y[half]) / 2).backward()
+            if half.start == 0:
+                t.save(number)
+        xm.all_reduce(xm.REDUCE_SUM, [p.grad for p in t.model.parameters()], scale=1.0)
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+
+
+def gradient_accumulation(t: Training) -> None:
+    """A save between the two backward passes of a step: gradients are pending, and no weight is."""
+    for number, (x, y) in enumerate(t.batches):
+        t.optimizer.zero_grad()
+        t.forward(x[:2], y[:2]).backward()
+        t.save(number)
+        t.forward(x[2:], y[2:]).backward()
+        t.optimizer.step()
+        torch_xla.sync()
+
+
+def between_forward_and_backward(t: Training) -> None:
+    """Two steps in a graph, so that weights are pending; the backward pass needs what the forward pass kept."""
+    for number, (x, y) in enumerate(t.batches):
+        t.optimizer.zero_grad()
+        loss = t.forward(x, y)
+        t.save(number)
+        loss.backward()
+        t.optimizer.step()
+        if number % 2:
+            torch_xla.sync()
+
+
+def the_loss_is_read_in_every_step(t: Training) -> None:
+    """Reading computes the loss alone, the rest stays pending."""
+    for number, (x, y) in enumerate(t.batches, 1):
+        t.step(x, y)
+        assert t.losses[-1].item() > 0
+        t.save(number)
+        torch_xla.sync()
+
+
 Loop = Callable[[Training], None]
 
-WHOLE_STEPS: list[Loop] = [mp_device_loader, mp_device_loader_before_the_step]
-"""Loops that save when nothing is pending, or all that the loop would compute next: no save compiles anything."""
+COMPILE_NOTHING: list[Loop] = [
+    mp_device_loader,
+    mp_device_loader_before_the_step,
+    sync_before_the_save,
+    sync_after_the_save,
+    optimizer_step,
+    optimizer_step_under_a_loader,
+    step_closures,
+    inside_torch_xla_step,
+    after_torch_xla_step,
+    torch_xla_compile,
+    accelerate,
+    the_loss_is_read_in_every_step,
+    gradient_accumulation,
+]
+"""Loops that save when no weight is pending, or all that the loop would compute next: no save compiles anything."""
 
-PARTS_OF_STEPS: list[Loop] = [two_steps_in_a_graph]
+COMPILE_ONCE: list[Loop] = [
+    two_steps_in_a_graph,
+    accelerate_with_accumulation,
+    between_forward_and_backward,
+]
 """Loops in which a save cuts a graph in two: the first save compiles the two."""
 
-LOOPS = WHOLE_STEPS + PARTS_OF_STEPS
+LOOPS = COMPILE_NOTHING + COMPILE_ONCE
 
 
 def run(loop: Loop, save: Callable[[Training, int], None] = lambda *_: None, steps: int = STEPS) -> Training:
@@ -152,7 +293,7 @@ def test_a_save_in_a_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop:
 
     before = compiled()
     saving = run(loop, save)
-    assert compiled() == (before if loop in WHOLE_STEPS else compiles[1])
+    assert compiled() == (before if loop in COMPILE_NOTHING else compiles[1])
     assert saving.numbers() == undisturbed.numbers()
     check_same(saving.state(), undisturbed.state())
     xla_ckpt.finalize_checkpoint()
@@ -222,3 +363,41 @@ def test_a_save_in_a_loop_under_spmd(tmp_path: Path) -> None:
         spmd(sys.argv[1])
     """
     run_python(code, tmp_path, env={"CPU_NUM_DEVICES": "4"})
+
+
+def test_a_save_where_nothing_may_be_computed_is_refused(tmp_path: Path) -> None:
+    """torch_xla would fail in the midst of the computation, and leave tensors behind that have no value."""
+    training = Training(1, lambda *_: None)
+    with torch_xla.compile(full_graph=True):
+        training.step(*training.batches[0])
+        with pytest.raises(xla_ckpt.UsageError, match="full_graph"):
+            xla_ckpt.save_checkpoint(tmp_path, "inside", training.model, training.optimizer)
+    check_same(training.state(), run(torch_xla_compile, steps=1).state())
+    xla_ckpt.save_checkpoint(tmp_path, "after", training.model, training.optimizer)
+    assert xla_ckpt.list_tags(tmp_path) == ["after"]
+
+
+@pytest.mark.parametrize("origin", ["computed", "adopted"])
+def test_a_buffer_that_a_snapshot_holds_is_not_donated(origin: str) -> None:
+    """A step writes the new weights into the memory of the old ones, but not while a snapshot holds that."""
+    pointer: Callable[[torch.Tensor], int] = torch_xla._XLAC._unsafe_buffer_pointer
+    device = torch_xla.device()
+    if origin == "computed":
+        weight = torch.ones(1024, device=device)
+    else:  # as a load makes them
+        weight = from_host(tensor_from(Slabs().take(4096), torch.float32, (1024,)).fill_(1), device)
+    torch_xla.sync(wait=True)
+
+    def step() -> int:
+        weight.mul_(2)
+        torch_xla.sync(wait=True)
+        return pointer(weight)
+
+    assert step() == step(), "nothing is donated: this test would prove nothing"
+    (held,) = to_host([weight])
+    assert held.data_ptr() == pointer(weight), "the snapshot is a copy: this test would prove nothing"
+    assert [step() == held.data_ptr() for _ in range(3)] == [False] * 3
+    assert held.tolist() == [4.0] * 1024
+    assert weight.cpu().tolist() == [32.0] * 1024
+    del held
+    assert step() == step(), "buffers are donated again"

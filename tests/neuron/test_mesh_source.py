@@ -71,4 +71,4 @@ save_directly(sys.argv[1])
 
 def test_a_direct_save_finds_the_mesh(tmp_path: Path) -> None:
     job(JOB, 2, tmp_path, tmp_path / "ckpt")
-    assert xla_ckpt.restore(tmp_path / "ckpt")["model"]["w"][:, 0].tolist() == [0, 0, 1, 1]
+    assert xla_ckpt.restore(tmp_path / "ckpt").tree["model"]["w"][:, 0].tolist() == [0, 0, 1, 1]

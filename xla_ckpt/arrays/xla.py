@@ -21,6 +21,7 @@ import torch_xla.utils.dlpack
 from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, tensor_from, torch_type
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
+from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.local_array import Local
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
@@ -40,6 +41,11 @@ def on_cpu() -> bool:
     return bool(torch_xla.runtime.device_type() == "CPU")
 
 
+def _may_execute() -> bool:
+    """False inside `torch_xla.compile(full_graph=True)`. Versions before 2.6 have no such regions."""
+    return bool(getattr(_XLAC, "_get_allow_execution", lambda: True)())
+
+
 def materialize(values: Sequence[torch.Tensor]) -> None:
     """Have every value computed and in a buffer. The values are on one device, and there is at least one.
 
@@ -49,8 +55,17 @@ def materialize(values: Sequence[torch.Tensor]) -> None:
 
     The step does not end here: that would move the random number generator on, and a run that saves would train on
     other numbers than one that does not.
+
+    Raises:
+        UsageError: The program is in a region in which torch_xla computes nothing. Nothing was changed.
     """
     if any(_XLAC._check_tensor_need_materialization(list(values))):
+        # torch_xla finds out too late: the tensors have given up their graph by then, and never get a value.
+        if not _may_execute():
+            raise UsageError(
+                "XLA tensors are pending, and inside torch_xla.compile(full_graph=True) nothing is computed",
+                hint="Make this call after the compiled region.",
+            )
         device = str(values[0].device)
         # The graph may donate its inputs, for instance the old weights to the new ones. So all live tensors have to be
         # in it: one that is left pending would read a donated buffer in the next graph ("buffer is deleted").

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from xla_ckpt.arrays.base import Placement
 from xla_ckpt.errors import UsageError
+from xla_ckpt.sharding.placement import Placement
 
 
 def check_something(given: Iterable[Any], placement: Placement) -> None:
