@@ -137,7 +137,7 @@ def main() -> None:
     if xla_ckpt.has_checkpoint(args.root):
         loaded = xla_ckpt.load_checkpoint(
             args.root, model=model, optimizer=optimizer, scheduler=scheduler, extras=extras
-        ).user_content
+        )
         step, report = loaded.user_content["step"], loaded.report
         print(f"resumed from {report.tag}: {report.arrays} arrays in {report.seconds:.2f} s", flush=True)
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from xla_ckpt.api.convert_zero import convert_zero_checkpoints
 
 import xla_ckpt
 from tests.layouts.gold import as_rank
 from tests.layouts.same import as_theirs
 from tests.layouts.writing import as_kwargs, save_as_job, toy
 from xla_ckpt import Mesh
+from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
 LAYOUTS = pytest.mark.parametrize("layout", ["native", "xser", "pt"])
 DEVICES = pytest.mark.parametrize("device", ["cpu", "xla"])

@@ -424,9 +424,7 @@ def test_not_strict_loads_what_fits(tmp_path: Path, caplog: pytest.LogCaptureFix
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 3))
     optimizer = AdamW(model.parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING):
-        loaded = xla_ckpt.load_checkpoint(
-            tmp_path, model=model, optimizer=optimizer, scheduler={}, strict=False
-        ).user_content
+        loaded = xla_ckpt.load_checkpoint(tmp_path, model=model, optimizer=optimizer, scheduler={}, strict=False)
     report = loaded.report
     assert loaded.user_content == "u"
     assert torch.equal(model[0].weight, stored[0].weight)

@@ -30,7 +30,7 @@ def test_one_process_loads_it_whole(case: str, tag: str) -> None:
     target, scheduler = Target(gold), {}
     loaded = xla_ckpt.load_checkpoint(
         gold.root, tag, target.model, target.optimizer, None if "legacy" in case else scheduler
-    ).user_content
+    )
     content, report = loaded.user_content, loaded.report
     assert target.differences() == []
     assert report.read_bytes >= report.needed_bytes > 0

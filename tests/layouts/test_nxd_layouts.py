@@ -81,7 +81,7 @@ def test_a_damaged_newest_tag_is_passed_over(tmp_path: Path) -> None:
     tag_at(tmp_path, "b", 2, time=2000)
     file = tmp_path / "b/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
     file.write_bytes(file.read_bytes()[:-20])
-    loaded = xla_ckpt.load_checkpoint(tmp_path, model={"w": torch.zeros(4)}).user_content
+    loaded = xla_ckpt.load_checkpoint(tmp_path, model={"w": torch.zeros(4)})
     assert loaded.user_content == {"value": 1}
     assert loaded.report.corrupt_tags == ("b",)
 
@@ -281,7 +281,7 @@ def test_a_tag_of_ours_without_its_manifest_is_damaged_in_any_layout(layout: str
     assert "no manifest" in str(problem)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="no manifest"):
         xla_ckpt.restore(tmp_path, "b")
-    restored = xla_ckpt.restore(tmp_path).tree
+    restored = xla_ckpt.restore(tmp_path)
     assert restored.tree["extras"] == {"x": {"at": 1}}
     assert restored.report.tag == "a"
 

@@ -308,9 +308,8 @@ class _Load:
         found = tags(self.store)
         if (newer := passed_over(found)) is not None:
             logger.warning(
-                "%s: the tag %s that %s wrote has a newer time stamp than %s, which is taken for the newest: name the "
-                "tag if it is not",
-                self.store.path, newer[1], newer[0], found[-1][1].tag,
+                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is not",
+                self.store.path, newer[0], newer[1], found[-1][1].tag,
             )  # fmt: skip
         return [entry.tag for _, entry in found][::-1]
 

@@ -279,7 +279,7 @@ def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writ
             problem = problem or error
             continue
         if problem is not None:
-            logger.warning("the layout %s is written in place of %s: %s", layout.name, layouts[0].name, problem)
+            logger.warning("the %s layout is written in place of %s: %s", layout.name, layouts[0].name, problem)
         return writing
     assert problem is not None
     raise problem

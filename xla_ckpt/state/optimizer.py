@@ -1,8 +1,8 @@
 """Optimizers: state by parameter *name*, whatever order and grouping the parameters have.
 
 Stored is ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``: torch's own structure with names in
-place of positions. Names come from the model; without a model from ``param_names`` (torch >= 2.6), else parameters
-are numbered by group and position, ``#0.3``, and such a state only fits an optimizer of the same order.
+place of positions. Names come from the model; without a model from ``param_names``, else parameters are numbered by
+group and position, ``#0.3``, and such a state only fits an optimizer of the same order.
 
 An optimizer may also keep state under keys of its own, ``optimizer.state["k"]``, which belongs to no parameter. It
 stands beside the parameters' names in ``state``, and is called shared here: all parameters have it in common.
@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.registry import array_kind, new_array
-from xla_ckpt.engine.target import Target
+from xla_ckpt.arrays.registry import array_kind
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.manifest.records import ArrayRecord
-from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import zero1
 from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.module import load_dict, name_of
+from xla_ckpt.state.optimizer_state import StateTargets, component_of
 from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.tree import path as paths
 
@@ -103,7 +101,7 @@ def _check_shared(optimizer: Any, called: Sequence[str]) -> None:
         if key in called:
             raise UnsupportedStateError(
                 "the optimizer keeps state of its own under the name of a parameter",
-                leaf=f"optimizer/state/{_component(key)}",
+                leaf=f"optimizer/state/{component_of(key)}",
                 found=repr(key),
                 hint="Rename the parameter, or pass the optimizer without the model: then its parameters are numbered.",
             )
@@ -123,7 +121,7 @@ def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement
     if hasattr(optimizer, "param_groups"):
         return parameters(optimizer, names_of(optimizer, names), placement)
     arrays: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else (model or {}).items()
-    return {_component(name): Parameter(str(name), v) for name, v in arrays if array_kind(v) is not None}
+    return {component_of(name): Parameter(str(name), v) for name, v in arrays if array_kind(v) is not None}
 
 
 def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> dict[str, Parameter]:
@@ -138,7 +136,7 @@ def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> d
         shards = zero1.shards_of(optimizer)
         axes = zero1.mesh_axes(optimizer, placement)
     return {
-        _component(name): Parameter(str(name), parameter, axes, tuple(shards[id(parameter)].shape) if axes else None)
+        component_of(name): Parameter(str(name), parameter, axes, tuple(shards[id(parameter)].shape) if axes else None)
         for name, (parameter, _) in zip(called, _parameters(optimizer), strict=True)
     }
 
@@ -187,7 +185,7 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     if keys:
         tree_now["master"] = {n: by_name[n] for n in held.get("master", {}) if n in by_name}
     arrays_now = arrays_of(tree_now, stored.prefix)
-    fresh = _Fresh(stored, by_name, group_of, arrays_now)
+    fresh = StateTargets(stored, by_name, group_of, arrays_now)
     wanted = Loading()
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
@@ -225,12 +223,6 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     return loading
 
 
-ELEMENTWISE = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-     "sum", "prev", "ax"}
-)  # fmt: skip
-"""States of torch's optimizers that have the shape of their parameter (torch/optim, 2.9)."""
-
 _FLAGS = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "amsgrad"}
 )
@@ -260,12 +252,8 @@ def _called(held: Any, optimizer: Any, names: Names) -> list[Any]:
     return names_of(optimizer, names)
 
 
-def _component(name: Any) -> str:
-    return paths.escape(name) if isinstance(name, str) else paths.escape_other(str(name))
-
-
 def _state_path(stored: Stored, name: Any, kind: str = "state") -> str:
-    return paths.join(paths.join(stored.prefix, kind), _component(name))
+    return paths.join(paths.join(stored.prefix, kind), component_of(name))
 
 
 def _match_groups(stored: Stored, loading: Loading, optimizer: Any, called: Sequence[Any]) -> list[int | None]:
@@ -300,69 +288,6 @@ def _groups_now(held: Any, groups: Sequence[int | None], optimizer: Any) -> list
         if source is not None and not now[source]:
             now[source] = {k: v for k, v in mine.items() if k in held["param_groups"][source] and k != "params"}
     return now
-
-
-class _Fresh:
-    """State that the optimizer does not have yet: laid out as its parameter is, on the device of torch's own rule."""
-
-    def __init__(
-        self, stored: Stored, by_name: Mapping[Any, Any], group_of: Mapping[Any, Any], now: Mapping[str, Any]
-    ) -> None:
-        self._stored = stored
-        self._now = now
-        self._shardings = stored.shardings
-        self._bases = tuple(paths.join(stored.prefix, kind) + "/" for kind in ("state", "master"))
-        self._by_component = {_component(n): (n, p) for n, p in by_name.items()}
-        self._group_of = group_of
-        self._owners = {_component(name) for name in group_of}
-        self._device = next((p.device for p in by_name.values()), None)
-
-    def _component(self, path: str) -> str | None:
-        base = next((b for b in self._bases if path.startswith(b)), None)
-        return None if base is None else path[len(base) :].split("/", maxsplit=1)[0]
-
-    def is_shared(self, path: str) -> bool:
-        """Whether this is state that belongs to no parameter of the stored optimizer."""
-        return path.startswith(self._bases[0]) and self._component(path) not in self._owners
-
-    def name(self, path: str) -> Any:
-        """The parameter whose state this is; None for anything else."""
-        if self.is_shared(path):
-            return None
-        return self._by_component.get(self._component(path) or "", (None, None))[0]
-
-    def is_kept(self, path: str, *, masters: bool) -> bool:
-        """Whether the program has a use for this array."""
-        if path.startswith(self._bases[1]) and not masters:
-            return False
-        component = self._component(path)
-        return component is None or component in self._by_component or self.is_shared(path)
-
-    def target(self, path: str, record: ArrayRecord, kind: str) -> Target | None:
-        """Memory for one array of the state; None for one that is outside of it."""
-        if self.is_shared(path):
-            return self._shared(path, record, kind)
-        name, parameter = self._by_component.get(self._component(path) or "", (None, None))
-        known = self._shardings.parameter(path)
-        if parameter is None or known is None:
-            return None
-        group = self._group_of.get(name, {})
-        name_of_state = path.rpartition("/")[2]
-        full = self._shardings.parameter_local(known).shape
-        if (name_of_state in ELEMENTWISE or path.startswith(self._bases[1])) and record.shape != full:
-            return new_array(record.dtype, whole(full), kind)  # which is found not to fit
-        on_host = path.endswith("/step") and not (group.get("capturable") or group.get("fused"))
-        if not on_host and (made := self._shardings.state_like(path, record, known)) is not None:
-            return made
-        return new_array(record.dtype, whole(record.shape), kind, None if on_host else parameter.device)
-
-    def _shared(self, path: str, record: ArrayRecord, kind: str) -> Target:
-        """Like what the program has there, where that fits; else a whole array beside the parameters."""
-        value = self._now.get(path)
-        if array_kind(value) == kind and Loading().want(path, made := self._stored.like(path, value), record):
-            return made
-        device = value.device if isinstance(value, torch.Tensor) else self._device
-        return new_array(record.dtype, whole(record.shape), kind, device)
 
 
 def _install(
