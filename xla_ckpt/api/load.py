@@ -105,6 +105,7 @@ def load_checkpoint(
         IncompatibleCheckpointError: Something does not fit (and `strict`). Nothing was changed.
         CorruptCheckpointError: The tag is damaged. Nothing was changed.
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False. Nothing was changed.
+        UsageError: An argument is not what its place is for, or is on the meta device. Nothing was changed.
     """
     content = Objects(model=model, optimizer=optimizer, scheduler=scheduler, extras=extras or {})
     value, report = _load(

@@ -87,7 +87,7 @@ def save_checkpoint(
         The save; finished already unless `async_save`.
 
     Raises:
-        UsageError: There is nothing to save. Nothing was written.
+        UsageError: There is nothing to save, or an argument is not what its place is for. Nothing was written.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """

@@ -111,6 +111,26 @@ def require(value: Any, path: str = "") -> ArrayAdapter:
     return adapter
 
 
+def check_memory(value: Any, path: str) -> None:
+    """Refuse a target that has no memory: what is read into it would be lost without a word.
+
+    Raises:
+        UsageError: It is on the meta device.
+    """
+    if is_meta(value):
+        raise UsageError(
+            "a tensor on the meta device has no memory to load into", leaf=path, expected="a tensor on another device",
+            found=f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on meta",
+            hint="Call model.to_empty(device=...) first, and make the optimizer after it. To describe an array to "
+            "restore(), use xla_ckpt.ArraySpec.",
+        )  # fmt: skip
+
+
+def is_meta(value: Any) -> bool:
+    """Whether a value is a torch tensor that has a shape and no elements."""
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+
+
 @dataclass(frozen=True, slots=True)
 class ArraySpec:
     """An array to be restored, by its description: what `restore` takes in place of an array.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.registry import array_kind, is_spec, require
+from xla_ckpt.arrays.registry import array_kind, is_meta, is_spec, require
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.rules import decided
 from xla_ckpt.sharding.sharding import Sharding
@@ -65,7 +65,8 @@ def _hint(path: str, value: Any, shardings: StateShardings) -> ArrayHint:
     named = None if ruled else declared_sharding(value, path)
     return ArrayHint(
         shape=shardings.local(path, value, adapter).shape,
-        dtype=adapter.dtype(value, path).name,
+        # A tensor on the meta device cannot be stored, but it says all that a description needs.
+        dtype=str(value.dtype).removeprefix("torch.") if is_meta(value) else adapter.dtype(value, path).name,
         sharding=None if named is None or not named.axes else replace(named, shape=None),
         padded=true_shape(value) is not None,
         alone=adapter.place(value, path) is None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.casting import cast
-from xla_ckpt.arrays.registry import array_kind, new_array, require
+from xla_ckpt.arrays.registry import array_kind, check_memory, new_array, require
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
@@ -64,12 +64,22 @@ class Stored:
         return replace(self, prefix=path, skeleton=skeleton)
 
     def into(self, path: str, value: Any, *, owned: bool) -> Target:
-        """A target that overwrites an array of the program."""
+        """A target that overwrites an array of the program.
+
+        Raises:
+            UsageError: It is on the meta device.
+        """
+        check_memory(value, path)
         adapter = require(value, path)
         return adapter.into(value, self.shardings.local(path, value, adapter), owned=owned)
 
     def like(self, path: str, value: Any) -> Target:
-        """A target that makes a new array like one of the program."""
+        """A target that makes a new array like one of the program.
+
+        Raises:
+            UsageError: It is on the meta device.
+        """
+        check_memory(value, path)
         adapter = require(value, path)
         return adapter.like(value, self.shardings.local(path, value, adapter))
 

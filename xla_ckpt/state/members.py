@@ -81,11 +81,12 @@ class Objects:
         """Their state, as this rank has it.
 
         Raises:
-            UsageError: There is nothing to save.
+            UsageError: There is nothing to save, or one of them is not what its place is for.
             UnsupportedStateError: One of them cannot be stored.
         """
         given = [self.model, self.optimizer, self.scheduler, self.user_content, *self.extras.values()]
         mistakes.check_something(given, placement)
+        mistakes.check_members(self.model, self.optimizer)
         rank, world = placement.rank, placement.world
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
@@ -124,15 +125,22 @@ class Objects:
         )
 
     def hints(self, shardings: StateShardings) -> Hints:
-        """What they know about the arrays that they want."""
+        """What they know about the arrays that they want.
+
+        Raises:
+            UsageError: One of them is not what its place is for.
+        """
+        mistakes.check_members(self.model, self.optimizer, loading=True)
         return hints_of(self.model, self.optimizer, shardings)
 
     def loadings(self, stored: Stored) -> Loadings:
         """Compare a stored state with them. The value of the load is the stored user content.
 
         Raises:
+            UsageError: One of them is not what its place is for.
             CheckpointError: Something stored cannot be loaded at all.
         """
+        mistakes.check_members(self.model, self.optimizer, loading=True)
         parts = []
         for path, load in self._members(stored):
             part = stored.at(path)

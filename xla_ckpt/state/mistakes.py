@@ -1,12 +1,24 @@
-"""Arguments that are surely not what the caller meant: found out before anything is written or changed."""
+"""Arguments that are surely not what the caller meant: found out before anything is written or changed.
+
+Only what cannot be right is refused. Optimizers and models of other libraries are known by what they can do, not by
+their class.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
+
+import torch
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.state import module
+
+logger = logging.getLogger(__name__)
+
+_PLACES = "The order of the arguments is model, optimizer, scheduler, user_content."
 
 
 def check_something(given: Iterable[Any], placement: Placement) -> None:
@@ -26,3 +38,121 @@ def check_something(given: Iterable[Any], placement: Placement) -> None:
             found="empty containers" if members else "None",
             hint="A variable that should hold the state may be None or empty.",
         )  # fmt: skip
+
+
+def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
+    """Refuse a model or an optimizer that is something else, or that do not belong together.
+
+    Raises:
+        UsageError: Such a mistake.
+    """
+    if model is not None:
+        _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
+    if optimizer is not None:
+        _check_optimizer(optimizer)
+        if isinstance(model, torch.nn.Module):
+            _check_belongs(optimizer, model)
+
+
+def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
+    """`strict`: its members must have names, because a load or an optimizer's state asks for them."""
+    if isinstance(model, torch.nn.Module | mapping):
+        return
+    if _is_optimizer(model):
+        raise _in_the_place_of("a model", "an optimizer", model)
+    if _is_scheduler(model):
+        raise _in_the_place_of("a model", "a scheduler", model)
+    if strict:
+        raise UsageError(
+            "this is no model", leaf="model", expected="a torch.nn.Module or a dict of arrays", found=_kind(model),
+            hint="xla_ckpt.save and xla_ckpt.restore take any tree of arrays.",
+        )  # fmt: skip
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, Mapping):
+        return
+    if isinstance(optimizer, torch.nn.Module) and not _is_optimizer(optimizer):
+        raise _in_the_place_of("an optimizer", "a module", optimizer)
+    if _is_scheduler(optimizer):
+        raise _in_the_place_of("an optimizer", "a scheduler", optimizer)
+    if isinstance(optimizer, list | tuple):
+        raise UsageError(
+            f"a {_kind(optimizer)} is no optimizer", leaf="optimizer", expected="one optimizer, or a dict",
+            found=f"{len(optimizer)} values",
+            hint="Give further optimizers as members of extras, each by its own name. xla_ckpt.save takes any tree.",
+        )  # fmt: skip
+    if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
+        raise UsageError(
+            "this is no optimizer", leaf="optimizer", expected="state_dict() and load_state_dict(), or a dict",
+            found=_kind(optimizer), hint=_PLACES,
+        )  # fmt: skip
+
+
+def _in_the_place_of(wanted: str, given: str, value: Any) -> UsageError:
+    return UsageError(
+        f"{given} was given in the place of {wanted}", leaf=wanted.split()[1], expected=wanted, found=_kind(value),
+        hint=_PLACES,
+    )  # fmt: skip
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__qualname__}" if isinstance(value, type) else type(value).__name__
+
+
+def _is_optimizer(value: Any) -> bool:
+    return hasattr(value, "param_groups") and callable(getattr(value, "state_dict", None))
+
+
+def _is_scheduler(value: Any) -> bool:
+    """Whether it is a learning rate scheduler. One that steps the parameters, too, is an optimizer."""
+    if _is_optimizer(value) or hasattr(value, "zero_grad"):
+        return False
+    return isinstance(value, torch.optim.lr_scheduler.LRScheduler) or callable(getattr(value, "get_last_lr", None))
+
+
+def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
+    """Refuse an optimizer that was made before the model was moved: it steps tensors that nobody uses.
+
+    `Module.to` makes new parameters on an XLA device, `to_empty` does on any, and sharding a module replaces them.
+    Some optimizers do step copies (master weights of higher precision, an average of the weights saved as the model):
+    these have another element type, names of their own, a `state_dict` of their own, or lie beside the model.
+    """
+    if getattr(type(optimizer), "state_dict", None) is not torch.optim.Optimizer.state_dict:
+        return
+    groups = [g for g in getattr(optimizer, "param_groups", ()) if g.get("params")]
+    strangers, theirs = [p for g in groups for p in g["params"]], [*model.parameters()]
+    names = module.parameter_names(model)
+    if not strangers or not theirs or any("param_names" in g for g in groups):
+        return
+    if any(module.name_of(p, names) is not None for p in strangers) or any(map(torch.nn.parameter.is_lazy, theirs)):
+        return
+    twins = {(p.shape, p.dtype) for p in theirs}
+    alike = all(isinstance(p, torch.nn.Parameter) and (p.shape, p.dtype) in twins for p in strangers)
+    here, there = _homes(theirs), _homes(strangers)
+    if not alike or not _was_moved(there, here):
+        logger.warning(
+            "no parameter of the optimizer is one of the model: its state is stored by position, not by name"
+        )
+        return
+    raise UsageError(
+        "no parameter of the optimizer is one of the model: the optimizer was made before the model was moved or "
+        "sharded, and its steps do not reach the model", leaf="optimizer", expected=f"parameters on {', '.join(here)}",
+        found=f"parameters on {', '.join(there)}",
+        hint="Make the optimizer after model.to(...). If it steps copies on purpose, give their names: "
+        "AdamW([(name, copy), ...]).",
+    )  # fmt: skip
+
+
+def _homes(parameters: Sequence[Any]) -> list[str]:
+    """Where parameters lie: device types, and whether they are sharded."""
+    return sorted({f"{p.device.type}{'' if _is_plain(p) else f' ({type(p).__name__})'}" for p in parameters})
+
+
+def _is_plain(parameter: Any) -> bool:
+    return type(parameter) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _was_moved(old: Sequence[str], new: Sequence[str]) -> bool:
+    """Whether parameters went from one home to another as a module moves: up from the CPU or `meta`, or into shards."""
+    return not set(old) & set(new) and set(old) <= {"cpu", "meta"} and set(new) != {"meta"} and "cpu" not in new

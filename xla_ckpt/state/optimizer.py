@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.registry import array_kind
+from xla_ckpt.arrays.registry import array_kind, check_memory
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import zero1
@@ -171,6 +171,8 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
         for name in group_of
         if name not in set(called)
     ]
+    for name, (parameter, _) in zip(called, order, strict=True):
+        check_memory(parameter, _state_path(stored, name))  # new state is made on the device of its parameter
     known = parameters(optimizer, called, stored.shardings.placement)
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     by_name = {name: keys.get(id(parameter), parameter) for name, (parameter, _) in zip(called, order, strict=True)}

@@ -1,0 +1,238 @@
+"""Objects in the wrong place: named before anything is written or changed, while legitimate ones go through."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_xla
+from torch import nn
+from torch.optim import AdamW, lr_scheduler
+
+import xla_ckpt
+
+Members = dict[str, Any]
+
+
+def parts() -> tuple[nn.Module, AdamW, Any]:
+    """A model, its optimizer, and a scheduler."""
+    model = nn.Linear(3, 2)
+    optimizer = AdamW(model.parameters())
+    return model, optimizer, lr_scheduler.StepLR(optimizer, 1)
+
+
+def stepped(model: nn.Module, optimizer: Any) -> None:
+    """One step, so that there is state."""
+    model(torch.ones(1, 3, device=next(model.parameters()).device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def scheduler_for_optimizer() -> Members:
+    model, _, scheduler = parts()
+    return {"model": model, "optimizer": scheduler}
+
+
+def swapped() -> Members:
+    model, optimizer, _ = parts()
+    return {"model": optimizer, "optimizer": model}
+
+
+def scheduler_for_model() -> Members:
+    _, _, scheduler = parts()
+    return {"model": scheduler}
+
+
+def optimizer_for_model() -> Members:
+    _, optimizer, _ = parts()
+    return {"model": optimizer}
+
+
+def module_for_optimizer() -> Members:
+    model, _, _ = parts()
+    return {"model": model, "optimizer": model}
+
+
+def two_optimizers() -> Members:
+    model, optimizer, _ = parts()
+    return {"model": model, "optimizer": [optimizer, optimizer]}
+
+
+def optimizer_class() -> Members:
+    model, _, _ = parts()
+    return {"model": model, "optimizer": model.parameters()}
+
+
+def list_of_models() -> Members:
+    model, optimizer, _ = parts()
+    return {"model": [model, model], "optimizer": optimizer}
+
+
+def made_before_the_move() -> Members:
+    model, optimizer, _ = parts()
+    return {"model": model.to(torch_xla.device()), "optimizer": optimizer}
+
+
+def made_on_meta() -> Members:
+    with torch.device("meta"):
+        model, optimizer, _ = parts()
+    return {"model": model.to_empty(device=torch_xla.device()), "optimizer": optimizer}
+
+
+MISTAKES: dict[str, tuple[Callable[[], Members], str]] = {
+    "scheduler for optimizer": (scheduler_for_optimizer, "a scheduler was given in the place of an optimizer.*StepLR"),
+    "swapped": (swapped, "an optimizer was given in the place of a model.*AdamW.*order of the arguments"),
+    "scheduler for model": (scheduler_for_model, "a scheduler was given in the place of a model.*StepLR"),
+    "optimizer for model": (optimizer_for_model, "an optimizer was given in the place of a model.*AdamW"),
+    "module for optimizer": (module_for_optimizer, "a module was given in the place of an optimizer.*Linear"),
+    "two optimizers": (two_optimizers, "a list is no optimizer.*found 2 values.*extras"),
+    "parameters": (optimizer_class, r"no optimizer.*state_dict\(\) and load_state_dict\(\).*found generator"),
+    "list of models": (list_of_models, "no model.*found list"),
+    "before the move": (
+        made_before_the_move,
+        "before the model was moved.*parameters on xla.*parameters on cpu.*after",
+    ),
+    "on meta": (made_on_meta, "before the model was moved.*parameters on xla.*parameters on meta"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_by_save_and_load(mistake: str, tmp_path: Path) -> None:
+    model, optimizer, _ = parts()
+    stepped(model, optimizer)
+    xla_ckpt.save_checkpoint(tmp_path, "good", model, optimizer)
+    make, message = MISTAKES[mistake]
+    with pytest.raises(xla_ckpt.UsageError, match=message):
+        xla_ckpt.save_checkpoint(tmp_path, "bad", num_kept_ckpts=1, **make())
+    assert xla_ckpt.list_tags(tmp_path) == ["good"]
+    for strict in (True, False):
+        with pytest.raises(xla_ckpt.UsageError, match=message):
+            xla_ckpt.load_checkpoint(tmp_path, "good", strict=strict, **make())
+
+
+def test_nothing_is_changed_by_a_load_with_a_mistake(tmp_path: Path) -> None:
+    model, optimizer, scheduler = parts()
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer, scheduler)
+    other, _, wrong = parts()
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(xla_ckpt.UsageError, match="in the place of an optimizer"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", other, wrong)
+    assert all(torch.equal(v, before[k]) for k, v in other.state_dict().items())
+
+
+# -- what is right, however strange it looks
+
+
+class Wrapper:
+    """An optimizer of another library: no subclass of torch's, but it has what one has."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class OptimizerModule(nn.Module, Wrapper):  # type: ignore[misc]
+    """Some wrappers of optimizers are modules."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.inner = inner
+
+    state_dict = Wrapper.state_dict  # type: ignore[assignment]
+    load_state_dict = Wrapper.load_state_dict  # type: ignore[assignment]
+
+
+class Scheduled(Wrapper):
+    """It steps the parameters and knows the learning rate."""
+
+    def get_last_lr(self) -> list[float]:
+        return [g["lr"] for g in self.param_groups]
+
+
+class Offloading(torch.optim.SGD):
+    """It steps copies on the CPU, and says itself what its state is."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"offloaded": super().state_dict()["state"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert set(state) == {"offloaded"}
+
+
+class StateOnly:
+    """A structure of its own, without groups."""
+
+    def __init__(self) -> None:
+        self.moment = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moment": self.moment}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moment = state["moment"]
+
+
+def copies(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().cpu().to(dtype)) for p in model.parameters()]
+
+
+def on_xla() -> nn.Module:
+    return nn.Linear(3, 2).to(torch_xla.device())
+
+
+LEGITIMATE: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
+    "model alone": lambda m: (m, None),
+    "optimizer without its model": lambda m: (None, AdamW(m.parameters())),
+    "a part of the parameters": lambda m: (m, AdamW([m.get_parameter("weight")])),
+    "parameters beside the model's": lambda m: (m, AdamW([*m.parameters(), nn.Parameter(torch.ones(2))])),
+    "a plain dict as the model": lambda m: (dict(m.named_parameters()), AdamW(m.parameters())),
+    "state_dict() as the model": lambda m: (m.state_dict(), AdamW(m.parameters())),
+    "dicts": lambda m: (m.state_dict(), AdamW(m.parameters()).state_dict()),
+    "wrapper": lambda m: (m, Wrapper(AdamW(m.parameters()))),
+    "wrapper that is a module": lambda m: (m, OptimizerModule(AdamW(m.parameters()))),
+    "wrapper that knows the rate": lambda m: (m, Scheduled(AdamW(m.parameters()))),
+    "a structure of its own": lambda m: (m, StateOnly()),
+    "master weights": lambda m: (m, AdamW(copies(m, torch.float64))),
+    "an optimizer that offloads": lambda m: (m, Offloading(copies(m, torch.float32), lr=0.1)),
+    "named copies": lambda m: (
+        m, AdamW([(n, p) for (n, _), p in zip(m.named_parameters(), copies(m, torch.float32), strict=True)])
+    ),
+    "an average as the model": lambda m: (copy.deepcopy(m), AdamW(m.parameters())),
+    "an average on the CPU": lambda m: (copy.deepcopy(m).cpu(), AdamW(m.parameters())),
+    "no parameters yet": lambda m: (nn.ReLU(), AdamW(m.parameters())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("case", LEGITIMATE)
+def test_what_is_right_goes_through(case: str, device: str, tmp_path: Path) -> None:
+    module = on_xla() if device == "xla" else nn.Linear(3, 2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", *LEGITIMATE[case](module))
+    xla_ckpt.load_checkpoint(tmp_path, "a", *LEGITIMATE[case](module))
+
+
+def test_an_optimizer_of_other_parameters_is_worth_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, (other, optimizer, _) = nn.Linear(3, 2), parts()
+    with caplog.at_level(logging.WARNING, logger="xla_ckpt"):
+        xla_ckpt.save_checkpoint(tmp_path, "own", other, optimizer)
+        assert "no parameter of the optimizer" not in caplog.text
+        xla_ckpt.save_checkpoint(tmp_path, "average", model, optimizer)
+    assert "no parameter of the optimizer is one of the model" in caplog.text
