@@ -126,9 +126,10 @@ def main() -> None:
     model = LanguageModel().to(device)
     model.tie()
     # The learning rate is a tensor on the device: as a python number it would be a new program to compile each step.
+    # It does not fall to zero, which would be a program of its own, too.
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(3e-3, device=device), capturable=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: torch.tensor(0.5 * (1 + math.cos(math.pi * min(step / args.steps, 1)))).to(device)
+        optimizer, lambda step: torch.tensor(0.5 * (1 + math.cos(math.pi * min(step / (args.steps + 1), 1)))).to(device)
     )
     data = SourceCode(batch=8, context=64, seed=args.seed)
     extras = {"rng": xla_ckpt.RNGState(), "data": data}

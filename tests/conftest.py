@@ -5,9 +5,35 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+# Most of the time of a small XLA test goes into compiling; what is saved and loaded does not depend on it.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.nursery import end_all
 
 settings.register_profile("fast", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", deadline=None, max_examples=2000)
 settings.load_profile("fast")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kill-instants", type=int, default=10, metavar="N", help="how many instants of a save are tried with kill -9"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kill_instant" in metafunc.fixturenames:
+        instants = metafunc.config.getoption("--kill-instants")
+        metafunc.parametrize("kill_instant", [number / instants for number in range(instants)], ids="{:.3f}".format)
+
+
+@pytest.fixture(autouse=True)
+def no_process_outlives_its_test() -> Iterator[None]:
+    """One that a failed test left would be reported by another test, as an error of its own."""
+    yield
+    end_all()

@@ -1,7 +1,12 @@
-"""Running jobs of several real processes: under torchrun, or one by one where a test kills some of them."""
+"""Running jobs of several real processes: a function on every rank of a job, as `torch.multiprocessing.spawn` does it.
+
+tests/README.md shows how to write one.
+"""
 
 from __future__ import annotations
 
+import os
+import pickle
 import selectors
 import signal
 import socket
@@ -9,138 +14,106 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
-import pytest
-
-from tests.nursery import bear
+from tests.nursery import Born, Call, ProcessError, Program, bear, function_of
 from tests.runs import environment
 
-START = """
-import os
-import sys
-import torch
-import torch.distributed as dist
-import xla_ckpt
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
+Value = TypeVar("Value")
 
 
-def say(*words):
-    with open(os.environ["SAY"] + f".{rank}", "a") as file:
-        print(*words, file=file)
+def run_on_ranks(
+    function: Callable[..., Value], world: int, *args: object, xla: bool = False, timeout: float = 240
+) -> list[Value]:
+    """Call `function(rank, *args)` on every rank of a job; what each returned.
 
-
-"""
-"""Put in front of every rank's program."""
-
-
-class Launch(Protocol):
-    """A way to run a job to its end."""
-
-    def __call__(
-        self, code: str, ranks: int, folder: Path, *args: object, timeout: float, env: Mapping[str, str]
-    ) -> object: ...
-
-
-def program(code: str) -> str:
-    """A rank's program: `code` after the usual beginning."""
-    return START + textwrap.dedent(code)
-
-
-def torchrun(
-    code: str, ranks: int, folder: Path, *args: object, timeout: float = 240, env: Mapping[str, str] | None = None
-) -> str:
-    """Run `code` on every rank of a torchrun job; all must succeed. Returns what they printed."""
-    script = folder / f"program_{ranks}.py"
-    script.write_text(program(code))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-         str(script), *map(str, args)],
-        capture_output=True, text=True, env=environment({"OMP_NUM_THREADS": "1", **(env or {})}), timeout=timeout,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return done.stdout
-
-
-def job(
-    code: str, ranks: int, folder: Path, *args: object, timeout: float = 240, launch: Launch | None = None
-) -> list[str]:
-    """Run `code` on every rank of a job; what all ranks said with `say(...)`, rank by rank, a line each.
-
-    All must succeed: as under torchrun, the first that fails takes the others down. `launch=torchrun` is torchrun.
+    The ranks are processes that have met in a gloo group, as under torchrun (tests/nursery.py says how they are born).
+    As under torchrun, the first that fails takes the others down; what it raised is raised here, and shows what all of
+    them printed. `xla` says that torch_xla is imported.
     """
-    said = folder / "said"
-    (launch or together)(code, ranks, folder, *args, timeout=timeout, env={"SAY": str(said)})
-    found = [folder / f"said.{rank}" for rank in range(ranks)]
-    return [line for file in found if file.exists() for line in file.read_text().splitlines()]
+    ranks = start_on_ranks(function, world, *args, xla=xla)
+    failed = _first_to_fail(ranks, timeout)
+    if failed is None:
+        return [rank.value() for rank in ranks]
+    for rank in ranks:
+        rank.send_signal(signal.SIGABRT)  # which shows where it is
+    others = "\n".join(f"--- rank {n}\n{rank.communicate(30)[1][-4000:]}" for n, rank in enumerate(ranks))
+    number, why = failed
+    try:
+        ranks[number].value()
+        raise ProcessError(why)
+    except Exception as error:
+        error.add_note(f"{why}\n{others}")
+        raise
 
 
-def together(
-    code: str, ranks: int, folder: Path, *args: object, timeout: float = 240, env: Mapping[str, str] | None = None
-) -> None:
-    """Run `code` on every rank of a job, as `torchrun` does, but without its imports (tests/nursery.py)."""
-    script = folder / f"program_{ranks}.py"
-    script.write_text(program(code))
-    processes = start_ranks(code, ranks, *args, env=dict.fromkeys(range(ranks), env or {}), name=str(script))
+def _first_to_fail(ranks: Sequence[Born], timeout: float) -> tuple[int, str] | None:
+    """Wait for all ranks, or for the first one that fails, and how it does."""
+    over = time.monotonic() + timeout
     with selectors.DefaultSelector() as ends:
-        for rank, process in enumerate(processes):
-            ends.register(process, selectors.EVENT_READ, rank)
-        over, failed = time.monotonic() + timeout, ""
+        for number, rank in enumerate(ranks):
+            ends.register(rank, selectors.EVENT_READ, number)
         while ends.get_map():
             ready = ends.select(max(over - time.monotonic(), 0.01))
-            if not ready and not failed:
-                failed = f"it did not end within {timeout:g} s"
+            if not ready:
+                return min(key.data for key in ends.get_map().values()), f"it did not end within {timeout:g} s"
             for key, _ in ready:
                 ends.unregister(key.fileobj)
-                out, err = processes[key.data].communicate()
-                if (status := processes[key.data].returncode) and not failed:
-                    failed = f"rank {key.data}: exit code {status}\n{out[-4000:]}\n{err[-8000:]}"
-            if failed:
-                break
-        for process in processes if failed else ():
-            process.send_signal(signal.SIGABRT)  # which shows where it is
-    if failed:
-        told = "\n".join(f"--- rank {rank}\n{p.communicate(30)[1][-4000:]}" for rank, p in enumerate(processes))
-        pytest.fail(f"{failed}\n{told}", pytrace=False)
+                ranks[key.data].communicate()
+                if ranks[key.data].returncode:
+                    return key.data, f"rank {key.data} ended with exit code {ranks[key.data].returncode}"
+    return None
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def start_ranks(
-    code: str,
-    ranks: int,
-    *args: object,
-    env: Mapping[int, Mapping[str, str]] | None = None,
-    inside: Mapping[int, Sequence[str]] | None = None,
-    name: str = "<program>",
-) -> list[Any]:
+def start_on_ranks(
+    function: Callable[..., object], world: int, *args: object, xla: bool = False,
+    env: Mapping[str, str] | None = None, first: str = "127.0.0.1",
+) -> list[Born]:  # fmt: skip
     """Start the ranks of a job without a launcher: nobody takes the others down when one dies.
 
-    `env` adds to the environment of single ranks, `inside` is a command that runs a rank's command (`ip netns exec`).
-    Rank 0 holds the job's store.
+    `env` adds to their environment. Rank 0, at the address `first`, holds the job's store.
     """
-    port, text = free_port(), program(code)
-    processes: list[Any] = []
-    for rank in range(ranks):
-        place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1",
-                 **(env or {}).get(rank, {})}  # fmt: skip
-        if inside is None:
-            processes.append(bear(text, args, environment(place), name))
-        else:
-            command = [*inside[rank], sys.executable, "-c", text, *map(str, args)]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            processes.append(subprocess.Popen(command, text=True, env=environment(place), **pipes))
-    return processes
+    inner = Call.of(function, *args)
+    call = Call.of(as_rank, inner.module, inner.function, inner.args)
+    return [bear(call, env=place, xla=xla) for place in places(world, env, first)]
+
+
+def run_alone(
+    function: Callable[..., Value], *args: object, xla: bool = False, env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> Value:  # fmt: skip
+    """Call a function in a process of its own, which is no rank of a job; what it returned. `env` adds to its own."""
+    alone = bear(Call.of(function, *args), env=environment(env), xla=xla)
+    alone.communicate(timeout)
+    return alone.value()
+
+
+def start_program_on_ranks(program: Program, world: int, *, xla: bool = False, cwd: Path) -> list[Born]:
+    """Start a program that joins its job itself, as torchrun does."""
+    return [bear(program, env=place, xla=xla, cwd=cwd) for place in places(world)]
+
+
+def places(world: int, env: Mapping[str, str] | None = None, first: str = "127.0.0.1") -> list[dict[str, str]]:
+    """The environment of each rank of a job."""
+    port = free_port()
+    return [
+        environment({
+            "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": first, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "RES_OPTIONS": "timeout:1 attempts:1", **(env or {}),
+        })
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+def as_rank(module: str, function: str, args: bytes) -> object:
+    """Join the job, and do this rank's part in it."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return function_of(module, function)(dist.get_rank(), *pickle.loads(args))
 
 
 def finish(processes: Sequence[Any], timeout: float = 120) -> list[tuple[int, str, str]]:
@@ -161,3 +134,93 @@ def finish(processes: Sequence[Any], timeout: float = 120) -> list[tuple[int, st
     told = "\n".join(f"--- rank {rank}\n{out[-3000:]}\n{err[-3000:]}" for rank, (_, out, err) in enumerate(ended))
     assert not late, f"rank {late[0]} did not end within {timeout:g} s\n{told}"
     return ended
+
+
+def torchrun(
+    function: Callable[..., Value], world: int, folder: Path, *args: object, timeout: float = 240
+) -> list[Value]:
+    """As `run_on_ranks`, under the real torchrun: its ranks have imported nothing, and its agent holds the store."""
+    write_call(folder, function, *args)
+    done = subprocess.run(
+        torchrun_command(folder, "--standalone", f"--nproc-per-node={world}"),
+        capture_output=True, text=True, env=environment({"OMP_NUM_THREADS": "1"}), timeout=timeout, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return read_values(folder, world)
+
+
+def torchrun_command(folder: Path, *options: str) -> list[str]:
+    """The command that has each rank make the call that `write_call` left in a folder."""
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "tests.jobs", str(folder)]
+
+
+def write_call(folder: Path, function: Callable[..., object], *args: object) -> None:
+    """Leave what the ranks of a torchrun job are to do."""
+    call = Call.of(function, *args)
+    (folder / "call").write_bytes(pickle.dumps((call.module, call.function, call.args)))
+
+
+def read_values(folder: Path, world: int) -> list[Any]:
+    """What the ranks of a torchrun job returned."""
+    return [pickle.loads((folder / f"value.{rank}").read_bytes()) for rank in range(world)]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- programs in text, for tests that are not yet functions --------------------------------------------------------
+
+START = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+import xla_ckpt
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+
+
+def say(*words):
+    with open(os.environ["SAY"] + f".{rank}", "a") as file:
+        print(*words, file=file)
+
+
+"""
+"""Put in front of every rank's program."""
+
+
+def program(code: str) -> str:
+    """A rank's program: `code` after the usual beginning."""
+    return START + textwrap.dedent(code)
+
+
+def job(code: str, ranks: int, folder: Path, *args: object, timeout: float = 240, launch: Any = None) -> list[str]:
+    """Run `code` on every rank of a job; what all ranks said with `say(...)`, rank by rank, a line each."""
+    said = folder / "said"
+    env = dict.fromkeys(range(ranks), {"SAY": str(said)})
+    failed = _first_to_fail(processes := start_ranks(code, ranks, *args, env=env), timeout)
+    for process in processes:
+        if failed is not None:
+            process.send_signal(signal.SIGABRT)
+    told = "\n".join(f"--- rank {n}\n{p.communicate(30)[1][-4000:]}" for n, p in enumerate(processes))
+    assert failed is None, f"{failed}\n{told}"
+    found = [folder / f"said.{rank}" for rank in range(ranks)]
+    return [line for file in found if file.exists() for line in file.read_text().splitlines()]
+
+
+def start_ranks(code: str, ranks: int, *args: object, env: Mapping[int, Mapping[str, str]] | None = None) -> list[Born]:
+    """Start the ranks of a job without a launcher."""
+    text = Program(program(code), tuple(map(str, args)))
+    return [
+        bear(text, env={**place, **(env or {}).get(rank, {})}, xla="torch_xla" in code)
+        for rank, place in enumerate(places(ranks))
+    ]
+
+
+if __name__ == "__main__":  # a rank under torchrun
+    _value = as_rank(*pickle.loads(Path(sys.argv[1], "call").read_bytes()))
+    Path(sys.argv[1], f"value.{os.environ['RANK']}").write_bytes(pickle.dumps(_value))

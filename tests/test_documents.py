@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, environment
+from tests.nursery import Program, bear
+from tests.runs import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -25,11 +24,9 @@ def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
     blocks = BLOCK.findall(document.read_text())
     program = tmp_path / f"{document.stem}.py"
     program.write_text("\n\n".join(blocks))
-    done = subprocess.run(
-        [sys.executable, str(program)], cwd=tmp_path, capture_output=True, text=True, env=environment(), check=False,
-        timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    born = bear(Program(program.read_text(), name=str(program)), cwd=tmp_path, xla="torch_xla" in program.read_text())
+    _, errors = born.communicate(240)
+    assert born.returncode == 0, errors
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)

@@ -1,72 +1,105 @@
-"""The examples run, and show what they promise."""
+"""The examples run, and show what they promise. What they start is born in the nursery, torchrun's ranks among it.
+
+tests/topology/test_torchrun.py is a job under the real torchrun, started with the options that they give it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import xla_ckpt
-from tests.nursery import bear
-from tests.runs import ROOT, environment
+from tests.commands import TORCHRUN, Commands
+from tests.runs import ROOT
 
 
-def program(name: str, *args: object, ranks: int = 0) -> str:
-    """Run an example to its end, under torchrun if it has `ranks`; what it prints."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / name), *map(str, args)],
-        capture_output=True, text=True, env=environment({"OMP_NUM_THREADS": "1"} if ranks else {}), check=False,
-        timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def command(name: str, *args: object, ranks: int | None = None) -> list[str]:
+    """The command that runs an example."""
+    torchrun = [*TORCHRUN, f"--nproc-per-node={ranks}"] if ranks else []
+    return [sys.executable, *torchrun, str(ROOT / "examples" / name), *map(str, args)]
 
 
-def test_killed_in_mid_save_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    shown = program("kill_and_resume.py", "--root", tmp_path / "demo", "--steps", 20, "--save-every", 4)
+def example(monkeypatch: pytest.MonkeyPatch, name: str, *args: object) -> ModuleType:
+    """An example that starts others, as a module; its arguments are these."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "subprocess", Commands)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, args)])
+    return module
+
+
+@pytest.fixture
+def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether losses are the same to the last bit is asked of the compiler's own choices."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+@pytest.mark.usefixtures("as_users_compile")
+def test_killed_in_mid_save_and_resumed_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ("--root", tmp_path / "demo", "--steps", 20, "--save-every", 4)
+    assert example(monkeypatch, "kill_and_resume", *args).main() == 0
+    shown = capsys.readouterr().out
     assert "all 20 losses bit-identical: yes; every tag sound: yes" in shown
     assert "half written" in shown
 
 
+@pytest.mark.usefixtures("as_users_compile")
 def test_saving_does_not_change_the_training(tmp_path: Path) -> None:
     losses = []
     for every in (2, 1000):
         log = tmp_path / f"{every}.jsonl"
         args = ("--root", tmp_path / str(every), "--steps", 7, "--save-every", every, "--log", log)
-        example = ROOT / "examples/train_lm.py"
-        running = bear(example.read_text(), args, environment(), str(example))
-        _, errors = running.communicate(200)
-        assert running.returncode == 0, errors
+        Commands.run(command("train_lm.py", *args), check=True)
         losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
+    assert len(losses[0]) == 7
     assert losses[0] == losses[1]
 
 
-def test_fsdp2_on_four_ranks_resumed_on_two_and_on_one() -> None:
-    shown = program("fsdp2_reshard.py")
+def test_fsdp2_on_four_ranks_resumed_on_two_and_on_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example(monkeypatch, "fsdp2_reshard").all_three()
+    shown = capsys.readouterr().out
     assert "save on 4 rank(s)" in shown
     assert "load on 2 rank(s)" in shown
     assert "load on 1 rank(s)" in shown
+    assert "model/net1.weight" in shown  # the command's
 
 
-def test_zero1_resumes_bit_for_bit_and_in_another_shape() -> None:
-    shown = program("tp_zero1_resume.py")
+def test_zero1_resumes_bit_for_bit_and_in_another_shape(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        example(monkeypatch, "tp_zero1_resume").main()
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
     assert "20 losses after the resume as tp=2,dp=2: bit-identical, right" in shown
     assert "20 losses after the resume as tp=1,dp=2: largest relative difference" in shown
 
 
-@pytest.mark.timeout(600)  # two jobs of four processes
 def test_a_script_for_neuronx_distributed_goes_on_where_it_stopped(tmp_path: Path) -> None:
     root, straight = tmp_path / "run", tmp_path / "straight"
-    first = program("nxd_train.py", "--checkpoint_dir", root, "--steps", 4, ranks=4)
+
+    def trained(steps: int) -> str:
+        args = ("--checkpoint_dir", root, "--steps", steps)
+        return Commands.run(command("nxd_train.py", *args, ranks=4), check=True).stdout
+
+    first = trained(4)
     assert "resumed" not in first
     assert xla_ckpt.list_tags(root) == ["step_3", "step_4"]
     (root / "step_4").rename(straight)  # as if it had been killed before
-    again = program("nxd_train.py", "--checkpoint_dir", root, "--steps", 2, ranks=4)
+    again = trained(2)
     assert "resumed after step 3" in again
     assert xla_ckpt.list_tags(root) == ["step_4", "step_5"]
     losses = [[line for line in shown.splitlines() if line.startswith("step ")] for shown in (first, again)]

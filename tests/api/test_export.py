@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import xla_ckpt
-from tests.jobs import job
+from tests.jobs import run_on_ranks
 from xla_ckpt.cli.main import main
 
 
@@ -55,16 +55,15 @@ def test_several_files_and_an_index(tmp_path: Path, model: torch.nn.Module, caps
     assert "must not exist" in capsys.readouterr().err
 
 
+def saves_in_two_parts(rank: int, root: Path) -> None:
+    full = torch.arange(64.0).reshape(8, 8)
+    tree = {"model": {"up.weight": full.chunk(2, 0)[rank].clone(), "down.weight": full.chunk(2, 1)[rank].clone()}}
+    rules = [("up", ("tp", None)), ("down", (None, "tp"))]
+    xla_ckpt.save(root, "a", tree, mesh=xla_ckpt.Mesh(tp=2), shardings=rules)
+
+
 def test_a_tensor_parallel_checkpoint(tmp_path: Path) -> None:
-    job(
-        """
-        full = torch.arange(64.0).reshape(8, 8)
-        tree = {"model": {"up.weight": full.chunk(2, 0)[rank].clone(), "down.weight": full.chunk(2, 1)[rank].clone()}}
-        rules = [("up", ("tp", None)), ("down", (None, "tp"))]
-        xla_ckpt.save(sys.argv[1], "a", tree, mesh=xla_ckpt.Mesh(tp=2), shardings=rules)
-        """,
-        2, tmp_path, tmp_path / "ckpt",
-    )  # fmt: skip
+    run_on_ranks(saves_in_two_parts, 2, tmp_path / "ckpt")
     xla_ckpt.export_hf(tmp_path / "ckpt", tmp_path / "hf")
     found = load_file(tmp_path / "hf" / "model.safetensors")
     full = torch.arange(64.0).reshape(8, 8)

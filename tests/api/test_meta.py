@@ -47,15 +47,16 @@ def on_meta(kind: type[Net] = Net) -> Net:
 
 
 LOADS: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "module": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta()).user_content),
-    "not strict": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta(), strict=False).user_content),
-    "dict": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta().state_dict()).user_content),
-    "module with load logic": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta(Doubling)).user_content),
+    "module": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta())),
+    "not strict": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta(), strict=False)),
+    "dict": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta().state_dict())),
+    "module with load logic": ("model/steps", lambda root: xla_ckpt.load_checkpoint(root, "a", on_meta(Doubling))),
     "optimizer": (
-        "optimizer/state/#0.0", lambda root: xla_ckpt.load_checkpoint(root, "nameless", optimizer=trained(on_meta())).user_content
+        "optimizer/state/#0.0",
+        lambda root: xla_ckpt.load_checkpoint(root, "nameless", optimizer=trained(on_meta())),
     ),
-    "restore": ("model/steps", lambda root: xla_ckpt.restore(root, "a", {"model": on_meta().state_dict()}).tree),
-}  # fmt: skip
+    "restore": ("model/steps", lambda root: xla_ckpt.restore(root, "a", {"model": on_meta().state_dict()})),
+}
 
 
 @pytest.mark.parametrize("how", LOADS)

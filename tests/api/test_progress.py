@@ -8,23 +8,24 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.runs import run
+from tests.nursery import Call, bear
 from xla_ckpt.engine import progress
 from xla_ckpt.engine.progress import Progress
 
 
-def test_asked_for(tmp_path: Path) -> None:
-    code = """
-        import sys, torch, xla_ckpt
-        wanted = {"yes": True, "no": False, "auto": None}[sys.argv[2]]
-        xla_ckpt.save_checkpoint(sys.argv[1], "a", model={"w": torch.ones(100_000)}, progress=wanted)
-        xla_ckpt.load_checkpoint(sys.argv[1], model={"w": torch.ones(100_000)}, progress=wanted)
-    """
-    shown = run(code, tmp_path, "yes").stderr
-    assert "save a: 100%" in shown
-    assert "load a: 100%" in shown
-    for choice in ("no", "auto"):  # stderr is a pipe here
-        assert "%" not in run(code, tmp_path, choice).stderr
+def saves_and_loads(root: Path, wanted: bool | None) -> None:
+    xla_ckpt.save_checkpoint(root, "a", model={"w": torch.ones(100_000)}, progress=wanted)
+    xla_ckpt.load_checkpoint(root, model={"w": torch.ones(100_000)}, progress=wanted)
+
+
+@pytest.mark.parametrize(("wanted", "shows"), [(True, True), (False, False), (None, False)])
+def test_asked_for(tmp_path: Path, wanted: bool | None, shows: bool) -> None:
+    process = bear(Call.of(saves_and_loads, tmp_path, wanted))  # its stderr is no terminal
+    _, shown = process.communicate(60)
+    process.value()
+    assert ("save a: 100%" in shown) == shows
+    assert ("load a: 100%" in shown) == shows
+    assert shows or "%" not in shown
 
 
 def test_by_itself_on_a_terminal_after_a_second(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import textwrap
 import time
 from pathlib import Path
 
@@ -12,26 +11,23 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.nursery import bear
-from tests.runs import environment
+from tests.nursery import Call, bear
 
-INSTANTS = 30
 ELEMENTS = 1_500_000
 
-TRAIN = """
-    import sys, time, torch, xla_ckpt
-    root, elements = sys.argv[1], int(sys.argv[2])
+
+def trains(root: Path) -> None:
+    """Save for ever, and say what has been committed."""
     number = 0
     while True:
         number += 1
-        model = {"w": torch.full((elements,), float(number)), "b": torch.full((7,), float(number))}
+        model = {"w": torch.full((ELEMENTS,), float(number)), "b": torch.full((7,), float(number))}
         tag = "best" if number % 2 else f"step_{number}"
         xla_ckpt.save_checkpoint(
             root, tag, model=model, user_content=number, num_kept_ckpts=3, pinned=tag == "best",
             async_save=number % 3 != 0,
-        ).result()
+        ).result()  # fmt: skip
         print(number, tag, flush=True)
-"""
 
 
 def whole(root: Path, tag: str) -> int:
@@ -47,19 +43,19 @@ def whole(root: Path, tag: str) -> int:
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("instant", range(INSTANTS))
-def test_kill_nine(tmp_path: Path, instant: int) -> None:
-    rng = random.Random(instant)
-    process = bear(textwrap.dedent(TRAIN), (tmp_path, ELEMENTS), environment(), live=True)
+def test_kill_nine(tmp_path: Path, kill_instant: float, request: pytest.FixtureRequest) -> None:
+    """At an instant of a save, as a part of its length: --kill-instants=30 tries more of them."""
+    instants = request.config.getoption("--kill-instants")
+    process = bear(Call.of(trains, tmp_path), live=True)
     committed: dict[str, int] = {}
     times = []
-    for _ in range(3 + instant % 3):
+    for _ in range(3 + round(kill_instant * instants) % 3):
         number, tag = process.stdout.readline().split()
         committed[tag] = int(number)
         times.append(time.monotonic())
     # The instants are spread over the length of a save, which the run itself has shown.
     length = max(b - a for a, b in zip(times, times[1:], strict=False))
-    end = times[-1] + (instant + rng.random()) / INSTANTS * 1.2 * length
+    end = times[-1] + (kill_instant + random.Random(kill_instant).random() / instants) * 1.2 * length
     while time.monotonic() < end:
         pass
     process.kill()

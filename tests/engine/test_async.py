@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.runs import run, start
+from tests.nursery import Born, Call, Program, bear
 from xla_ckpt.engine import background
 from xla_ckpt.engine import save as engine_save
 
@@ -172,21 +171,28 @@ def test_staging_memory_is_given_back(tmp_path: Path) -> None:
     assert background.SAVES._latest == {}
 
 
-PROGRAM = """
-    import sys, torch, xla_ckpt
+def saves(root: Path) -> None:
+    """And returns before it is written."""
     model = {"w": torch.full((300_000,), 7.0)}
-    xla_ckpt.save_checkpoint(sys.argv[1], "a", model=model, async_save=True)
+    xla_ckpt.save_checkpoint(root, "a", model=model, async_save=True)
     model["w"].zero_()
-"""
+
+
+def ended(program: str, root: Path) -> Born:
+    """A program that ends with a save in flight, as python ends it."""
+    code = f"import sys, torch, xla_ckpt; from pathlib import Path; from tests.engine import test_async; {program}"
+    process = bear(Program(code, (str(root),)), end="as python")
+    process.communicate(120)
+    return process
 
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [("", 0), ("sys.exit(3)", 3), ("raise RuntimeError('training failed')", 1), ("del model, torch, xla_ckpt", 0)],
+    [("", 0), ("sys.exit(3)", 3), ("raise RuntimeError('training failed')", 1), ("del torch, xla_ckpt, test_async", 0)],
 )
 def test_the_save_in_flight_survives_the_end_of_the_program(tmp_path: Path, ending: str, code: int) -> None:
-    done = run(PROGRAM + "    " + ending, tmp_path, ok=False)
-    assert done.returncode == code, done.stderr
+    process = ended(f"test_async.saves(Path(sys.argv[1])); {ending}", tmp_path)
+    assert process.returncode == code, process.communicate()
     assert stored_model(tmp_path) == 7
     assert xla_ckpt.verify(tmp_path).ok
 
@@ -195,38 +201,40 @@ def stored_model(root: Path) -> float:
     return float(xla_ckpt.restore(root).tree["model"]["w"].mean())
 
 
+def cannot_write(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "full")
+
+
+def saves_what_cannot_be_written(root: Path) -> None:
+    engine_save.write_files = cannot_write  # type: ignore[assignment]
+    saves(root)
+
+
 def test_a_failed_save_at_exit_is_logged(tmp_path: Path) -> None:
-    code = PROGRAM.replace(
-        "model =",
-        "import xla_ckpt.engine.save as s; s.write_files = lambda *a, **k: (_ for _ in ()).throw(OSError(28, 'full'))\n"
-        "    model =",
-    )
-    done = run(code, tmp_path)
-    assert "a save in flight at exit failed: saving failed: full" in done.stderr
+    process = ended("test_async.saves_what_cannot_be_written(Path(sys.argv[1]))", tmp_path)
+    assert process.returncode == 0
+    assert "a save in flight at exit failed: saving failed: full" in process.communicate()[1]
+
+
+def saves_and_makes_no_other_call(root: Path) -> None:
+    xla_ckpt.save(root, "first", {"w": torch.ones(1)})  # loads orbax
+    xla_ckpt.save(root, "a", {"w": torch.ones(1_000_000)}, async_save=True)
+    print("saved", flush=True)
+    threading.Event().wait()
 
 
 def test_it_commits_without_any_further_call(tmp_path: Path) -> None:
     """Killed two seconds after an asynchronous save: the tag is there."""
-    process = start(
-        """
-        import sys, time, torch, xla_ckpt
-        xla_ckpt.save(sys.argv[1], "first", {"w": torch.ones(1)})    # loads orbax
-        xla_ckpt.save(sys.argv[1], "a", {"w": torch.ones(1_000_000)}, async_save=True)
-        print("saved", flush=True)
-        while True: time.sleep(1)
-        """,
-        tmp_path,
-    )
-    assert process.stdout is not None
+    process = bear(Call.of(saves_and_makes_no_other_call, tmp_path), live=True)
     assert process.stdout.readline() == "saved\n"
-    killer = threading.Timer(2.0, os.kill, (process.pid, signal.SIGKILL))
-    killer.start()
-    process.wait()
+    end = time.monotonic() + 2.0
+    while xla_ckpt.list_tags(tmp_path) != ["first", "a"] and time.monotonic() < end:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
     assert xla_ckpt.list_tags(tmp_path) == ["first", "a"]
     assert stored(tmp_path) == 1
-    process.stdout.close()
-    assert process.stderr is not None
-    process.stderr.close()
 
 
 def test_waiting_for_results_has_a_limit(tmp_path: Path, gate: threading.Event) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import neuron_compat
 import xla_ckpt
-from tests.jobs import job
+from tests.jobs import run_on_ranks
 from tests.layouts.gold import LOST, Gold, Target, as_rank, cases, needs_gold
+from tests.topology.state import dp_groups
 from xla_ckpt import Mesh
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.current import Job
@@ -104,53 +109,56 @@ def test_pipeline_stages_tell_each_other_their_names(case: str, monkeypatch: pyt
     assert bad == dict.fromkeys(range(mesh.size), [])
 
 
-REAL = """
-import os
-os.environ["PJRT_DEVICE"] = "CPU"
-import neuron_compat
-from tests.layouts.gold import Gold, Target
-from tests.topology.state import dp_groups
-neuron_compat.emulate()
-from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.device_mesh import init_device_mesh
-mesh = xla_ckpt.Mesh(dp=2)
-for case in sys.argv[1:]:
-    gold = Gold(case, "step_40")
+def resumes_with_zero1(rank: int, gold: Gold) -> None:
+    mesh = Mesh(dp=2)
     zero = Target(gold, mesh, rank, device="xla")
-    optimizer = ZeroRedundancyOptimizer(zero.groups, torch.optim.AdamW, sharding_groups=dp_groups(mesh), lr=1e-3,
-                                        grad_clipping=False, pin_layout=False, save_master_weights=True)
+    optimizer = zero_redundancy_optimizer(zero.groups, mesh)
     xla_ckpt.load_checkpoint(gold.root, "step_40", zero.model, optimizer, mesh=mesh)
     names = {id(p): n for n, p in zero.parameters.items()}
+    kind = "master" if "z1m" in gold.case else "params"
     for outer, inner in zip(optimizer.param_groups, optimizer.base_optimizer.param_groups, strict=True):
         for p, s in zip(outer["params"], inner["params"], strict=True):
             name, state = names[id(p)], optimizer.base_optimizer.state[s]
             for what in ("exp_avg", "exp_avg_sq"):
                 wanted = gold.shard(name, gold.truth[what][name], mesh, rank)
                 assert torch.equal(state[what].cpu(), wanted), (name, what)
-            kind = "master" if "z1m" in case else "params"
             assert torch.equal(s.detach().cpu(), gold.shard(name, gold.truth[kind][name], mesh, rank).to(s.dtype)), name
             assert torch.equal(p.detach().cpu(), gold.truth["params"][name]), name
-    say(case, "zero1")
+
+
+def zero_redundancy_optimizer(groups: Any, mesh: Mesh) -> Any:
+    from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        groups, torch.optim.AdamW, sharding_groups=dp_groups(mesh), lr=1e-3, grad_clipping=False, pin_layout=False,
+        save_master_weights=True,
+    )  # fmt: skip
+
+
+def resumes_with_fsdp2(gold: Gold) -> None:
     plain = Target(gold)
     fully_shard(plain.model, mesh=init_device_mesh("cpu", (2,)))
     sharded = dict(plain.model.named_parameters())
-    optimizer = torch.optim.AdamW([{"params": [sharded[n] for n, p in plain.parameters.items() if (p.ndim > 1) == big]}
-                                   for big in (True, False)])
+    optimizer = torch.optim.AdamW(
+        [{"params": [sharded[n] for n, p in plain.parameters.items() if (p.ndim > 1) == big]} for big in (True, False)]
+    )
     xla_ckpt.load_checkpoint(gold.root, "step_40", plain.model, optimizer)
     for name, p in sharded.items():
         assert torch.equal(p.full_tensor(), gold.truth["params"][name]), name
         for what in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.state[p][what].full_tensor(), gold.truth[what][name]), (name, what)
-    say(case, "fsdp2")
-dist.barrier()
-"""
+
+
+def resumes(rank: int, *names: str) -> None:
+    neuron_compat.emulate()
+    for name in names:
+        resumes_with_zero1(rank, Gold(name, "step_40"))
+        resumes_with_fsdp2(Gold(name, "step_40"))
 
 
 @needs_gold
-def test_real_jobs_resume_with_zero1_and_with_fsdp2(tmp_path: Path) -> None:
-    names = ["tp2_pp2_dp2_z1m__xser_sync", "tp2_dp3_z1__pt_sync", "tp2_dp2__pt_sync"]
-    assert len(job(REAL, 2, tmp_path, *names)) == 2 * 2 * len(names)
+def test_real_jobs_resume_with_zero1_and_with_fsdp2() -> None:
+    run_on_ranks(resumes, 2, "tp2_pp2_dp2_z1m__xser_sync", "tp2_dp3_z1__pt_sync", "tp2_dp2__pt_sync", xla=True)
 
 
 def test_lost_data_is_named_and_nothing_is_loaded() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.jobs import job
+from tests.jobs import run_on_ranks
 from tests.layouts.gold import Gold, Target, as_rank, cases
 from tests.layouts.same import as_theirs
 from tests.layouts.test_nxd_layouts import rank_file
@@ -338,28 +338,21 @@ def test_comparing_reads_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert 0 < sum(counted) < 32 * 1024
 
 
-def load_together(rank: int, root: str, say: Any) -> None:
+def load_together(rank: int, root: str) -> list[Any]:
     """On each of four ranks: what is each rank's own is not sent to the others, and errors are the same on all."""
-    mesh = Mesh(dp=2, tp=2)
+    mesh, told = Mesh(dp=2, tp=2), list[Any]()
     for replica_read in ("each", "share"):
         model = Tied(mesh, rank, blank=True)
         optimizer = optimizer_of(model, mesh, rank, zero=False, blank=True)
         xla_ckpt.load_checkpoint(root, "t", model, optimizer, mesh=mesh, replica_read=replica_read)
-        say(replica_read, wrong(model, optimizer, mesh, rank, zero=False))
-    try:
+        told.append(wrong(model, optimizer, mesh, rank, zero=False))
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
         xla_ckpt.load_checkpoint(root, "t", Tied(mesh, rank, blank=True))
-    except xla_ckpt.IncompatibleCheckpointError as error:
-        say(error.leaf, error.found)
-
-
-JOB = """
-from tests.layouts.test_nxd_copies import load_together
-load_together(rank, sys.argv[1], say)
-"""
+    return [*told, caught.value.leaf, caught.value.found]
 
 
 def test_a_real_job_that_shares_its_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(monkeypatch, tmp_path / "ckpt", Mesh(dp=2, tp=2), "xser", zero=False)
-    said = job(JOB, 4, tmp_path, tmp_path / "ckpt")
-    refused = "model/embed.weight [4, 3] on each rank; (tp 1) differs from (tp 0)"
-    assert said == ["each []", "share []", refused] * 4
+    differs = "[4, 3] on each rank; (tp 1) differs from (tp 0)"
+    told = run_on_ranks(load_together, 4, str(tmp_path / "ckpt"), xla=True)
+    assert told == [[[], [], "model/embed.weight", differs]] * 4

@@ -7,12 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import xla_ckpt
+from tests.jobs import run_alone
 from tests.layouts.writing import LAYOUTS, Zero1, as_job, as_kwargs, names, save_as_job, toy, unlike
-from tests.runs import run
 from xla_ckpt import Mesh
 
 
@@ -107,31 +108,33 @@ def test_the_rest_of_a_state_is_beside_it_in_the_native_format(
         assert unlike(found[r], {"data": {"at": rng[r]}, "ema": {"w": torch.arange(4.0)}}) == []
 
 
-SPMD = """
-import sys
-import numpy as np, torch, torch_xla
-import torch_xla.runtime as xr
-import torch_xla.distributed.spmd as xs
-import xla_ckpt
-xr.use_spmd()
-n = xr.global_runtime_device_count()
-assert n == 4
-value = torch.arange(32.0).reshape(8, 4).to("xla")
-sharded = xs.mark_sharding(value, xs.Mesh(np.arange(n), (n,), ("x",)), ("x", None))
-for layout in ("xser", "pt"):
-    try:
-        xla_ckpt.save_checkpoint(sys.argv[1], "t", model={"w": sharded}, layout=layout)
-    except xla_ckpt.UnsupportedStateError as error:
-        print(error.leaf, xla_ckpt.list_tags(sys.argv[1]))
-xla_ckpt.save_checkpoint(sys.argv[1], "t", model={"w": sharded}, layout=("xser", "native"))
-print(xla_ckpt.restore(sys.argv[1], "t").tree["model"]["w"].sum().item())
-"""
+def spmd_arrays(root: Path) -> list[str]:
+    """Save an array that is spread over devices; what is logged."""
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    xr.use_spmd()
+    n = xr.global_runtime_device_count()
+    assert n == 4
+    value = torch.arange(32.0).reshape(8, 4).to("xla")
+    sharded = xs.mark_sharding(value, xs.Mesh(np.arange(n), (n,), ("x",)), ("x", None))
+    for layout in ("xser", "pt"):
+        with pytest.raises(xla_ckpt.UnsupportedStateError) as caught:
+            xla_ckpt.save_checkpoint(root, "t", model={"w": sharded}, layout=layout)
+        assert caught.value.leaf == "model/w"
+        assert xla_ckpt.list_tags(root) == []
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    xla_ckpt.save_checkpoint(root, "t", model={"w": sharded}, layout=("xser", "native"))
+    assert xla_ckpt.restore(root, "t").tree["model"]["w"].sum().item() == 496.0
+    return lines
 
 
 def test_spmd_arrays_are_refused(tmp_path: Path) -> None:
-    done = run(SPMD, tmp_path / "run", env={"CPU_NUM_DEVICES": "4"})
-    assert done.stdout.split("\n")[:3] == ["model/w []", "model/w []", "496.0"]
-    assert "the native layout is written in place of xser" in done.stderr
+    (said,) = run_alone(spmd_arrays, tmp_path / "run", xla=True, env={"CPU_NUM_DEVICES": "4"})
+    assert "the native layout is written in place of xser" in said
     assert "done" not in os.listdir(tmp_path / "run/t")
 
 

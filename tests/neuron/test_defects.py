@@ -7,48 +7,48 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch_xla
 from torch_xla.utils.serialization import TensorReference
 
+import neuron_compat
 import neuron_compat.nxd as nxd
 import xla_ckpt
-from tests.jobs import job
+from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
+from neuron_compat.nxd.parallel_layers import parallel_state as ps
+from tests.jobs import run_on_ranks
 from tests.layouts.test_nxd_layouts import rank_file
-from tests.runs import run, start
+from tests.nursery import Call, bear
 
 LAYOUTS = ("pt", "xser")
 
-ZERO1 = """
-import copy, torch_xla, neuron_compat
-import neuron_compat.nxd as nxd
-from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
-from neuron_compat.nxd.parallel_layers import parallel_state as ps
-neuron_compat.emulate()
-root = sys.argv[1]
+Groups = tuple[torch.nn.Module, Any]
 
 
-def build(value, **options):
+def build(value: float) -> Groups:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)).to(torch.bfloat16).to("xla")
     for p in model.parameters():
         torch.nn.init.constant_(p, value)
     groups = [{"params": list(model[0].parameters()), "weight_decay": 0.1}, {"params": list(model[1].parameters())}]
-    options = {"save_master_weights": True, "pin_layout": False, "lr": 1e-2, **options}
+    options = {"save_master_weights": True, "pin_layout": False, "lr": 1e-2}
     return model, NeuronZero1Optimizer(groups, torch.optim.AdamW, **options)
 
 
-def step(model, optimizer):
+def step(model: torch.nn.Module, optimizer: Any) -> None:
+    rank = torch.distributed.get_rank()
     model(torch.full((2, 4), 1.0 + rank, device="xla", dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     torch_xla.sync()
 
 
-def frozen(model, optimizer):
+def frozen(model: torch.nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     states = optimizer.state_dict()
     found = {f"model.{n}": p.detach().cpu().clone() for n, p in model.named_parameters()}
     found |= {f"master.{i}": v.cpu().clone() for i, v in states["sharded_master_weights"].items()}
@@ -57,69 +57,70 @@ def frozen(model, optimizer):
     return found
 
 
-def same(a, b):
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-for ep in (1, 2):
-    ps.destroy_model_parallel()
-    ps.initialize_model_parallel(expert_model_parallel_size=ep)
-    model, optimizer = build(0.5)
-    step(model, optimizer)
-    want = frozen(model, optimizer)
-    assert sum(k.startswith("master") for k in want) == 4 and want["master.0"].dtype == torch.float32
-    nxd.save_checkpoint(root, f"ep_{ep}", model, optimizer, use_xser=True, use_zero1_dcp=True)
-    fresh = build(0.25)
-    nxd.load_checkpoint(root, f"ep_{ep}", *fresh, use_zero1_dcp=True)
-    assert same(frozen(*fresh), want)
-    step(model, optimizer), step(*fresh)
-    assert same(frozen(*fresh), frozen(model, optimizer))
-    say(f"ep {ep}", os.path.exists(f"{root}/ep_{ep}/optim"))
-for p in model[0].parameters():
-    p.expert_model_parallel = True
-try:
-    NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, save_master_weights=True, lr=0.1)
-except xla_ckpt.UsageError as error:
-    say(error)
-"""
+def with_master_weights(rank: int, root: str) -> list[Any]:
+    """Save and load with and without experts; whether there was an optimizer of its own, and what is refused."""
+    neuron_compat.emulate()
+    told: list[Any] = []
+    model = torch.nn.Module()
+    for ep in (1, 2):
+        ps.destroy_model_parallel()
+        ps.initialize_model_parallel(expert_model_parallel_size=ep)
+        model, optimizer = build(0.5)
+        step(model, optimizer)
+        want = frozen(model, optimizer)
+        assert sum(k.startswith("master") for k in want) == 4
+        assert want["master.0"].dtype == torch.float32
+        nxd.save_checkpoint(root, f"ep_{ep}", model, optimizer, use_xser=True, use_zero1_dcp=True)
+        fresh = build(0.25)
+        nxd.load_checkpoint(root, f"ep_{ep}", *fresh, use_zero1_dcp=True)
+        assert same(frozen(*fresh), want)
+        step(model, optimizer), step(*fresh)
+        assert same(frozen(*fresh), frozen(model, optimizer))
+        told.append(os.path.exists(f"{root}/ep_{ep}/optim"))
+    for p in model.get_submodule("0").parameters():
+        p.expert_model_parallel = True
+    with pytest.raises(xla_ckpt.UsageError) as caught:
+        NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, save_master_weights=True, lr=0.1)
+    return [*told, str(caught.value)]
 
 
 @pytest.fixture(scope="module")
-def zero1(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the ranks of a job with ZeRO-1 and master weights said."""
-    folder = tmp_path_factory.mktemp("zero1")
-    return job(ZERO1, 2, folder, folder / "run")
+def zero1(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What the ranks of a job with ZeRO-1 and master weights told."""
+    return run_on_ranks(with_master_weights, 2, str(tmp_path_factory.mktemp("zero1") / "run"), xla=True)
 
 
-def test_n5_master_weights_beside_expert_parallelism(zero1: list[str]) -> None:
+def test_n5_master_weights_beside_expert_parallelism(zero1: list[list[Any]]) -> None:
     """Saved (natively: the names of NxD's files have no place for them) or refused; never left out in silence."""
-    for said in (zero1[:3], zero1[3:]):
-        assert said[1] == "ep 2 False"
-        assert "does not shard experts" in said[2]
+    for _, beside_experts, refused in zero1:
+        assert beside_experts is False
+        assert "does not shard experts" in refused
 
 
-def test_n13_use_zero1_dcp_with_two_param_groups(zero1: list[str]) -> None:
-    assert [zero1[0], zero1[3]] == ["ep 1 True"] * 2
+def test_n13_use_zero1_dcp_with_two_param_groups(zero1: list[list[Any]]) -> None:
+    assert [told[0] for told in zero1] == [True] * 2
 
 
-ASYNC = """
-import sys, time, torch
-import neuron_compat.nxd as nxd
-root, xser = sys.argv[1], sys.argv[2] == "xser"
-model = {"w": torch.full((1000,), 7.0), "b": torch.arange(5)}
-nxd.save_checkpoint(root, "step_1", model, user_content={"step": 1}, use_xser=xser, async_save=True)
-model["w"].fill_(8.0)
-time.sleep(200)  # no other call, and no end of the program
-"""
+def saves_and_makes_no_other_call(root: Path, layout: str) -> None:
+    model = {"w": torch.full((1000,), 7.0), "b": torch.arange(5)}
+    nxd.save_checkpoint(root, "step_1", model, user_content={"step": 1}, use_xser=layout == "xser", async_save=True)
+    model["w"].fill_(8.0)
+    threading.Event().wait()  # and no end of the program
 
 
 def test_n7_an_asynchronous_save_needs_no_other_call_to_be_complete(tmp_path: Path) -> None:
-    running = {layout: start(ASYNC, tmp_path / layout, layout) for layout in LAYOUTS}
+    running = {
+        layout: bear(Call.of(saves_and_makes_no_other_call, tmp_path / layout, layout), xla=True) for layout in LAYOUTS
+    }
     end = time.monotonic() + 120
     for layout, process in running.items():
-        while not (tmp_path / layout / "step_1/done").exists() and process.poll() is None and time.monotonic() < end:
+        while not (tmp_path / layout / "step_1/done").exists() and not process.has_ended() and time.monotonic() < end:
             time.sleep(0.001)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL
     for layout in LAYOUTS:
@@ -130,36 +131,32 @@ def test_n7_an_asynchronous_save_needs_no_other_call_to_be_complete(tmp_path: Pa
         assert (model["w"] == 7).all()
 
 
-AGAIN = """
-import os, signal, sys, torch
-import neuron_compat.nxd as nxd
-root, layout, instant = sys.argv[1:]
-
-
-def save(value, names):
+def save_best(root: Path, layout: str, value: float, names: str) -> None:
     model = {name: torch.full((50,), value) for name in names}
     nxd.save_checkpoint(root, "best", model, user_content=value, use_xser=layout == "xser")
 
 
-def die(*_, **__):
+def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-save(1.0, "abc")
-fsync, rename, done = os.fsync, os.rename, []
-if instant == "writing":
-    os.fsync = lambda fd: die() if len(done) > 1 else done.append(fsync(fd))
-else:  # the old version is out of the way, the new one not in its place
-    os.rename = lambda *a, **k: (rename(*a, **k), die())
-save(2.0, "a")
-"""
+def saves_again_and_is_killed(root: Path, layout: str, instant: str) -> None:
+    save_best(root, layout, 1.0, "abc")
+    fsync, rename, done = os.fsync, os.rename, list[Any]()
+    if instant == "writing":
+        os.fsync = lambda fd: die() if len(done) > 1 else done.append(fsync(fd))
+    else:  # the old version is out of the way, the new one not in its place
+        os.rename = lambda *a, **k: (rename(*a, **k), die())  # type: ignore[assignment]
+    save_best(root, layout, 2.0, "a")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("instant", ["writing", "replacing"])
 def test_n10_a_tag_that_is_saved_again_stays_whole(tmp_path: Path, layout: str, instant: str) -> None:
     root = tmp_path / "run"
-    assert run(AGAIN, root, layout, instant, ok=False).returncode == -signal.SIGKILL
+    process = bear(Call.of(saves_again_and_is_killed, root, layout, instant), xla=True)
+    process.communicate(120)
+    assert process.returncode == -signal.SIGKILL
     assert len(list(root.iterdir())) == 2, "it was not killed in the middle"
     assert xla_ckpt.list_tags(root) == ["best"]
     model = {name: torch.zeros(50) for name in "abc"}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch_xla
 
+import neuron_compat
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
-from neuron_compat.nxd.parallel_layers import load, parallel_state, save
-from tests.jobs import finish, job, start_ranks
+from neuron_compat.nxd.parallel_layers import ColumnParallelLinear, load, parallel_state, save
+from tests.jobs import finish, run_on_ranks, start_on_ranks
 from tests.layouts.gold import Gold, stage_of
 from xla_ckpt import Mesh
 
@@ -223,93 +227,83 @@ def test_a_whole_checkpoint_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load(file, model_or_optimizer=Halved(), model_key=None, sharded=False)
 
 
-JOB = """
-import torch_xla, neuron_compat
-from neuron_compat.nxd.parallel_layers import ColumnParallelLinear, load, parallel_state as ps, save
-neuron_compat.emulate()
-root = sys.argv[1]
-ps.initialize_model_parallel(tensor_model_parallel_size=2)
-tp, dp = ps.get_tensor_model_parallel_rank(), ps.get_data_parallel_rank()
-torch.manual_seed(0)
-model = ColumnParallelLinear(4, 6).to("xla")
-for xser in (False, True):
-    for all_dp in (False, True):
-        for serially in (False, True):
-            path = f"{root}/{xser}_{all_dp}_{serially}/step_1"
-            mine = torch.full((3,), float(rank), device="xla")
-            state = {"model": model.state_dict(), "mine": mine, "step": rank}
-            save(state, path, save_serially=serially, save_xser=xser, master_dp_only=not all_dp)
-            found = sorted(n for n in os.listdir(path) if not n.endswith(".tensors"))
-            wanted = [f"tp_rank_{t:02d}_pp_rank_00" for t in range(2)]
-            wanted = [f"{w}_dp_rank_{d:02d}" for w in wanted for d in range(2)] if all_dp else wanted
-            assert found == wanted, found  # all of it is there when the call returns
-            fresh = ColumnParallelLinear(4, 6).to("xla")
-            rest = load(path, model_or_optimizer=fresh, load_xser=xser, master_dp_only=not all_dp)
-            assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(fresh.parameters(), model.parameters()))
-            assert rest["step"] == (rank if all_dp else tp), rest
-            assert rest["mine"].tolist() == [float(rest["step"])] * 3
-            assert (rest["mine"].device.type == "xla") == xser
-            dist.barrier()
-# the same files on another topology
-whole = {}
-xla_ckpt.load_checkpoint(f"{root}/True_False_True", "step_1", model=fresh)
-assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(fresh.parameters(), model.parameters()))
-say("saved")
+def older_calls(rank: int, root: str) -> list[tuple[str, str]]:
+    """Save and load in all forms, and where one rank is in the way; which errors that made."""
+    neuron_compat.emulate()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    torch.manual_seed(0)
+    model = ColumnParallelLinear(4, 6).to("xla")
+    for xser, all_dp, serially in itertools.product((False, True), repeat=3):
+        in_one_form(rank, f"{root}/{xser}_{all_dp}_{serially}/step_1", model, xser, all_dp, serially)
+    # the same files on another topology
+    fresh = ColumnParallelLinear(4, 6).to("xla")
+    xla_ckpt.load_checkpoint(f"{root}/True_False_True", "step_1", model=fresh)
+    assert equal(fresh, model)
+    told = []
+    for xser in (False, True):
+        told += blocked(rank, f"{root}/blocked_{xser}", model, xser)
+    for wrong in ({"expert_model_parallel_size": 2}, {"context_parallel_size": 2}):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**wrong)
+        with pytest.raises(xla_ckpt.UsageError):
+            save({"step": 1}, f"{root}/wrong", master_dp_only="expert_model_parallel_size" in wrong)
+    return told
 
-# what one rank meets reaches all of them
-for xser in (False, True):
-    path = f"{root}/blocked_{xser}"
+
+def equal(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def in_one_form(rank: int, path: str, model: torch.nn.Module, xser: bool, all_dp: bool, serially: bool) -> None:
+    mine = torch.full((3,), float(rank), device="xla")
+    state = {"model": model.state_dict(), "mine": mine, "step": rank}
+    save(state, path, save_serially=serially, save_xser=xser, master_dp_only=not all_dp)
+    found = sorted(n for n in os.listdir(path) if not n.endswith(".tensors"))
+    wanted = [f"tp_rank_{t:02d}_pp_rank_00" for t in range(2)]
+    wanted = [f"{w}_dp_rank_{d:02d}" for w in wanted for d in range(2)] if all_dp else wanted
+    assert found == wanted  # all of it is there when the call returns
+    fresh = ColumnParallelLinear(4, 6).to("xla")
+    rest = load(path, model_or_optimizer=fresh, load_xser=xser, master_dp_only=not all_dp)
+    assert equal(fresh, model)
+    assert rest["step"] == (rank if all_dp else parallel_state.get_tensor_model_parallel_rank())
+    assert rest["mine"].tolist() == [float(rest["step"])] * 3
+    assert (rest["mine"].device.type == "xla") == xser
+    dist.barrier()
+
+
+def blocked(rank: int, path: str, model: torch.nn.Module, xser: bool) -> list[tuple[str, str]]:
+    """What one rank meets reaches all of them."""
     if rank == 1:
         os.makedirs(path + ("/tp_rank_01_pp_rank_00" if xser else ""))
         open(path + ("/tp_rank_01_pp_rank_00.tensors" if xser else "/tp_rank_01_pp_rank_00"), "w").close()
     dist.barrier()
-    try:
+    with pytest.raises(xla_ckpt.CheckpointError, match="tp_rank_01") as saving:
         save({"model": model.state_dict()}, path, save_xser=xser)
-    except xla_ckpt.CheckpointError as error:
-        say(type(error).__name__, "tp_rank_01" in str(error))
-    try:
+    with pytest.raises(xla_ckpt.CheckpointError) as loading:
         load(path, load_xser=xser)
-    except xla_ckpt.CheckpointError as error:
-        say(type(error).__name__)
-for wrong in ({"expert_model_parallel_size": 2}, {"context_parallel_size": 2}):
-    ps.destroy_model_parallel()
-    ps.initialize_model_parallel(**wrong)
-    try:
-        save({"step": 1}, root + "/wrong", master_dp_only="expert_model_parallel_size" in wrong)
-    except xla_ckpt.UsageError:
-        say("refused")
-"""
+    return [(type(saving.value).__name__, type(loading.value).__name__)]
 
 
 def test_a_job_of_four_ranks(tmp_path: Path) -> None:
-    said = job(JOB, 4, tmp_path, tmp_path / "run")
-    for rank in range(4):
-        mine = said[rank * 7 : rank * 7 + 7]
-        own = rank in (1, 3)
-        assert mine[0] == "saved"
-        assert mine[1] == ("StorageError True" if rank == 1 else "RankFailedError True"), mine
-        assert mine[3] == ("StorageError True" if rank == 1 else "RankFailedError True"), mine
-        assert {mine[2], mine[4]} <= ({"NoCheckpointError"} if own else {"RankFailedError"}), mine
-        assert mine[5:] == ["refused", "refused"]
+    for rank, told in enumerate(run_on_ranks(older_calls, 4, str(tmp_path / "run"), xla=True)):
+        saving = "StorageError" if rank == 1 else "RankFailedError"
+        loading = "NoCheckpointError" if rank in (1, 3) else "RankFailedError"
+        assert told == [(saving, loading)] * 2, rank
 
 
-DYING = """
-import signal
-from neuron_compat.nxd.parallel_layers import parallel_state as ps, save
-ps.initialize_model_parallel(tensor_model_parallel_size=2)
-if rank == 1:
-    real = os.rename
-    os.rename = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
-try:
-    save({"model": {"w": torch.ones(4)}}, sys.argv[1])
-except xla_ckpt.RankFailedError as error:
-    print("told:", error)
-"""
+def dies_while_it_saves(rank: int, root: Path) -> str:
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    if rank == 1:
+        os.rename = lambda *a: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    with pytest.raises(xla_ckpt.RankFailedError) as caught:
+        save({"model": {"w": torch.ones(4)}}, root)
+    return str(caught.value)
 
 
 def test_a_rank_that_dies_is_noticed(tmp_path: Path) -> None:
-    ended = finish(start_ranks(DYING, 2, tmp_path / "run"))
-    assert "told: saving failed" in ended[0][1], ended
+    ranks = start_on_ranks(dies_while_it_saves, 2, tmp_path / "run", xla=True)
+    finish(ranks)
+    assert ranks[0].value().startswith("saving failed")
     assert names(tmp_path / "run") == [
         "tp_rank_00_pp_rank_00/checkpoint.pt", "tp_rank_01_pp_rank_00/checkpoint.pt.tmp",
     ]  # fmt: skip

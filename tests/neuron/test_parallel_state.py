@@ -6,16 +6,17 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 import neuron_compat.nxd as nxd
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.nxd.parallel_layers.groups import rank_groups
-from tests.jobs import job
+from tests.jobs import run_on_ranks
 from tests.runs import run
 from xla_ckpt import Mesh
 
@@ -103,38 +104,42 @@ def test_the_real_one_answers_if_it_is_imported(clean: None, monkeypatch: pytest
     assert parallel_state.get_tensor_model_parallel_size() == 64
 
 
-GROUPS = """
-from neuron_compat.nxd.parallel_layers import parallel_state as ps
-import neuron_compat.nxd.parallel_layers.groups as groups
-for mesh in map(xla_ckpt.Mesh.parse, ("pp=2,dp=2", "dp=4,ep=2", "cp=2,tp=2", "dp=2,tp=2")):
-    ps.initialize_model_parallel(mesh.tp, mesh.pp, context_parallel_size=mesh.cp, expert_model_parallel_size=mesh.ep)
-    at = mesh.coordinates(rank)
-    for axis, name in {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context_model", "ep": "expert_model",
-                       "dp": "data"}.items():
-        ask = lambda what: getattr(ps, f"get_{name}_parallel_{what}")
-        assert ask("size")() == mesh.sizes[axis] and ask("rank")() == at[axis], (axis, mesh)
-        group, lists = ask("group")(), ask("replica_groups")()
-        assert lists == ask("group")(as_list=True) == groups.rank_groups(mesh, axis)
-        mine = next(g for g in lists if rank in g)
-        assert dist.get_process_group_ranks(group) == mine and dist.get_rank(group) == at[axis]
-        total = torch.tensor([float(rank)])
-        dist.all_reduce(total, group=group)
-        assert total.item() == sum(mine)
-    assert ps.get_expert_data_parallel_size() == mesh.sizes["edp"] * mesh.cp
-    assert ps.get_world_group(as_list=True) == [[0, 1, 2, 3]]
-    assert ps.get_tensor_model_parallel_src_rank() == rank - at["tp"]
-    assert ps.get_data_parallel_src_rank() == mesh.rank({**at, "dp": 0})
-    assert ps.get_pipeline_model_parallel_next_rank() == mesh.rank({**at, "pp": (at["pp"] + 1) % mesh.pp})
-    assert ps.get_pipeline_model_parallel_prev_rank() == mesh.rank({**at, "pp": (at["pp"] - 1) % mesh.pp})
-    assert ps.is_global_rank_zero() == (rank == 0)
-    ps.destroy_model_parallel()
-    assert not ps.model_parallel_is_initialized()
-say("done")
-"""
+def groups_of_meshes(rank: int) -> None:
+    ps = parallel_state
+    for mesh in map(Mesh.parse, ("pp=2,dp=2", "dp=4,ep=2", "cp=2,tp=2", "dp=2,tp=2")):
+        ps.initialize_model_parallel(
+            mesh.tp, mesh.pp, context_parallel_size=mesh.cp, expert_model_parallel_size=mesh.ep
+        )
+        at = mesh.coordinates(rank)
+        for axis, name in {
+            "tp": "tensor_model", "pp": "pipeline_model", "cp": "context_model", "ep": "expert_model", "dp": "data",
+        }.items():  # fmt: skip
+            ask = {
+                what: getattr(ps, f"get_{name}_parallel_{what}") for what in ("size", "rank", "group", "replica_groups")
+            }
+            assert ask["size"]() == mesh.sizes[axis], (axis, mesh)
+            assert ask["rank"]() == at[axis], (axis, mesh)
+            group, lists = ask["group"](), ask["replica_groups"]()
+            assert lists == ask["group"](as_list=True) == rank_groups(mesh, axis)
+            mine = next(g for g in lists if rank in g)
+            assert dist.get_process_group_ranks(group) == mine
+            assert dist.get_rank(group) == at[axis]
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=group)
+            assert total.item() == sum(mine)
+        assert ps.get_expert_data_parallel_size() == mesh.sizes["edp"] * mesh.cp
+        assert ps.get_world_group(as_list=True) == [[0, 1, 2, 3]]
+        assert ps.get_tensor_model_parallel_src_rank() == rank - at["tp"]
+        assert ps.get_data_parallel_src_rank() == mesh.rank({**at, "dp": 0})
+        assert ps.get_pipeline_model_parallel_next_rank() == mesh.rank({**at, "pp": (at["pp"] + 1) % mesh.pp})
+        assert ps.get_pipeline_model_parallel_prev_rank() == mesh.rank({**at, "pp": (at["pp"] - 1) % mesh.pp})
+        assert ps.is_global_rank_zero() == (rank == 0)
+        ps.destroy_model_parallel()
+        assert not ps.model_parallel_is_initialized()
 
 
-def test_process_groups_of_a_job(tmp_path: Path) -> None:
-    assert job(GROUPS, 4, tmp_path) == ["done"] * 4
+def test_process_groups_of_a_job() -> None:
+    run_on_ranks(groups_of_meshes, 4)
 
 
 def test_importing_the_facade_loads_no_framework() -> None:

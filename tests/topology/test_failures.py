@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import xla_ckpt
-from tests.jobs import finish, start_ranks
+from tests.jobs import finish, start_on_ranks
+from tests.nursery import Born
+from xla_ckpt.engine import save as engine
+from xla_ckpt.job import process_group as lines
 from xla_ckpt.job.verdict import LEAD
 
 RANKS = 4
@@ -26,67 +31,72 @@ SLACK = 3.0
 AT_ONCE = 20.0
 """Seconds within which comes what needs no timeout (the saves that meet it have a far longer one)."""
 
-PRELUDE = f"""
-import json, os, threading, time
-from pathlib import Path
-from xla_ckpt.engine import save as engine
-
-from xla_ckpt.job import process_group as lines
-
-TIMEOUT, LONG = {TIMEOUT}, 120.0
-lines.REACH = TIMEOUT
-root = sys.argv[1]
-write_files = engine.write_files
-
-def state(number):
-    return {{f"w{{i}}": torch.arange(20_000, dtype=torch.float64) + 1000 * number + i for i in range(8)}}
-
-def save(number, tag="good", timeout=LONG, **options):
-    return xla_ckpt.save(root, tag, state(number), timeout=timeout, **options)
-
-def stored(tag="good"):
-    # The number of the state that is stored under a tag, if it is that in every bit. All ranks call it.
-    tree = xla_ckpt.restore(root, tag, timeout=LONG).tree
-    number = int(tree["w0"][0]) // 1000
-    whole = tree.keys() == state(0).keys() and all(torch.equal(tree[n], w) for n, w in state(number).items())
-    return number if whole else "a mixture"
-
-def attempt(name, action):
-    # Do it, and print what came of it.
-    began = time.monotonic()
-    try:
-        value = action()
-        told = {{"value": value.tag if isinstance(value, xla_ckpt.SaveHandle) else value}}
-    except Exception as error:
-        facts = ("rank", "errno", "leaf", "tag")
-        told = {{"kind": type(error).__name__, "text": str(error), **{{f: getattr(error, f, None) for f in facts}}}}
-    print("@" + json.dumps([name, told | {{"seconds": time.monotonic() - began}}]), flush=True)
-
-def on(which, action):
-    # One rank writes in a way of its own from now on; None: nobody does.
-    dist.barrier()
-    engine.write_files = action if rank == which else write_files
-
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
-
-def die(*args, **kwargs):
-    os.kill(os.getpid(), 9)
-
-def full(*args, **kwargs):
-    raise OSError(28, "No space left on device")
-"""
+LONG = 120.0
 
 Told = dict[str, Any]
-"""What a rank printed about an attempt: its value, or the facts of the error."""
+"""What a rank tells of an attempt: its value, or the facts of the error."""
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
-    """What the programs save."""
+    """What the ranks save."""
     return {f"w{i}": torch.arange(20_000, dtype=torch.float64) + 1000 * number + i for i in range(8)}
+
+
+class Rank:
+    """What a rank of these jobs does, and what came of it."""
+
+    def __init__(self, rank: int, root: Path) -> None:
+        lines.REACH = TIMEOUT
+        self.rank, self.root, self.told = rank, root, dict[str, Told]()
+        self._write_files = engine.write_files
+
+    def save(self, number: int, tag: str = "good", timeout: float = LONG, **options: Any) -> xla_ckpt.SaveHandle:
+        return xla_ckpt.save(self.root, tag, state(number), timeout=timeout, **options)
+
+    def stored(self) -> int | str:
+        """The number of the state that is stored, if it is that in every bit. All ranks call it."""
+        tree = xla_ckpt.restore(self.root, "good", timeout=LONG).tree
+        number = int(tree["w0"][0]) // 1000
+        whole = tree.keys() == state(0).keys() and all(torch.equal(tree[n], w) for n, w in state(number).items())
+        return number if whole else "a mixture"
+
+    def attempt(self, name: str, action: Callable[[], Any]) -> None:
+        """Do it, and keep what came of it."""
+        began = time.monotonic()
+        told: Told
+        try:
+            value = action()
+            told = {"value": value.tag if isinstance(value, xla_ckpt.SaveHandle) else value}
+        except Exception as error:
+            facts = ("rank", "errno", "leaf", "tag")
+            told = {"kind": type(error).__name__, "text": str(error), **{f: getattr(error, f, None) for f in facts}}
+        self.told[name] = told | {"seconds": time.monotonic() - began}
+
+    def write_on(self, which: int | None, action: Callable[..., Any] | None = None) -> None:
+        """One rank writes in a way of its own from now on; None: nobody does."""
+        dist.barrier()
+        engine.write_files = action if self.rank == which else self._write_files  # type: ignore[assignment]
+
+    def lazily(self, which: int) -> Callable[..., Any]:
+        """Writes when all the others have given up."""
+        gone = [Path(f"{self.root}.{which}.{other}") for other in range(RANKS) if other != which]
+
+        def write(*args: Any, **kwargs: Any) -> Any:
+            end = time.monotonic() + 60
+            while not all(p.exists() for p in gone):
+                assert time.monotonic() < end, "it never came"
+                time.sleep(0.01)
+            return self._write_files(*args, **kwargs)
+
+        return write
+
+
+def die(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def full(*args: Any, **kwargs: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def holds(root: Path, tag: str, number: int) -> None:
@@ -100,15 +110,13 @@ def holds(root: Path, tag: str, number: int) -> None:
 
 
 class Outcome:
-    """What the ranks of a job printed, by attempt."""
+    """What the ranks of a job told, by attempt."""
 
-    def __init__(self, ended: Sequence[tuple[int, str, str]], killed: int | None = None) -> None:
-        for rank, (code, out, err) in enumerate(ended):
+    def __init__(self, ranks: Sequence[Born], killed: int | None = None) -> None:
+        for rank, (code, out, err) in enumerate(finish(ranks)):
             expected = -signal.SIGKILL if rank == killed else 0
             assert code == expected, f"rank {rank}: exit code {code}\n{out[-4000:]}\n{err[-8000:]}"
-        self._told: list[dict[str, Told]] = [
-            dict(json.loads(line[1:]) for line in out.splitlines() if line.startswith("@")) for _, out, _ in ended
-        ]
+        self._told: list[dict[str, Told]] = [rank.value() for n, rank in enumerate(ranks) if n != killed]
 
     def of(self, name: str) -> list[Told]:
         """What each rank that lived to tell it told of an attempt."""
@@ -132,26 +140,32 @@ class Outcome:
         return facts[0]
 
 
-def job(code: str, *args: object, killed: int | None = None, env: dict[str, str] | None = None) -> Outcome:
-    """Run a program of four ranks, one of which may be killed by itself."""
-    return Outcome(finish(start_ranks(PRELUDE + code, RANKS, *args, env={r: env or {} for r in range(RANKS)})), killed)
+def job(function: Callable[..., object], *args: object) -> Outcome:
+    """Run a job of four ranks, all of which live."""
+    return Outcome(start_on_ranks(function, RANKS, *args))
 
 
 # --- ranks that die ------------------------------------------------------------------------------------------------
 
-KILLED = """
-save(1, tag="old")
-save(2)
-on(int(sys.argv[2]), die)
-attempt("save", lambda: save(3, timeout=TIMEOUT))
-if sys.argv[3:]:
-    attempt("load", lambda: xla_ckpt.restore(root, timeout=TIMEOUT).tree and "loaded")
-"""
 
-FRESH = """
-for root in sys.argv[1:]:
-    attempt(root, lambda: save(4))
-"""
+def loses_one(rank: int, root: Path, victim: int, load: bool) -> dict[str, Told]:
+    me = Rank(rank, root)
+    me.save(1, tag="old")
+    me.save(2)
+    me.write_on(victim, die)
+    me.attempt("save", lambda: me.save(3, timeout=TIMEOUT))
+    if load:
+        me.attempt("load", lambda: xla_ckpt.restore(root, timeout=TIMEOUT).tree and "loaded")
+    return me.told
+
+
+def begins_anew(rank: int, *roots: Path) -> dict[str, Told]:
+    told = {}
+    for root in roots:
+        me = Rank(rank, root)
+        me.attempt(str(root), lambda me=me: me.save(4))
+        told.update(me.told)
+    return told
 
 
 def untouched(root: Path) -> None:
@@ -165,7 +179,17 @@ def test_kill_nine(tmp_path: Path) -> None:
     """Of one rank in mid-save, in three kinds of jobs; then a fresh job goes on in all of their directories."""
     one, zero, alone = (tmp_path / name for name in ("one", "zero", "alone"))
 
-    outcome = job(KILLED, one, 2, "load", killed=2)
+    # Under torchrun its agent holds the store: played by this process.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    # The jobs mostly wait, and so all of them at the same time.
+    jobs = [
+        start_on_ranks(loses_one, RANKS, one, 2, True),
+        start_on_ranks(loses_one, RANKS, zero, 0, True),  # rank 0 commits; here it holds the store, too
+        start_on_ranks(loses_one, RANKS, alone, 0, False, env=agent),
+    ]
+
+    outcome = Outcome(jobs[0], killed=2)
     error = outcome.error("save", ranks=3, within=TIMEOUT + SLACK)
     assert (error["kind"], error["rank"], error["tag"]) == ("RankFailedError", 2, "good")
     assert f"rank 2 did not answer within {LEAD * TIMEOUT:g} s" in error["text"]
@@ -173,24 +197,20 @@ def test_kill_nine(tmp_path: Path) -> None:
     assert (error["kind"], error["rank"]) == ("RankFailedError", 2)
     untouched(one)
 
-    # Rank 0 commits; here it holds the store, too.
-    outcome = job(KILLED, zero, 0, "load", killed=0)
+    outcome = Outcome(jobs[1], killed=0)
     for name in ("save", "load"):
         error = outcome.error(name, ranks=3, within=TIMEOUT + SLACK)
         assert error["kind"] == "RankFailedError"
         assert "the store through which the ranks of the job meet is gone" in error["text"]
     untouched(zero)
 
-    # Under torchrun its agent holds the store: played by this process.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    outcome = job(KILLED, alone, 0, killed=0, env=agent)
+    outcome = Outcome(jobs[2], killed=0)
     error = outcome.error("save", ranks=3, within=TIMEOUT + SLACK)
     assert (error["kind"], error["rank"]) == ("RankFailedError", 0)
     untouched(alone)
 
     assert [bool(list(root.glob("*.orbax-checkpoint-tmp*"))) for root in (one, zero, alone)] == [False, True, True]
-    outcome = job(FRESH, one, zero, alone)
+    outcome = job(begins_anew, one, zero, alone)
     for root in (one, zero, alone):
         assert outcome.values(str(root)) == ["good"] * RANKS
         assert sorted(os.listdir(root)) == ["good", "old"], "litter"
@@ -200,40 +220,34 @@ def test_kill_nine(tmp_path: Path) -> None:
 
 # --- ranks that fail or hang, and live -----------------------------------------------------------------------------
 
-WRITING = """
-def lazy(which):
-    # Writes when all the others have given up.
-    gone = [Path(f"{root}.{which}.{other}") for other in range(world) if other != which]
-    def write(*args, **kwargs):
-        wait_for(lambda: all(p.exists() for p in gone))
-        return write_files(*args, **kwargs)
-    return write
 
-attempt("first", lambda: save(1))
+def cannot_write(rank: int, root: Path) -> dict[str, Told]:
+    me = Rank(rank, root)
+    me.attempt("first", lambda: me.save(1))
 
-for which in (2, 0):
-    on(which, full)
-    attempt(f"full on {which}", lambda: save(2))
-    attempt(f"after full on {which}", stored)
-on(None, None)
-attempt("again", lambda: save(3))
-attempt("after again", stored)
+    for which in (2, 0):
+        me.write_on(which, full)
+        me.attempt(f"full on {which}", lambda: me.save(2))
+        me.attempt(f"after full on {which}", me.stored)
+    me.write_on(None)
+    me.attempt("again", lambda: me.save(3))
+    me.attempt("after again", me.stored)
 
-for which in (2, 0):
-    on(which, lazy(which))
-    attempt(f"hang of {which}", lambda: save(4, timeout=TIMEOUT))
-    Path(f"{root}.{which}.{rank}").touch()
-    attempt(f"after hang of {which}", stored)
-on(None, None)
-attempt("once more", lambda: save(5))
-attempt("after once more", stored)
-"""
+    for which in (2, 0):
+        me.write_on(which, me.lazily(which))
+        me.attempt(f"hang of {which}", lambda: me.save(4, timeout=TIMEOUT))
+        Path(f"{root}.{which}.{rank}").touch()
+        me.attempt(f"after hang of {which}", me.stored)
+    me.write_on(None)
+    me.attempt("once more", lambda: me.save(5))
+    me.attempt("after once more", me.stored)
+    return me.told
 
 
 def test_ranks_that_cannot_write(tmp_path: Path) -> None:
     """Because the disk is full, or because they hang and wake up too late: one job goes through all of it."""
     root = tmp_path / "tags"
-    outcome = job(WRITING, root)
+    outcome = job(cannot_write, root)
     assert outcome.values("first") == ["good"] * RANKS
 
     for which in (2, 0):
@@ -257,60 +271,68 @@ def test_ranks_that_cannot_write(tmp_path: Path) -> None:
 
 # --- ranks that disagree, errors of saves in flight ----------------------------------------------------------------
 
-CALLS = """
-import warnings
-warnings.filterwarnings("ignore", message=".*[Ss]parse.*")
-save(1)
 
-def odd(which):
-    arrays = state(2)
-    return {"deep": {"w": arrays["w1"].to_sparse() if rank == which else arrays["w1"]}}
+def disagrees(rank: int, root: Path) -> dict[str, Told]:
+    warnings.filterwarnings("ignore", message=".*[Ss]parse.*")
+    me = Rank(rank, root)
+    me.save(1)
+    handles: list[xla_ckpt.SaveHandle] = []
 
-handles = []
-for which in (3, 0):
-    attempt(f"unsupported on {which}", lambda: xla_ckpt.save(root, "good", odd(which), timeout=LONG))
-    start = lambda: handles.append(xla_ckpt.save(root, "good", odd(which), timeout=LONG, async_save=True))
-    attempt(f"unsupported on {which}, async", start)
-    attempt(f"unsupported on {which}, result", lambda: handles[-1].result())
-attempt("other tag", lambda: save(2, tag="stray" if rank == 1 else "good"))
-on(2, full)
-attempt("async", lambda: handles.append(save(2, async_save=True)))
-attempt("async, result", lambda: handles[-1].result())
-attempt("unasked", lambda: save(2, async_save=True) and "a handle")
-attempt("unasked, next", lambda: save(2, tag="next"))
-on(None, None)
-attempt("stored", stored)
-attempt("tags", lambda: xla_ckpt.list_tags(root))
-attempt("fine", lambda: save(3, async_save=True).result().tag)
+    def odd(which: int, **options: Any) -> xla_ckpt.SaveHandle:
+        arrays = state(2)
+        tree = {"deep": {"w": arrays["w1"].to_sparse() if rank == which else arrays["w1"]}}
+        return xla_ckpt.save(root, "good", tree, timeout=LONG, **options)
 
-def split(number):
-    return {"w": torch.arange(1000.0) + 1000 * rank + 10_000 * number, "c": torch.full((10,), float(number))}
+    for which in (3, 0):
+        me.attempt(f"unsupported on {which}", lambda w=which: odd(w))
+        me.attempt(f"unsupported on {which}, async", lambda w=which: handles.append(odd(w, async_save=True)))
+        me.attempt(f"unsupported on {which}, result", lambda: handles[-1].result())
+    me.attempt("other tag", lambda: me.save(2, tag="stray" if rank == 1 else "good"))
+    me.write_on(2, full)
+    me.attempt("async", lambda: handles.append(me.save(2, async_save=True)))
+    me.attempt("async, result", lambda: handles[-1].result())
+    me.attempt("unasked", lambda: me.save(2, async_save=True) and "a handle")
+    me.attempt("unasked, next", lambda: me.save(2, tag="next"))
+    me.write_on(None)
+    me.attempt("stored", me.stored)
+    me.attempt("tags", lambda: xla_ckpt.list_tags(root))
+    me.attempt("fine", lambda: me.save(3, async_save=True).result().tag)
+    return me.told | damaged_on_rank_3(rank, Path(f"{root}.split"))
 
-root += ".split"
-layout = {"mesh": xla_ckpt.Mesh(tp=world), "shardings": [("w", ("tp",))], "timeout": LONG}
-for number, tag in enumerate(("older", "newer")):
-    xla_ckpt.save_checkpoint(root, tag, model=split(number), **layout)
-if rank == 0:
-    with open(f"{root}/newer/model/00004-of-00004.safetensors", "r+b") as file:
-        file.seek(-5, 2)
-        byte = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte[0] ^ 1]))
-dist.barrier()
-mine, report = split(7), xla_ckpt.LoadReport()
-is_now = lambda number: all(torch.equal(mine[n], v) for n, v in split(number).items())
-attempt("damaged", lambda: xla_ckpt.load_checkpoint(root, "newer", model=mine, **layout).user_content)
-attempt("damaged, memory", lambda: is_now(7))
-attempt("newest", lambda: xla_ckpt.load_checkpoint(root, model=mine, report=report, **layout).user_content)
-attempt("newest, memory", lambda: is_now(0))
-attempt("newest, report", lambda: [report.tag, report.corrupt_tags])
-"""
+
+def damaged_on_rank_3(rank: int, root: Path) -> dict[str, Told]:
+    def split(number: int) -> dict[str, torch.Tensor]:
+        return {"w": torch.arange(1000.0) + 1000 * rank + 10_000 * number, "c": torch.full((10,), float(number))}
+
+    me = Rank(rank, root)
+    layout: dict[str, Any] = {"mesh": xla_ckpt.Mesh(tp=RANKS), "shardings": [("w", ("tp",))], "timeout": LONG}
+    for number, tag in enumerate(("older", "newer")):
+        xla_ckpt.save_checkpoint(root, tag, model=split(number), **layout)
+    if rank == 0:
+        with open(f"{root}/newer/model/00004-of-00004.safetensors", "r+b") as file:
+            file.seek(-5, 2)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+    dist.barrier()
+    mine = split(7)
+    reports: list[xla_ckpt.LoadReport] = []
+
+    def is_now(number: int) -> bool:
+        return all(torch.equal(mine[n], v) for n, v in split(number).items())
+
+    me.attempt("damaged", lambda: xla_ckpt.load_checkpoint(root, "newer", model=mine, **layout).user_content)
+    me.attempt("damaged, memory", lambda: is_now(7))
+    me.attempt("newest", lambda: reports.append(xla_ckpt.load_checkpoint(root, model=mine, **layout).report))
+    me.attempt("newest, memory", lambda: is_now(0))
+    me.attempt("newest, report", lambda: [reports[0].tag, list(reports[0].corrupt_tags)])
+    return me.told
 
 
 def test_ranks_that_disagree(tmp_path: Path) -> None:
     """About what can be stored, which tag it is, whether it was written, and whether it can be read."""
     root = tmp_path / "tags"
-    outcome = job(CALLS, root)
+    outcome = job(disagrees, root)
     for which in (3, 0):
         assert outcome.values(f"unsupported on {which}, async") == [None] * RANKS, "the call itself returns"
         for name in (f"unsupported on {which}", f"unsupported on {which}, result"):

@@ -2,108 +2,127 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+import time
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import xla_ckpt
-from tests.jobs import job
+from tests.jobs import run_on_ranks
 from xla_ckpt import Mesh
 from xla_ckpt.sharding.sharding import Sharding, Split, axes_of
 
-RULES = """
-root = sys.argv[1]
-M = xla_ckpt.Mesh
-full = torch.arange(48.0).reshape(8, 6)
-column = full.chunk(4, 0)[rank].clone()
-save, restore = xla_ckpt.save, xla_ckpt.restore
+FULL = torch.arange(48.0).reshape(8, 6)
 
-# tensor-parallel column -> row, by rules alone, with the functional calls
-save(root, "column", {"up": {"w": column}, "n": torch.ones(3)}, mesh=M(tp=4), shardings=[(r"up\\.?/w$", ("tp", None))])
-row = restore(root, "column", {"up": {"w": torch.empty(8, 3)}}, mesh=M(dp=2, tp=2), shardings=[("w", (None, "tp"))]).tree
-assert torch.equal(row["up"]["w"], full.chunk(2, 1)[rank % 2]), row
-spec = xla_ckpt.ArraySpec((8, 6), torch.float32, (("dp", "tp"), None))
-part = restore(root, "column", {"up": {"w": spec}}, mesh=M(dp=2, tp=2)).tree["up"]["w"]
-assert torch.equal(part, full.chunk(4, 0)[rank])
-uneven = restore(root, "column", {"up": {"w": xla_ckpt.ArraySpec((8, 6), "float32", (None, "tp"))}}, mesh=M(tp=4)).tree
-assert torch.equal(uneven["up"]["w"], full.split(2, 1)[rank] if rank < 3 else torch.empty(8, 0))
-assert torch.equal(restore(root, "column").tree["up"]["w"], full)
 
-# experts: dim 0 over ep inside dp, tensor parallel along another dim
-mesh = M(dp=2, ep=2, tp=2)
-at = mesh.coordinates(rank)
-experts = torch.arange(4 * 3 * 4.0).reshape(4, 3, 4)
-model = torch.nn.Module()
-model.w = torch.nn.Parameter(experts.chunk(2, 0)[at["ep"]].chunk(2, 2)[at["tp"]].contiguous())
-model.w.expert_model_parallel = True
-model.w.tensor_model_parallel, model.w.partition_dim, model.w.partition_stride = True, 2, 1
-xla_ckpt.save_checkpoint(root, "experts", model, mesh=mesh)
-assert torch.equal(restore(root, "experts").tree["model"]["w"], experts)
+def column_of(rank: int) -> torch.Tensor:
+    """The rows of a rank of four."""
+    return FULL.chunk(4, 0)[rank].clone()
 
-# Adafactor's row statistics follow the dim that they keep
-factored = torch.nn.Module()
-factored.w = torch.nn.Parameter(column.clone())
-factored.w.tensor_model_parallel, factored.w.partition_dim, factored.w.partition_stride = True, 0, 1
-optimizer = torch.optim.Adafactor(factored.parameters())
-state = {"step": torch.tensor(1.0), "row_var": full[:, :1].chunk(4, 0)[rank].clone(), "col_var": full[:1].clone()}
-optimizer.state[factored.w] = state
-xla_ckpt.save_checkpoint(root, "factored", factored, optimizer, mesh=M(tp=4))
-stored = restore(root, "factored").tree["optimizer"]["state"]["w"]
-assert torch.equal(stored["row_var"], full[:, :1]) and torch.equal(stored["col_var"], full[:1])
 
-# the mesh of an initialised parallel state is found, and one that does not fit is refused
-import types
-name = "neuronx_distributed.parallel_layers.parallel_state"
-sys.modules[name] = state = types.ModuleType(name)
-state.model_parallel_is_initialized = lambda: True
-state.get_tensor_model_parallel_size = lambda: 4
-state.get_pipeline_model_parallel_size = lambda: 1
-state.get_tensor_model_parallel_rank = lambda: rank
-state.get_pipeline_model_parallel_rank = lambda: 0
-named = torch.nn.Module()
-named.w = torch.nn.Parameter(column.clone())
-named.w.tensor_model_parallel, named.w.partition_dim, named.w.partition_stride = True, 0, 1
-xla_ckpt.save_checkpoint(root, "found", named)
-assert torch.equal(restore(root, "found").tree["model"]["w"], full)
-state.get_tensor_model_parallel_rank = lambda: (rank + 1) % 4
-calls = (lambda: xla_ckpt.save_checkpoint(root, "x", named), lambda: xla_ckpt.load_checkpoint(root, "found", named).user_content)
-for call in calls:
-    try:
-        call()
-    except xla_ckpt.UsageError as error:
-        say("order:", error)
-del sys.modules[name]
-for mesh in (M(tp=8), M(dp=3)):
-    try:
-        xla_ckpt.save_checkpoint(root, "x", named, mesh=mesh)
-    except xla_ckpt.UsageError as error:
-        say("mesh:", error)
-for rules in ([("w",)], [("w", ("zz",))], [("(", None)], [("w", (None, None, "tp"))], [("w", "tp")]):
-    try:
-        xla_ckpt.save(root, "x", {"w": column}, mesh=M(tp=4), shardings=rules)
-    except xla_ckpt.UsageError as error:
-        say("rule:", error.problem)
-assert xla_ckpt.list_tags(root) == ["column", "experts", "factored", "found"]
-say("done")
-"""
+def split_module(value: torch.Tensor, dim: int) -> torch.nn.Module:
+    """A parameter with neuronx-distributed's attributes."""
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(value)
+    module.w.tensor_model_parallel, module.w.partition_dim, module.w.partition_stride = True, dim, 1
+    return module
+
+
+def column_to_row(rank: int, root: Path) -> None:
+    """Tensor-parallel, by rules alone, with the functional calls."""
+    rules = [(r"up\.?/w$", ("tp", None))]
+    tree = {"up": {"w": column_of(rank)}, "n": torch.ones(3)}
+    xla_ckpt.save(root, "column", tree, mesh=Mesh(tp=4), shardings=rules)
+
+    def restored(like: Any, mesh: Mesh, **options: Any) -> torch.Tensor:
+        return xla_ckpt.restore(root, "column", {"up": {"w": like}}, mesh=mesh, **options).tree["up"]["w"]
+
+    row = restored(torch.empty(8, 3), Mesh(dp=2, tp=2), shardings=[("w", (None, "tp"))])
+    assert torch.equal(row, FULL.chunk(2, 1)[rank % 2])
+    part = restored(xla_ckpt.ArraySpec((8, 6), torch.float32, (("dp", "tp"), None)), Mesh(dp=2, tp=2))
+    assert torch.equal(part, FULL.chunk(4, 0)[rank])
+    uneven = restored(xla_ckpt.ArraySpec((8, 6), "float32", (None, "tp")), Mesh(tp=4))
+    assert torch.equal(uneven, FULL.split(2, 1)[rank] if rank < 3 else torch.empty(8, 0))
+    assert torch.equal(xla_ckpt.restore(root, "column").tree["up"]["w"], FULL)
+
+
+def experts_inside_of_dp(rank: int, root: Path) -> None:
+    """Dim 0 over ep, tensor parallel along another dim."""
+    mesh = Mesh(dp=2, ep=2, tp=2)
+    at = mesh.coordinates(rank)
+    experts = torch.arange(4 * 3 * 4.0).reshape(4, 3, 4)
+    model = split_module(experts.chunk(2, 0)[at["ep"]].chunk(2, 2)[at["tp"]].contiguous(), 2)
+    model.w.expert_model_parallel = True
+    xla_ckpt.save_checkpoint(root, "experts", model, mesh=mesh)
+    assert torch.equal(xla_ckpt.restore(root, "experts").tree["model"]["w"], experts)
+
+
+def adafactor(rank: int, root: Path) -> None:
+    """Its row statistics follow the dim that they keep."""
+    factored = split_module(column_of(rank), 0)
+    optimizer = torch.optim.Adafactor(factored.parameters())
+    optimizer.state[factored.w] = {
+        "step": torch.tensor(1.0), "row_var": FULL[:, :1].chunk(4, 0)[rank].clone(), "col_var": FULL[:1].clone(),
+    }  # fmt: skip
+    xla_ckpt.save_checkpoint(root, "factored", factored, optimizer, mesh=Mesh(tp=4))
+    stored = xla_ckpt.restore(root, "factored").tree["optimizer"]["state"]["w"]
+    assert torch.equal(stored["row_var"], FULL[:, :1])
+    assert torch.equal(stored["col_var"], FULL[:1])
+
+
+def mesh_of_the_parallel_state(rank: int, root: Path) -> None:
+    """The mesh of an initialised parallel state is found, and one that does not fit is refused."""
+    name = "neuronx_distributed.parallel_layers.parallel_state"
+    answers: dict[str, Any] = {
+        "model_parallel_is_initialized": lambda: True,
+        "get_tensor_model_parallel_size": lambda: 4,
+        "get_pipeline_model_parallel_size": lambda: 1,
+        "get_tensor_model_parallel_rank": lambda: rank,
+        "get_pipeline_model_parallel_rank": lambda: 0,
+    }
+    sys.modules[name] = state = types.ModuleType(name)
+    state.__dict__.update(answers)
+    named = split_module(column_of(rank), 0)
+    xla_ckpt.save_checkpoint(root, "found", named)
+    assert torch.equal(xla_ckpt.restore(root, "found").tree["model"]["w"], FULL)
+    state.__dict__["get_tensor_model_parallel_rank"] = lambda: (rank + 1) % 4
+    with pytest.raises(xla_ckpt.UsageError, match="another order"):
+        xla_ckpt.save_checkpoint(root, "x", named)
+    with pytest.raises(xla_ckpt.UsageError, match="another order"):
+        xla_ckpt.load_checkpoint(root, "found", named)
+    del sys.modules[name]
+    for mesh in (Mesh(tp=8), Mesh(dp=3)):
+        with pytest.raises(xla_ckpt.UsageError, match="does not fit the job"):
+            xla_ckpt.save_checkpoint(root, "x", named, mesh=mesh)
+
+
+def rules_and_meshes(rank: int, root: Path) -> set[str]:
+    """All of these in one job; what is said against bad rules."""
+    for part in (column_to_row, experts_inside_of_dp, adafactor, mesh_of_the_parallel_state):
+        part(rank, root)
+    problems = set()
+    for rules in ([("w",)], [("w", ("zz",))], [("(", None)], [("w", (None, None, "tp"))], [("w", "tp")]):
+        with pytest.raises(xla_ckpt.UsageError) as caught:
+            xla_ckpt.save(root, "x", {"w": column_of(rank)}, mesh=Mesh(tp=4), shardings=rules)
+        problems.add(caught.value.problem)
+    assert xla_ckpt.list_tags(root) == ["column", "experts", "factored", "found"]
+    return problems
 
 
 def test_rules_experts_and_meshes(tmp_path: Path) -> None:
-    said = job(RULES, 4, tmp_path, tmp_path / "ckpt")
-    assert said.count("done") == 4
-    assert len([s for s in said if s.startswith("order:") and "another order" in s]) == 8
-    assert len([s for s in said if s.startswith("mesh:") and "does not fit the job" in s]) == 8
-    assert len({s for s in said if s.startswith("rule:")}) == 5
-    assert len([s for s in said if s.startswith("rule:")]) == 20
+    problems = run_on_ranks(rules_and_meshes, 4, tmp_path / "ckpt")
+    assert len(problems[0]) == 5
+    assert problems == [problems[0]] * 4
 
 
-DIVERGENT = """
-import logging
-told = os.environ["SAY"] + f".{rank}"
-logging.basicConfig(filename=told, format="%(levelname)s %(message)s", level=logging.WARNING, force=True)
-root = sys.argv[1]
-
-def model(weight=0.0, buffer=0.0):
+def model_of(weight: float = 0.0, buffer: float = 0.0) -> torch.nn.Module:
     made = torch.nn.Linear(64, 64)
     with torch.no_grad():
         made.weight.fill_(weight)
@@ -111,210 +130,232 @@ def model(weight=0.0, buffer=0.0):
     made.register_buffer("mean", torch.full((40000,), buffer))
     return made
 
+
 class Loader:
-    def __init__(self, at): self.at = at
-    def state_dict(self): return {"at": self.at, "seen": torch.full((3,), float(self.at))}
-    def load_state_dict(self, state): self.at = state["at"]; assert state["seen"][0] == self.at
+    def __init__(self, at: int) -> None:
+        self.at = at
 
-def refused(word, **state):
-    try:
-        xla_ckpt.save_checkpoint(root, "bad", timeout=60, **state)
-    except xla_ckpt.DivergentReplicasError as error:
-        say(word, str(error).replace(chr(10), " "))
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": torch.full((3,), float(self.at))}
 
-refused("weight:", model=model(weight=float(rank == 2)))
-refused("plain:", model=model(), extras={"data": Loader(rank)})
-optimizer = torch.optim.SGD(model().parameters(), lr=0.1 * (1 + (rank == 1)))
-refused("lr:", optimizer=optimizer)
-assert xla_ckpt.list_tags(root) == []
-handle = xla_ckpt.save_checkpoint(root, "async", model=model(weight=float(rank > 1)), async_save=True, timeout=60)
-try:
-    handle.result()
-except xla_ckpt.DivergentReplicasError as error:
-    say("async:", error.leaf, error.expected, error.found)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        assert state["seen"][0] == self.at
 
-# a buffer that differs is one rank's, whole, and a member that differs is every rank's own
-xla_ckpt.save_checkpoint(root, "good", model=model(buffer=float(rank)), timeout=60,
-                         extras={"data": xla_ckpt.PerRank(Loader(10 + rank)), "rng": xla_ckpt.RNGState()})
-kept = xla_ckpt.restore(root, "good").tree["model"]["mean"]
-assert (kept == 0).all(), kept
-loader = Loader(0)
-torch.manual_seed(rank)
-xla_ckpt.save_checkpoint(root, "rng", timeout=60, extras={"rng": xla_ckpt.RNGState()})
-want = torch.rand(3)
-torch.manual_seed(99)
-xla_ckpt.load_checkpoint(root, "rng", extras={"rng": xla_ckpt.RNGState()})
-assert torch.equal(torch.rand(3), want)
-xla_ckpt.load_checkpoint(root, "good", extras={"data": xla_ckpt.PerRank(loader)})
-assert loader.at == 10 + rank
-try:
-    xla_ckpt.load_checkpoint(root, "good", extras={"data": loader})
-except xla_ckpt.IncompatibleCheckpointError as error:
-    say("unwrapped:", error.details)
-# what only rank 0 has
-xla_ckpt.save_checkpoint(root, "content", user_content={"rank": rank, "t": torch.full((5,), float(rank))} , timeout=60)
-content = xla_ckpt.load_checkpoint(root, "content").user_content
-assert content["rank"] == 0 and (content["t"] == 0).all()
-say("done")
-"""
+
+class Heard(logging.Handler):
+    """What this rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def differ(rank: int, root: Path) -> dict[str, Any]:
+    heard = Heard()
+    logging.getLogger().addHandler(heard)
+    told: dict[str, Any] = {}
+
+    def refused(**state: Any) -> str:
+        with pytest.raises(xla_ckpt.DivergentReplicasError) as caught:
+            xla_ckpt.save_checkpoint(root, "bad", timeout=60, **state)
+        return str(caught.value)
+
+    told["weight"] = refused(model=model_of(weight=float(rank == 2)))
+    told["plain"] = refused(model=model_of(), extras={"data": Loader(rank)})
+    told["lr"] = refused(optimizer=torch.optim.SGD(model_of().parameters(), lr=0.1 * (1 + (rank == 1))))
+    assert xla_ckpt.list_tags(root) == []
+    handle = xla_ckpt.save_checkpoint(root, "async", model_of(weight=float(rank > 1)), async_save=True, timeout=60)
+    with pytest.raises(xla_ckpt.DivergentReplicasError) as caught:
+        handle.result()
+    told["async"] = caught.value.leaf, caught.value.expected, caught.value.found
+
+    # a buffer that differs is one rank's, whole, and a member that differs is every rank's own
+    extras = {"data": xla_ckpt.PerRank(Loader(10 + rank)), "rng": xla_ckpt.RNGState()}
+    xla_ckpt.save_checkpoint(root, "good", model_of(buffer=float(rank)), timeout=60, extras=extras)
+    kept = xla_ckpt.restore(root, "good").tree["model"]["mean"]
+    assert (kept == 0).all(), kept
+    loader = Loader(0)
+    torch.manual_seed(rank)
+    xla_ckpt.save_checkpoint(root, "rng", timeout=60, extras={"rng": xla_ckpt.RNGState()})
+    want = torch.rand(3)
+    torch.manual_seed(99)
+    xla_ckpt.load_checkpoint(root, "rng", extras={"rng": xla_ckpt.RNGState()})
+    assert torch.equal(torch.rand(3), want)
+    xla_ckpt.load_checkpoint(root, "good", extras={"data": xla_ckpt.PerRank(loader)})
+    assert loader.at == 10 + rank
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as unwrapped:
+        xla_ckpt.load_checkpoint(root, "good", extras={"data": loader})
+    told["unwrapped"] = unwrapped.value.details
+    # what only rank 0 has
+    xla_ckpt.save_checkpoint(
+        root, "content", user_content={"rank": rank, "t": torch.full((5,), float(rank))}, timeout=60
+    )
+    content = xla_ckpt.load_checkpoint(root, "content").user_content
+    assert content["rank"] == 0
+    assert (content["t"] == 0).all()
+    return {**told, "log": heard.lines}
 
 
 def test_replicas_that_differ_are_caught(tmp_path: Path) -> None:
-    said = job(DIVERGENT, 4, tmp_path, tmp_path / "ckpt")
-    assert said.count("done") == 4
-    weight = {s for s in said if s.startswith("weight:")}
-    assert len(weight) == 1  # the same words on all ranks
-    (text,) = weight
+    root = tmp_path / "ckpt"
+    told = run_on_ranks(differ, 4, root)
+    (text,) = {t["weight"] for t in told}  # the same words on all ranks
     for fact in ("model/weight", "rank 0", "rank 2", "tensor parallelism", "shardings="):
         assert fact in text
     assert "rank 1" not in text
-    assert [s for s in said if s.startswith("async:")] == [
-        "async: model/weight the bytes of rank 0 others on ranks 2, 3"
-    ] * 4
-    assert len([s for s in said if s.startswith("plain:") and "PerRank" in s and "extras/data" in s]) == 4
-    assert len([s for s in said if s.startswith("lr:") and "leaf optimizer" in s]) == 4
-    assert len([s for s in said if s.startswith("unwrapped:") and "xla_ckpt.PerRank" in s]) == 4
-    warned = [s for s in said if s.startswith("WARNING") and "buffer model/mean" in s]
-    assert len(warned) == 1
-    assert "ranks 1, 2, 3" in warned[0]
+    for t in told:
+        assert t["async"] == ("model/weight", "the bytes of rank 0", "others on ranks 2, 3")
+        assert "PerRank" in t["plain"]
+        assert "extras/data" in t["plain"]
+        assert "leaf optimizer" in t["lr"]
+        assert "xla_ckpt.PerRank" in t["unwrapped"]
+    (warned,) = [line for t in told for line in t["log"] if line.startswith("WARNING") and "buffer model/mean" in line]
+    assert "ranks 1, 2, 3" in warned
     # another number of ranks: random generators that nobody saved stay, other members need to be told how
-    root = tmp_path / "ckpt"
-
-    class Loader:
-        at = 0
-
-        def state_dict(self) -> dict[str, int]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.at = state["at"]
-
-    loader = Loader()
+    loader = Loader(0)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="the state of 4 ranks, this job has 1"):
         xla_ckpt.load_checkpoint(root, "good", extras={"data": xla_ckpt.PerRank(loader)})
-    wrapped = xla_ckpt.PerRank(loader, reshard=lambda states, rank, world: {"at": sum(s["at"] for s in states)})
+    wrapped = xla_ckpt.PerRank(loader, reshard=sum_of)
     xla_ckpt.load_checkpoint(root, "good", extras={"data": wrapped, "rng": xla_ckpt.RNGState()})
     assert loader.at == 10 + 11 + 12 + 13
 
 
-OUT_OF_STEP = """
-root = sys.argv[1]
-save = lambda tag, timeout=4: xla_ckpt.save(root, tag, {"w": torch.ones(3)}, timeout=timeout)
-save("a", timeout=60)  # the first one loads orbax
-if rank == 0:
-    try:
-        save("left out by rank 1".replace(" ", "_"))
-    except xla_ckpt.RankFailedError as error:
-        say(error.rank, "did not answer within 3.2 s" in str(error))
-dist.barrier()
-try:
-    save("b")
-except xla_ckpt.CheckpointError as error:
-    say(type(error).__name__, "left_out_by_rank_1" in str(error), "out of step: restart it" in str(error))
-"""
+def sum_of(states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+    at = sum(s["at"] for s in states)
+    return {"at": at, "seen": torch.full((3,), float(at))}
+
+
+def leaves_a_call_out(rank: int, root: Path) -> list[Any]:
+    def save(tag: str, timeout: float = 4) -> None:
+        xla_ckpt.save(root, tag, {"w": torch.ones(3)}, timeout=timeout)
+
+    save("a", timeout=60)  # the first one loads orbax
+    told: list[Any] = []
+    if rank == 0:
+        with pytest.raises(xla_ckpt.RankFailedError) as caught:
+            save("left_out_by_rank_1")
+        told += [caught.value.rank, "did not answer within 3.2 s" in str(caught.value)]
+    dist.barrier()
+    with pytest.raises(xla_ckpt.CheckpointError) as after:
+        save("b")
+    text = str(after.value)
+    return [*told, type(after.value).__name__, "left_out_by_rank_1" in text, "out of step: restart it" in text]
 
 
 def test_a_rank_that_leaves_a_call_out_is_told_so(tmp_path: Path) -> None:
-    said = job(OUT_OF_STEP, 2, tmp_path, tmp_path / "ckpt")
-    assert said == ["1 True", "RankFailedError False False", "UsageError True True"]
+    told = run_on_ranks(leaves_a_call_out, 2, tmp_path / "ckpt")
+    assert told == [[1, True, "RankFailedError", False, False], ["UsageError", True, True]]
     assert xla_ckpt.list_tags(tmp_path / "ckpt") == ["a"]
 
 
-RUSH = """
-import time
-root, gate = sys.argv[1:3]
-while rank == 1 and not os.path.exists(gate):
-    time.sleep(0.01)
-for i in range(12):
-    try:
-        xla_ckpt.save(root, "no/tag" if rank == 0 else f"tag_{i}", {"w": torch.ones(3)}, timeout=30)
-    except xla_ckpt.CheckpointError as error:
-        say(type(error).__name__, error.rank)
-if rank == 0:
-    open(gate, "w").close()
-"""
+def rushes(rank: int, root: Path, gate: Path) -> list[tuple[str, int | None]]:
+    while rank == 1 and not gate.exists():
+        time.sleep(0.01)
+    told = []
+    for i in range(12):
+        with pytest.raises(xla_ckpt.CheckpointError) as caught:
+            xla_ckpt.save(root, "no/tag" if rank == 0 else f"tag_{i}", {"w": torch.ones(3)}, timeout=30)
+        told.append((type(caught.value).__name__, caught.value.rank))
+    if rank == 0:
+        gate.touch()
+    return told
 
 
 def test_a_rank_hears_of_calls_that_rank_0_left_long_ago(tmp_path: Path) -> None:
     """Rank 0 fails, and fails again, and ends, before the other has begun with the first call."""
-    said = job(RUSH, 2, tmp_path, tmp_path / "ckpt", tmp_path / "gate")
-    assert said == ["InvalidTagError 0"] * 24
+    told = run_on_ranks(rushes, 2, tmp_path / "ckpt", tmp_path / "gate")
+    assert told == [[("InvalidTagError", 0)] * 12] * 2
 
 
-COUNTED = """
-root = sys.argv[1]
-import ctypes
-def counters():
-    return {k: int(v) for k, v in (l.split(": ") for l in open("/proc/self/io").read().splitlines())}
-mesh = xla_ckpt.Mesh(dp=2, tp=2)
-at = mesh.coordinates(rank)
-g = torch.Generator().manual_seed(1)
-tree, rules = {}, [("up", ("tp", None)), ("down", (None, "tp"))]
-for i in range(6):
-    tree[f"up{i}"] = torch.randn(2048, 512, generator=g).chunk(2, 0)[at["tp"]].contiguous()
-    tree[f"down{i}"] = torch.randn(512, 2048, generator=g).chunk(2, 1)[at["tp"]].contiguous()
-    tree[f"norm{i}"] = torch.randn(512, generator=g)
-xla_ckpt.save(root, "warm", {"x": torch.ones(3)})  # imports are read from the disk, too
-before = counters()
-report = xla_ckpt.save(root, "a", {"model": tree}, mesh=mesh, shardings=rules).result()
-after = counters()
-say("wrote", report.nbytes, after["write_bytes"] - before["write_bytes"])
-for target, cut in ((xla_ckpt.Mesh(tp=4), 4), (xla_ckpt.Mesh(dp=4), 1)):
-    n = target.coordinates(rank)["tp"]
-    like = {k: torch.empty(2048 // cut, 512) if "up" in k else torch.empty(512, 2048 // cut) if "down" in k
-            else torch.empty(512) for k in tree}
-    like = {k: v for k, v in like.items() if "down" not in k or cut == 1}
-    report = xla_ckpt.LoadReport()
+RULES = [("up", ("tp", None)), ("down", (None, "tp"))]
+
+
+def counters() -> dict[str, int]:
+    """What the system counts of this process."""
+    return {k: int(v) for k, v in (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())}
+
+
+def counted(counter: str, action: Callable[[], object]) -> int:
     before = counters()
-    xla_ckpt.restore(root, "a", {"model": like}, mesh=target, shardings=rules, report=report)
-    after = counters()
-    say("read", cut, report.needed_bytes, report.read_bytes, after["rchar"] - before["rchar"])
-like = {k: torch.zeros(2048, 512) if "up" in k else torch.zeros(512, 2048) if "down" in k else torch.zeros(512)
-        for k in tree}
-report = xla_ckpt.LoadReport()
-xla_ckpt.load_checkpoint(root, "a", like, mesh=xla_ckpt.Mesh(dp=4), replica_read="share", report=report)
-say("shared", report.needed_bytes, report.read_bytes)
-assert all(torch.equal(like[k].chunk(2, 0 if "up" in k else 1)[at["tp"]] if "norm" not in k else like[k], tree[k])
-           for k in tree)
-# columns of what was stored whole: alone every rank would read all of it, together they read it once
-whole = {k: v for k, v in like.items() if "down" in k}
-xla_ckpt.save(root, "whole", whole)
-columns = {k: torch.zeros(512, 512) for k in whole}
-four, each, share = xla_ckpt.Mesh(tp=4), xla_ckpt.LoadReport(), xla_ckpt.LoadReport()
-alone = xla_ckpt.restore(root, "whole", columns, mesh=four, shardings=rules, report=each).tree
-together = xla_ckpt.restore(
-    root, "whole", columns, mesh=four, shardings=rules, report=share, replica_read="share"
-).tree
-for k in whole:
-    assert torch.equal(together[k], whole[k].chunk(4, 1)[rank]) and torch.equal(alone[k], together[k])
-say("columns", share.needed_bytes, share.read_bytes, each.read_bytes)
-"""
+    action()
+    return counters()[counter] - before[counter]
+
+
+def shares_out(rank: int, root: Path) -> dict[str, Any]:
+    """Bytes: planned, and as the system counts them."""
+    mesh = Mesh(dp=2, tp=2)
+    tp = mesh.coordinates(rank)["tp"]
+    generator = torch.Generator().manual_seed(1)
+    tree = {}
+    for i in range(6):
+        tree[f"up{i}"] = torch.randn(2048, 512, generator=generator).chunk(2, 0)[tp].contiguous()
+        tree[f"down{i}"] = torch.randn(512, 2048, generator=generator).chunk(2, 1)[tp].contiguous()
+        tree[f"norm{i}"] = torch.randn(512, generator=generator)
+    xla_ckpt.save(root, "warm", {"x": torch.ones(3)})  # imports are read from the disk, too
+    saved: list[xla_ckpt.SaveReport] = []
+    system = counted("write_bytes", lambda: saved.append(
+        xla_ckpt.save(root, "a", {"model": tree}, mesh=mesh, shardings=RULES).result()))  # fmt: skip
+    told: dict[str, Any] = {"wrote": (saved[0].nbytes, system), "read": []}
+
+    def like(cut: int) -> dict[str, torch.Tensor]:
+        shapes = {"up": (2048 // cut, 512), "down": (512, 2048 // cut), "norm": (512,)}
+        return {k: torch.zeros(shapes[k[:-1]]) for k in tree}
+
+    for target, cut in ((Mesh(tp=4), 4), (Mesh(dp=4), 1)):
+        # columns of what was stored in columns of twice the width would be read whole
+        wanted = {k: v for k, v in like(cut).items() if "down" not in k or cut == 1}
+        reports: list[xla_ckpt.LoadReport] = []
+
+        def restore(over: Mesh = target, like: Any = wanted, reports: list[xla_ckpt.LoadReport] = reports) -> None:
+            restored = xla_ckpt.restore(root, "a", {"model": like}, mesh=over, shardings=RULES)
+            reports.append(restored.report)
+
+        system = counted("rchar", restore)
+        told["read"].append((reports[0].needed_bytes, reports[0].read_bytes, system))
+
+    whole = like(1)
+    report = xla_ckpt.load_checkpoint(root, "a", whole, mesh=Mesh(dp=4), replica_read="share").report
+    told["shared"] = report.needed_bytes, report.read_bytes
+    for k, v in whole.items():
+        assert torch.equal(v if "norm" in k else v.chunk(2, 0 if "up" in k else 1)[tp], tree[k])
+
+    # columns of what was stored whole: alone every rank would read all of it, together they read it once
+    downs = {k: v for k, v in whole.items() if "down" in k}
+    xla_ckpt.save(root, "whole", downs)
+    columns = {k: torch.zeros(512, 512) for k in downs}
+    over = {"mesh": Mesh(tp=4), "shardings": RULES}
+    alone = xla_ckpt.restore(root, "whole", columns, **over)
+    together = xla_ckpt.restore(root, "whole", columns, replica_read="share", **over)
+    for k in downs:
+        assert torch.equal(together.tree[k], downs[k].chunk(4, 1)[rank])
+        assert torch.equal(alone.tree[k], together.tree[k])
+    share = together.report
+    return {**told, "columns": (share.needed_bytes, share.read_bytes, alone.report.read_bytes)}
 
 
 def test_bytes_are_shared_out_and_counted_by_the_system(tmp_path: Path) -> None:
-    said = [s.split() for s in job(COUNTED, 4, tmp_path, tmp_path / "ckpt")]
-    wrote = [(int(ours), int(system)) for word, ours, system in (s for s in said if s[0] == "wrote")]
-    total = sum(ours for ours, _ in wrote)
+    told = run_on_ranks(shares_out, 4, tmp_path / "ckpt")
+    total = sum(t["wrote"][0] for t in told)
     assert total == 6 * (2 * 2048 * 512 + 512) * 4
-    assert max(ours for ours, _ in wrote) <= 1.05 * total / 4
-    for ours, system in wrote:
+    assert max(t["wrote"][0] for t in told) <= 1.05 * total / 4
+    for ours, system in (t["wrote"] for t in told):
         if system:  # zero where the file system does not count (overlay on tmpfs)
             assert ours <= system <= 1.05 * ours + 256 * 1024
-    reads = [list(map(int, s[1:])) for s in said if s[0] == "read"]
-    assert len(reads) == 8
-    shared = [list(map(int, s[1:])) for s in said if s[0] == "shared"]
-    assert [needed for needed, _ in shared] == [total] * 4
-    columns = [list(map(int, s[1:])) for s in said if s[0] == "columns"]
-    assert len(columns) == 4
-    for needed, share, each in columns:
+    for needed, planned, system in (r for t in told for r in t["read"]):
+        assert needed <= planned <= 1.05 * needed
+        assert planned <= system <= 1.05 * planned + 512 * 1024  # headers and the manifest
+    for needed, share, each in (t["columns"] for t in told):
         assert each == 4 * needed
         assert share <= 1.05 * needed
+    shared = [t["shared"] for t in told]
+    assert [needed for needed, _ in shared] == [total] * 4
     # The storage is read once, for all four (twice here: live memory is overwritten only after it is verified).
     assert total * 2 <= sum(read for _, read in shared) <= 1.05 * total * 2
     assert max(read for _, read in shared) <= 1.2 * total * 2 / 4
-    for _, needed, planned, system in reads:
-        assert needed <= planned <= 1.05 * needed
-        assert planned <= system <= 1.05 * planned + 512 * 1024  # headers and the manifest
 
 
 def test_shardings_by_hand() -> None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import xla_ckpt
-from tests.jobs import job
+from tests.jobs import run_on_ranks
 
-STAGES = """
-root = sys.argv[1]
-mesh = xla_ckpt.Mesh(pp=2, dp=2)
-stage = mesh.coordinates(rank)["pp"]
+MESH = xla_ckpt.Mesh(pp=2, dp=2)
 
-def part(seed, tied=None):
+
+def part(stage: int, seed: int, tied: torch.Tensor | None = None) -> torch.nn.ModuleDict:
+    """What a stage has: a layer of its own, and an embedding that both stages have."""
     torch.manual_seed(seed)
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(300, 64)})  # tied: both stages have it
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(300, 64)})
     extra = torch.nn.Linear(64, 64)
     with torch.no_grad():
         model["embed"].weight.copy_(torch.arange(300 * 64.0).reshape(300, 64) if tied is None else tied)
@@ -24,85 +25,82 @@ def part(seed, tied=None):
     model[f"layer{stage}"] = extra
     return model
 
-model = part(0)
-optimizer = torch.optim.AdamW([{"params": [model["embed"].weight], "lr": 0.5},
-                               {"params": list(model[f"layer{stage}"].parameters()), "lr": 0.25}])
-for parameter in model.parameters():
-    parameter.grad = torch.ones_like(parameter)
-optimizer.step()
-handle = xla_ckpt.save_checkpoint(root, "a", model, optimizer, user_content={"at": 3}, mesh=mesh, async_save=True)
-say("wrote", handle.result().nbytes)
 
-fresh = part(1, tied=torch.zeros(300, 64))
-again = torch.optim.AdamW([{"params": [fresh["embed"].weight]}, {"params": list(fresh[f"layer{stage}"].parameters())}])
-assert xla_ckpt.load_checkpoint(root, "a", fresh, again, mesh=mesh).user_content == {"at": 3}
-for (name, mine), theirs in zip(fresh.named_parameters(), model.parameters()):
-    assert torch.equal(mine, theirs), name
-    assert torch.equal(again.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
-assert [g["lr"] for g in again.param_groups] == [0.5, 0.25]
+def groups_of(model: torch.nn.ModuleDict, stage: int, *rates: float) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = [
+        {"params": [model["embed"].weight]},
+        {"params": list(model[f"layer{stage}"].parameters())},
+    ]
+    return [{**group, **({"lr": rates[i]} if rates else {})} for i, group in enumerate(groups)]
 
-# what no stage wants, and what a stage misses, is said by all ranks
-fresh["other"] = torch.nn.Linear(2, 2)
-try:
-    xla_ckpt.load_checkpoint(root, "a", fresh, mesh=mesh)
-except xla_ckpt.IncompatibleCheckpointError as error:
-    say("missing", "other.weight: wanted, but not stored" in str(error), error.rank)
-del fresh["other"], fresh["embed"]
-report = xla_ckpt.LoadReport()
-try:
-    xla_ckpt.load_checkpoint(root, "a", fresh, mesh=mesh)
-except xla_ckpt.IncompatibleCheckpointError as error:
-    say("unwanted", error.details.strip())
-xla_ckpt.load_checkpoint(root, "a", fresh, mesh=mesh, strict=False, report=report)
-say("skipped", report.skipped)
 
-# a tie that has come apart is no tie
-for call, groups in (
-    (part(0, tied=torch.full((300, 64), float(stage))), None),
-    (model, torch.optim.SGD([{"params": [p]} for p in model.parameters()][: 1 + stage], lr=0.1)),
-):
-    try:
-        xla_ckpt.save_checkpoint(root, "bad", call, groups, mesh=mesh)
-    except xla_ckpt.SaveError as error:
-        say("refused", type(error).__name__, error.leaf)
-assert xla_ckpt.list_tags(root) == ["a"]
-say("done")
-"""
+def saves_and_loads(rank: int, root: Path) -> int:
+    """Train a step, save and load; the bytes that this rank wrote."""
+    stage = MESH.coordinates(rank)["pp"]
+    model = part(stage, 0)
+    optimizer = torch.optim.AdamW(groups_of(model, stage, 0.5, 0.25))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    handle = xla_ckpt.save_checkpoint(root, "a", model, optimizer, user_content={"at": 3}, mesh=MESH, async_save=True)
+    wrote = handle.result().nbytes
+
+    fresh = part(stage, 1, tied=torch.zeros(300, 64))
+    again = torch.optim.AdamW(groups_of(fresh, stage))
+    assert xla_ckpt.load_checkpoint(root, "a", fresh, again, mesh=MESH).user_content == {"at": 3}
+    for (name, mine), theirs in zip(fresh.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        assert torch.equal(again.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    assert [g["lr"] for g in again.param_groups] == [0.5, 0.25]
+
+    # what no stage wants, and what a stage misses, is said by all ranks
+    fresh["other"] = torch.nn.Linear(2, 2)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"other\.weight: wanted, but not stored") as caught:
+        xla_ckpt.load_checkpoint(root, "a", fresh, mesh=MESH)
+    assert caught.value.rank == 0
+    del fresh["other"], fresh["embed"]
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
+        xla_ckpt.load_checkpoint(root, "a", fresh, mesh=MESH)
+    assert caught.value.details.strip() == "model/embed.weight: stored, but not wanted"
+    report = xla_ckpt.load_checkpoint(root, "a", fresh, mesh=MESH, strict=False).report
+    assert report.skipped == ("model/embed.weight: stored, but not wanted",)
+
+    # a tie that has come apart is no tie
+    with pytest.raises(xla_ckpt.DivergentReplicasError) as apart:
+        xla_ckpt.save_checkpoint(root, "bad", part(stage, 0, torch.full((300, 64), float(stage))), mesh=MESH)
+    assert apart.value.leaf == "model/embed.weight"
+    other = torch.optim.SGD([{"params": [p]} for p in model.parameters()][: 1 + stage], lr=0.1)
+    with pytest.raises(xla_ckpt.SaveError) as differ:
+        xla_ckpt.save_checkpoint(root, "bad", model, other, mesh=MESH)
+    assert (type(differ.value), differ.value.leaf) == (xla_ckpt.SaveError, "optimizer/param_groups")
+    assert xla_ckpt.list_tags(root) == ["a"]
+    return wrote
 
 
 def test_stages_share_one_state(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
-    said = job(STAGES, 4, tmp_path, root)
-    assert said.count("done") == 4
+    wrote = run_on_ranks(saves_and_loads, 4, root)
     tree = xla_ckpt.restore(root, "a").tree
     assert sorted(tree["model"]) == ["embed.weight", "layer0.bias", "layer0.weight", "layer1.bias", "layer1.weight"]
     assert [g["params"] for g in tree["optimizer"]["param_groups"]] == [
         ["embed.weight"], ["layer0.weight", "layer0.bias", "layer1.weight", "layer1.bias"],
     ]  # fmt: skip
-    wrote = [int(s.split()[1]) for s in said if s.startswith("wrote")]
     report = xla_ckpt.verify(root, "a")
     assert report.ok
     assert sum(wrote) == report.nbytes == 3 * 4 * (300 * 64 + 2 * (64 * 64 + 64)) + 5 * 4  # the tied one once
-    assert said.count("missing True 0") == 4
-    assert [s for s in said if s.startswith("unwanted")] == ["unwanted model/embed.weight: stored, but not wanted"] * 4
-    assert said.count("skipped ['model/embed.weight: stored, but not wanted']") == 4
-    assert said.count("refused DivergentReplicasError model/embed.weight") == 4
-    assert said.count("refused SaveError optimizer/param_groups") == 4
+
+
+def saves_split(rank: int, root: Path) -> None:
+    mesh = xla_ckpt.Mesh(tp=4)
+    tree = {"up": torch.ones(256, 512), "down": torch.ones(1024, 128), "norm": torch.ones(512)}
+    rules = [("up", ("tp", None)), ("down", (None, "tp"))]
+    xla_ckpt.save(root, "a", {"model": tree}, mesh=mesh, shardings=rules)
+    xla_ckpt.save_checkpoint(root, "b", extras={"rng": xla_ckpt.RNGState()}, mesh=mesh)
 
 
 def test_explain_says_what_would_be_read_and_what_would_fail(tmp_path: Path) -> None:
-    job(
-        """
-        import torch
-        mesh = xla_ckpt.Mesh(tp=4)
-        tree = {"up": torch.ones(256, 512), "down": torch.ones(1024, 128), "norm": torch.ones(512)}
-        rules = [("up", ("tp", None)), ("down", (None, "tp"))]
-        xla_ckpt.save(sys.argv[1], "a", {"model": tree}, mesh=mesh, shardings=rules)
-        xla_ckpt.save_checkpoint(sys.argv[1], "b", extras={"rng": xla_ckpt.RNGState()}, mesh=mesh)
-        """,
-        4, tmp_path, tmp_path / "ckpt",
-    )  # fmt: skip
     root = tmp_path / "ckpt"
+    run_on_ranks(saves_split, 4, root)
     found = xla_ckpt.explain(root, "a", like_mesh="dp=2,tp=2")
     assert found.ok
     assert found.saved_ranks == 4

@@ -8,32 +8,29 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.jobs import job
-from tests.topology.strided import fused
+from tests.jobs import run_on_ranks
+from tests.topology.strided import fused, load, save
 
-SAVE = """
-from tests.topology.strided import load, save
-save(sys.argv[1], "a", interleaved=True, async_save=False)
-save(sys.argv[1], "b", interleaved=True, async_save=True)
-save(sys.argv[1], "c", interleaved=False, async_save=False)
-for tag in "abc":
-    for interleaved in (True, False):
-        load(sys.argv[1], tag, interleaved=interleaved)
-        say(tag, interleaved)
-"""
 
-PLAIN = """
-from tests.topology.strided import load
-load(sys.argv[1], "d", interleaved=True)
-"""
+def saves_and_loads(rank: int, root: str) -> None:
+    save(root, "a", interleaved=True, async_save=False)
+    save(root, "b", interleaved=True, async_save=True)
+    save(root, "c", interleaved=False, async_save=False)
+    for tag in "abc":
+        for interleaved in (True, False):
+            load(root, tag, interleaved=interleaved)
+
+
+def loads(rank: int, root: str) -> None:
+    load(root, "d", interleaved=True)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved, and loaded back in both ways, by two ranks."""
-    folder = tmp_path_factory.mktemp("strided")
-    assert len(job(SAVE, 2, folder, folder / "ckpt")) == 2 * 3 * 2
-    return folder / "ckpt"
+    root = tmp_path_factory.mktemp("strided") / "ckpt"
+    run_on_ranks(saves_and_loads, 2, str(root))
+    return root
 
 
 @pytest.mark.parametrize("tag", ["a", "b", "c"])
@@ -56,4 +53,4 @@ def test_two_ranks_load_what_one_process_saved(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     optimizer.state[model.weight]["momentum_buffer"] = fused() * 2
     xla_ckpt.save_checkpoint(tmp_path / "ckpt", "d", model, optimizer)
-    job(PLAIN, 2, tmp_path, tmp_path / "ckpt")
+    run_on_ranks(loads, 2, str(tmp_path / "ckpt"))

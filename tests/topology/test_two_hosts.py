@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
+import ctypes
 import os
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import xla_ckpt
-from tests.jobs import finish, program, start_ranks
+from tests.jobs import finish, places, read_values, torchrun_command, write_call
+from tests.nursery import Call, bear
 from tests.runs import environment
+from xla_ckpt.engine import save as engine
+from xla_ckpt.job import process_group as lines
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root makes network namespaces"),
@@ -70,51 +73,43 @@ def hosts() -> Iterator[Hosts]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=30)
 
 
-PRELUDE = """
-import json, os, time
-shared, private = sys.argv[1:3]
-
-def state(number):
+def state(number: int) -> dict[str, torch.Tensor]:
     return {f"w{i}": torch.arange(20_000, dtype=torch.float64) + 1000 * number + i for i in range(8)}
 
-def attempt(name, action):
-    # Do it, and write down what came of it: torchrun mixes what its ranks print.
+
+def attempt(action: Callable[[], Any]) -> dict[str, Any]:
+    """Do it; what came of it."""
     began = time.monotonic()
     try:
         told = {"value": action()}
-    except Exception as error:
+    except xla_ckpt.CheckpointError as error:
         told = {"kind": type(error).__name__, "text": str(error), "rank": error.rank}
-    told["seconds"] = time.monotonic() - began
-    with open(f"{shared}.{name}.{rank}", "w") as file:
-        json.dump(told, file)
-"""
+    return {**told, "seconds": time.monotonic() - began}
 
-TWO = """
-def stored(root):
+
+def stored(root: Path) -> bool:
     tree = xla_ckpt.restore(root, "a").tree
     return all(torch.equal(tree[name], value) for name, value in state(1).items())
 
-attempt("save", lambda: xla_ckpt.save(shared, "a", state(1)).tag)
-attempt("load", lambda: stored(shared))
-attempt("private", lambda: xla_ckpt.save(private, "a", state(2)).tag)
-if rank == world - 1:   # what a killed save of another job has left on the disk of this host
-    os.mkdir(f"{private}/a.orbax-checkpoint-tmp")
-dist.barrier()
-attempt("stale", lambda: xla_ckpt.save(private, "a", state(3)).tag)
-if rank == 0:
-    xla_ckpt.finalize_checkpoint()
-    attempt("litter", lambda: os.listdir(private))
-attempt("load of private", lambda: stored(private))
-"""
+
+def saves_on_two_hosts(rank: int, shared: Path, private: Path) -> dict[str, Any]:
+    told = {
+        "save": attempt(lambda: xla_ckpt.save(shared, "a", state(1)).tag),
+        "load": attempt(lambda: stored(shared)),
+        "private": attempt(lambda: xla_ckpt.save(private, "a", state(2)).tag),
+    }
+    if rank == 3:  # what a killed save of another job has left on the disk of this host
+        (private / "a.orbax-checkpoint-tmp").mkdir()
+    dist.barrier()
+    told["stale"] = attempt(lambda: xla_ckpt.save(private, "a", state(3)).tag)
+    if rank == 0:
+        xla_ckpt.finalize_checkpoint()
+        told["litter"] = os.listdir(private)
+    told["load of private"] = attempt(lambda: stored(private))
+    return told
 
 
-def told(shared: Path, name: str) -> list[dict[str, Any]]:
-    """What all ranks wrote down about an attempt."""
-    return [json.loads(Path(f"{shared}.{name}.{rank}").read_text()) for rank in range(4)]
-
-
-def same_error(shared: Path, name: str) -> dict[str, Any]:
-    errors = told(shared, name)
+def same_error(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     assert all("kind" in e for e in errors), errors
     assert len({(e["kind"], e["text"], e["rank"]) for e in errors}) == 1, errors
     return errors[0]
@@ -124,41 +119,30 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     """Under torchrun: a directory that both see works; one that is another on each host is refused."""
     shared, private = tmp_path / "shared", tmp_path / "private"
     private.mkdir()
-    script = tmp_path / "program.py"
-    script.write_text(program(PRELUDE + TWO))
+    write_call(tmp_path, saves_on_two_hosts, shared, private)
     agents = []
     for host in (0, 1):
         own = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(private)] if host == 1 else []
+        place = (
+            "--nnodes=2", "--nproc-per-node=2", f"--node-rank={host}", f"--master-addr={ADDRESSES[0]}",
+            f"--master-port={PORT}", f"--local-addr={ADDRESSES[host]}",
+        )  # fmt: skip
         agents.append(
             subprocess.Popen(
-                [
-                    *hosts.on(host),
-                    *own,
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes=2",
-                    "--nproc-per-node=2",
-                    f"--node-rank={host}",
-                    f"--master-addr={ADDRESSES[0]}",
-                    f"--master-port={PORT}",
-                    f"--local-addr={ADDRESSES[host]}",
-                    str(script),
-                    str(shared),
-                    str(private),
-                ],
+                [*hosts.on(host), *own, *torchrun_command(tmp_path, *place)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
                 env=environment({"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable"}),
-            )  # fmt: skip
+            )
         )
     for code, out, err in finish(agents):
         assert code == 0, f"exit code {code}\n{out[-4000:]}\n{err[-8000:]}"
 
-    assert [t.get("value") for t in told(shared, "save")] == ["a"] * 4
-    assert [t.get("value") for t in told(shared, "load")] == [True] * 4
+    told = read_values(tmp_path, 4)
+    assert [t["save"].get("value") for t in told] == ["a"] * 4
+    assert [t["load"].get("value") for t in told] == [True] * 4
     report = xla_ckpt.verify(shared, "a")
     assert report.ok, report.problems
     written = sorted(p.name for p in (shared / "a/tree").iterdir())
@@ -168,49 +152,56 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
         assert torch.equal(tree[f"w{i}"], torch.arange(20_000, dtype=torch.float64) + 1000 + i)
 
     for name in ("private", "stale"):
-        error = same_error(shared, name)
+        error = same_error([t[name] for t in told])
         assert error["kind"] == "StorageError"
         assert error["rank"] == 2, "the first of the second host"
         assert "All hosts must see the same directory" in error["text"]
-    assert json.loads(Path(f"{shared}.litter.0").read_text())["value"] == []
-    assert same_error(shared, "load of private")["kind"] == "NoCheckpointError"
+    assert told[0]["litter"] == []
+    assert same_error([t["load of private"] for t in told])["kind"] == "NoCheckpointError"
 
 
-CUT = """
-from xla_ckpt.job import process_group as lines
-from xla_ckpt.engine import save as engine
-lines.REACH = 2.0
-xla_ckpt.save(shared, "a", state(1))
-write_files, cut = engine.write_files, f"{shared}.cut"
+def saves_while_the_cable_is_pulled_out(shared: str, namespaces: Sequence[str]) -> dict[str, Any]:
+    """What a rank is, that joins its job on one of the hosts; told by what `attempt` found."""
+    rank = int(os.environ["RANK"])
+    enter(namespaces[rank // 2])
+    dist.init_process_group("gloo")
+    lines.REACH = 2.0
+    xla_ckpt.save(shared, "a", state(1))
+    write_files, cut = engine.write_files, f"{shared}.cut"
 
-def hold(*args, **kwargs):
-    # Until the cable is pulled out.
-    open(f"{shared}.holds.{rank}", "w").close()
-    end = time.monotonic() + 60
-    while not os.path.exists(cut):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return write_files(*args, **kwargs)
+    def hold(*args: Any, **kwargs: Any) -> Any:
+        """Until the cable is pulled out."""
+        open(f"{shared}.holds.{rank}", "w").close()
+        end = time.monotonic() + 60
+        while not os.path.exists(cut):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return write_files(*args, **kwargs)
 
-engine.write_files = hold
-attempt("save", lambda: xla_ckpt.save(shared, "a", state(2), timeout=TIMEOUT).tag)
-while rank == 0 and not os.path.exists(f"{shared}.save.1"):
-    time.sleep(0.01)   # the store, from which the other rank of this host hears, is here
-os._exit(0)   # gloo would wait for its peers
-"""
+    engine.write_files = hold  # type: ignore[assignment]
+    told = attempt(lambda: xla_ckpt.save(shared, "a", state(2), timeout=TIMEOUT).tag)
+    open(f"{shared}.told.{rank}", "w").close()
+    while rank == 0 and not os.path.exists(f"{shared}.told.1"):
+        time.sleep(0.01)  # the store, from which the other rank of this host hears, is here
+    return told
+
+
+def enter(namespace: str) -> None:
+    """Move this process, which has opened no socket yet, to a host."""
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 def test_the_network_between_them_fails(hosts: Hosts, tmp_path: Path) -> None:
     """In mid-save: both sides give up in time, and nothing is committed."""
     shared = tmp_path / "shared"
-    place = {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": "cable"}
-    ranks = start_ranks(
-        PRELUDE + f"TIMEOUT = {TIMEOUT}" + CUT, 4, shared, tmp_path,
-        env=dict.fromkeys(range(4), place), inside={rank: hosts.on(rank // 2) for rank in range(4)},
-    )  # fmt: skip
+    call = Call.of(saves_while_the_cable_is_pulled_out, str(shared), hosts.names)
+    env = {"GLOO_SOCKET_IFNAME": "cable"}
+    ranks = [bear(call, env=place, end="at once") for place in places(4, env, ADDRESSES[0])]
     try:
         held = [Path(f"{shared}.holds.{rank}") for rank in range(4)]
-        while not all(p.exists() for p in held) and all(p.poll() is None for p in ranks):
+        while not all(p.exists() for p in held) and all(not p.has_ended() for p in ranks):
             time.sleep(0.02)
         hosts.cut()
         Path(f"{shared}.cut").touch()
@@ -218,8 +209,8 @@ def test_the_network_between_them_fails(hosts: Hosts, tmp_path: Path) -> None:
         ended = finish(ranks, timeout=60)
     for rank, (code, out, err) in enumerate(ended):
         assert code == 0, f"rank {rank}: exit code {code}\n{out[-4000:]}\n{err[-8000:]}"
-    errors = told(shared, "save")
-    assert [e["kind"] for e in errors] == ["RankFailedError"] * 4
+    errors = [rank.value() for rank in ranks]
+    assert [e.get("kind") for e in errors] == ["RankFailedError"] * 4, errors
     assert [e["rank"] for e in errors] == [2, 2, 0, 0]
     assert max(e["seconds"] for e in errors) < TIMEOUT + 4 + SLACK, errors
     assert xla_ckpt.list_tags(shared) == ["a"]

@@ -309,9 +309,13 @@ class _Load:
         found = tags(self.store)
         if (newer := passed_over(found)) is not None:
             logger.warning(
-                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is not",
-                self.store.path, newer[0], newer[1], found[-1][1].tag,
-            )  # fmt: skip
+                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
+                "not",
+                self.store.path,
+                newer[0],
+                newer[1],
+                found[-1][1].tag,
+            )
         return [entry.tag for _, entry in found][::-1]
 
     def _open(self, tag: str, exchange: Round) -> TagReader:

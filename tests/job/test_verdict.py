@@ -1,0 +1,195 @@
+"""Messages between ranks that are threads on one board: values, errors, and the one verdict that all of them raise."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    RankFailedError,
+    SaveError,
+    StorageError,
+    UsageError,
+)
+from xla_ckpt.job.communicator import Solo
+from xla_ckpt.job.verdict import COMPRESS_BYTES, LEAD, Deadline, Round, agree
+
+
+class Board(Solo):
+    """A store that can be lost, and that shows what is in it."""
+
+    def __init__(self, size: int) -> None:
+        self.contents: dict[str, bytes] = {}
+        super().__init__(0, size, self.contents)
+
+
+class Lost(Solo):
+    """A store that is gone."""
+
+    def take(self, key: str, timeout: float) -> bytes:
+        raise ConnectionError(key)
+
+    def has(self, *keys: str) -> bool:
+        raise ConnectionError(keys)
+
+    def forget(self, key: str) -> None:
+        raise ConnectionError(key)
+
+
+def on_all(board: Solo, call: Callable[[Round], Any], timeout: float = 30, name: str = "save/1") -> list[Any]:
+    """What the call returned, or raised, on each rank."""
+    outcome: dict[int, Any] = {}
+
+    def rank_of_job(rank: int) -> None:
+        try:
+            outcome[rank] = call(Round(board.peer(rank), name, timeout))
+        except CheckpointError as error:
+            outcome[rank] = error
+
+    threads = [threading.Thread(target=rank_of_job, args=(rank,)) for rank in range(board.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [outcome[rank] for rank in range(board.size)]
+
+
+def raising(errors: dict[int, Exception]) -> Callable[[Round], Any]:
+    """Agree on an action that raises on these ranks."""
+
+    def call(made: Round) -> int:
+        def action() -> int:
+            if made.rank in errors:
+                raise errors[made.rank]
+            return made.rank
+
+        return agree(made, "doing", action)
+
+    return call
+
+
+def test_without_an_error_each_rank_has_its_own_value() -> None:
+    board = Board(4)
+    assert on_all(board, raising({})) == [0, 1, 2, 3]
+    assert len(board.contents) == 4 + 1, "two messages a rank: its own, and the verdict that all hear"
+
+
+def test_alone_nothing_is_said() -> None:
+    board = Board(1)
+    assert agree(Round(board, "save/1", 1), "doing", lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):  # as it is: nobody else has to be told
+        agree(Round(board, "save/1", 1), "doing", lambda: 1 // 0)
+    assert board.contents == {}
+
+
+def test_the_error_of_the_lowest_rank_is_raised_on_all() -> None:
+    mine = CorruptCheckpointError("torn", leaf="model/w", expected="a", found="b", tag="t", path="/p", hint="h")
+    told = on_all(Board(4), raising({3: UsageError("late"), 1: mine}))
+    assert told[1] is mine, "the rank itself raises its own, with its traceback"
+    facts = [(type(e), str(e), e.rank, e.leaf, e.tag, e.path, e.expected, e.found) for e in told]
+    assert facts == [facts[0]] * 4
+    assert facts[0][2] == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        (OSError(28, "No space left on device", "/disk/file"), StorageError, "No space left on device"),
+        (KeyError("w"), SaveError, "doing failed: KeyError: 'w'"),
+    ],
+)
+def test_other_exceptions_travel_as_errors_of_ours(raised: Exception, kind: type, text: str) -> None:
+    told = on_all(Board(3), raising({2: raised}))
+    assert [(type(e), e.rank, text in str(e)) for e in told] == [(kind, 2, True)] * 3
+    assert told[2].__cause__ is raised
+    assert getattr(told[0], "errno", None) == getattr(raised, "errno", None)
+
+
+def test_a_rank_that_says_nothing_is_named_by_all_and_rank_0_is_the_first_to_say_so() -> None:
+    timeout = 2.0
+    began: dict[int, float] = {}
+
+    def call(made: Round) -> None:
+        if made.rank != 2:
+            start = time.monotonic()
+            try:
+                agree(made, "doing", lambda: None)
+            finally:
+                began[made.rank] = time.monotonic() - start
+
+    told = on_all(Board(4), call, timeout)
+    assert told[2] is None
+    assert {(type(told[r]), told[r].rank, str(told[r])) for r in (0, 1, 3)} == {(RankFailedError, 2, str(told[0]))}, (
+        "the verdict of rank 0 comes before the others give rank 0 up"
+    )
+    assert f"rank 2 did not answer within {LEAD * timeout:g} s" in str(told[0])
+    assert LEAD * timeout <= began[0] < timeout
+
+
+def test_without_rank_0_the_others_give_it_up() -> None:
+    told = on_all(Board(3), lambda made: agree(made, "doing", lambda: None) if made.rank else None, 0.2)
+    assert [(type(e), e.rank) for e in told[1:]] == [(RankFailedError, 0)] * 2
+    assert "rank 0 did not answer within 0.2 s" in str(told[1])
+
+
+def test_one_deadline_is_for_all_waits_together() -> None:
+    made, deadline = Round(Board(9), "save/1", 60), Deadline(0.3)
+    began = time.monotonic()
+    for rank in range(1, 9):
+        with pytest.raises(RankFailedError, match=r"within 0\.3 s"):
+            made.hear(f"x/{rank}", rank, deadline)
+    assert 0.3 <= time.monotonic() - began < 1.5
+
+
+@pytest.mark.parametrize("size", [1, COMPRESS_BYTES // 2, 40 * COMPRESS_BYTES])
+def test_values_of_any_length_arrive(size: int) -> None:
+    board = Board(2)
+    value = {"text": "wä" * size, "list": [1, None, True, 2.5]}
+    Round(board, "a", 1).say("k", value)
+    assert Round(board.peer(1), "a", 1).hear("k", 0) == value
+    (data,) = board.contents.values()
+    assert len(data) < 2 * COMPRESS_BYTES + 100
+
+
+def test_rounds_do_not_hear_each_other() -> None:
+    board = Board(2)
+    first, second = Round(board, "save/1", 0.05), Round(board.peer(1), "save/2", 0.05)
+    first.say("k", 1)
+    first.within("tag").say("k", 2)
+    assert not second.has("k")
+    with pytest.raises(RankFailedError):
+        second.hear("k", 0)
+    again = Round(board.peer(1), "save/1", 0.05)
+    assert (again.hear("k", 0), again.within("tag").hear("k", 0)) == (1, 2)
+    assert len(first.said) == 2, "what was said in a round inside is forgotten with it"
+    first.forget()
+    assert board.contents == {}
+
+
+def test_a_round_is_closed_when_all_have_closed_it() -> None:
+    board = Board(3)
+    rounds = [Round(board.peer(rank), "save/1", 30) for rank in range(3)]
+    for made in rounds[:2]:
+        made.close()
+    assert not rounds[0].is_closed()
+    with pytest.raises(RankFailedError, match="rank 2") as caught:
+        rounds[0].wait_closed(Deadline(0.05))
+    assert caught.value.rank == 2
+    rounds[2].close()
+    assert rounds[0].is_closed()
+    rounds[0].wait_closed(Deadline(0.05))
+
+
+def test_a_store_that_is_gone_is_no_rank_that_is() -> None:
+    made = Round(Lost(1, 3), "save/1", 60)
+    for ask in (lambda: made.hear("k", 0), lambda: made.has("k"), made.is_closed):
+        with pytest.raises(RankFailedError, match="store through which the ranks of the job meet is gone") as caught:
+            ask()
+        assert isinstance(caught.value.__cause__, ConnectionError)
+        assert caught.value.rank is None

@@ -1,0 +1,40 @@
+"""Under the real torchrun: its ranks have imported nothing before, and its agent holds the store."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import xla_ckpt
+from tests.jobs import torchrun
+
+FRAMEWORKS = ("orbax", "jax", "torch_xla")
+
+
+def saves_and_resumes(rank: int, root: Path) -> tuple[list[str], list[str]]:
+    """Save with what torch alone has, then with torch_xla; what was imported by the first, and what is wrong."""
+    import torch
+
+    mesh, rules = xla_ckpt.Mesh(tp=2), [("w", ("tp",))]
+    xla_ckpt.save(root, "a", {"w": torch.full((3,), float(rank))}, mesh=mesh, shardings=rules)
+    imported = [name for name in FRAMEWORKS if name in sys.modules]
+
+    import neuron_compat
+    from tests.topology.kinds import build
+
+    with neuron_compat.emulate():
+        held = build("dp=2 zero1", blank=False)
+        xla_ckpt.save_checkpoint(root, "zero1", held.model, held.optimizer, async_save=True, **held.options)
+        xla_ckpt.finalize_checkpoint()
+        fresh = build("tp=2", blank=True)
+        xla_ckpt.load_checkpoint(root, "zero1", fresh.model, fresh.optimizer, **fresh.options)
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    return imported, fresh.differences()
+
+
+def test_two_ranks_save_and_resume_and_only_the_first_one_needs_orbax(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    assert torchrun(saves_and_resumes, 2, tmp_path, root) == [(["orbax", "jax"], []), ([], [])]
+    assert xla_ckpt.restore(root, "a").tree["w"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert xla_ckpt.verify(root, "zero1").ok
