@@ -23,7 +23,7 @@ from typing import Any
 import xla_ckpt
 
 HERE = Path(__file__).parent
-UNFINISHED = "*.orbax-checkpoint-tmp"
+UNFINISHED = ".new-*"
 
 
 def command(root: Path, log: Path, steps: int, every: int) -> list[str]:
@@ -51,7 +51,7 @@ def train_and_kill(after: int, root: Path, *args: Any) -> str:
             process.wait()
             left = [d for d in writing if d.is_dir()]
             if left:
-                return left[0].name.removesuffix(UNFINISHED[1:])
+                return left[0].name.removeprefix(UNFINISHED[:-1])
             return train_and_kill(after, root, *args)  # it committed in that very moment: go on, and try again
     raise SystemExit("the training ended before it could be killed in mid-save")
 

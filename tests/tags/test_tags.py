@@ -177,6 +177,7 @@ def test_leftovers_of_killed_saves_are_ignored_and_cleaned(tmp_path: Path) -> No
     put(tmp_path, "a", 1)
     xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
     shutil.copytree(tmp_path / "a", tmp_path / "b.orbax-checkpoint-tmp")
+    shutil.copytree(tmp_path / "a", tmp_path / ".new-b")
     shutil.copytree(tmp_path / "a", tmp_path / ".old-a")
     shutil.copytree(tmp_path / "a", tmp_path / ".trash/a")
     assert xla_ckpt.list_tags(tmp_path) == ["a"]

@@ -209,7 +209,7 @@ def test_kill_nine(tmp_path: Path) -> None:
     assert (error["kind"], error["rank"]) == ("RankFailedError", 0)
     untouched(alone)
 
-    assert [bool(list(root.glob("*.orbax-checkpoint-tmp*"))) for root in (one, zero, alone)] == [False, True, True]
+    assert [bool(list(root.glob(".new-*"))) for root in (one, zero, alone)] == [False, True, True]
     outcome = job(begins_anew, one, zero, alone)
     for root in (one, zero, alone):
         assert outcome.values(str(root)) == ["good"] * RANKS

@@ -99,7 +99,7 @@ def saves_on_two_hosts(rank: int, shared: Path, private: Path) -> dict[str, Any]
         "private": attempt(lambda: xla_ckpt.save(private, "a", state(2)).tag),
     }
     if rank == 3:  # what a killed save of another job has left on the disk of this host
-        (private / "a.orbax-checkpoint-tmp").mkdir()
+        (private / ".new-a").mkdir()
     dist.barrier()
     told["stale"] = attempt(lambda: xla_ckpt.save(private, "a", state(3)).tag)
     if rank == 0:
