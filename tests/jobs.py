@@ -87,7 +87,8 @@ def run_alone(
     """Call a function in a process of its own, which is no rank of a job; what it returned. `env` adds to its own."""
     alone = bear(Call.of(function, *args), env=environment(env), xla=xla)
     alone.communicate(timeout)
-    return alone.value()
+    value: Value = alone.value()
+    return value
 
 
 def start_program_on_ranks(program: Program, world: int, *, xla: bool = False, cwd: Path) -> list[Born]:

@@ -154,10 +154,11 @@ class Born:
 
     def value(self) -> Any:
         """What its function returned, once it has ended; raises what that raised, with all that it printed."""
-        kind, value = pickle.loads(self._outcome) if self._outcome else ("ended", None)
+        outcome: tuple[str, Any] = pickle.loads(self._outcome) if self._outcome else ("ended", None)
+        kind, value = outcome
         if kind == "value" and self.returncode == 0:
             return value
-        error = value if kind == "error" else ProcessError(f"it ended with exit code {self.returncode}")
+        error: Exception = value if kind == "error" else ProcessError(f"it ended with exit code {self.returncode}")
         out, err = self._told
         error.add_note(f"--- stdout\n{out[-8000:]}\n--- stderr\n{err[-8000:]}")
         raise error
