@@ -32,7 +32,7 @@ from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import Record, Sample, merge
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.save_plan import SavePlan, plan_save
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
 
@@ -97,7 +97,7 @@ def mesh_of(world: int, tp: int = 8, pp: int = 8) -> Mesh:
 def leaves_of(model: Model, mesh: Mesh, rank: int) -> list[Leaf]:
     """What a rank holds, in the order of the state tree: bf16 weights; fp32 moments and master weights by ZeRO-1."""
     parameters = list(model.stage(mesh.pp, mesh.coordinates(rank)["pp"]))
-    places: dict[tuple[tuple[int, ...], Sharding], tuple[Local, Local]] = {}
+    places: dict[tuple[tuple[int, ...], Sharding], tuple[LocalArray, LocalArray]] = {}
     for _, shape, sharding in parameters:
         if (shape, sharding) not in places:
             local = tuple(

@@ -24,16 +24,26 @@ if TYPE_CHECKING:
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
 
 __all__ = [
-    "Emulation", "emulate", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint",
-]  # fmt: skip
+    "Emulation",
+    "emulate",
+    "finalize_checkpoint",
+    "has_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+]
 
 _HOMES = {
     "emulation": ("Emulation", "emulate"),
     "nxd": (  # with its submodules, for `import neuron_compat as nxd`
-        "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint",
-        "optimizer", "parallel_layers", "trainer",
+        "finalize_checkpoint",
+        "has_checkpoint",
+        "load_checkpoint",
+        "save_checkpoint",
+        "optimizer",
+        "parallel_layers",
+        "trainer",
     ),
-}  # fmt: skip
+}
 
 __getattr__, __dir__ = lazily(__name__, _HOMES, ["nxd"])
 

@@ -92,16 +92,25 @@ def emulate() -> Emulation:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     made = Emulation()
     made.replace(
-        xr, global_ordinal=lambda: rank, process_index=lambda: rank,
-        world_size=lambda: world, global_device_count=lambda: world, process_count=lambda: world,
+        xr,
+        global_ordinal=lambda: rank,
+        process_index=lambda: rank,
+        world_size=lambda: world,
+        global_device_count=lambda: world,
+        process_count=lambda: world,
         local_ordinal=lambda: int(os.environ.get("LOCAL_RANK", rank)),
         local_process_count=lambda: int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-    )  # fmt: skip
+    )
     made.replace(
-        xm, all_reduce=_all_reduce, all_gather=_all_gather, reduce_scatter=_reduce_scatter,
-        collective_permute=_collective_permute, collective_broadcast=_collective_broadcast, all_to_all=_all_to_all,
+        xm,
+        all_reduce=_all_reduce,
+        all_gather=_all_gather,
+        reduce_scatter=_reduce_scatter,
+        collective_permute=_collective_permute,
+        collective_broadcast=_collective_broadcast,
+        all_to_all=_all_to_all,
         rendezvous=_rendezvous,
-    )  # fmt: skip
+    )
     _current.append(made)
     return made
 
@@ -166,18 +175,30 @@ def _all_reduce(
 
 @torch.no_grad()
 def _all_gather(
-    value: Tensors, dim: int = 0, groups: Groups = None, output: Tensors = None, pin_layout: bool = True,
-    channel_id: Any = None, use_global_device_ids: Any = None,
-) -> Tensors:  # fmt: skip
+    value: Tensors,
+    dim: int = 0,
+    groups: Groups = None,
+    output: Tensors = None,
+    pin_layout: bool = True,
+    channel_id: Any = None,
+    use_global_device_ids: Any = None,
+) -> Tensors:
     return _each(value, output, lambda v: torch.cat(_gather(v, groups), dim))
 
 
 @torch.no_grad()
 def _reduce_scatter(
-    reduce_type: str, input: Tensors, scale: float, scatter_dim: int, shard_count: int,  # noqa: A002  # XLA's name
-    groups: Groups = None, output: Tensors = None, pin_layout: bool = True, channel_id: Any = None,
+    reduce_type: str,
+    input: Tensors,  # noqa: A002  # XLA's name
+    scale: float,
+    scatter_dim: int,
+    shard_count: int,
+    groups: Groups = None,
+    output: Tensors = None,
+    pin_layout: bool = True,
+    channel_id: Any = None,
     use_global_device_ids: Any = None,
-) -> Tensors:  # fmt: skip
+) -> Tensors:
     def one(value: torch.Tensor) -> torch.Tensor:
         if value.shape[scatter_dim] % shard_count:
             raise ValueError(f"dim {scatter_dim} of {list(value.shape)} does not divide into {shard_count} shards")
@@ -206,9 +227,13 @@ def _collective_broadcast(
 
 @torch.no_grad()
 def _all_to_all(
-    value: torch.Tensor, split_dimension: int, concat_dimension: int, split_count: int, groups: Groups = None,
+    value: torch.Tensor,
+    split_dimension: int,
+    concat_dimension: int,
+    split_count: int,
+    groups: Groups = None,
     pin_layout: bool = True,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     mine = _index(groups)
     parts = [v.chunk(split_count, split_dimension)[mine] for v in _gather(value, groups)]
     return torch.cat(parts, concat_dimension).to(value.device)

@@ -70,14 +70,24 @@ _HOMES = {
     "engine.report": ("LoadReport", "SaveReport"),
     "engine.verify": ("VerifyReport",),
     "errors": (
-        "CheckpointError", "CorruptCheckpointError", "DivergentReplicasError", "FormatError",
+        "CheckpointError",
+        "CorruptCheckpointError",
+        "DivergentReplicasError",
+        "FormatError",
         "IncompatibleCheckpointError",
-        "InvalidTagError", "NoCheckpointError", "RankFailedError", "SaveError", "StorageError", "UnsupportedStateError",
-        "UnsupportedVersionError", "UntrustedObjectError", "UsageError",
+        "InvalidTagError",
+        "NoCheckpointError",
+        "RankFailedError",
+        "SaveError",
+        "StorageError",
+        "UnsupportedStateError",
+        "UnsupportedVersionError",
+        "UntrustedObjectError",
+        "UsageError",
     ),
     "sharding.mesh": ("Mesh",),
     "plan.explain": ("Explanation",),
-}  # fmt: skip
+}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604  # all of them are strings

@@ -28,19 +28,39 @@ _TABLE = {
     d.name: d
     for d in (
         DType("bool", 1, "BOOL"),
-        DType("uint8", 1, "U8"), DType("uint16", 2, "U16"), DType("uint32", 4, "U32"), DType("uint64", 8, "U64"),
-        DType("int8", 1, "I8"), DType("int16", 2, "I16"), DType("int32", 4, "I32"), DType("int64", 8, "I64"),
-        DType("float16", 2, "F16"), DType("bfloat16", 2, "BF16"), DType("float32", 4, "F32"),
-        DType("float64", 8, "F64"), DType("complex64", 8, "C64"), DType("complex128", 16, None),
-        DType("float8_e4m3fn", 1, "F8_E4M3"), DType("float8_e5m2", 1, "F8_E5M2"),
-        DType("float8_e4m3fnuz", 1, None), DType("float8_e5m2fnuz", 1, None), DType("float8_e8m0fnu", 1, None),
+        DType("uint8", 1, "U8"),
+        DType("uint16", 2, "U16"),
+        DType("uint32", 4, "U32"),
+        DType("uint64", 8, "U64"),
+        DType("int8", 1, "I8"),
+        DType("int16", 2, "I16"),
+        DType("int32", 4, "I32"),
+        DType("int64", 8, "I64"),
+        DType("float16", 2, "F16"),
+        DType("bfloat16", 2, "BF16"),
+        DType("float32", 4, "F32"),
+        DType("float64", 8, "F64"),
+        DType("complex64", 8, "C64"),
+        DType("complex128", 16, None),
+        DType("float8_e4m3fn", 1, "F8_E4M3"),
+        DType("float8_e5m2", 1, "F8_E5M2"),
+        DType("float8_e4m3fnuz", 1, None),
+        DType("float8_e5m2fnuz", 1, None),
+        DType("float8_e8m0fnu", 1, None),
         # JAX's (ml_dtypes) without a torch twin; sub-byte ones take a byte each in host memory.
-        DType("float8_e4m3", 1, None), DType("float8_e3m4", 1, None), DType("float8_e4m3b11fnuz", 1, None),
-        DType("float6_e2m3fn", 1, None), DType("float6_e3m2fn", 1, None), DType("float4_e2m1fn", 1, None),
-        DType("int4", 1, None), DType("uint4", 1, None), DType("int2", 1, None), DType("uint2", 1, None),
+        DType("float8_e4m3", 1, None),
+        DType("float8_e3m4", 1, None),
+        DType("float8_e4m3b11fnuz", 1, None),
+        DType("float6_e2m3fn", 1, None),
+        DType("float6_e3m2fn", 1, None),
+        DType("float4_e2m1fn", 1, None),
+        DType("int4", 1, None),
+        DType("uint4", 1, None),
+        DType("int2", 1, None),
+        DType("uint2", 1, None),
         DType("float4_e2m1fn_x2", 1, None),
     )
-}  # fmt: skip
+}
 
 
 def dtype(name: str) -> DType:

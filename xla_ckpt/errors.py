@@ -60,8 +60,9 @@ class CheckpointError(Exception):
             f"{word} {getattr(self, fact)}" for fact, word in names.items() if getattr(self, fact) is not None
         )
         text = f"{self.problem} [{where}]" if where else self.problem
-        compared = [f"{word} {fact}" for word, fact in (("expected", self.expected), ("found", self.found))
-                    if fact is not None]  # fmt: skip
+        compared = [
+            f"{word} {fact}" for word, fact in (("expected", self.expected), ("found", self.found)) if fact is not None
+        ]
         text += f": {', '.join(compared)}" if compared else ""
         text = f"{text}. {self.hint}" if self.hint else text
         return f"{text}\n{self.details}" if self.details else text
@@ -158,11 +159,22 @@ class RestoredElsewhereError(CheckpointError, RuntimeError):
 KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind
     for kind in (
-        CheckpointError, NoCheckpointError, CorruptCheckpointError, FormatError, IncompatibleCheckpointError,
-        UnsupportedVersionError, InvalidTagError, UnsupportedStateError, UntrustedObjectError, StorageError,
-        SaveError, DivergentReplicasError, RankFailedError, UsageError,
+        CheckpointError,
+        NoCheckpointError,
+        CorruptCheckpointError,
+        FormatError,
+        IncompatibleCheckpointError,
+        UnsupportedVersionError,
+        InvalidTagError,
+        UnsupportedStateError,
+        UntrustedObjectError,
+        StorageError,
+        SaveError,
+        DivergentReplicasError,
+        RankFailedError,
+        UsageError,
     )
-}  # fmt: skip
+}
 """Every kind of error that can travel between ranks, by name."""
 
 

@@ -17,7 +17,7 @@ from tests.layouts.writing import as_job
 from tests.strategies import boxes_in
 from xla_ckpt import ArraySpec, Mesh, dtypes
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import check, read_into
+from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
@@ -70,7 +70,7 @@ def test_each_byte_is_told_once(tag: TagReader, boxes: list[Box]) -> None:
     slots = [memoryview(bytearray(4 * box.size)) for box in boxes]
     reading, checking = Count(), Count()
     read_into(tag, plan, slots, progress=reading)
-    check(tag, plan, progress=checking)
+    check_reads(tag, plan, progress=checking)
     assert (reading.done, checking.done) == (plan.read_bytes, plan.read_bytes)
 
 

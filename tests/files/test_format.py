@@ -21,15 +21,15 @@ from xla_ckpt.sharding.grid import Grid
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=30))
 def test_integers_survive(values: list[int]) -> None:
-    assert intseq.unpack(json.loads(json.dumps(intseq.pack(values))), len(values)) == tuple(values)
+    assert intseq.unpack_ints(json.loads(json.dumps(intseq.pack_ints(values))), len(values)) == tuple(values)
 
 
 @given(st.integers(0, 1000), st.integers(-5, 1000), st.integers(4, 5000))
 def test_progressions_are_short(first: int, step: int, count: int) -> None:
     values = [first + step * k for k in range(count)]
     if values[-1] >= 0:
-        assert len(json.dumps(intseq.pack(values))) < 40
-        assert intseq.unpack(intseq.pack(values), count) == tuple(values)
+        assert len(json.dumps(intseq.pack_ints(values))) < 40
+        assert intseq.unpack_ints(intseq.pack_ints(values), count) == tuple(values)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_progressions_are_short(first: int, step: int, count: int) -> None:
 )  # fmt: skip
 def test_broken_integer_lists(packed: Any, count: int) -> None:
     with pytest.raises(FormatError):
-        intseq.unpack(packed, count)
+        intseq.unpack_ints(packed, count)
 
 
 @given(st.integers(0, 1 << 40))
@@ -52,11 +52,11 @@ def test_blocks_cover_a_region_with_few_digests(nbytes: int) -> None:
 
 @given(st.lists(st.integers(0, (1 << 64) - 1), max_size=9))
 def test_digest_tables_survive(digests: list[int]) -> None:
-    text = digest.pack(digests)
-    assert digest.unpack(text, len(digests)) == tuple(digests)
-    assert len(text) == len(digest.pack([0] * len(digests)))
+    text = digest.pack_digests(digests)
+    assert digest.unpack_digests(text, len(digests)) == tuple(digests)
+    assert len(text) == len(digest.pack_digests([0] * len(digests)))
     with pytest.raises(FormatError):
-        digest.unpack(text, len(digests) + 1)
+        digest.unpack_digests(text, len(digests) + 1)
 
 
 @st.composite
@@ -164,8 +164,8 @@ def test_sealed_manifests_parse() -> None:
 FILE = ["a", 8192, 4096, "0" * 16]
 
 
-DIGEST = digest.pack([1])
-TWO = digest.pack([1, 2])
+DIGEST = digest.pack_digests([1])
+TWO = digest.pack_digests([1, 2])
 
 
 def framed(frames: Any) -> dict[str, Any]:
@@ -319,11 +319,11 @@ regions = st.lists(
 
 @given(regions)
 def test_headers_know_their_digests(some: list[payload.Region]) -> None:
-    ordered = [some[i] for i in payload.order(some)]
+    ordered = [some[i] for i in payload.file_order(some)]
     count = sum(digest.block_count(r.nbytes) for r in ordered)
     head = payload.header(ordered, list(range(count)))
     assert len(head) == len(payload.header(ordered))
-    assert len(head) % payload.ALIGNMENT == 0
+    assert len(head) % payload.REGION_ALIGNMENT == 0
     table = payload.parse_header(head)
     seen = []
     for region, at in zip(ordered, payload.offsets(ordered), strict=True):

@@ -28,7 +28,7 @@ from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.plan.save_plan import Entry, FilePlan, SavePlan, Source
+from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource, SavePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.local import LocalDirectory
 from xla_ckpt.storage.memory import MemoryDirectory
@@ -66,7 +66,7 @@ def plan_of(named: dict[str, torch.Tensor], cuts: list[tuple[int, ...]], path: s
 
     codec = TorchFile("b", dumps({name: LeafAt(name) for name in named}, "", in_file), tuple(cuts))
     sources = [
-        Source(name, 0, sum(parts[:i]), parts[i])
+        RegionSource(name, 0, sum(parts[:i]), parts[i])
         for name, parts in zip(named, cuts, strict=True) for i in range(len(parts))
     ]  # fmt: skip
     entries = tuple(Entry(s.leaf, Box.whole((s.nbytes,)), i) for i, s in enumerate(sources))

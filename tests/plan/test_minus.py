@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from xla_ckpt import dtypes
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.plan.leaf import Leaf, LocalShard, leaf_of
-from xla_ckpt.plan.save_plan import Entry, FilePlan, SavePlan, Source, plan_save
+from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource, SavePlan, plan_save
 from xla_ckpt.sharding.box import Box, is_partition
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.owners import SPLIT_BYTES
@@ -103,7 +103,7 @@ def test_the_header_of_a_file_names_what_is_left() -> None:
 
 def test_a_file_that_needs_its_regions_keeps_them_as_copies() -> None:
     """torch.load wants every storage that the pickle names; the manifest finds the leaf in another file."""
-    sources = (Source("model/a", 0, 0, 8), Source("model/b", 0, 0, 4), Source("model/b", 0, 4, 4))
+    sources = (RegionSource("model/a", 0, 0, 8), RegionSource("model/b", 0, 0, 4), RegionSource("model/b", 0, 4, 4))
     entries = (
         Entry("model/a", Box((0,), (2,)), 0),
         Entry("model/b", Box((0,), (1,)), 1),

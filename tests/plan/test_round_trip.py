@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import boxes_in, cuts_of
 from xla_ckpt import dtypes
-from xla_ckpt.engine.read import check, read_into
+from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import verify_tag
 from xla_ckpt.engine.write import write_files
@@ -66,7 +66,7 @@ def fetch(directory: MemoryDirectory, wants: list[tuple[str, Box]]) -> tuple[lis
         assert record is not None
         arrays.append(np.zeros(box.shape, numpy_of(record.dtype)))
     plan = plan_restore(reader.manifest, [Want(p, b, i) for i, (p, b) in enumerate(wants)])
-    check(reader, plan)
+    check_reads(reader, plan)
     read_into(reader, plan, [bytes_view(a) for a in arrays], workers=2)
     return arrays, plan
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_ckpt.sharding.cuts import Cut, held, interleaved, order, pieces_of, uneven
+from xla_ckpt.sharding.cuts import Cut, held, interleaved, mesh_order, pieces_of, uneven
 
 meshes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=4)
 """(parts, factor) of each cut."""
@@ -66,7 +66,7 @@ def test_even_sizes_mean_one_after_another(blocks: int, mesh: list[tuple[int, in
 @given(st.integers(0, 60), meshes)
 def test_interleaved_cuts_of_any_size_mean_one_after_another(size: int, mesh: list[tuple[int, int]]) -> None:
     for cuts in every_process(mesh):
-        if order(cuts) is None:
+        if mesh_order(cuts) is None:
             assert elements(held(size, cuts)) == one_after_another(size, cuts)
 
 
@@ -76,7 +76,7 @@ def test_factors_that_name_an_order_are_taken_at_their_word(size: int, sizes: li
     """The mesh dims in the order in which they cut."""
     mesh = [(n, prod(sizes[j] for j in places[: places.index(i)] if j > i)) for i, n in enumerate(sizes)]
     for cuts in every_process(mesh):
-        assert order(cuts) is not None
+        assert mesh_order(cuts) is not None
         plain = [replace(cuts[i], factor=1) for i in places]
         assert elements(held(size, cuts)) == one_after_another(size, plain)
 
@@ -120,4 +120,4 @@ def test_pieces_put_a_local_array_together(dims: list[tuple[int, list[tuple[int,
     ],
 )
 def test_orders_that_factors_name(mesh: list[tuple[int, int]], expected: tuple[int, ...] | None) -> None:
-    assert order(every_process(mesh)[0]) == expected
+    assert mesh_order(every_process(mesh)[0]) == expected

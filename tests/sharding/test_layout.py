@@ -14,7 +14,7 @@ from tests.strategies import boxes_in, cuts_of, full_shapes, shapes
 from xla_ckpt.sharding.box import Box, is_partition, overlapping_pair
 from xla_ckpt.sharding.grid import Grid, fit, fit_all
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.owners import SPLIT_BYTES, Held, owned, rows_of
+from xla_ckpt.sharding.owners import SPLIT_BYTES, HeldShard, owned, row_range
 from xla_ckpt.sharding.ranges import pieces, runs
 
 
@@ -122,7 +122,7 @@ def test_a_mesh_refuses_nonsense(text: str) -> None:
 @given(full_shapes, st.integers(1, 6))
 def test_rows_of_all_replicas_are_the_shard(shape: tuple[int, ...], replicas: int) -> None:
     whole = Box.whole(shape)
-    parts = [rows_of(whole, r, replicas) for r in range(replicas)]
+    parts = [row_range(whole, r, replicas) for r in range(replicas)]
     assert is_partition([p for p in parts if p is not None], whole)
 
 
@@ -133,7 +133,7 @@ def test_every_byte_has_one_owner(shards: list[tuple[tuple[int, ...], int]]) -> 
         mine = [shape for shape, g in shards if g == group]
         written: list[list[Box]] = [[] for _ in mine]
         for replica in range(replicas):
-            held = [Held(Box.whole(s), 4, replica, replicas, group) for s in mine]
+            held = [HeldShard(Box.whole(s), 4, replica, replicas, group) for s in mine]
             for i, part in enumerate(owned(held)):
                 if part is not None:
                     written[i].append(part)
@@ -147,7 +147,7 @@ def test_replicas_share_the_bytes_evenly() -> None:
         load = [
             sum(
                 part.size * 4
-                for part in owned([Held(Box.whole(s), 4, r, replicas) for s in shapes_])
+                for part in owned([HeldShard(Box.whole(s), 4, r, replicas) for s in shapes_])
                 if part is not None
             )
             for r in range(replicas)

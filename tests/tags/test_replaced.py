@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xla_ckpt
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.directory import open_tag
+from xla_ckpt.tags.directory import open_directory
 
 
 def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_read(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_r
     for value in range(4):
         xla_ckpt.save(tmp_path, "best", {"value": value})
         assert xla_ckpt.restore(tmp_path, "best").tree == {"value": value}
-        readers.append(open_tag(LocalStore(str(tmp_path)), "best"))
+        readers.append(open_directory(LocalStore(str(tmp_path)), "best"))
     manifests = []
     for reader in readers:
         source = reader.open("manifest.json")

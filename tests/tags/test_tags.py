@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import xla_ckpt
 from xla_ckpt.engine.verify import ORBAX_FILES
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.directory import entries, open_tag
+from xla_ckpt.tags.directory import entries, open_directory
 from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.retention import TagFact, superfluous
 
@@ -145,7 +145,10 @@ def test_retention_laws(some: list[TagFact], kept: int | None) -> None:
 
 def test_a_tag_that_is_read_is_not_deleted_under_its_reader(tmp_path: Path) -> None:
     put(tmp_path, "a", "old a"), put(tmp_path, "b", "old b")
-    reading_a, reading_b = open_tag(LocalStore(str(tmp_path)), "a"), open_tag(LocalStore(str(tmp_path)), "b")
+    reading_a, reading_b = (
+        open_directory(LocalStore(str(tmp_path)), "a"),
+        open_directory(LocalStore(str(tmp_path)), "b"),
+    )
     put(tmp_path, "c", num_kept_ckpts=1)
     put(tmp_path, "b", "new b", num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()

@@ -21,7 +21,7 @@ from xla_ckpt.plan.leaf import leaf_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.storage.memory import MemoryDirectory
 
@@ -37,7 +37,7 @@ class Topology:
         m = self.mesh
         return f"pp{m.pp}dp{m.dp}cp{m.cp}tp{m.tp}{'-zero1' if self.zero else ''}"
 
-    def arrays(self, rank: int) -> dict[str, tuple[Local, torch.Tensor]]:
+    def arrays(self, rank: int) -> dict[str, tuple[LocalArray, torch.Tensor]]:
         """Leaf path -> where it lies, and its bytes, on one rank; the second from the test's own code."""
         found = {}
         for name in names_of(self.mesh, rank):
@@ -95,7 +95,7 @@ def stored(topology: Topology) -> TagReader:
     return TagReader(directory, "memory", "t")
 
 
-def restored(reader: TagReader, arrays: dict[str, tuple[Local, torch.Tensor]]) -> dict[str, Any]:
+def restored(reader: TagReader, arrays: dict[str, tuple[LocalArray, torch.Tensor]]) -> dict[str, Any]:
     """The arrays of one rank, read anew."""
     wants, slots, fills = [], [], {}
     for path, (local, like) in arrays.items():

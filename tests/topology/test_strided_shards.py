@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from xla_ckpt.arrays.registry import require
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box, is_partition
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
 
 TORCH_2_9 = issubclass(_StridedShard, Shard)
@@ -77,7 +77,7 @@ def region(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
-def stored(value: DTensor, local: Local) -> torch.Tensor:
+def stored(value: DTensor, local: LocalArray) -> torch.Tensor:
     """The global array as this rank's files would have it; -1 where it has nothing."""
     found = torch.full(value.shape, -1.0)
     shards = require(value).host([(value, local)])[0]
@@ -87,7 +87,7 @@ def stored(value: DTensor, local: Local) -> torch.Tensor:
     return found
 
 
-def loaded(value: DTensor, local: Local, whole: torch.Tensor, *, new: bool) -> DTensor:
+def loaded(value: DTensor, local: LocalArray, whole: torch.Tensor, *, new: bool) -> DTensor:
     """The DTensor after a load of the whole array."""
     adapter = require(value)
     target = adapter.like(value, local) if new else adapter.into(value, local, owned=True)

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.strategies import FakeArray, keys, same, trees
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.codec import Codec
+from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.flatten import Unflattener, component, flatten
-from xla_ckpt.tree.skeleton import array_paths, children, find
+from xla_ckpt.tree.skeleton import array_paths, children, part_at
 
-CODEC = Codec()
+CODEC = ValueCodec()
 
 
 def kind(value: Any) -> str | None:
@@ -72,7 +72,7 @@ def test_every_array_has_its_own_path_and_can_be_found(tree: Any) -> None:
     flat = flatten(tree, kind, CODEC)
     assert array_paths(flat.skeleton, "") == dict.fromkeys(flat.arrays, "fake")
     for path in flat.arrays:
-        assert find(flat.skeleton, path) == {"$array": "fake"}
+        assert part_at(flat.skeleton, path) == {"$array": "fake"}
 
 
 @pytest.mark.parametrize(

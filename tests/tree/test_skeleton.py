@@ -9,11 +9,11 @@ import pytest
 
 from tests.strategies import FakeArray
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.tree.codec import Codec, Json
+from xla_ckpt.tree.codec import Json, ValueCodec
 from xla_ckpt.tree.flatten import Unflattener, flatten
 from xla_ckpt.tree.skeleton import Make, Weave
 
-CODEC = Codec()
+CODEC = ValueCodec()
 
 
 class Pair(NamedTuple):

@@ -20,7 +20,7 @@ from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.shared_reads import SharedReads
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed
-from xla_ckpt.layouts.registry import find, no_tag, open_tag, passed_over, tags
+from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, Rules, parse_rules
@@ -306,7 +306,7 @@ class _Load:
         return found
 
     def _listed(self) -> list[str]:
-        found = tags(self.store)
+        found = all_tags(self.store)
         if (newer := passed_over(found)) is not None:
             logger.warning(
                 "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
@@ -320,7 +320,7 @@ class _Load:
 
     def _open(self, tag: str, exchange: Round) -> TagReader:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
-        found = find(self.store, tag)
+        found = find_foreign(self.store, tag)
         if found is None or not found[0].asks:
             with agreed(exchange, "opening"):
                 return open_tag(self.store, tag)

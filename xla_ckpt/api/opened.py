@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.layouts.registry import find, open_tag
+from xla_ckpt.layouts.registry import find_foreign, open_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
@@ -27,7 +27,7 @@ def opened(
         NoCheckpointError: There is no such tag.
         CheckpointError: It is damaged, or model, optimizer and rules contradict it.
     """
-    found = find(store, tag)
+    found = find_foreign(store, tag)
     if found is None or not found[0].asks:
         return open_tag(store, tag)
     from xla_ckpt.state.hints import hints_of

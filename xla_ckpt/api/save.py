@@ -9,11 +9,11 @@ from typing import Any
 
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.phases import Phases
-from xla_ckpt.engine.save import Part, Save
+from xla_ckpt.engine.save import Part, Save, Writing
 from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.layouts.base import Layout, Writing
+from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import named, saved
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement

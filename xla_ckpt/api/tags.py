@@ -61,4 +61,4 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
         UnsupportedVersionError: A newer version of this library wrote it.
     """
     store = store_at(path)
-    return registry.verify(store, chosen_tag(store, tag), num_workers)
+    return registry.verify_stored(store, chosen_tag(store, tag), num_workers)

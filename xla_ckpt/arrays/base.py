@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.take import HostShard
 
 
@@ -33,14 +33,14 @@ class ArrayAdapter(Protocol):
     def shape(self, value: Any) -> tuple[int, ...]:
         """Shape of what this process holds in one tensor; for arrays that know their place, the global shape."""
 
-    def place(self, value: Any, path: str = "") -> Local | None:
+    def place(self, value: Any, path: str = "") -> LocalArray | None:
         """Where its elements are in the global array; None if the array itself does not know."""
 
-    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         """The bytes of each piece of each value."""
 
-    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         """A target that overwrites `value`. `owned`: it is the parameter itself, not an alias of it."""
 
-    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         """A target that makes a new array like `value` (of another type, if one is named); `value` stays as it is."""

@@ -13,8 +13,8 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.cuts import Cut, Interval, held, interleaved, order, pieces_of, uneven
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.cuts import Cut, Interval, held, interleaved, mesh_order, pieces_of, uneven
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.take import HostShard
 
 
@@ -40,7 +40,7 @@ class DTensors:
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 
-    def place(self, value: Any, path: str = "") -> Local | None:
+    def place(self, value: Any, path: str = "") -> LocalArray | None:
         mesh, shape = value.device_mesh, tuple(value.shape)
         _check_order(value, path)
         coordinate = mesh.get_coordinate()
@@ -62,7 +62,7 @@ class DTensors:
                     hint="Redistribute it to Shard or Replicate before it is saved or loaded.",
                 )
         if coordinate is None:
-            return Local(shape, ())
+            return LocalArray(shape, ())
         pieces, local_shape = pieces_of(
             [_held(n, [cut for _, cut in by_dim], path) for n, by_dim in zip(shape, cuts, strict=True)]
         )
@@ -75,15 +75,15 @@ class DTensors:
             )
         names = mesh.mesh_dim_names or tuple(f"mesh{d}" for d in range(mesh.ndim))
         spec = tuple(_spec([(names[d], cut) for d, cut in by_dim]) for by_dim in cuts)
-        return Local(shape, pieces, replica, replicas, ("dtensor", ranks, tuple(copied)), spec)
+        return LocalArray(shape, pieces, replica, replicas, ("dtensor", ranks, tuple(copied)), spec)
 
-    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         found: list[list[HostShard]] = []
         for value, local in values:
             found += self._plain(value._local_tensor).host([(value._local_tensor, local)])
         return found
 
-    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         inner = self._plain(value._local_tensor).into(value._local_tensor, local, owned=owned)
 
         def install() -> Any:
@@ -92,7 +92,7 @@ class DTensors:
 
         return replace(inner, install=install)
 
-    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         inner = self._plain(value._local_tensor).like(value._local_tensor, local, dtype)
         mesh, placements, shape, stride = value.device_mesh, value.placements, value.shape, value.stride()
         return replace(
@@ -161,7 +161,7 @@ def _spec(named: Sequence[tuple[str, Cut]]) -> tuple[object, ...] | None:
     """What cuts a tensor dim, outermost first, as `Sharding.spec` has it."""
     if not named:
         return None
-    nested = order([cut for _, cut in named])
+    nested = mesh_order([cut for _, cut in named])
     if nested is None and len(named) == 1:
         return named[0][0], named[0][1].factor
     return tuple(named[i][0] for i in nested or range(len(named)))

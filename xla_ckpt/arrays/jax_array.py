@@ -14,7 +14,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local, Piece
+from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -38,26 +38,27 @@ class Jax:
     def dtype(self, value: Any, path: str = "") -> DType:
         if not dtypes.known(value.dtype.name):
             raise UnsupportedStateError(
-                f"a jax array of dtype {value.dtype} cannot be stored", leaf=path,
+                f"a jax array of dtype {value.dtype} cannot be stored",
+                leaf=path,
                 hint="Store jax.random.key_data(key) of a random key.",
-            )  # fmt: skip
+            )
         return dtypes.dtype(value.dtype.name)
 
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 
-    def place(self, value: Any, path: str = "") -> Local | None:
+    def place(self, value: Any, path: str = "") -> LocalArray | None:
         boxes = [_box(s.index, value.shape) for s in _owned(value)]
         pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
-        return Local(tuple(value.shape), pieces)
+        return LocalArray(tuple(value.shape), pieces)
 
-    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         return [[_host(s.data) for s in _owned(v) if s.data.size] for v, _ in values]
 
-    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one
 
-    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         return fresh_jax(tuple(value.shape), numpy_dtype(dtype) if dtype else value.dtype, value.sharding)
 
 

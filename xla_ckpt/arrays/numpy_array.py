@@ -12,7 +12,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -54,13 +54,13 @@ class Numpy:
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.shape)
 
-    def place(self, value: Any, path: str = "") -> Local | None:
+    def place(self, value: Any, path: str = "") -> LocalArray | None:
         return None
 
-    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         return [[_host(_cut(v, p.local)) for p in local.pieces] for v, local in values]
 
-    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         direct = value.flags.c_contiguous and value.flags.writeable and _is_whole(local, value.shape)
         if direct:
             boxes = tuple(p.box for p in local.pieces)
@@ -75,7 +75,7 @@ class Numpy:
 
         return replace(fresh, install=install)
 
-    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or self.dtype(value)
         return fresh(element, tuple(value.shape), numpy_dtype(element), local)
 
@@ -84,7 +84,7 @@ def _cut(value: Any, box: Box) -> Any:
     return value[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
 
 
-def _is_whole(local: Local, shape: Sequence[int]) -> bool:
+def _is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
     return len(local.pieces) == 1 and local.pieces[0].local.shape == tuple(shape)
 
 
@@ -93,7 +93,7 @@ def _host(value: Any) -> HostShard:
     return HostShard(bytes_of(plain), plain, immutable=not value.flags.c_contiguous)
 
 
-def fresh(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local: Local) -> Target:
+def fresh(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local: LocalArray) -> Target:
     """A target that makes a new array of a local shape; its padding is zero."""
     made: Any = None
     buffers: list[Any] = []

@@ -17,7 +17,7 @@ from xla_ckpt.arrays.torch_host import fresh as fresh_torch
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding
 
@@ -119,11 +119,13 @@ def check_memory(value: Any, path: str) -> None:
     """
     if is_meta(value):
         raise UsageError(
-            "a tensor on the meta device has no memory to load into", leaf=path, expected="a tensor on another device",
+            "a tensor on the meta device has no memory to load into",
+            leaf=path,
+            expected="a tensor on another device",
             found=f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on meta",
             hint="Call model.to_empty(device=...) first, and make the optimizer after it. To describe an array to "
             "restore(), use xla_ckpt.ArraySpec.",
-        )  # fmt: skip
+        )
 
 
 def is_meta(value: Any) -> bool:
@@ -191,7 +193,7 @@ def target_of_spec(value: Any, placement: Placement) -> Target:
     return fresh_jax(tuple(value.shape), value.dtype, getattr(value, "sharding", None))
 
 
-def new_array(element: DType, local: Local, kind: str, device: torch.device | None = None) -> Target:
+def new_array(element: DType, local: LocalArray, kind: str, device: torch.device | None = None) -> Target:
     """A target that makes a new array of a kind, in host memory unless a torch device is named.
 
     A jax array becomes one again if jax is loaded and has the type; else a numpy array.

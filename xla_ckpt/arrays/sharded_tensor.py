@@ -13,7 +13,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local, Piece, whole
+from xla_ckpt.sharding.local_array import LocalArray, Piece, whole
 from xla_ckpt.snapshot.take import HostShard
 
 
@@ -42,18 +42,18 @@ class ShardedTensors:
     def shape(self, value: Any) -> tuple[int, ...]:
         return tuple(value.size())
 
-    def place(self, value: Any, path: str = "") -> Local | None:
+    def place(self, value: Any, path: str = "") -> LocalArray | None:
         boxes = [_box(s) for s in value.local_shards()]
-        return Local(self.shape(value), tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size))
+        return LocalArray(self.shape(value), tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size))
 
-    def host(self, values: Sequence[tuple[Any, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         found = []
         for value, _ in values:
             tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
             found.append([self._plain(t).host([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
         return found
 
-    def into(self, value: Any, local: Local, *, owned: bool) -> Target:
+    def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         parts = [
             self._plain(s.tensor).into(s.tensor, whole(tuple(s.tensor.shape)), owned=False)
             for s in value.local_shards()
@@ -66,11 +66,15 @@ class ShardedTensors:
             return value
 
         return Target(
-            self.dtype(value), local.shape, tuple(p.box for p in local.pieces), any(p.live for p in parts),
-            lambda slabs: [memory for part in parts for memory in part.memory(slabs)], install,
-        )  # fmt: skip
+            self.dtype(value),
+            local.shape,
+            tuple(p.box for p in local.pieces),
+            any(p.live for p in parts),
+            lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
+            install,
+        )
 
-    def like(self, value: Any, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         raise UnsupportedStateError(
             "a ShardedTensor cannot be made anew", hint="Pass a state dict whose ShardedTensors are to be overwritten."
         )

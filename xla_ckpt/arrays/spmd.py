@@ -13,7 +13,7 @@ from xla_ckpt.arrays.xla import materialize, shard_of
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local, Piece
+from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -66,15 +66,15 @@ class Spmd:
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
         return tuple(value.shape)
 
-    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+    def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
         pieces = [
             Piece(Box.whole(box.shape), box, lane)
             for lane, (replica, box) in enumerate(_regions(plain(value)))
             if replica == 0 and box.size
         ]
-        return Local(tuple(value.shape), tuple(pieces))
+        return LocalArray(tuple(value.shape), tuple(pieces))
 
-    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         tensors = [plain(v).detach() for v, _ in values]
         if not tensors:
             return []
@@ -84,7 +84,7 @@ class Spmd:
             for on_devices, (_, local) in zip(_XLAC._get_local_shards(tensors), values, strict=True)
         ]
 
-    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
+    def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         inner = plain(value)
         shards = _Shards(inner, dtype_of(inner), inner.dtype)
 
@@ -95,7 +95,7 @@ class Spmd:
 
         return Target(shards.dtype, tuple(value.shape), shards.boxes, False, shards.memory, install)
 
-    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         inner = plain(value)
         element = dtype or dtype_of(inner)
         shards = _Shards(inner, element, torch_type(element, inner))
@@ -119,7 +119,7 @@ class _Shards:
         self._padded = tuple(max(n) for n in sizes)
         self._whole = tuple(value.shape)
         unique = dict.fromkeys(box for box in self._of_device if box.size)
-        self._spreads = {b: Spread(Local(self._whole, (Piece(Box.whole(b.shape), b),))) for b in unique}
+        self._spreads = {b: Spread(LocalArray(self._whole, (Piece(Box.whole(b.shape), b),))) for b in unique}
         self._made: dict[Box, torch.Tensor] = {}
 
     @property

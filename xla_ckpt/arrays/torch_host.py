@@ -15,7 +15,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
@@ -99,10 +99,10 @@ class TorchHost:
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
         return tuple(value.shape)
 
-    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+    def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
         return None
 
-    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         return [[self._host(cut(v.detach(), p.local)) for p in local.pieces] for v, local in values]
 
     @staticmethod
@@ -112,7 +112,7 @@ class TorchHost:
         private = plain.data_ptr() != value.data_ptr() if value.device.type == "cpu" else True
         return HostShard(bytes_of(plain), plain, immutable=private)
 
-    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
+    def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
             fresh = self.like(value, local)
 
@@ -129,7 +129,7 @@ class TorchHost:
             dtype_of(value), local.shape, spread.boxes, True, lambda _: spread.over(value), lambda: spread.fill(value)
         )
 
-    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
         return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
 
@@ -154,7 +154,7 @@ class Spread:
     A piece that is contiguous in the tensor is filled in place, another one in a buffer of its own.
     """
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: LocalArray) -> None:
         self._pieces = local.pieces
         self._buffers: list[tuple[Box, torch.Tensor]] = []
 
@@ -189,7 +189,7 @@ class Spread:
 
 
 def fresh(
-    dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: Local
+    dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Target:
     """A target that makes a new tensor of a local shape; its padding is zero."""
     spread, made = Spread(local), torch.empty(0)

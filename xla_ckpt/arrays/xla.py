@@ -22,7 +22,7 @@ from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UsageError
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
@@ -103,14 +103,14 @@ class Xla:
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
         return tuple(value.shape)
 
-    def place(self, value: torch.Tensor, path: str = "") -> Local | None:
+    def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
         return None
 
-    def host(self, values: Sequence[tuple[torch.Tensor, Local]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         held = to_host([v for v, _ in values])
         return [[shard_of(cut(h, p.local)) for p in local.pieces] for h, (_, local) in zip(held, values, strict=True)]
 
-    def into(self, value: torch.Tensor, local: Local, *, owned: bool) -> Target:
+    def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         fresh = self.like(value, local)
 
         def install() -> torch.Tensor:
@@ -124,12 +124,14 @@ class Xla:
 
         return replace(fresh, install=install)
 
-    def like(self, value: torch.Tensor, local: Local, dtype: DType | None = None) -> Target:
+    def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
         return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
 
 
-def fresh(dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device, local: Local) -> Target:
+def fresh(
+    dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device, local: LocalArray
+) -> Target:
     """A target that makes a new tensor of a local shape on the device; its padding is zero."""
     spread, made = Spread(local), torch.empty(0)
 

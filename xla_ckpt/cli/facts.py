@@ -14,7 +14,7 @@ from xla_ckpt.api.opened import opened
 from xla_ckpt.api.tags import chosen_tag, verify
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.registry import find, layout_of, no_tag, open_tag, tag_directory, tags
+from xla_ckpt.layouts.registry import all_tags, find_foreign, layout_of, no_tag, open_tag, tag_directory
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import Store
@@ -45,14 +45,22 @@ def list_facts(root: str) -> dict[str, Any]:
     store = store_at(root)
     if not store.is_directory(""):
         raise no_tag(store, None)
-    return {"path": root, "tags": [_tag_facts(store, layout, entry) for layout, entry in tags(store)]}
+    return {"path": root, "tags": [_tag_facts(store, layout, entry) for layout, entry in all_tags(store)]}
 
 
 def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "tag": entry.tag, "sequence": entry.sequence, "created": entry.created, "pinned": entry.pinned,
-        "arrays": None, "nbytes": None, "files": None, "ranks": None, "problem": None, "layout": None,
-    }  # fmt: skip
+        "tag": entry.tag,
+        "sequence": entry.sequence,
+        "created": entry.created,
+        "pinned": entry.pinned,
+        "arrays": None,
+        "nbytes": None,
+        "files": None,
+        "ranks": None,
+        "problem": None,
+        "layout": None,
+    }
     try:
         if layout is not None:  # it has no index: its directory says what there is
             sizes = _sizes(store, entry.directory)
@@ -62,9 +70,13 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
     except CheckpointError as error:
         return {**facts, "problem": str(error)}
     return {
-        **facts, "arrays": len(manifest.arrays), "nbytes": manifest.nbytes, "files": len(manifest.files),
-        "ranks": manifest.world, "layout": layout_of(manifest).name,
-    }  # fmt: skip
+        **facts,
+        "arrays": len(manifest.arrays),
+        "nbytes": manifest.nbytes,
+        "files": len(manifest.files),
+        "ranks": manifest.world,
+        "layout": layout_of(manifest).name,
+    }
 
 
 def _sizes(store: Store, name: str) -> list[int]:
@@ -88,7 +100,7 @@ def show_facts(
     store = store_at(root)
     with opened(store, tag, parse_rules(rules), model, optimizer) as reader:
         manifest = reader.manifest
-    found = find(store, tag)
+    found = find_foreign(store, tag)
     unknown = {leaf: str(array.error(leaf)) for leaf, array in manifest.unknown.items()}
     leaves = [*manifest.arrays, *unknown, *manifest.aliases, *plain_values(manifest)]
     if not any(_matches(leaf, pattern) for leaf in leaves):
@@ -96,19 +108,32 @@ def show_facts(
     head = manifest.head
     chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
     arrays = [
-        {"leaf": leaf, "dtype": r.dtype.name, "shape": list(r.shape), "nbytes": r.nbytes,
-         "shards": sum(g.grid.cells for g in r.grids)}
+        {
+            "leaf": leaf,
+            "dtype": r.dtype.name,
+            "shape": list(r.shape),
+            "nbytes": r.nbytes,
+            "shards": sum(g.grid.cells for g in r.grids),
+        }
         for leaf, r in chosen.items()
-    ]  # fmt: skip
+    ]
     return {
-        "path": root, "tag": tag, "sequence": head.sequence, "created": head.created, "pinned": head.pinned,
-        "version": head.version, "mesh": manifest.mesh, "ranks": manifest.world, "nbytes": manifest.nbytes,
-        "arrays": arrays, "unknown": {leaf: why for leaf, why in unknown.items() if _matches(leaf, pattern)},
+        "path": root,
+        "tag": tag,
+        "sequence": head.sequence,
+        "created": head.created,
+        "pinned": head.pinned,
+        "version": head.version,
+        "mesh": manifest.mesh,
+        "ranks": manifest.world,
+        "nbytes": manifest.nbytes,
+        "arrays": arrays,
+        "unknown": {leaf: why for leaf, why in unknown.items() if _matches(leaf, pattern)},
         "layout": layout_of(manifest).name if found is None else found[0].origin,
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
         "files": [{"path": f.path, "size": f.size} for f in manifest.files],
-    }  # fmt: skip
+    }
 
 
 def _matches(leaf: str, pattern: str | None) -> bool:
@@ -135,10 +160,17 @@ def verify_facts(root: str, tag: str) -> dict[str, Any]:
     """What reading all bytes of a tag found."""
     report = verify(root, tag)
     return {
-        "path": root, "tag": tag, "ok": report.ok, "arrays": report.arrays, "files": report.files,
-        "nbytes": report.nbytes, "seconds": round(report.seconds, 3), "strangers": report.strangers,
-        "digests": report.digests, "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
-    }  # fmt: skip
+        "path": root,
+        "tag": tag,
+        "ok": report.ok,
+        "arrays": report.arrays,
+        "files": report.files,
+        "nbytes": report.nbytes,
+        "seconds": round(report.seconds, 3),
+        "strangers": report.strangers,
+        "digests": report.digests,
+        "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
+    }
 
 
 def spec(text: str) -> tuple[Any, ...]:
@@ -172,14 +204,20 @@ def explain_facts(
     """What a restore over a mesh would do."""
     found = explain(root, tag, like_mesh=mesh, shardings=rules, model=model, optimizer=optimizer)
     return {
-        "path": root, "tag": tag, "saved_mesh": found.saved_mesh, "saved_ranks": found.saved_ranks,
-        "mesh": str(found.mesh), "ok": found.ok, "problems": list(found.problems), "notes": list(found.notes),
+        "path": root,
+        "tag": tag,
+        "saved_mesh": found.saved_mesh,
+        "saved_ranks": found.saved_ranks,
+        "mesh": str(found.mesh),
+        "ok": found.ok,
+        "problems": list(found.problems),
+        "notes": list(found.notes),
         "split": {leaf: list(how) for leaf, how in found.split.items()},
         "ranks": [
             {"rank": r.rank, "needed_bytes": r.needed_bytes, "read_bytes": r.read_bytes, "files": dict(r.files)}
             for r in found.readings
         ],
-    }  # fmt: skip
+    }
 
 
 def targets(name: str | None) -> tuple[Any, Any]:

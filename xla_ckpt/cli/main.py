@@ -66,21 +66,26 @@ def _parser() -> argparse.ArgumentParser:
         "--mesh", help="the topology that the files are for, such as pp=1,dp=4,tp=2 (default: one rank)"
     )
     convert.add_argument(
-        "--cut", action="append", default=[], metavar="MODULE",
+        "--cut",
+        action="append",
+        default=[],
+        metavar="MODULE",
         help="with pp in the mesh: a module after which a pipeline stage ends, such as model.layers.15; repeat it, "
         "in order, for more stages",
-    )  # fmt: skip
+    )
     convert.add_argument(
-        "--zero1", action=argparse.BooleanOptionalAction,
+        "--zero1",
+        action=argparse.BooleanOptionalAction,
         help="whether xser and pt have the optimizer dealt out over dp (default: as the old job did)",
-    )  # fmt: skip
+    )
     convert.add_argument("--trust-pickle", action="store_true", help="load pickled objects, which can run any code")
     for made in (export, convert, show, explain):
         made.add_argument(
-            "--like", metavar="MODULE:FUNCTION",
+            "--like",
+            metavar="MODULE:FUNCTION",
             help="for tags that neuronx-distributed wrote: returns the model (its values do not matter), or "
             "(model, optimizer), which converting an optimizer's state needs",
-        )  # fmt: skip
+        )
         _add_rules(made)
     for made in (export, convert):
         made.add_argument(
@@ -98,10 +103,13 @@ def _size(text: str) -> int:
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sharding", nargs=2, action="append", metavar=("PATTERN", "SPEC"),
+        "--sharding",
+        nargs=2,
+        action="append",
+        metavar=("PATTERN", "SPEC"),
         help="split leaves in which PATTERN is found like SPEC, one word a dim: 'up_proj' 'tp,_', 'qkv' 'tp*3,_', "
         "'emb' 'dp+tp'; 'norm' '_' is not split",
-    )  # fmt: skip
+    )
 
 
 def _rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
@@ -114,11 +122,22 @@ def _convert(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
     model, optimizer = facts.targets(args.like)
     report = convert(
-        root, args.destination, tag, to=args.to, mesh=args.mesh, as_tag=args.as_tag, model=model, optimizer=optimizer,
-        shardings=_rules(args), pipeline_cuts=args.cut, zero1=args.zero1, max_memory=args.max_memory,
-        trust_pickle=args.trust_pickle, progress=False if args.json else None,
-    )  # fmt: skip
-    _print(args, dataclasses.asdict(report), render.converted)
+        root,
+        args.destination,
+        tag,
+        to=args.to,
+        mesh=args.mesh,
+        as_tag=args.as_tag,
+        model=model,
+        optimizer=optimizer,
+        shardings=_rules(args),
+        pipeline_cuts=args.cut,
+        zero1=args.zero1,
+        max_memory=args.max_memory,
+        trust_pickle=args.trust_pickle,
+        progress=False if args.json else None,
+    )
+    _print(args, dataclasses.asdict(report), render.conversion)
     return 0
 
 
@@ -126,11 +145,23 @@ def _export(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
     model, _ = facts.targets(args.like)
     report = export_hf(
-        root, args.destination, tag, part=args.part, max_shard_bytes=args.max_shard_size, model=model,
-        shardings=_rules(args), max_memory=args.max_memory, progress=False if args.json else None,
-    )  # fmt: skip
-    answer = {"path": report.path, "tag": report.tag, "files": list(report.files), "arrays": report.arrays,
-              "nbytes": report.nbytes}  # fmt: skip
+        root,
+        args.destination,
+        tag,
+        part=args.part,
+        max_shard_bytes=args.max_shard_size,
+        model=model,
+        shardings=_rules(args),
+        max_memory=args.max_memory,
+        progress=False if args.json else None,
+    )
+    answer = {
+        "path": report.path,
+        "tag": report.tag,
+        "files": list(report.files),
+        "arrays": report.arrays,
+        "nbytes": report.nbytes,
+    }
     _print(args, answer, render.exported)
     return 0
 
@@ -147,7 +178,7 @@ def _ls(args: argparse.Namespace) -> int:
     answer = facts.list_facts(root)
     if tag is not None:
         answer["tags"] = [t for t in answer["tags"] if t["tag"] == tag]
-    _print(args, answer, render.tags)
+    _print(args, answer, render.tag_table)
     return int(any(t["problem"] for t in answer["tags"]))
 
 

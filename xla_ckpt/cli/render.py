@@ -56,7 +56,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def tags(facts: dict[str, Any]) -> RenderableType:
+def tag_table(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``ls``."""
     if not facts["tags"]:
         return Text(f"No tags in {facts['path']}")
@@ -68,9 +68,15 @@ def tags(facts: dict[str, Any]) -> RenderableType:
         note = f"[red]{escape(t['problem'])}[/red]" if t["problem"] else ", ".join(marks)
         count = ["?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks")]
         table.add_row(
-            escape(t["tag"]), str(t["sequence"] or "?"), when(t["created"]), count[0], size(t["nbytes"]), count[1],
-            count[2], note,
-        )  # fmt: skip
+            escape(t["tag"]),
+            str(t["sequence"] or "?"),
+            when(t["created"]),
+            count[0],
+            size(t["nbytes"]),
+            count[1],
+            count[2],
+            note,
+        )
     return table
 
 
@@ -189,7 +195,7 @@ def explanation(facts: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def converted(facts: dict[str, Any]) -> RenderableType:
+def conversion(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``convert``."""
     return Text(
         f"{facts['tag']}: {size(facts['nbytes'])} as {facts['layout']} over {facts['mesh']}, {facts['files']} files, "

@@ -9,8 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SAVE_PHASES = (
-    "describe", "plan", "snapshot", "copy", "digest", "write", "fsync", "meet", "commit", "retain",
-)  # fmt: skip
+    "describe",
+    "plan",
+    "snapshot",
+    "copy",
+    "digest",
+    "write",
+    "fsync",
+    "meet",
+    "commit",
+    "retain",
+)
 """Phases of a save, in their order. `copy`, `digest`, `write` and `fsync` happen side by side on several threads."""
 
 LOAD_PHASES = ("open", "check", "plan", "read", "verify", "install")

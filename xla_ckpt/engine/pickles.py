@@ -20,9 +20,10 @@ def dump(value: Any, leaf: str) -> bytes:
     except Exception as error:
         # pickle calls the object's own code, which may raise anything.
         raise UnsupportedStateError(
-            f"a {type(value).__name__} cannot be stored, not even by pickle: {error}", leaf=leaf,
+            f"a {type(value).__name__} cannot be stored, not even by pickle: {error}",
+            leaf=leaf,
             hint="Store plain values, arrays, or an object with state_dict().",
-        ) from error  # fmt: skip
+        ) from error
 
 
 class _Refusing(pickle.Unpickler):
@@ -33,8 +34,9 @@ class _Refusing(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> NoReturn:
         raise UntrustedObjectError(
             f"the checkpoint holds a pickled object of the class {module}.{name}; loading it would run its code",
-            leaf=self.leaf, hint="Pass trust_pickle=True if you trust whoever wrote this checkpoint.",
-        )  # fmt: skip
+            leaf=self.leaf,
+            hint="Pass trust_pickle=True if you trust whoever wrote this checkpoint.",
+        )
 
 
 def load(data: bytes, leaf: str, *, trust: bool) -> Any:

@@ -22,7 +22,7 @@ from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
 READERS = 8
 """Threads that read, if the machine has the cores."""
 
-DIRECT_BYTES = 256 * 1024
+STRAIGHT_BYTES = 256 * 1024
 """Contiguous reads from this size on go straight into their destination."""
 
 MAX_GAP = 32 * 1024
@@ -99,7 +99,7 @@ def read_into(
     _run(list(_batches(plan.reads, direct=True)), work, workers)
 
 
-def check(
+def check_reads(
     tag: TagReader,
     plan: RestorePlan,
     *,
@@ -171,7 +171,7 @@ def _extents(read: Read, direct: bool) -> Iterator[tuple[_Extent, bool]]:
     target = runs(read.part, read.wanted, read.itemsize)
     if not stored.contiguous:
         yield _Extent(read, first, last), False
-    elif not (direct and target.contiguous and read.nbytes >= DIRECT_BYTES):
+    elif not (direct and target.contiguous and read.nbytes >= STRAIGHT_BYTES):
         if target.contiguous:
             for b in range(first, last, step):
                 yield _Extent(read, b, min(b + step, last)), False
@@ -220,9 +220,14 @@ def _fill(tag: TagReader, read: Read, into: memoryview, offset: int) -> None:
     got = tag.source(read.file).read_into(into, offset)
     if got < len(into):
         raise CorruptCheckpointError(
-            "a payload file ends too early", leaf=read.leaf, file=tag.file_name(read.file),
-            expected=f"{offset + len(into)} bytes", found=f"{offset + got}", path=tag.root, tag=tag.tag,
-        )  # fmt: skip
+            "a payload file ends too early",
+            leaf=read.leaf,
+            file=tag.file_name(read.file),
+            expected=f"{offset + len(into)} bytes",
+            found=f"{offset + got}",
+            path=tag.root,
+            tag=tag.tag,
+        )
 
 
 def _verify(tag: TagReader, extent: _Extent, data: memoryview) -> None:
@@ -237,10 +242,14 @@ def _verify(tag: TagReader, extent: _Extent, data: memoryview) -> None:
             begin, end = read.offset + b * size, read.offset + min((b + 1) * size, read.shard_bytes)
             raise CorruptCheckpointError(
                 f"stored bytes are damaged: block {b} of shard {read.stored}, bytes {begin} to {end} of the file",
-                leaf=read.leaf, file=tag.file_name(read.file), path=tag.root, tag=tag.tag,
-                expected=f"digest {to_hex(table[b])}", found=to_hex(found),
+                leaf=read.leaf,
+                file=tag.file_name(read.file),
+                path=tag.root,
+                tag=tag.tag,
+                expected=f"digest {to_hex(table[b])}",
+                found=to_hex(found),
                 hint="Load another tag, or restore this file from a copy.",
-            )  # fmt: skip
+            )
 
 
 def _scatter(extent: _Extent, data: memoryview, slot: memoryview) -> None:

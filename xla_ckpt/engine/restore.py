@@ -9,7 +9,7 @@ from typing import Protocol
 
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import READERS, check, read_into
+from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, StorageError
@@ -36,7 +36,7 @@ class Sharing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class WantedMemory:
     """The memory of all wanted boxes."""
 
     slots: list[memoryview]
@@ -98,7 +98,7 @@ def fill(
     with Progress(f"load {reader.tag}", total, shown) as bar:
         with agreed(exchange, "reading"), _named(reader):
             read_into(reader, fresh, slots, workers=workers, progress=bar, phases=phases)
-            check(reader, in_use, workers=workers, progress=bar, phases=phases)
+            check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)
         # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
         with agreed(exchange, "overwriting"), _named(reader):
             read_into(reader, in_use, slots, workers=workers, progress=bar, phases=phases)
@@ -108,7 +108,7 @@ def fill(
     return plan.needed_bytes, total
 
 
-def memory_of(targets: Mapping[str, Target]) -> Memory:
+def memory_of(targets: Mapping[str, Target]) -> WantedMemory:
     """The memory of the boxes of all targets, numbered."""
     slots: list[memoryview] = []
     wants: list[Want] = []
@@ -120,7 +120,7 @@ def memory_of(targets: Mapping[str, Target]) -> Memory:
                 live.add(len(slots))
             wants.append(Want(path, box, len(slots)))
             slots.append(memory)
-    return Memory(slots, wants, frozenset(live))
+    return WantedMemory(slots, wants, frozenset(live))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from xla_ckpt.errors import (
     RankFailedError,
     StorageError,
     UsageError,
-)  # fmt: skip
+)
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest import manifest_json
@@ -47,7 +47,11 @@ ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path
 
 
 class Writing(Protocol):
-    """How one rank writes its state in some layout (see `xla_ckpt.layouts.base`)."""
+    """How one rank writes its state in a layout (`xla_ckpt.layouts.base.Layout.writing` makes it)."""
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Leaves that are stored as the whole tensor that a rank has in memory, padding included."""
 
     @property
     def plan(self) -> SavePlan:
@@ -145,8 +149,11 @@ class Save:
         )
         logger.info(
             "saved tag %s in %.2f s, of which the caller waited %.1f ms: %s",
-            self.tag, report.seconds, 1e3 * report.stall, as_line(dict(report.phases)),
-        )  # fmt: skip
+            self.tag,
+            report.seconds,
+            1e3 * report.stall,
+            as_line(dict(report.phases)),
+        )
         return report
 
     def tidy(self) -> None:
@@ -262,7 +269,7 @@ class Save:
         except FileNotFoundError as error:
             raise StorageError.of(
                 error, "opening the directory that rank 0 made", file=name, hint=ONE_DIRECTORY
-            ) from error  # fmt: skip
+            ) from error
 
     def _write(self, part: Part, plan: SavePlan, directory: Directory) -> Record:
         """Write this rank's files; the record of what is in them."""

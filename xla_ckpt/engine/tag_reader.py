@@ -117,10 +117,14 @@ class TagReader:
             self._sources[file] = source
             if source.size != record.size:
                 raise CorruptCheckpointError(
-                    "a file does not have its size", path=self.root, tag=self.tag, file=record.path,
-                    expected=f"{record.size} bytes", found=source.size,
+                    "a file does not have its size",
+                    path=self.root,
+                    tag=self.tag,
+                    file=record.path,
+                    expected=f"{record.size} bytes",
+                    found=source.size,
                     hint="It was cut off or replaced. Load another tag, or restore this file from a copy.",
-                )  # fmt: skip
+                )
             return source
 
     def head(self, file: int) -> bytes:
@@ -137,9 +141,13 @@ class TagReader:
             at += nbytes
         if (found := digest(data)) != record.digest:
             raise CorruptCheckpointError(
-                "the header of a file is damaged", path=self.root, tag=self.tag, file=record.path,
-                expected=f"digest {to_hex(record.digest)}", found=to_hex(found),
-            )  # fmt: skip
+                "the header of a file is damaged",
+                path=self.root,
+                tag=self.tag,
+                file=record.path,
+                expected=f"digest {to_hex(record.digest)}",
+                found=to_hex(found),
+            )
         return bytes(data)
 
     def object(self, index: int, leaf: str, *, trust: bool) -> Any:

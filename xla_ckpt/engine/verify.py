@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from xla_ckpt.engine.read import READERS, check
+from xla_ckpt.engine.read import READERS, check_reads
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.manifest.records import Manifest
@@ -77,7 +77,7 @@ def verify_tag(
         with lock:
             report.problems.append(error)
 
-    check(reader, RestorePlan(tuple(reads)), workers=workers, progress=progress, on_problem=note)
+    check_reads(reader, RestorePlan(tuple(reads)), workers=workers, progress=progress, on_problem=note)
     report.nbytes = sum(r.nbytes for r in reads)
     for leaf in array_paths(manifest.skeleton, ""):
         if manifest.array(leaf) is None:

@@ -30,17 +30,17 @@ WRITERS = 8
 COPY_WITHOUT_GIL = 64 * 1024
 """From this size on a copy goes through numpy, which releases the interpreter lock."""
 
-Memory = Mapping[tuple[str, int], memoryview]
+ShardBytes = Mapping[tuple[str, int], memoryview]
 """(leaf path, local shard) -> its bytes in C order, unchanging until the save is done."""
 
-Progress = Callable[[int], None]
+CountBytes = Callable[[int], None]
 """Called with the number of bytes that have just been dealt with, from any thread."""
 
 
 class _File:
     """A payload file on its way to the disk."""
 
-    def __init__(self, plan: FilePlan, memory: Memory, segment_bytes: int) -> None:
+    def __init__(self, plan: FilePlan, memory: ShardBytes, segment_bytes: int) -> None:
         self.plan = plan
         self.places = plan.codec.places
         self.size = plan.codec.size
@@ -97,10 +97,10 @@ class _Segment:
 def write_files(
     directory: Directory,
     plan: SavePlan,
-    memory: Memory,
+    memory: ShardBytes,
     *,
     workers: int = WRITERS,
-    progress: Progress = lambda _: None,
+    progress: CountBytes = lambda _: None,
     phases: Phases | None = None,
     segment_bytes: int = BUFFER_BYTES,
 ) -> Written:
@@ -121,9 +121,12 @@ def write_files(
 
     try:
         work_off(
-            segments, write, workers=min(threads(workers, 3), len(segments)) or 1,
-            buffer_bytes=-(-largest // BLOCK) * BLOCK, name="xla_ckpt-write",
-        )  # fmt: skip
+            segments,
+            write,
+            workers=min(threads(workers, 3), len(segments)) or 1,
+            buffer_bytes=-(-largest // BLOCK) * BLOCK,
+            name="xla_ckpt-write",
+        )
     finally:
         for file in files:
             if file.sink is not None:

@@ -20,7 +20,7 @@ from xla_ckpt.manifest.digest import BlockTable
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.sharding.box import Box
 
-ALIGNMENT = 4096
+REGION_ALIGNMENT = 4096
 """Data of a payload file begins at a multiple of this (bytes): what direct I/O and memory maps want."""
 
 MAX_HEADER = 100_000_000
@@ -46,7 +46,7 @@ class Region:
         return self.box.size * self.dtype.itemsize
 
 
-def order(regions: Sequence[Region]) -> list[int]:
+def file_order(regions: Sequence[Region]) -> list[int]:
     """The order of regions in a file: wide element types first, so that all are aligned; else as given."""
     return sorted(range(len(regions)), key=lambda i: -(regions[i].dtype.itemsize))
 
@@ -70,7 +70,7 @@ def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> b
     4096
     """
     count = sum(digest.block_count(r.nbytes) for r in regions)
-    table = digest.pack(digests if digests is not None else [0] * count)
+    table = digest.pack_digests(digests if digests is not None else [0] * count)
     sharding = {r.name: {"saved_offsets": [*r.box.start, *(0 for _ in _tail(r))]} for r in regions}
     about = {
         "format": "pt",
@@ -96,7 +96,7 @@ def _header(regions: Sequence[Region], about: dict[str, str]) -> bytes:
         for region, at in zip(regions, offsets(regions), strict=True)
     }
     text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
-    size = -(-(8 + len(text)) // ALIGNMENT) * ALIGNMENT
+    size = -(-(8 + len(text)) // REGION_ALIGNMENT) * REGION_ALIGNMENT
     if size > MAX_HEADER:
         raise FormatError(
             f"{len(regions)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
@@ -167,7 +167,7 @@ def parse_header(head: bytes) -> BlockTable:
         sizes = [_span(first, last) for first, last in spans]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise FormatError("broken payload header") from error
-    all_digests = digest.unpack(about, sum(map(digest.block_count, sizes)))
+    all_digests = digest.unpack_digests(about, sum(map(digest.block_count, sizes)))
     return BlockTable.of_regions(
         ((len(head) + first, size) for (first, _), size in zip(spans, sizes, strict=True)), all_digests
     )

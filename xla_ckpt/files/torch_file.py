@@ -15,7 +15,7 @@ from xla_ckpt.files.crc32 import crc32, joined
 from xla_ckpt.manifest import digest as digests_
 from xla_ckpt.manifest.records import FileRecord
 
-ALIGNMENT = 64
+STORAGE_ALIGNMENT = 64
 _LARGE = 0xFFFFFFFF
 _UTF8 = 0x0800
 _DATE = 0x0021
@@ -62,15 +62,18 @@ class TorchFile:
 
     def _laid_out(self) -> Iterator[_Record]:
         members: list[tuple[str, bytes | None, int]] = [
-            ("data.pkl", self.pickled, len(self.pickled)), (".format_version", b"1", 1),
-            (".storage_alignment", b"64", 2), ("byteorder", b"little", 6),
-            *((f"data/{i}", None, sum(parts)) for i, parts in enumerate(self.storages)), ("version", b"3\n", 2),
-        ]  # fmt: skip
+            ("data.pkl", self.pickled, len(self.pickled)),
+            (".format_version", b"1", 1),
+            (".storage_alignment", b"64", 2),
+            ("byteorder", b"little", 6),
+            *((f"data/{i}", None, sum(parts)) for i, parts in enumerate(self.storages)),
+            ("version", b"3\n", 2),
+        ]
         at = 0
         for name, small, nbytes in members:
             called = f"{self.stem}/{name}".encode()
             head = at + _LOCAL.size + len(called) + len(_sizes64(nbytes)) + 4
-            start = -(-head // ALIGNMENT) * ALIGNMENT
+            start = -(-head // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
             yield _Record(called, small, nbytes, at, start)
             at = start + nbytes
 
@@ -123,9 +126,24 @@ class TorchFile:
         for record, check in zip(self._records, checks, strict=True):
             small, extra = min(record.nbytes, _LARGE), _directory64(record)
             text += _CENTRAL.pack(
-                b"PK\1\2", 45 if extra else 20, 45 if extra else 20, _UTF8, 0, 0, _DATE, check, small, small,
-                len(record.name), len(extra), 0, 0, 0, 0, min(record.header, _LARGE),
-            )  # fmt: skip
+                b"PK\1\2",
+                45 if extra else 20,
+                45 if extra else 20,
+                _UTF8,
+                0,
+                0,
+                _DATE,
+                check,
+                small,
+                small,
+                len(record.name),
+                len(extra),
+                0,
+                0,
+                0,
+                0,
+                min(record.header, _LARGE),
+            )
             text += record.name + extra
         last, count, size = self._records[-1], len(self._records), len(text)
         start = last.start + last.nbytes

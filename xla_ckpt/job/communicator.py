@@ -41,8 +41,13 @@ class Communicator(Protocol):
 class Solo:
     """The communicator of a process on its own (and, shared by threads as different ranks, of tests)."""
 
-    def __init__(self, rank: int = 0, size: int = 1, board: dict[str, bytes] | None = None,
-                 changed: threading.Condition | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        board: dict[str, bytes] | None = None,
+        changed: threading.Condition | None = None,
+    ) -> None:
         self.rank, self.size = rank, size
         self._board = {} if board is None else board
         self._changed = changed or threading.Condition()

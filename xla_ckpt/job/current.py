@@ -33,8 +33,10 @@ def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: floa
         mesh = current_mesh(communicator.rank, communicator.size) or Mesh(dp=communicator.size)
     if mesh.size != communicator.size:
         raise UsageError(
-            "the mesh does not fit the job", path=root, expected=f"{communicator.size} ranks",
+            "the mesh does not fit the job",
+            path=root,
+            expected=f"{communicator.size} ranks",
             found=f"{mesh.size} ({mesh})",
-        )  # fmt: skip
+        )
     rounds = rounds_over(communicator)
     return Job(rounds.begin(doing, timeout), Placement(communicator.rank, communicator.size, mesh), rounds)

@@ -57,8 +57,10 @@ def _checked(mesh: Mesh, state: Any, rank: int) -> Mesh:
     at = mesh.coordinates(rank) if rank < mesh.size else {}
     if (at.get("tp"), at.get("pp")) != mine:
         raise UsageError(
-            f"{HOME} arranges the ranks in another order than this library knows", rank=rank,
-            expected=f"tp rank {at.get('tp')}, pp rank {at.get('pp')} in {mesh}", found=f"tp {mine[0]}, pp {mine[1]}",
+            f"{HOME} arranges the ranks in another order than this library knows",
+            rank=rank,
+            expected=f"tp rank {at.get('tp')}, pp rank {at.get('pp')} in {mesh}",
+            found=f"tp {mine[0]}, pp {mine[1]}",
             hint="Only pp, dp, cp, tp from the outside to the inside is supported.",
-        )  # fmt: skip
+        )
     return mesh

@@ -53,18 +53,20 @@ def check_ranks() -> None:
     # these signs the main thread saves for all devices of its process.
     if devices > processes and (threading.current_thread() is not threading.main_thread() or members == devices):
         raise UsageError(
-            "torch_xla runs the ranks of this job as threads", expected="a process of its own for each rank",
+            "torch_xla runs the ranks of this job as threads",
+            expected="a process of its own for each rank",
             found=f"{devices} ranks in {processes} process{'es' if processes > 1 else ''}",
             hint="Start the program with torchrun, one process for each device, and call "
             'torch.distributed.init_process_group("gloo") (or "xla") before the first save or load; or use SPMD.',
-        )  # fmt: skip
+        )
     if members > 1:
         return
     if processes > 1:
         raise UsageError(
-            f"XLA runs {processes} processes, and torch.distributed is not initialised", expected="a process group",
+            f"XLA runs {processes} processes, and torch.distributed is not initialised",
+            expected="a process group",
             hint='Call torch.distributed.init_process_group("gloo") (or "xla") before the first save or load.',
-        )  # fmt: skip
+        )
     launched = os.environ.get("WORLD_SIZE", "")
     if not launched.isdecimal() or int(launched) < 2:
         return
@@ -74,7 +76,7 @@ def check_ranks() -> None:
             expected="a process group",
             hint='Call torch.distributed.init_process_group("gloo") (or "xla") before the first save or load. If this '
             "process works alone, remove WORLD_SIZE from its environment.",
-        )  # fmt: skip
+        )
     if "xla" in str(distributed.get_backend()):
         # init_method="xla://" counts the devices of this process' XLA client, which on the CPU knows no other process.
         # A group of one that the program made itself is not refused: it says that this process works alone.
@@ -82,7 +84,7 @@ def check_ranks() -> None:
             f"this process is one of {launched} (WORLD_SIZE), and the process group that XLA made has 1 rank",
             expected=f"a process group of {launched} ranks",
             hint='Call torch.distributed.init_process_group("gloo"), or "xla" without init_method="xla://".',
-        )  # fmt: skip
+        )
 
 
 def _xla_ranks() -> tuple[int, int]:

@@ -109,7 +109,7 @@ class Round:
                 f"rank {whose} did not answer within {self.timeout if deadline is None else deadline.seconds:g} s",
                 rank=whose,
                 hint="It died, hangs, or never made this call: all ranks must make the same calls.",
-            ) from None  # fmt: skip
+            ) from None
         message = _unpacked(data)
         if "error" in message:
             raise from_json(message["error"])

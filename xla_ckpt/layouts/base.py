@@ -13,33 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.save import Writing
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
-from xla_ckpt.plan.save_plan import FilePlan, SavePlan
+from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.state.describe import Description
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry
-
-
-class Writing(Protocol):
-    """How one rank writes its state in a layout."""
-
-    @property
-    def whole(self) -> frozenset[str]:
-        """Leaves that are stored as the whole tensor that a rank has in memory, padding included."""
-
-    @property
-    def plan(self) -> SavePlan:
-        """What this rank writes, if no other pipeline stage stores it. Decided once, when it is first asked for."""
-
-    @property
-    def marks(self) -> Mapping[str, bytes]:
-        """Small files that rank 0 writes when all else is durable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, no_such_tag
-from xla_ckpt.tags.directory import open_tag as open_own
+from xla_ckpt.tags.directory import open_directory as open_own
 
 L = TypeVar("L", bound=Layout)
 
@@ -46,8 +46,9 @@ def register(layout: L) -> L:
     """
     taken = {name for known in _layouts for name in (known.name, *known.other_names)}
     if not layout.name or taken & {layout.name, *layout.other_names}:
-        raise UsageError("a layout needs a name of its own", expected=f"none of {', '.join(sorted(taken))}",
-                         found=layout.name)  # fmt: skip
+        raise UsageError(
+            "a layout needs a name of its own", expected=f"none of {', '.join(sorted(taken))}", found=layout.name
+        )
     _layouts.append(layout)
     return layout
 
@@ -84,7 +85,7 @@ def layout_of(manifest: Manifest) -> Layout:
     return next((layout for layout in _layouts if layout is not NATIVE and layout.wrote(manifest)), NATIVE)
 
 
-def tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
+def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
     """All complete tags, oldest first, with the layout that opens each: None for tags of ours, which have a manifest.
 
     Those without a commit number come first: ours continue them.
@@ -109,7 +110,7 @@ def tag_names(store: Store) -> list[str]:
     Raises:
         StorageError: The directory cannot be read.
     """
-    return [entry.tag for _, entry in tags(store)]
+    return [entry.tag for _, entry in all_tags(store)]
 
 
 def passed_over(found: Sequence[tuple[Layout | None, TagEntry]]) -> tuple[str, str] | None:
@@ -126,7 +127,7 @@ def _time(entry: TagEntry) -> float:
     return datetime.datetime.fromisoformat(entry.created).timestamp()
 
 
-def find(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
+def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
     """A tag without a manifest of ours, complete or not, and the layout that opens it; None if there is none."""
     for layout in _layouts:
         if (entry := layout.find(store, tag)) is not None:
@@ -141,7 +142,7 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         NoCheckpointError: There is no such tag; the hint names those that are there, whoever wrote them.
         CheckpointError: It is damaged, or the hints contradict it.
     """
-    found = find(store, tag)
+    found = find_foreign(store, tag)
     if found is not None:
         layout, entry = found
         return layout.open(store, entry, Hints() if hints is None else hints)
@@ -152,9 +153,9 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     return TagReader(directory, store.path, tag)
 
 
-def verify(store: Store, tag: str, workers: int = READERS) -> VerifyReport:
+def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyReport:
     """Read all of a tag (see `xla_ckpt.verify`)."""
-    found = find(store, tag)
+    found = find_foreign(store, tag)
     if found is not None:
         layout, entry = found
         return layout.verify(store, entry, workers)
@@ -172,7 +173,7 @@ def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
 
 def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     """The same error, with a hint at what other libraries have there, or at the root above."""
-    theirs = [(layout.origin, entry.tag) for layout, entry in tags(store) if layout is not None]
+    theirs = [(layout.origin, entry.tag) for layout, entry in all_tags(store) if layout is not None]
     if theirs and not entries(store):
         error.hint = f"{theirs[-1][0]} wrote the tags there: {', '.join(tag for _, tag in theirs[-10:])}."
     elif tag_directory(store.path) is not None:
@@ -187,6 +188,6 @@ def tag_directory(path: str) -> tuple[Store, str] | None:
         store, name = door.above(path)
     except UsageError:
         return None
-    if store.has(f"{name}/{MANIFEST}") or find(store, name) is not None:
+    if store.has(f"{name}/{MANIFEST}") or find_foreign(store, name) is not None:
         return store, name
     return None

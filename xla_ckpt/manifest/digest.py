@@ -110,12 +110,12 @@ def to_hex(value: int) -> str:
     return f"{value:016x}"
 
 
-def pack(digests: Sequence[int]) -> str:
+def pack_digests(digests: Sequence[int]) -> str:
     """Digests as base64 of little-endian 64-bit numbers; its length depends on their number only."""
     return base64.b64encode(struct.pack(f"<{len(digests)}Q", *digests)).decode()
 
 
-def unpack(text: str, count: int) -> tuple[int, ...]:
+def unpack_digests(text: str, count: int) -> tuple[int, ...]:
     """The `count` digests that `pack` wrote.
 
     Raises:

@@ -18,10 +18,10 @@ MIN_RUN = 3
 """Shorter progressions are written out: three numbers stand for a run."""
 
 
-def pack(values: Sequence[int]) -> Any:
+def pack_ints(values: Sequence[int]) -> Any:
     """`values` as JSON.
 
-    >>> pack([5, 5, 5]), pack([0, 64, 128, 192, 7])
+    >>> pack_ints([5, 5, 5]), pack_ints([0, 64, 128, 192, 7])
     (5, [[0, 64, 4], 7])
     """
     if values and all(v == values[0] for v in values):
@@ -42,13 +42,13 @@ def pack(values: Sequence[int]) -> Any:
     return packed
 
 
-def unpack(packed: Any, count: int) -> tuple[int, ...]:
+def unpack_ints(packed: Any, count: int) -> tuple[int, ...]:
     """The `count` integers that `pack` wrote; work and memory stay proportional to `count`.
 
     Raises:
         FormatError: Not a packed list, not `count` long, or out of range.
 
-    >>> unpack([[0, 64, 4], 7], 5)
+    >>> unpack_ints([[0, 64, 4], 7], 5)
     (0, 64, 128, 192, 7)
     """
     if _is_index(packed):
@@ -83,7 +83,7 @@ def unpack_any(packed: Any, limit: int) -> tuple[int, ...]:
         count += entry[2] if isinstance(entry, list) and len(entry) == 3 and _is_index(entry[2]) else 1
         if count > limit:
             raise FormatError("list of integers is too long", expected=f"at most {limit}")
-    return unpack(packed, count)
+    return unpack_ints(packed, count)
 
 
 def _is_index(value: object) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.manifest import intseq
-from xla_ckpt.manifest.digest import block_count, digest, pack, to_hex, unpack
+from xla_ckpt.manifest.digest import block_count, digest, pack_digests, to_hex, unpack_digests
 from xla_ckpt.manifest.records import VERSION, ArrayRecord, FileRecord, Head, Manifest, ShardGrid
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.grid import Grid
@@ -44,10 +44,16 @@ def _dump(value: Any) -> bytes:
 def dump(manifest: Manifest) -> bytes:
     """The bytes of a manifest file: equal manifests give equal bytes."""
     head = manifest.head
-    first = _dump({
-        "format": "xla_ckpt", "version": head.version, "tag": head.tag, "sequence": head.sequence,
-        "pinned": head.pinned, "created": head.created,
-    })[:-1]  # fmt: skip
+    first = _dump(
+        {
+            "format": "xla_ckpt",
+            "version": head.version,
+            "tag": head.tag,
+            "sequence": head.sequence,
+            "pinned": head.pinned,
+            "created": head.created,
+        }
+    )[:-1]
     members: dict[str, Any] = {
         "mesh": manifest.mesh,
         "world": manifest.world,
@@ -68,7 +74,7 @@ def _file_json(record: FileRecord) -> list[Any]:
     if not record.regions:
         return entry
     offsets, sizes = zip(*record.regions, strict=True)
-    return [*entry, [len(offsets), intseq.pack(offsets), intseq.pack(sizes), pack(record.digests)]]
+    return [*entry, [len(offsets), intseq.pack_ints(offsets), intseq.pack_ints(sizes), pack_digests(record.digests)]]
 
 
 def _array_json(record: ArrayRecord) -> dict[str, Any]:
@@ -78,7 +84,12 @@ def _array_json(record: ArrayRecord) -> dict[str, Any]:
         "shape": list(record.shape),
         **({"spec": record.spec} if split else {}),
         "grids": [
-            [[intseq.pack(c) for c in g.grid.cuts], intseq.pack(g.files), intseq.pack(g.offsets), *_frames_json(g)]
+            [
+                [intseq.pack_ints(c) for c in g.grid.cuts],
+                intseq.pack_ints(g.files),
+                intseq.pack_ints(g.offsets),
+                *_frames_json(g),
+            ]
             for g in record.grids
         ],
     }
@@ -110,8 +121,10 @@ def parse_head(start: bytes) -> Head:
     if version > VERSION:
         raise UnsupportedVersionError(
             "the checkpoint was written by a newer version of this library",
-            expected=f"format version {VERSION} or older", found=version, hint="Install a newer xla_ckpt.",
-        )  # fmt: skip
+            expected=f"format version {VERSION} or older",
+            found=version,
+            hint="Install a newer xla_ckpt.",
+        )
     if version < 1:
         raise FormatError("unknown format version", found=version)
     sequence = _get(raw, "sequence", int)
@@ -165,8 +178,8 @@ def _parse_file(entry: Any) -> FileRecord:
         case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if (
             re.fullmatch("[0-9a-f]{16}", text) and 0 < count <= MAX_CELLS
         ):
-            regions = tuple(zip(intseq.unpack(offsets, count), intseq.unpack(sizes, count), strict=True))
-            digests = unpack(table, sum(block_count(nbytes) for _, nbytes in regions))
+            regions = tuple(zip(intseq.unpack_ints(offsets, count), intseq.unpack_ints(sizes, count), strict=True))
+            digests = unpack_digests(table, sum(block_count(nbytes) for _, nbytes in regions))
             return FileRecord(path, size, head, int(text, 16), regions, digests)
     raise FormatError("broken file record", found=str(entry)[:80])
 
@@ -183,7 +196,7 @@ def _parse_array(entry: Any, budget: int) -> ArrayRecord:
                 budget -= grid.cells
                 if budget < 0:
                     raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
-                places = intseq.unpack(files, grid.cells), intseq.unpack(offsets, grid.cells)
+                places = intseq.unpack_ints(files, grid.cells), intseq.unpack_ints(offsets, grid.cells)
                 grids.append(ShardGrid(grid, *places, _parse_frames(frames[0], grid, len(shape)) if frames else None))
             case _:
                 raise FormatError("broken grid of shards", found=str(packed)[:80])

@@ -93,9 +93,16 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
         readings.append(_reading(manifest, wants, rank, problems))
     split = {leaf: s.spec for leaf, s in shardings.items() if s.axes}
     return Explanation(
-        path, tag, manifest.mesh, manifest.world, mesh, tuple(readings), tuple(dict.fromkeys(problems)), tuple(notes),
+        path,
+        tag,
+        manifest.mesh,
+        manifest.world,
+        mesh,
+        tuple(readings),
+        tuple(dict.fromkeys(problems)),
+        tuple(notes),
         split,
-    )  # fmt: skip
+    )
 
 
 def _reading(manifest: Manifest, wants: Sequence[Want], rank: int, problems: list[str]) -> RankReading:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.files.safetensors import Region, Safetensors, order
+from xla_ckpt.files.safetensors import Region, Safetensors, file_order
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.save_plan import Entry, FilePlan
 from xla_ckpt.sharding.box import Box
@@ -53,7 +53,7 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int) -> list[Fil
 
 
 def _file(name: str, arrays: Sequence[tuple[str, Region]]) -> FilePlan:
-    ordered = [arrays[i] for i in order([region for _, region in arrays])]
+    ordered = [arrays[i] for i in file_order([region for _, region in arrays])]
     codec = Safetensors(tuple(region for _, region in ordered), plain=True)
     return FilePlan(name, codec, entries=tuple(Entry(leaf, r.box, i) for i, (leaf, r) in enumerate(ordered)))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class LocalShard:
     """How many copies there are in the job."""
 
     group: Hashable = None
-    """Names the set of holders (see `xla_ckpt.sharding.owners.Held`)."""
+    """Names the set of holders (see `xla_ckpt.sharding.owners.HeldShard`)."""
 
     lane: int = 0
     """Which local device holds it; each lane has payload files of its own."""
 
     together: bool = False
-    """Whether one holder writes it whole (see `xla_ckpt.sharding.owners.Held`)."""
+    """Whether one holder writes it whole (see `xla_ckpt.sharding.owners.HeldShard`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Leaf:
         return Box.whole(self.shape).size * self.dtype.itemsize
 
 
-def leaf_of(path: str, dtype: DType, local: Local, *, together: bool = False) -> Leaf:
+def leaf_of(path: str, dtype: DType, local: LocalArray, *, together: bool = False) -> Leaf:
     """The leaf of a local tensor that lies like this."""
     shards = tuple(
         LocalShard(p.box, local.replica, local.replicas, local.group, p.lane, together) for p in local.pieces

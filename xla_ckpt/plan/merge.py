@@ -136,9 +136,15 @@ class Merged:
     def manifest(self, head: Head, mesh: Mesh, world: int) -> Manifest:
         """The manifest of the tag that `world` ranks saved."""
         return Manifest(
-            head, self.skeleton, self.arrays, self.files, self.aliases, self.objects,
-            mesh=str(mesh) if world > 1 else None, world=world,
-        )  # fmt: skip
+            head,
+            self.skeleton,
+            self.arrays,
+            self.files,
+            self.aliases,
+            self.objects,
+            mesh=str(mesh) if world > 1 else None,
+            world=world,
+        )
 
 
 def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
@@ -163,9 +169,12 @@ def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
         for leaf, fact in record.arrays.items():
             if facts.setdefault(leaf, fact)[:2] != fact[:2]:
                 raise SaveError(
-                    "ranks disagree about an array", leaf=leaf, rank=record.rank,
-                    expected=f"{facts[leaf][0]} {list(facts[leaf][1])}", found=f"{fact[0]} {list(fact[1])}",
-                )  # fmt: skip
+                    "ranks disagree about an array",
+                    leaf=leaf,
+                    rank=record.rank,
+                    expected=f"{facts[leaf][0]} {list(facts[leaf][1])}",
+                    found=f"{fact[0]} {list(fact[1])}",
+                )
         for leaf, reported in record.shards:
             held = shards.setdefault(leaf, {})
             shard = replace(reported, file=base + reported.file)
@@ -193,10 +202,12 @@ def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Iterable[S
         return array_record(dtypes.dtype(dtype), shape, shards, spec)
     except FormatError as error:
         raise SaveError(
-            f"the ranks together did not write this array exactly once: {error.problem}", leaf=leaf,
-            expected=error.expected, found=error.found,
+            f"the ranks together did not write this array exactly once: {error.problem}",
+            leaf=leaf,
+            expected=error.expected,
+            found=error.found,
             hint="Ranks disagree about who holds what: check mesh, shardings and the calls of all ranks.",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
@@ -227,18 +238,22 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
         leaf, (rank, ranks) = next(iter(bad.items()))
         raise DivergentReplicasError(
             f"{len(bad)} replicated {'arrays differ' if len(bad) > 1 else 'array differs'} between ranks, and no copy "
-            "can stand for the others", leaf=leaf, expected=f"the bytes of rank {rank}",
+            "can stand for the others",
+            leaf=leaf,
+            expected=f"the bytes of rank {rank}",
             found=f"others on {_ranks(ranks)}",
             hint=_OWN_MEMBER if leaf.startswith("extras/") else f"{_UNDECLARED} The mesh of this save was {mesh}.",
             details="\n".join(_listed(bad)),
-        )  # fmt: skip
+        )
     if plain:
         part, (rank, ranks) = next(iter(plain.items()))
         raise DivergentReplicasError(
-            "plain values differ between ranks", leaf=part, expected=f"those of rank {rank}",
+            "plain values differ between ranks",
+            leaf=part,
+            expected=f"those of rank {rank}",
             found=f"others on {_ranks(ranks)}",
             hint=_OWN_MEMBER,
-        )  # fmt: skip
+        )
     for leaf, (rank, ranks) in loose.items():
         warnings.append(f"the buffer {leaf} of rank {rank} differs from that of {_ranks(ranks)}; rank {rank}'s is kept")
     return warnings
@@ -273,7 +288,10 @@ def _united(a: Any, b: Any, path: str, rank: int) -> Any:
         if name == "params":
             return a + [v for v in b if v not in a]
     raise SaveError(
-        "pipeline stages disagree about a value that they should share", leaf=path.lstrip("/"), rank=rank,
-        expected=str(a)[:80], found=str(b)[:80],
+        "pipeline stages disagree about a value that they should share",
+        leaf=path.lstrip("/"),
+        rank=rank,
+        expected=str(a)[:80],
+        found=str(b)[:80],
         hint="Optimizers of all stages need the same groups, in the same order, with the same hyper-parameters.",
-    )  # fmt: skip
+    )

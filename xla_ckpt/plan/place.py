@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
-from xla_ckpt.sharding.sharding import AXES, Sharding, Split, parts
+from xla_ckpt.sharding.sharding import SPLIT_AXES, Sharding, Split, parts
 from xla_ckpt.tree.flatten import component
-from xla_ckpt.tree.skeleton import children, find
+from xla_ckpt.tree.skeleton import children, part_at
 
 OPTIMIZER = "optimizer/"
 
@@ -42,7 +42,7 @@ def parameters_in(manifest: Manifest) -> frozenset[str] | None:
     Other members of its state belong to no parameter (``optimizer/state/k``).
     """
     try:
-        groups = find(manifest.skeleton, f"{OPTIMIZER}param_groups")
+        groups = part_at(manifest.skeleton, f"{OPTIMIZER}param_groups")
     except KeyError:
         return None
     if not isinstance(groups, list):
@@ -93,15 +93,15 @@ def _stored(record: ArrayRecord, unknown: set[str] | None) -> Sharding:
     dims: list[Split | None] = []
     for entry in record.spec or ():
         names: tuple[Any, ...] = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        axes = tuple(n for n in names if n in AXES)
+        axes = tuple(n for n in names if n in SPLIT_AXES)
         if unknown is not None:
-            unknown |= {n for n in names if isinstance(n, str) and n not in AXES}
+            unknown |= {n for n in names if isinstance(n, str) and n not in SPLIT_AXES}
         strides = [n for n in names if isinstance(n, int)]
         dims.append(Split(axes, strides[0] if strides else 1) if axes else None)
     return Sharding(tuple(dims))
 
 
-def place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Local:
+def place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> LocalArray:
     """Where a rank's part of an array lies.
 
     Rows that a ZeRO-1 optimizer deals out are cut after tensor parallelism has cut them, as it does.

@@ -114,8 +114,10 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
         if not Box.whole(record.shape).contains(want.box):
             raise IncompatibleCheckpointError(
                 "the wanted region lies outside of the stored array",
-                leaf=want.leaf, expected=f"inside of {record.shape}", found=str(want.box),
-            )  # fmt: skip
+                leaf=want.leaf,
+                expected=f"inside of {record.shape}",
+                found=str(want.box),
+            )
         covered = 0
         for shard in record.touching(want.box):
             part = shard.box.intersect(want.box)
@@ -125,9 +127,11 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
         # Records hold each element once (their constructor's promise), so an equal count is full cover.
         if covered != want.box.size:
             raise FormatError(
-                "stored shards do not cover a wanted region", leaf=want.leaf,
-                expected=f"{want.box.size} elements", found=covered,
-            )  # fmt: skip
+                "stored shards do not cover a wanted region",
+                leaf=want.leaf,
+                expected=f"{want.box.size} elements",
+                found=covered,
+            )
     reads.sort(key=lambda r: (r.file, r.offset, r.part))
     return RestorePlan(tuple(reads))
 

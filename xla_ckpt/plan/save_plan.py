@@ -13,7 +13,7 @@ from xla_ckpt.files.codec import Codec
 from xla_ckpt.manifest.records import FileRecord, Shard
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.owners import Held, owned
+from xla_ckpt.sharding.owners import HeldShard, owned
 from xla_ckpt.sharding.ranges import runs
 
 ITEMS = ("model", "optimizer", "scheduler", "extras", "user_content")
@@ -35,7 +35,7 @@ def item_and_name(leaf: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RegionSource:
     """Where the bytes of a region come from."""
 
     leaf: str
@@ -74,7 +74,7 @@ class FilePlan:
     codec: Codec
     """Where its regions lie, and what stands between them."""
 
-    sources: tuple[Source, ...] = ()
+    sources: tuple[RegionSource, ...] = ()
     """Bytes of each region."""
 
     entries: tuple[Entry, ...] = ()
@@ -141,7 +141,7 @@ def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int 
     """
     shards = [(leaf, i) for leaf in leaves for i in range(len(leaf.shards))]
     held = [_held(leaf, i) for leaf, i in shards]
-    by_file: dict[tuple[str, int, int], list[tuple[str, Source, payload.Region]]] = {}
+    by_file: dict[tuple[str, int, int], list[tuple[str, RegionSource, payload.Region]]] = {}
     seen: dict[tuple[str, int], int] = {}
     for (leaf, i), box in zip(shards, owned(held), strict=True):
         if box is None:
@@ -153,25 +153,26 @@ def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int 
         seen[leaf.path, shard.lane] = again + 1
         region = payload.Region(name, leaf.dtype, box)
         where = runs(box, shard.box, leaf.dtype.itemsize)
-        source = Source(leaf.path, i, where.offset, region.nbytes)
+        source = RegionSource(leaf.path, i, where.offset, region.nbytes)
         by_file.setdefault((item, shard.lane, again), []).append((leaf.path, source, region))
     files = []
     for (item, lane, again), unordered in sorted(by_file.items(), key=lambda kv: kv[0]):
-        entries = [unordered[i] for i in payload.order([region for _, _, region in unordered])]
+        entries = [unordered[i] for i in payload.file_order([region for _, _, region in unordered])]
         path = f"{item}/{_file_name(rank * lanes + lane, world * lanes, again)}"
         files.append(
             FilePlan(
-                path, payload.Safetensors(tuple(region for _, _, region in entries)),
+                path,
+                payload.Safetensors(tuple(region for _, _, region in entries)),
                 tuple(source for _, source, _ in entries),
                 tuple(Entry(leaf, region.box, i) for i, (leaf, _, region) in enumerate(entries)),
             )
-        )  # fmt: skip
+        )
     return SavePlan(tuple(files))
 
 
-def _held(leaf: Leaf, i: int) -> Held:
+def _held(leaf: Leaf, i: int) -> HeldShard:
     shard = leaf.shards[i]
-    return Held(shard.box, leaf.dtype.itemsize, shard.replica, shard.replicas, shard.group, shard.together)
+    return HeldShard(shard.box, leaf.dtype.itemsize, shard.replica, shard.replicas, shard.group, shard.together)
 
 
 def _file_name(writer: int, writers: int, again: int) -> str:

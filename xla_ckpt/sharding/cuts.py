@@ -41,7 +41,7 @@ def held(size: int, cuts: Sequence[Cut]) -> list[Interval]:
     >>> held(12, [Cut(2, 0, factor=3)])  # a fused projection of three parts
     [(0, 2), (4, 6), (8, 10)]
     """
-    nested = order(cuts)
+    nested = mesh_order(cuts)
     if nested is None:
         return _in_turn(size, cuts)
     low, high = 0, size
@@ -50,13 +50,13 @@ def held(size: int, cuts: Sequence[Cut]) -> list[Interval]:
     return [(low, high)] if low < high else []
 
 
-def order(cuts: Sequence[Cut]) -> tuple[int, ...] | None:
+def mesh_order(cuts: Sequence[Cut]) -> tuple[int, ...] | None:
     """Positions of the cuts in the order in which each one cuts the whole of what those before it left.
 
     The factor of a strided cut is the number of parts that later mesh dims have made before. None if some factor is not
     such a number: then no order of plain cuts gives the same.
 
-    >>> order([Cut(2, 0, factor=2), Cut(2, 0)]), order([Cut(2, 0, factor=3)])
+    >>> mesh_order([Cut(2, 0, factor=2), Cut(2, 0)]), mesh_order([Cut(2, 0, factor=3)])
     ((1, 0), None)
     """
     found: list[int] = []
@@ -70,7 +70,7 @@ def order(cuts: Sequence[Cut]) -> tuple[int, ...] | None:
 
 def uneven(size: int, cuts: Sequence[Cut]) -> Iterator[tuple[int, Cut]]:
     """The interleaved cuts that do not divide what they cut into equal blocks, each with the elements that it cuts."""
-    if order(cuts) is not None:
+    if mesh_order(cuts) is not None:
         return
     for i, cut in enumerate(cuts):
         left = _length(_in_turn(size, cuts[:i]))

@@ -27,7 +27,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalArray:
     """A local tensor, placed. What no piece covers is padding, which no file ever holds."""
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class Local:
     """How many copies there are in the job."""
 
     group: Hashable = None
-    """Names the set of holders (see `xla_ckpt.sharding.owners.Held`)."""
+    """Names the set of holders (see `xla_ckpt.sharding.owners.HeldShard`)."""
 
     spec: tuple[object, ...] | None = None
     """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""
@@ -51,7 +51,7 @@ class Local:
     def rows(self, low: int, high: int) -> tuple[Piece, ...]:
         """The pieces of a tensor that holds only the rows ``low <= i < high`` of the local one.
 
-        >>> whole = Local((6, 2), (Piece(Box.whole((3, 2)), Box((3, 0), (6, 2))),))
+        >>> whole = LocalArray((6, 2), (Piece(Box.whole((3, 2)), Box((3, 0), (6, 2))),))
         >>> [(str(p.local), str(p.box)) for p in whole.rows(1, 3)]
         [('[0:2, 0:2]', '[4:6, 0:2]')]
         """
@@ -70,10 +70,10 @@ def _rows(pieces: Iterable[Piece], low: int, high: int) -> Iterable[Piece]:
             )
 
 
-def whole(shape: tuple[int, ...]) -> Local:
+def whole(shape: tuple[int, ...]) -> LocalArray:
     """A tensor that this process holds alone."""
     box = Box.whole(shape)
-    return Local(shape, (Piece(box, box),))
+    return LocalArray(shape, (Piece(box, box),))
 
 
 def chunk(low: int, high: int, parts: int, index: int) -> tuple[int, int]:

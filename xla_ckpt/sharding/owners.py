@@ -16,7 +16,7 @@ SPLIT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldShard:
     """A shard as one of its holders sees it."""
 
     box: Box
@@ -47,12 +47,12 @@ class Held:
         return self.box.size * self.itemsize
 
 
-def rows_of(box: Box, replica: int, replicas: int) -> Box | None:
+def row_range(box: Box, replica: int, replicas: int) -> Box | None:
     """The part of `box` that falls to one of its replicas when it is split by rows; None if nothing does.
 
     The split runs along the first tensor dim with more than one row, so that every part is one run of bytes.
 
-    >>> str(rows_of(Box((0, 0), (7, 2)), 1, 3))
+    >>> str(row_range(Box((0, 0), (7, 2)), 1, 3))
     '[2:4, 0:2]'
     """
     dim = next((d for d, n in enumerate(box.shape) if n > 1), None)
@@ -63,7 +63,7 @@ def rows_of(box: Box, replica: int, replicas: int) -> Box | None:
     return box.along(dim, first + low, first + high) if low < high else None
 
 
-def owned(shards: Sequence[Held]) -> Iterable[Box | None]:
+def owned(shards: Sequence[HeldShard]) -> Iterable[Box | None]:
     """For each shard of one holder, the part that this holder writes; None where another replica does.
 
     The small shards of one group of holders are dealt out along the running sum of their bytes: each holder of the
@@ -86,9 +86,9 @@ def owned(shards: Sequence[Held]) -> Iterable[Box | None]:
             walked[key] = before + shard.nbytes
             yield shard.box if before * shard.replicas // total[key] == shard.replica else None
         else:
-            yield rows_of(shard.box, shard.replica, shard.replicas)
+            yield row_range(shard.box, shard.replica, shard.replicas)
 
 
-def _is_small(shard: Held) -> bool:
+def _is_small(shard: HeldShard) -> bool:
     """Whether a shard is dealt out whole: too small to split, or of a single row."""
     return shard.nbytes < SPLIT_BYTES or shard.box.size == 1

@@ -28,9 +28,10 @@ def parse_rules(rules: Rules | None) -> Parsed:
             found.append((re.compile(pattern), Sharding.parse(spec)))
         except (ValueError, TypeError, re.error) as error:
             raise UsageError(
-                f"a rule of shardings makes no sense: {error}", found=repr(rule),
+                f"a rule of shardings makes no sense: {error}",
+                found=repr(rule),
                 hint="Write (regular expression, spec), as in (r'layers\\.\\d+\\.up', ('tp', None)).",
-            ) from error  # fmt: skip
+            ) from error
     return tuple(found)
 
 

@@ -12,13 +12,13 @@ from math import prod
 from typing import Any
 
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local, Piece, chunk
+from xla_ckpt.sharding.local_array import LocalArray, Piece, chunk
 from xla_ckpt.sharding.mesh import Mesh
 
 REPLICATING = ("edp", "ep", "cp", "tp")
 """Mesh axes along which an unsplit array is the same everywhere. Not ``pp``: its stages hold different arrays."""
 
-AXES = ("pp", "dp", "edp", "ep", "cp", "tp")
+SPLIT_AXES = ("pp", "dp", "edp", "ep", "cp", "tp")
 """Mesh axes that a tensor dim may be split over; ``dp`` is ``edp`` times ``ep``."""
 
 
@@ -34,9 +34,9 @@ class Split:
     As in Megatron's and neuronx-distributed's `partition_stride`, for projections that are fused into one tensor."""
 
     def __post_init__(self) -> None:
-        unknown = [a for a in self.axes if a not in AXES]
+        unknown = [a for a in self.axes if a not in SPLIT_AXES]
         if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
-            raise ValueError(f"{self.axes} are no mesh axes to split over; there are {', '.join(AXES)}")
+            raise ValueError(f"{self.axes} are no mesh axes to split over; there are {', '.join(SPLIT_AXES)}")
         if self.stride < 1:
             raise ValueError(f"a partition stride of {self.stride}")
 
@@ -110,7 +110,7 @@ class Sharding:
             true = tuple(t if k else None for t, k in zip(self.shape, kept, strict=True))
         return Sharding(tuple(s if k else None for s, k in zip(self.over(len(full)), kept, strict=True)), true)
 
-    def place(self, local: Sequence[int], mesh: Mesh, rank: int) -> Local:
+    def place(self, local: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
         """Where a rank's local tensor of this shape lies.
 
         Raises:
@@ -125,17 +125,28 @@ class Sharding:
             ranks = 1 if split is None else parts(split.axes, sizes)
             true = n * ranks if self.shape is None or self.shape[d] is None else self.shape[d]
             shape.append(_whole_number(true))
-            blocks.append(list(_blocks(n, ranks, 0 if split is None else position(split.axes, mesh, rank),
-                                       1 if split is None else split.stride, shape[-1])))  # fmt: skip
+            blocks.append(
+                list(
+                    _blocks(
+                        n,
+                        ranks,
+                        0 if split is None else position(split.axes, mesh, rank),
+                        1 if split is None else split.stride,
+                        shape[-1],
+                    )
+                )
+            )
         pieces = tuple(
-            Piece(Box(tuple(b[0] for b in bs), tuple(b[1] for b in bs)),
-                  Box(tuple(b[2] for b in bs), tuple(b[2] + b[1] - b[0] for b in bs)))
+            Piece(
+                Box(tuple(b[0] for b in bs), tuple(b[1] for b in bs)),
+                Box(tuple(b[2] for b in bs), tuple(b[2] + b[1] - b[0] for b in bs)),
+            )
             for bs in product(*blocks)
-        )  # fmt: skip
+        )
         replica, replicas, group = copies(self.axes, sizes, here)
-        return Local(tuple(shape), tuple(p for p in pieces if p.box.size), replica, replicas, group, self.spec)
+        return LocalArray(tuple(shape), tuple(p for p in pieces if p.box.size), replica, replicas, group, self.spec)
 
-    def part(self, shape: Sequence[int], mesh: Mesh, rank: int) -> Local:
+    def part(self, shape: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
         """Where a rank's part of a global array of this shape lies; dims that do not divide are cut into chunks.
 
         Raises:
@@ -156,9 +167,9 @@ class Sharding:
         box = Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
         replica, replicas, group = copies(self.axes, mesh.sizes, mesh.coordinates(rank))
         piece = Piece(Box.whole(box.shape), box)  # kept where it is empty: it says the local shape
-        return Local(tuple(shape), (piece,), replica, replicas, group, self.spec)
+        return LocalArray(tuple(shape), (piece,), replica, replicas, group, self.spec)
 
-    def zero1(self, local: Sequence[int], mesh: Mesh, rank: int, axes: tuple[str, ...]) -> Local:
+    def zero1(self, local: Sequence[int], mesh: Mesh, rank: int, axes: tuple[str, ...]) -> LocalArray:
         """Where a rank's ZeRO-1 shard of such a tensor lies: its rows, zero-padded, are dealt out along `axes`.
 
         Raises:

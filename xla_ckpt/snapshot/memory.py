@@ -9,7 +9,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-ALIGNMENT = 64
+MEMORY_ALIGNMENT = 64
 """What XLA asks of memory that it adopts (bytes)."""
 
 HUGE_BYTES = 2 * 1024 * 1024
@@ -84,13 +84,13 @@ class Slabs:
         self._used = 0
 
     def take(self, nbytes: int) -> Bytes:
-        """`nbytes` bytes of memory, aligned to `ALIGNMENT`."""
+        """`nbytes` bytes of memory, aligned to `MEMORY_ALIGNMENT`."""
         if nbytes >= HUGE_BYTES:
             return allocate(nbytes)
         if self._used + nbytes > len(self._slab) or len(self._slab) == 0:
             self._slab, self._used = allocate(SLAB_BYTES), 0
         piece = self._slab[self._used : self._used + nbytes]
-        self._used += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._used += -(-nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT
         return piece
 
 

@@ -17,7 +17,7 @@ from xla_ckpt.arrays.registry import array_kind, require
 from xla_ckpt.engine import pickles
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Leaf, leaf_of
-from xla_ckpt.sharding.local_array import Local, whole
+from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.take import HostShard
@@ -25,12 +25,11 @@ from xla_ckpt.state.members import State
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, resolver
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
-from xla_ckpt.tree.skeleton import find, renumbered
+from xla_ckpt.tree.skeleton import part_at, renumbered
 
 logger = logging.getLogger(__name__)
-
-Json = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class HeldArray:
     """An array that this rank holds, and which part of the global array it is."""
 
     value: Any
-    local: Local
+    local: LocalArray
     adapter: ArrayAdapter
 
     @property
@@ -124,7 +123,7 @@ def describe(state: State, placement: Placement, rules: Rules | None, *, structu
         structure=flat.skeleton,
         structure_objects=all_objects,
         speaks=speaks,
-        parts={p: _digest(find(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
+        parts={p: _digest(part_at(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
     )
 
 
@@ -178,7 +177,7 @@ def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
     mine = [(n, leaf, value) for n, (leaf, value) in enumerate(flat.objects) if leaf.startswith(alone)]
     numbers = {n: i for i, (n, _, _) in enumerate(mine)}
     names = [paths.unescape(prefix.split("/")[1]) for prefix in alone if prefix.startswith("extras/")]
-    own = {name: find(flat.skeleton, paths.join("extras", paths.escape(name))) for name in names}
+    own = {name: part_at(flat.skeleton, paths.join("extras", paths.escape(name))) for name in names}
     skeleton = {"extras": renumbered(own, numbers.__getitem__)} if own else None
     return Flat({}, [(leaf, value) for _, leaf, value in mine], skeleton)
 

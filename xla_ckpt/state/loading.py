@@ -16,7 +16,7 @@ from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
-from xla_ckpt.tree.skeleton import array_paths, children, find
+from xla_ckpt.tree.skeleton import array_paths, children, part_at
 
 MAX_SHOWN = 12
 """Differences that an error message lists before it only counts."""
@@ -86,7 +86,7 @@ class Stored:
     def at(self, path: str) -> Stored | None:
         """The part at a path below this one; None if it is not stored."""
         try:
-            return self.part(find(self.skeleton, path), paths.join(self.prefix, path))
+            return self.part(part_at(self.skeleton, path), paths.join(self.prefix, path))
         except KeyError:
             return None
 

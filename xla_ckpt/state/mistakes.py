@@ -34,10 +34,11 @@ def check_something(given: Iterable[Any], placement: Placement) -> None:
     empty = placement.mesh.pp == 1 and all(isinstance(m, Mapping | list | tuple) and not m for m in members)
     if placement.rank == 0 and (empty or not members):
         raise UsageError(
-            "there is nothing to save", expected="a model, an optimizer, or other state",
+            "there is nothing to save",
+            expected="a model, an optimizer, or other state",
             found="empty containers" if members else "None",
             hint="A variable that should hold the state may be None or empty.",
-        )  # fmt: skip
+        )
 
 
 def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
@@ -64,9 +65,12 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
         raise _in_the_place_of("a model", "a scheduler", model)
     if strict:
         raise UsageError(
-            "this is no model", leaf="model", expected="a torch.nn.Module or a dict of arrays", found=_kind(model),
+            "this is no model",
+            leaf="model",
+            expected="a torch.nn.Module or a dict of arrays",
+            found=_kind(model),
             hint="xla_ckpt.save and xla_ckpt.restore take any tree of arrays.",
-        )  # fmt: skip
+        )
 
 
 def _check_optimizer(optimizer: Any) -> None:
@@ -78,22 +82,30 @@ def _check_optimizer(optimizer: Any) -> None:
         raise _in_the_place_of("an optimizer", "a scheduler", optimizer)
     if isinstance(optimizer, list | tuple):
         raise UsageError(
-            f"a {_kind(optimizer)} is no optimizer", leaf="optimizer", expected="one optimizer, or a dict",
+            f"a {_kind(optimizer)} is no optimizer",
+            leaf="optimizer",
+            expected="one optimizer, or a dict",
             found=f"{len(optimizer)} values",
             hint="Give further optimizers as members of extras, each by its own name. xla_ckpt.save takes any tree.",
-        )  # fmt: skip
+        )
     if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
         raise UsageError(
-            "this is no optimizer", leaf="optimizer", expected="state_dict() and load_state_dict(), or a dict",
-            found=_kind(optimizer), hint=_PLACES,
-        )  # fmt: skip
+            "this is no optimizer",
+            leaf="optimizer",
+            expected="state_dict() and load_state_dict(), or a dict",
+            found=_kind(optimizer),
+            hint=_PLACES,
+        )
 
 
 def _in_the_place_of(wanted: str, given: str, value: Any) -> UsageError:
     return UsageError(
-        f"{given} was given in the place of {wanted}", leaf=wanted.split()[1], expected=wanted, found=_kind(value),
+        f"{given} was given in the place of {wanted}",
+        leaf=wanted.split()[1],
+        expected=wanted,
+        found=_kind(value),
         hint=_PLACES,
-    )  # fmt: skip
+    )
 
 
 def _kind(value: Any) -> str:
@@ -137,11 +149,13 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
         return
     raise UsageError(
         "no parameter of the optimizer is one of the model: the optimizer was made before the model was moved or "
-        "sharded, and its steps do not reach the model", leaf="optimizer", expected=f"parameters on {', '.join(here)}",
+        "sharded, and its steps do not reach the model",
+        leaf="optimizer",
+        expected=f"parameters on {', '.join(here)}",
         found=f"parameters on {', '.join(there)}",
         hint="Make the optimizer after model.to(...). If it steps copies on purpose, give their names: "
         "AdamW([(name, copy), ...]).",
-    )  # fmt: skip
+    )
 
 
 def _homes(parameters: Sequence[Any]) -> list[str]:

@@ -15,9 +15,20 @@ from xla_ckpt.state.loading import Loading, Stored
 from xla_ckpt.tree import path as paths
 
 ELEMENTWISE = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-     "sum", "prev", "ax"}
-)  # fmt: skip
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "prev",
+        "ax",
+    }
+)
 """States of torch's optimizers that have the shape of their parameter (torch/optim, 2.9)."""
 
 

@@ -17,7 +17,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.manifest.records import ArrayRecord
 from xla_ckpt.plan.place import owner_of
-from xla_ckpt.sharding.local_array import Local, whole
+from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
@@ -48,13 +48,13 @@ class StateShardings:
     alone: tuple[str, ...] = ()
     """Prefixes of leaf paths that this rank alone holds."""
 
-    _places: dict[tuple[Sharding, tuple[int, ...]], Local] = field(default_factory=dict, init=False, repr=False)
+    _places: dict[tuple[Sharding, tuple[int, ...]], LocalArray] = field(default_factory=dict, init=False, repr=False)
     """Where tensors of a shape lie: a model has few kinds of them, and a save describes all while training waits."""
 
     _splits: dict[str, Sharding | None] = field(default_factory=dict, init=False, repr=False)
     """How each parameter is split, by name; None for one that knows its own place."""
 
-    def local(self, path: str, value: Any, adapter: ArrayAdapter) -> Local:
+    def local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
         """Where an array lies; `adapter` is its own.
 
         Raises:
@@ -77,7 +77,7 @@ class StateShardings:
         owner = owner_of(path)
         return None if owner is None else self.parameters.get(owner)
 
-    def parameter_local(self, parameter: Parameter) -> Local:
+    def parameter_local(self, parameter: Parameter) -> LocalArray:
         """Where a parameter itself lies."""
         return self.local(f"model/{parameter.name}", parameter.value, require(parameter.value, parameter.name))
 
@@ -98,7 +98,7 @@ class StateShardings:
             self._splits[parameter.name] = self._sharding(names, parameter.value) if own is None else None
         return self._splits[parameter.name]
 
-    def _state(self, path: str, shape: tuple[int, ...], parameter: Parameter) -> Local:
+    def _state(self, path: str, shape: tuple[int, ...], parameter: Parameter) -> LocalArray:
         """State of a parameter follows it where it has its dims; a dim of one element stands for all of them."""
         full = tuple(parameter.value.shape)
         split = self._split(parameter) or Sharding()
@@ -109,7 +109,7 @@ class StateShardings:
                 raise UnsupportedStateError(f"ZeRO-1 does not fit: {error}", leaf=path) from error
         return self._placed(path, split.of_state(full, shape), shape)
 
-    def _placed(self, path: str, sharding: Sharding, shape: tuple[int, ...]) -> Local:
+    def _placed(self, path: str, sharding: Sharding, shape: tuple[int, ...]) -> LocalArray:
         key = sharding, shape
         if key in self._places:
             return self._places[key]
@@ -117,9 +117,11 @@ class StateShardings:
             return self._places.setdefault(key, sharding.place(shape, self.placement.mesh, self.placement.rank))
         except ValueError as error:
             raise UsageError(
-                f"the sharding {sharding.spec} does not fit: {error}", leaf=path, found=f"local shape {list(shape)}",
+                f"the sharding {sharding.spec} does not fit: {error}",
+                leaf=path,
+                found=f"local shape {list(shape)}",
                 hint="Check mesh, shardings and the attributes of the parameter.",
-            ) from error  # fmt: skip
+            ) from error
 
     def _sharding(self, names: Iterable[str], value: Any) -> Sharding:
         names = tuple(names)

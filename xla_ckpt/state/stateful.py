@@ -23,9 +23,10 @@ def tree_of(member: Any, name: str) -> Any:
         return member
     if not callable(getattr(member, "state_dict", None)) or not callable(getattr(member, "load_state_dict", None)):
         raise UnsupportedStateError(
-            f"a {type(member).__name__} has no state_dict() and load_state_dict()", leaf=name,
+            f"a {type(member).__name__} has no state_dict() and load_state_dict()",
+            leaf=name,
             hint="Pass an object that has both, or put plain values into user_content.",
-        )  # fmt: skip
+        )
     return member.state_dict()
 
 

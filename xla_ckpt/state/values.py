@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from xla_ckpt.errors import FormatError, UntrustedObjectError
-from xla_ckpt.tree.codec import Codec, Json, Kind
+from xla_ckpt.tree.codec import Json, Kind, ValueCodec
 from xla_ckpt.tree.flatten import NAMESPACES
 
 
@@ -88,10 +88,25 @@ def _decode_array(json: Json) -> Any:
 
 
 _SCALARS = (
-    np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64, np.float16,
-    np.float32, np.float64, np.complex64, np.complex128, np.longdouble, ml_dtypes.bfloat16,
-    ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2,
-)  # fmt: skip
+    np.bool_,
+    np.int8,
+    np.int16,
+    np.int32,
+    np.int64,
+    np.uint8,
+    np.uint16,
+    np.uint32,
+    np.uint64,
+    np.float16,
+    np.float32,
+    np.float64,
+    np.complex64,
+    np.complex128,
+    np.longdouble,
+    ml_dtypes.bfloat16,
+    ml_dtypes.float8_e4m3fn,
+    ml_dtypes.float8_e5m2,
+)
 
 _DTYPE_CLASSES = {type(np.dtype(s)) for s in (*_SCALARS, np.str_, np.bytes_, np.datetime64, np.timedelta64)}
 
@@ -110,7 +125,7 @@ SHELL_KINDS: tuple[Kind, ...] = (
     Kind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
 )
 
-CODEC = Codec(SHELL_KINDS)
+CODEC = ValueCodec(SHELL_KINDS)
 """The plain values of a PyTorch program."""
 
 

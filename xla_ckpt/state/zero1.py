@@ -52,10 +52,12 @@ def mesh_axes(optimizer: Any, placement: Placement) -> tuple[str, ...]:
     axes = None if group is None else axes_of(group, placement.mesh, placement.rank)
     if axes is None:
         raise UsageError(
-            "the sharding groups of the ZeRO-1 optimizer do not lie along the mesh", leaf="optimizer",
-            expected=f"groups along dp, or dp and cp, of {placement.mesh}", found=str(groups)[:200],
+            "the sharding groups of the ZeRO-1 optimizer do not lie along the mesh",
+            leaf="optimizer",
+            expected=f"groups along dp, or dp and cp, of {placement.mesh}",
+            found=str(groups)[:200],
             hint="Pass the mesh= that the groups were made from.",
-        )  # fmt: skip
+        )
     return axes
 
 

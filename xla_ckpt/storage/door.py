@@ -48,9 +48,11 @@ def full_path(path: PathLike) -> str:
         return os.path.abspath(text)
     if scheme not in _SCHEMES:
         raise UsageError(
-            "checkpoints are read from and written to file systems", expected="the path of a directory", found=text,
+            "checkpoints are read from and written to file systems",
+            expected="the path of a directory",
+            found=text,
             hint="Mount the bucket, or copy the directory from and to it.",
-        )  # fmt: skip
+        )
     return f"{scheme}://{rest.strip('/')}"
 
 

@@ -306,5 +306,7 @@ def _doubt(path: str, error: OSError) -> None:
         logger.warning(
             "cannot find out whether %s is in use (%s): this and others like it are left alone until nothing in them "
             "has changed for %g minutes, also if num_kept_ckpts would delete them",
-            path, error.strerror or error, UNLOCKED_AGE / 60,
-        )  # fmt: skip
+            path,
+            error.strerror or error,
+            UNLOCKED_AGE / 60,
+        )

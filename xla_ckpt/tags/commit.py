@@ -49,9 +49,11 @@ def begin(store: Store, tag: str) -> Draft:
         directory = store.make(NEW_PREFIX + tag)
     except FileExistsError as error:
         raise SaveError(
-            "somebody else is saving this tag there", path=store.path, tag=tag,
+            "somebody else is saving this tag there",
+            path=store.path,
+            tag=tag,
             hint="One job at a time saves to a directory. Wait for the other one, or use another directory.",
-        ) from error  # fmt: skip
+        ) from error
     return Draft(store, tag, sequence, directory)
 
 

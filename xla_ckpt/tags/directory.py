@@ -116,7 +116,7 @@ def _orbax_sequence(store: Store, name: str) -> int:
     return sequence if type(sequence) is int and sequence > 0 else 0
 
 
-def open_tag(store: Store, tag: str) -> Directory:
+def open_directory(store: Store, tag: str) -> Directory:
     """The directory of a committed tag, marked as being read so that no retention deletes it under the reader.
 
     Raises:
@@ -139,9 +139,11 @@ def open_tag(store: Store, tag: str) -> Directory:
 def no_such_tag(store: Store, tag: str | None) -> NoCheckpointError:
     """The error for a tag that is not there, or for a root without any (`tag` None)."""
     return NoCheckpointError(
-        "there is no such checkpoint" if tag else "there is no checkpoint", path=store.path, tag=tag,
+        "there is no such checkpoint" if tag else "there is no checkpoint",
+        path=store.path,
+        tag=tag,
         hint=what_is_there(store),
-    )  # fmt: skip
+    )
 
 
 def what_is_there(store: Store) -> str:

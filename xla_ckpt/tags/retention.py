@@ -28,8 +28,9 @@ def check_keep(num_kept: int | None) -> int | None:
     if num_kept is not None and (type(num_kept) is not int or num_kept < 1):
         raise UsageError(
             f"num_kept_ckpts={num_kept!r} would not even keep the tag being saved",
-            expected="None (keep all) or at least 1", found=num_kept,
-        )  # fmt: skip
+            expected="None (keep all) or at least 1",
+            found=num_kept,
+        )
     return num_kept
 
 

@@ -58,25 +58,41 @@ def _timezone(json: Json) -> datetime.timezone:
 
 PURE_KINDS: tuple[Kind, ...] = (
     Kind("bytes", bytes, lambda v: base64.b64encode(v).decode(), lambda j: base64.b64decode(j, validate=True)),
-    Kind("bytearray", bytearray, lambda v: base64.b64encode(v).decode(),
-         lambda j: bytearray(base64.b64decode(j, validate=True))),
-    Kind("complex", complex, lambda v: [encode_float(v.real), encode_float(v.imag)],
-         lambda j: complex(*(_float_bits(p["$float"]) if isinstance(p, dict) else p for p in j))),
+    Kind(
+        "bytearray",
+        bytearray,
+        lambda v: base64.b64encode(v).decode(),
+        lambda j: bytearray(base64.b64decode(j, validate=True)),
+    ),
+    Kind(
+        "complex",
+        complex,
+        lambda v: [encode_float(v.real), encode_float(v.imag)],
+        lambda j: complex(*(_float_bits(p["$float"]) if isinstance(p, dict) else p for p in j)),
+    ),
     Kind("range", range, lambda v: [v.start, v.stop, v.step], lambda j: range(*j)),
     Kind("ellipsis", type(...), lambda v: None, lambda j: ...),
-    Kind("datetime", datetime.datetime, lambda v: [v.isoformat(), v.fold],
-         lambda j: datetime.datetime.fromisoformat(j[0]).replace(fold=j[1])),
+    Kind(
+        "datetime",
+        datetime.datetime,
+        lambda v: [v.isoformat(), v.fold],
+        lambda j: datetime.datetime.fromisoformat(j[0]).replace(fold=j[1]),
+    ),
     Kind("date", datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
-    Kind("time", datetime.time, lambda v: [v.isoformat(), v.fold],
-         lambda j: datetime.time.fromisoformat(j[0]).replace(fold=j[1])),
-    Kind("timedelta", datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds],
-         lambda j: datetime.timedelta(*j)),
-    Kind("timezone", datetime.timezone,
-         lambda v: [v.utcoffset(None).total_seconds(), v.tzname(None)], _timezone),
+    Kind(
+        "time",
+        datetime.time,
+        lambda v: [v.isoformat(), v.fold],
+        lambda j: datetime.time.fromisoformat(j[0]).replace(fold=j[1]),
+    ),
+    Kind(
+        "timedelta", datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda j: datetime.timedelta(*j)
+    ),
+    Kind("timezone", datetime.timezone, lambda v: [v.utcoffset(None).total_seconds(), v.tzname(None)], _timezone),
     Kind("decimal", decimal.Decimal, str, decimal.Decimal),
     Kind("fraction", fractions.Fraction, lambda v: [v.numerator, v.denominator], lambda j: fractions.Fraction(*j)),
     Kind("uuid", uuid.UUID, str, uuid.UUID),
-)  # fmt: skip
+)
 
 
 def _datetime_is_plain(value: object) -> bool:
@@ -85,10 +101,10 @@ def _datetime_is_plain(value: object) -> bool:
     return zone is None or type(zone) is datetime.timezone
 
 
-class Codec:
+class ValueCodec:
     """The plain values of one program: JSON's own, the pure kinds, and the shell's.
 
-    >>> codec = Codec()
+    >>> codec = ValueCodec()
     >>> codec.decode(codec.encode(complex(1, 2)))
     (1+2j)
     >>> codec.encode(object()) is NotImplemented

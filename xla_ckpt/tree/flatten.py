@@ -16,7 +16,7 @@ from typing import Any
 
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.codec import Codec, Json
+from xla_ckpt.tree.codec import Json, ValueCodec
 
 MAX_DEPTH = 200
 """Containers inside containers; deeper trees are a cycle in all but name."""
@@ -64,7 +64,7 @@ ArrayKind = Callable[[Any], str | None]
 
 
 class _Flattener:
-    def __init__(self, array_kind: ArrayKind, codec: Codec) -> None:
+    def __init__(self, array_kind: ArrayKind, codec: ValueCodec) -> None:
         self.array_kind = array_kind
         self.codec = codec
         self.flat = Flat()
@@ -138,8 +138,11 @@ class _Flattener:
         keys = [self.hashable(k) for k in value]
         if NotImplemented in keys:  # a key that is itself an object: the whole dict is one
             return self.object(value, path)
-        return {name: [[k, self.visit(v, paths.join(path, component(k)))]
-                       for k, v in zip(keys, value.values(), strict=True)]}  # fmt: skip
+        return {
+            name: [
+                [k, self.visit(v, paths.join(path, component(k)))] for k, v in zip(keys, value.values(), strict=True)
+            ]
+        }
 
     def hashable(self, value: Any) -> Json:
         """A dict key or set member as JSON: plain values, tuples and enums of them; else NotImplemented."""
@@ -168,13 +171,13 @@ def component(key: Json) -> str:
     return paths.escape(key) if isinstance(key, str) else paths.escape_other(json_text.dumps(key))
 
 
-def flatten(tree: Any, array_kind: ArrayKind, codec: Codec) -> Flat:
+def flatten(tree: Any, array_kind: ArrayKind, codec: ValueCodec) -> Flat:
     """Take `tree` apart.
 
     Raises:
         UnsupportedStateError: A cycle, or absurd nesting.
 
-    >>> flat = flatten({"w": 3.5, "names": ("a", 1)}, lambda v: "mine" if isinstance(v, float) else None, Codec())
+    >>> flat = flatten({"w": 3.5, "names": ("a", 1)}, lambda v: "mine" if isinstance(v, float) else None, ValueCodec())
     >>> flat.arrays, flat.skeleton
     ({'w': 3.5}, {'w': {'$array': 'mine'}, 'names': {'$tuple': ['a', 1]}})
     """
@@ -195,7 +198,7 @@ class Unflattener:
     array: Callable[[str, str], Any]
     """(leaf path, kind of array) -> the array to put there."""
 
-    codec: Codec
+    codec: ValueCodec
     object: Callable[[int, str], Any] = lambda index, path: resolve_nothing(f"object {index}", type(None))
     """(index, leaf path) -> the pickled object to put there."""
 
@@ -299,9 +302,20 @@ class Unflattener:
 
 
 _CONTAINERS = {
-    "$array": "_array", "$object": "_object", "$dict": "_dict", "$OrderedDict": "_ordered_dict",
-    "$Counter": "_counter", "$defaultdict": "_defaultdict", "$tuple": "_tuple", "$deque": "_deque", "$set": "_set",
-    "$frozenset": "_frozenset", "$slice": "_slice", "$namedtuple": "_namedtuple", "$namespace": "_namespace",
-    "$dataclass": "_dataclass", "$enum": "_enum",
-}  # fmt: skip
+    "$array": "_array",
+    "$object": "_object",
+    "$dict": "_dict",
+    "$OrderedDict": "_ordered_dict",
+    "$Counter": "_counter",
+    "$defaultdict": "_defaultdict",
+    "$tuple": "_tuple",
+    "$deque": "_deque",
+    "$set": "_set",
+    "$frozenset": "_frozenset",
+    "$slice": "_slice",
+    "$namedtuple": "_namedtuple",
+    "$namespace": "_namespace",
+    "$dataclass": "_dataclass",
+    "$enum": "_enum",
+}
 """Name in the file -> method of `Unflattener`."""

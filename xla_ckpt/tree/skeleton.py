@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.codec import Codec, Json
+from xla_ckpt.tree.codec import Json, ValueCodec
 from xla_ckpt.tree.flatten import component
 
 _PAIRS = frozenset({"$dict", "$OrderedDict", "$Counter"})
@@ -44,7 +44,7 @@ def children(skeleton: Json) -> dict[str, Json] | None:
     return {paths.escape(k): v for k, v in skeleton.items()}
 
 
-def find(skeleton: Json, path: str) -> Json:
+def part_at(skeleton: Json, path: str) -> Json:
     """The part of a skeleton at a path.
 
     Raises:
@@ -96,7 +96,7 @@ Make = Callable[[Mapping[str, Any]], Any]
 class Weave:
     """Lays a pattern over a stored skeleton, and collects what it wants."""
 
-    def __init__(self, is_array: Callable[[Any], bool], codec: Codec, whole: Callable[[Json, str], Make]) -> None:
+    def __init__(self, is_array: Callable[[Any], bool], codec: ValueCodec, whole: Callable[[Json, str], Make]) -> None:
         self.is_array = is_array
         self.codec = codec
         self.whole = whole

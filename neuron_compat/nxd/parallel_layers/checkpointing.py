@@ -63,9 +63,11 @@ def save(
         _materialize(checkpoint)
         if not master_dp_only or (parallel_state.get_data_parallel_rank() == 0 and _axis("context")[1] == 0):
             write = functools.partial(
-                write_xser if save_xser else write_whole, checkpoint, path if save_xser else f"{path}/checkpoint.pt",
+                write_xser if save_xser else write_whole,
+                checkpoint,
+                path if save_xser else f"{path}/checkpoint.pt",
                 down_cast_bf16=down_cast_bf16,
-            )  # fmt: skip
+            )
             turn = int(os.environ.get("LOCAL_RANK", "0")) if save_serially and not save_xser else 0
     except Exception as problem:  # told to all ranks, which wait for this one
         error = problem

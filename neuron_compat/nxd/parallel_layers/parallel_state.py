@@ -117,9 +117,12 @@ def initialize_model_parallel(
     joined = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
     mesh = _mesh(
-        world, tensor_model_parallel_size, pipeline_model_parallel_size, context_parallel_size,
+        world,
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        context_parallel_size,
         expert_model_parallel_size,
-    )  # fmt: skip
+    )
     replica_groups = {kind: rank_groups(mesh, kind) for kind in KINDS}
     state = _State(mesh, rank, replica_groups, {})
     if joined:

@@ -187,10 +187,11 @@ def _torch_load(path: str, trust_pickle: bool) -> Any:
             return torch.load(path, map_location="cpu", weights_only=not trust_pickle)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         raise NoCheckpointError(
-            "there is no such file for this rank", file=path,
+            "there is no such file for this rank",
+            file=path,
             hint="load_xser and master_dp_only have to be as in the save, and so have the numbers of ranks: on others, "
             "xla_ckpt.load_checkpoint loads it.",
-        ) from error  # fmt: skip
+        ) from error
     except OSError as error:
         raise StorageError.of(error, "loading", file=path) from error
     except pickle.UnpicklingError as error:
@@ -198,8 +199,10 @@ def _torch_load(path: str, trust_pickle: bool) -> Any:
         if named is None:
             raise CorruptCheckpointError("the file is damaged", file=path, found=str(error)[:200]) from error
         raise UntrustedObjectError(
-            "the file holds a pickled object", file=path, found=named[1],
+            "the file holds a pickled object",
+            file=path,
+            found=named[1],
             hint="Pass trust_pickle=True if you trust whoever wrote this file.",
-        ) from error  # fmt: skip
+        ) from error
     except Exception as error:  # of a damaged zip, torch raises whatever comes
         raise CorruptCheckpointError("the file is damaged", file=path, found=str(error)[:200]) from error

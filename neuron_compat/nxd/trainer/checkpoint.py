@@ -109,9 +109,15 @@ def load_checkpoint(
         xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
     """
     return xla_ckpt.load_checkpoint(
-        path, None if tag is None else str(tag), model, optimizer, scheduler, num_workers=num_workers, strict=strict,
+        path,
+        None if tag is None else str(tag),
+        model,
+        optimizer,
+        scheduler,
+        num_workers=num_workers,
+        strict=strict,
         trust_pickle=trust_pickle,
-    ).user_content  # fmt: skip
+    ).user_content
 
 
 def has_checkpoint(checkpoint_dir_str: PathLike) -> bool:

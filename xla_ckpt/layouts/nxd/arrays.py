@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import product
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
-from xla_ckpt.layouts.nxd.rank_files import Held, Scan
+from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Local, Piece
+from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.sharding import Sharding, Split
@@ -93,7 +93,7 @@ def _true_size(sharding: Sharding, local: tuple[int, ...], wish: ArrayHint) -> S
     return replace(sharding, shape=tuple(n if s is not None else None for n, s in zip(wish.shape, dims, strict=True)))
 
 
-Copies = Mapping[tuple[int, int, int], Held]
+Copies = Mapping[tuple[int, int, int], StoredTensor]
 """(dp, ep, tp) -> the tensor there."""
 
 
@@ -104,9 +104,14 @@ def rank_of(at: tuple[int, int, int], mesh: Mesh, *, dealt: bool) -> int:
 
 
 def record(
-    scan: Scan, leaf: str, copies: Copies, mesh: Mesh, sharding: Sharding, rows: tuple[str, ...] = (),
+    scan: Scan,
+    leaf: str,
+    copies: Copies,
+    mesh: Mesh,
+    sharding: Sharding,
+    rows: tuple[str, ...] = (),
     local: tuple[int, ...] = (),
-) -> ArrayRecord:  # fmt: skip
+) -> ArrayRecord:
     """The record of an array.
 
     Args:
@@ -129,9 +134,12 @@ def record(
     for at, held in sorted(copies.items()):
         if (held.shape, held.dtype) != (first.shape, first.dtype):
             raise CorruptCheckpointError(
-                "the ranks have tensors that do not fit together", leaf=leaf, file=held.file,
-                expected=f"{first.dtype.name} {list(first.shape)}", found=f"{held.dtype.name} {list(held.shape)}",
-            )  # fmt: skip
+                "the ranks have tensors that do not fit together",
+                leaf=leaf,
+                file=held.file,
+                expected=f"{first.dtype.name} {list(first.shape)}",
+                found=f"{held.dtype.name} {list(held.shape)}",
+            )
         place = _place(leaf, sharding, held, mesh, rank_of(at, mesh, dealt=bool(rows)), rows, local)
         shape, spec = place.shape, place.spec
         for piece in place.pieces:
@@ -141,9 +149,12 @@ def record(
         return array_record(first.dtype, shape, shards.values(), spec)
     except FormatError as error:
         raise CorruptCheckpointError(
-            f"the rank files together do not hold this array exactly once: {error.problem}", leaf=leaf,
-            expected=error.expected, found=error.found, hint="Check the sharding that applies to it.",
-        ) from error  # fmt: skip
+            f"the rank files together do not hold this array exactly once: {error.problem}",
+            leaf=leaf,
+            expected=error.expected,
+            found=error.found,
+            hint="Check the sharding that applies to it.",
+        ) from error
 
 
 def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) -> None:
@@ -160,14 +171,20 @@ def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) ->
         if held.shape[1:] == local[1:] and 0 < count < local[0]:
             raise CorruptCheckpointError(
                 f"the {ranks} ZeRO-1 shards hold only {count} of {local[0]} rows: the others are missing",
-                leaf=leaf, file=held.file, expected=f"{list(expected)} in each", found=str(list(held.shape)),
+                leaf=leaf,
+                file=held.file,
+                expected=f"{list(expected)} in each",
+                found=str(list(held.shape)),
                 hint=_CP_HINT,
-            )  # fmt: skip
+            )
         raise CorruptCheckpointError(
-            "the ZeRO-1 shards do not fit to the number of rank files along dp", leaf=leaf, file=held.file,
-            expected=f"{list(expected)} in each", found=f"{list(held.shape)} at dp {dp}, tp {tp}",
+            "the ZeRO-1 shards do not fit to the number of rank files along dp",
+            leaf=leaf,
+            file=held.file,
+            expected=f"{list(expected)} in each",
+            found=f"{list(held.shape)} at dp {dp}, tp {tp}",
             hint="Files of an earlier save with another dp size may be left in the directory.",
-        )  # fmt: skip
+        )
 
 
 _CP_HINT = (
@@ -177,20 +194,28 @@ _CP_HINT = (
 
 
 def _place(
-    leaf: str, sharding: Sharding, held: Held, mesh: Mesh, rank: int, rows: tuple[str, ...], local: tuple[int, ...]
-) -> Local:
+    leaf: str,
+    sharding: Sharding,
+    held: StoredTensor,
+    mesh: Mesh,
+    rank: int,
+    rows: tuple[str, ...],
+    local: tuple[int, ...],
+) -> LocalArray:
     try:
         if rows:
             return sharding.zero1(local, mesh, rank, rows)
         return sharding.place(held.shape, mesh, rank)
     except ValueError as error:
         raise IncompatibleCheckpointError(
-            f"the sharding {sharding.spec} does not fit to what is stored: {error}", leaf=leaf,
-            found=f"{list(local or held.shape)} on each rank of {mesh}", hint=HINT,
-        ) from error  # fmt: skip
+            f"the sharding {sharding.spec} does not fit to what is stored: {error}",
+            leaf=leaf,
+            found=f"{list(local or held.shape)} on each rank of {mesh}",
+            hint=HINT,
+        ) from error
 
 
-def _shard(scan: Scan, held: Held, piece: Piece) -> Shard:
+def _shard(scan: Scan, held: StoredTensor, piece: Piece) -> Shard:
     at = scan.place(held)
     where = runs(piece.local, Box.whole(held.shape), held.dtype.itemsize)
     file = scan.number(at.file)

@@ -75,7 +75,7 @@ def convert_zero_checkpoints(
     except OSError as error:
         raise StorageError.of(error, "opening a tag", path=source_path) from error
     try:
-        found = zero.scan(Scan(directory), name)
+        found = zero.scan_optimizer(Scan(directory), name)
         if found.full and dp_size is None:
             raise UsageError("these files hold the states of all data-parallel ranks already", hint="Give a dp_size.")
         files = found.plans(dp_size)

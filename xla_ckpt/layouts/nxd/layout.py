@@ -27,7 +27,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry
 
 if TYPE_CHECKING:
-    from xla_ckpt.layouts.nxd.plan import RankState, Tensor
+    from xla_ckpt.layouts.nxd.plan import RankState, RankTensor
     from xla_ckpt.state.describe import Description
 
 MARKS = {"checkpoint": b"1", "done": b"1"}
@@ -67,14 +67,14 @@ class NeuronxDistributed(Layout):
         return [found.entry() for found in tags.complete_tags(store)] if self.origin else []
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        found = tags.find(store, tag) if self.origin else None
+        found = tags.find_tag(store, tag) if self.origin else None
         return None if found is None else found.entry()
 
     def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.nxd.scan import open_tag
+        from xla_ckpt.layouts.nxd.scan import open_scanned
         from xla_ckpt.state.values import CODEC
 
-        return open_tag(store, tags.existing(store, found.tag), hints, CODEC)
+        return open_scanned(store, tags.existing(store, found.tag), hints, CODEC)
 
     def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.nxd.verify import verify_nxd
@@ -135,8 +135,8 @@ def _writing(description: Description, *, xser: bool) -> NxdWriting:
     return NxdWriting(description, rank_state, NativeWriting(description, rest), xser)
 
 
-def _tensor(path: str, description: Description) -> Tensor:
-    from xla_ckpt.layouts.nxd.plan import Tensor
+def _tensor(path: str, description: Description) -> RankTensor:
+    from xla_ckpt.layouts.nxd.plan import RankTensor
 
     held = description.arrays[path]
     local, placement = held.local, description.placement
@@ -153,14 +153,14 @@ def _tensor(path: str, description: Description) -> Tensor:
             leaf=path,
             hint="Save in the native format, and convert it: xla-ckpt convert SRC DST --to xser --mesh ...",
         )
-    return Tensor(path, held.adapter.dtype(held.value, path), held.shape, local.pieces, alike)
+    return RankTensor(path, held.adapter.dtype(held.value, path), held.shape, local.pieces, alike)
 
 
 def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) -> Rewriting:
     import logging
 
+    from xla_ckpt.layouts.nxd.new_job import NewJob, deals_rows
     from xla_ckpt.layouts.nxd.plan import PARTS, RankPlan
-    from xla_ckpt.layouts.nxd.target import Target, deals_rows
     from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 
     manifest = stored.manifest
@@ -171,7 +171,7 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
         raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
     dealt = deals_rows(manifest) if to.zero1 is None else to.zero1
-    target = Target(manifest, trees, to.mesh, to.rules, to.pipeline_cuts, dealt)
+    target = NewJob(manifest, trees, to.mesh, to.rules, to.pipeline_cuts, dealt)
     for message in target.doubts():
         logging.getLogger(__name__).warning("%s", message)
     files = []

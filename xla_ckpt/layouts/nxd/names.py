@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.layouts.nxd.rank_files import Held
+from xla_ckpt.layouts.nxd.rank_files import StoredTensor
 from xla_ckpt.plan.hints import Hints
 
 
@@ -14,7 +14,7 @@ def names_of_stage(
     groups: Sequence[Mapping[str, Any]],
     ordinary: int,
     wanted: Hints,
-    model: Mapping[str, Mapping[Any, Held]] | None,
+    model: Mapping[str, Mapping[Any, StoredTensor]] | None,
     shapes: Mapping[int, tuple[int, ...] | None],
     is_expert: Callable[[str], bool],
 ) -> dict[int, Any]:
@@ -50,10 +50,11 @@ def names_of_stage(
     if counts != found:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
-            leaf="optimizer/param_groups", expected=f"groups of {counts} parameters, as stored",
+            leaf="optimizer/param_groups",
+            expected=f"groups of {counts} parameters, as stored",
             found=f"groups of {found}, counting parameters whose names the stored model has",
             hint="Give the model, too, and make the optimizer with the same groups in the same order as in training.",
-        )  # fmt: skip
+        )
     names = {i: n for g, called in zip(stored, mine, strict=True) for i, n in zip(g["params"], called, strict=True)}
     for i, name in names.items():
         shape, copies = shapes.get(i), (model or {}).get(_present(name, wanted, model))
@@ -61,9 +62,11 @@ def names_of_stage(
         if None not in (shape, held) and shape != held:
             raise IncompatibleCheckpointError(
                 f"number {i} of the stored optimizer would be this parameter, and its shape is another",
-                leaf=f"optimizer/state/{name}", expected=list(held or ()), found=list(shape or ()),
+                leaf=f"optimizer/state/{name}",
+                expected=list(held or ()),
+                found=list(shape or ()),
                 hint="Make the optimizer with its parameters in the same order as in training.",
-            )  # fmt: skip
+            )
     return names
 
 

@@ -22,7 +22,7 @@ from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
 from xla_ckpt.layouts.torch_save.restricted_pickle import Reference
 from xla_ckpt.plan.place import parameter_of
-from xla_ckpt.plan.save_plan import Entry, FilePlan, Source
+from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.mesh import Mesh
@@ -37,7 +37,7 @@ _SHARING = ("edp", "cp")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class RankTensor:
     """One rank's part of an array, as it has it in memory."""
 
     leaf: str
@@ -65,7 +65,7 @@ class RankState:
     """The state of one rank, with a `LeafAt` for each array."""
 
     parts: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, RankTensor]
     """By the leaf path at which an array stands; names of the same array have the same tensor."""
 
     zero1: bool = False
@@ -117,7 +117,7 @@ class RankPlan:
         mine = position(sharing, self.mesh, self.rank)
         if not self.xser:
             return [] if mine else [self._whole(path, state, _plain(tree), part, sharing)]
-        tensors: list[tuple[str, Tensor]] = []
+        tensors: list[tuple[str, RankTensor]] = []
 
         def reference(path: str) -> Reference:
             made = Reference()
@@ -144,7 +144,7 @@ class RankPlan:
 
     def _whole(self, path: str, state: RankState, tree: Any, part: str, sharing: Sequence[str]) -> FilePlan:
         """A file that holds its tensors itself."""
-        tensors: list[tuple[str, Tensor]] = []
+        tensors: list[tuple[str, RankTensor]] = []
 
         def in_file(path: str) -> InFile:
             tensor = state.tensors[path]
@@ -156,11 +156,11 @@ class RankPlan:
         return FilePlan(path, TorchFile(_stem(path), pickled, lengths), sources, entries)
 
     def _laid_out(
-        self, tensors: Sequence[tuple[str, Tensor]], sharing: Sequence[str]
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[Source, ...], tuple[Entry, ...]]:
+        self, tensors: Sequence[tuple[str, RankTensor]], sharing: Sequence[str]
+    ) -> tuple[tuple[tuple[int, ...], ...], tuple[RegionSource, ...], tuple[Entry, ...]]:
         """(bytes of the regions of each storage, sources of all regions, entries of the manifest)."""
         lengths: list[tuple[int, ...]] = []
-        sources: list[Source] = []
+        sources: list[RegionSource] = []
         entries: list[Entry] = []
         for path, tensor in tensors:
             first = len(sources)
@@ -168,13 +168,13 @@ class RankPlan:
             found = path == tensor.leaf
             found &= all(self._at[axis] == 0 for axis in tensor.alike if axis not in sharing)
             lengths.append(tuple(b - a for a, b in pairwise(cuts)))
-            sources += [Source(tensor.leaf, 0, a, b - a) for a, b in pairwise(cuts)]
+            sources += [RegionSource(tensor.leaf, 0, a, b - a) for a, b in pairwise(cuts)]
             region = {offset: first + i for i, offset in enumerate(cuts)}
             entries += [Entry(tensor.leaf, p.box, region[at], frame, copy=not found) for p, frame, at in frames]
         return tuple(lengths), tuple(sources), tuple(entries)
 
 
-def _regions(tensor: Tensor) -> tuple[list[int], list[tuple[Piece, Box | None, int]]]:
+def _regions(tensor: RankTensor) -> tuple[list[int], list[tuple[Piece, Box | None, int]]]:
     """Where a tensor's bytes are cut into regions, and (piece, its frame, offset of its region) for each piece.
 
     A piece that is one run of bytes is a region of its own, so that a reader verifies no more than it reads.
@@ -203,15 +203,16 @@ def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:
     return writer
 
 
-def _info(tensor: Tensor) -> dict[str, Any]:
+def _info(tensor: RankTensor) -> dict[str, Any]:
     """What neuronx-distributed's loader wants to know of a tensor before it opens its file."""
     return {
-        "dtype": getattr(torch, tensor.dtype.name), "shape": torch.Size(tensor.shape),
+        "dtype": getattr(torch, tensor.dtype.name),
+        "shape": torch.Size(tensor.shape),
         "expert_model_parallel": tensor.expert,
-    }  # fmt: skip
+    }
 
 
-def with_experts(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
+def with_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, RankTensor]:
     """The same, with those marked that are split over ep, and all states of such parameters."""
     if mesh.ep == 1:
         return dict(tensors)
@@ -242,9 +243,11 @@ def numbered(state: RankState) -> dict[str, Any]:
     if not state.zero1:
         return {"state": by_number(tree["state"]), "param_groups": groups, **others}
     made = {
-        "state": {}, "param_groups": groups, "base_state": by_number(tree["state"]),
+        "state": {},
+        "param_groups": groups,
+        "base_state": by_number(tree["state"]),
         "shape_info": {i: list(state.shapes[name]) for name, i in number.items()},
-    }  # fmt: skip
+    }
     if "master" in tree:
         made["sharded_master_weights"] = by_number(tree["master"])
     return {**made, **others}
@@ -277,6 +280,8 @@ def check_fits(state: RankState, mesh: Mesh, axes: Sequence[str]) -> None:
         why = "its ZeRO-1 files are one for each dp rank, and these shards are not dealt out over dp"
     if why is not None:
         raise UnsupportedStateError(
-            f"neuronx-distributed's layout cannot hold this optimizer: {why}", leaf="optimizer", found=str(mesh),
+            f"neuronx-distributed's layout cannot hold this optimizer: {why}",
+            leaf="optimizer",
+            found=str(mesh),
             hint="Save in the native format, which holds any state and loads on any topology.",
-        )  # fmt: skip
+        )

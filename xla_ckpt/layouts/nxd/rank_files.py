@@ -38,7 +38,7 @@ class At:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredTensor:
     """A tensor of a rank file."""
 
     dtype: DType
@@ -83,7 +83,7 @@ class Scan:
             self.files.append(FileRecord(file, size, 0, 0))
         return self._numbers[file]
 
-    def place(self, held: Held) -> TensorAt:
+    def place(self, held: StoredTensor) -> TensorAt:
         """Where exactly a tensor lies.
 
         Raises:
@@ -96,12 +96,14 @@ class Scan:
         found = self._places[held.file]
         if not isinstance(found, TensorAt) or (found.dtype, found.shape) != (held.dtype, held.shape):
             raise CorruptCheckpointError(
-                "the file of a tensor does not hold it", file=held.file, expected=f"{held.dtype.name} {held.shape}",
+                "the file of a tensor does not hold it",
+                file=held.file,
+                expected=f"{held.dtype.name} {held.shape}",
                 found=f"{found.dtype.name} {found.shape}" if isinstance(found, TensorAt) else type(found).__name__,
-            )  # fmt: skip
+            )
         return found
 
-    def same(self, one: Held, other: Held) -> bool:
+    def same(self, one: StoredTensor, other: StoredTensor) -> bool:
         """Whether two tensors hold the same bytes: their CRC-32s say so, and data is read only where there are none.
 
         Raises:
@@ -169,8 +171,9 @@ class Scan:
         if "optim/.metadata" in self.names:
             raise UnsupportedStateError(
                 "the optimizer was saved with use_zero1_dcp, which neuronx-distributed itself cannot load",
-                file="optim/.metadata", hint="Load the model without it.",
-            )  # fmt: skip
+                file="optim/.metadata",
+                hint="Load the model without it.",
+            )
 
     def legacy_files(self) -> RankFiles:
         """The files of the older layout.
@@ -190,22 +193,22 @@ class Scan:
         return grid
 
     def tree(self, path: str, at: At) -> Any:
-        """What a rank file holds, with a `Held` for each tensor.
+        """What a rank file holds, with a `StoredTensor` for each tensor.
 
         Raises:
             CorruptCheckpointError: It is missing or damaged.
         """
         info = read(self.directory, f"{path}.info.pt") if f"{path}.info.pt" in self.names else {}
-        held: dict[int, Held] = {}
+        held: dict[int, StoredTensor] = {}
 
-        def reference(tid: int) -> Held:
+        def reference(tid: int) -> StoredTensor:
             if tid not in held:
                 held[tid] = self._referenced(path, at, tid, info.get(tid) if isinstance(info, Mapping) else None)
             return held[tid]
 
         return _with_held(read(self.directory, path, reference))
 
-    def _referenced(self, path: str, at: At, tid: int, info: Any) -> Held:
+    def _referenced(self, path: str, at: At, tid: int, info: Any) -> StoredTensor:
         own = f"{path}.tensors/tensor_{tid}.pt"
         shared = own.replace(f"_ep_rank_{at.ep:02d}_", "_ep_rank_00_", 1) if at.ep else own
         if info is None:
@@ -213,11 +216,11 @@ class Scan:
             found = read(self.directory, file)
             if not isinstance(found, TensorAt):
                 raise CorruptCheckpointError("the file of a tensor does not hold one", file=file)
-            return Held(found.dtype, found.shape, None, file, found)
+            return StoredTensor(found.dtype, found.shape, None, file, found)
         try:
             expert = bool(info["expert_model_parallel"])
             dtype = dtypes.dtype(str(info["dtype"]).removeprefix("torch."))
-            return Held(dtype, tuple(map(int, info["shape"])), expert, own if expert else shared)
+            return StoredTensor(dtype, tuple(map(int, info["shape"])), expert, own if expert else shared)
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(
                 "the description of a tensor is damaged", file=f"{path}.info.pt", found=f"tensor {tid}: {info}"[:200]
@@ -226,7 +229,7 @@ class Scan:
 
 def _with_held(value: Any) -> Any:
     if isinstance(value, TensorAt):
-        return Held(value.dtype, value.shape, None, value.file, value)
+        return StoredTensor(value.dtype, value.shape, None, value.file, value)
     if isinstance(value, Mapping):
         return {k: _with_held(v) for k, v in value.items()}
     if type(value) in (list, tuple):
@@ -253,12 +256,15 @@ def check_grid(kind: str, grid: RankFiles) -> None:
         raise CorruptCheckpointError("the numbers of the rank files make no grid", file=kind, found=f"{len(paths)}")
     missing = [at for at in (At(*c) for c in product(*ranges)) if at not in paths]
     raise CorruptCheckpointError(
-        f"{len(missing)} of {count} rank files are missing in {kind}", file=kind,
+        f"{len(missing)} of {count} rank files are missing in {kind}",
+        file=kind,
         expected=f"all of pp {sizes.pp}, dp {sizes.dp}, ep {sizes.ep}, tp {sizes.tp}",
         found="none for " + listed([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
         hint="They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks "
-        "from 1 on unless use_xser is set." if sizes.ep > 1 else "They were lost, or never written: take another tag.",
-    )  # fmt: skip
+        "from 1 on unless use_xser is set."
+        if sizes.ep > 1
+        else "They were lost, or never written: take another tag.",
+    )
 
 
 def listed(names: Sequence[str]) -> str:

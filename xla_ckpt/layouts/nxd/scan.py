@@ -18,8 +18,8 @@ from xla_ckpt.errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from xla_ckpt.layouts.nxd.rank_files import At, Held, RankFiles, Scan, listed
-from xla_ckpt.layouts.nxd.state import Missing, Stage, State, stages, trees
+from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor, listed
+from xla_ckpt.layouts.nxd.state import Missing, ScannedState, Stage, stages, trees
 from xla_ckpt.layouts.nxd.tags import NxdTag
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest, Shard, UnknownArray, array_record
@@ -27,7 +27,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory, Store, read_whole
-from xla_ckpt.tree.codec import Codec
+from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.flatten import flatten
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _NAMELESS = UnknownArray(
 )
 
 
-def open_tag(store: Store, found: NxdTag, hints: Hints, codec: Codec) -> TagReader:
+def open_scanned(store: Store, found: NxdTag, hints: Hints, codec: ValueCodec) -> TagReader:
     """A reader of a tag, for the restore engine.
 
     Raises:
@@ -92,7 +92,7 @@ class Refused:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def scan(files: Scan, found: NxdTag, wanted: Hints, codec: Codec) -> tuple[Manifest, list[Refused]]:
+def scan(files: Scan, found: NxdTag, wanted: Hints, codec: ValueCodec) -> tuple[Manifest, list[Refused]]:
     """The manifest of a tag, and the objects that its skeleton numbers."""
     parts, mesh = (_legacy if found.legacy else _current)(files, wanted)
     flat = flatten({part: _plain(files, value) for part, value in parts.items()}, _kind, codec)
@@ -105,7 +105,7 @@ def scan(files: Scan, found: NxdTag, wanted: Hints, codec: Codec) -> tuple[Manif
     head = Head(found.tag, 0, pinned=False, created="")
     manifest = Manifest(
         head, flat.skeleton, known, tuple(files.files), mesh=str(mesh), world=mesh.size, unknown=unknown
-    )  # fmt: skip
+    )
     return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
 
 
@@ -144,7 +144,7 @@ def _legacy(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
     grid = files.legacy_files()
     held = trees(files, grid)
     first = held[min(held)]
-    if "model" not in first and all(isinstance(v, Held) for v in first.values()):
+    if "model" not in first and all(isinstance(v, StoredTensor) for v in first.values()):
         held = {at: {"model": tree} for at, tree in held.items()}
         first = held[min(held)]
     models = {at: tree["model"] for at, tree in held.items() if at.dp == 0 and isinstance(tree.get("model"), Mapping)}
@@ -171,7 +171,7 @@ def _parts(
     files: Scan, wanted: Hints, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Any
 ) -> dict[str, Any]:
     mesh = _mesh(grids)
-    state = State(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
+    state = ScannedState(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
     parts: dict[str, Any] = {}
     if model:
         parts["model"] = state.model()
@@ -185,9 +185,10 @@ def _parts(
     masters = parts["optimizer"].get("master", {}) if isinstance(parts.get("optimizer"), dict) else {}
     if model:
         parts["model"] = {
-            name: chosen for name, v in parts["model"].items()
+            name: chosen
+            for name, v in parts["model"].items()
             if (chosen := _weights(name, v, masters, wanted)) is not None
-        }  # fmt: skip
+        }
     return parts
 
 
@@ -202,8 +203,9 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) 
         if not masters:
             raise CorruptCheckpointError(
                 "the files of the tensors are missing, and there are no master weights to take their place",
-                leaf=f"model/{name}", file=stored.held.file,
-            )  # fmt: skip
+                leaf=f"model/{name}",
+                file=stored.held.file,
+            )
         return master
     asked = wanted.hint(name).dtype
     if isinstance(stored, ArrayRecord) and isinstance(master, ArrayRecord) and stored.shape == master.shape:
@@ -214,8 +216,8 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) 
 def _plain(files: Scan, value: Any) -> Any:
     """A value that belongs to no rank in particular; its tensors are whole."""
     if isinstance(value, TensorAt):
-        value = Held(value.dtype, value.shape, None, value.file, value)
-    if isinstance(value, Held):
+        value = StoredTensor(value.dtype, value.shape, None, value.file, value)
+    if isinstance(value, StoredTensor):
         at = files.place(value)
         box = Box.whole(at.shape)
         return array_record(at.dtype, at.shape, [Shard(box, files.number(at.file), at.offset)])
@@ -229,4 +231,4 @@ def _plain(files: Scan, value: Any) -> Any:
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_tensor(v) for v in value.values())
-    return isinstance(value, TensorAt | Held) or (type(value) in (list, tuple) and any(map(_has_tensor, value)))
+    return isinstance(value, TensorAt | StoredTensor) or (type(value) in (list, tuple) and any(map(_has_tensor, value)))

@@ -10,7 +10,7 @@ from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Incompatibl
 from xla_ckpt.layouts.nxd.arrays import Copies, check_rows, declared, record, resolve
 from xla_ckpt.layouts.nxd.copies import chosen
 from xla_ckpt.layouts.nxd.names import names_of_stage
-from xla_ckpt.layouts.nxd.rank_files import At, Held, RankFiles, Scan
+from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -51,20 +51,21 @@ def stages(models: Trees) -> dict[int, Stage]:
         stage = found.setdefault(at.pp, Stage())
         fresh = not stage.copies and not stage.plain
         for name, value in tree.items():
-            if not isinstance(value, Held):
+            if not isinstance(value, StoredTensor):
                 stage.plain.setdefault(str(name), value)
             elif fresh or name in stage.copies:
-                copies: dict[tuple[int, int, int], Held] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
+                copies: dict[tuple[int, int, int], StoredTensor] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
                 copies[at.dp, at.ep, at.tp] = value
-        if [n for n, v in tree.items() if isinstance(v, Held)] != list(stage.copies):
+        if [n for n, v in tree.items() if isinstance(v, StoredTensor)] != list(stage.copies):
             raise CorruptCheckpointError(
-                "the ranks of a pipeline stage hold different names", leaf="model",
+                "the ranks of a pipeline stage hold different names",
+                leaf="model",
                 found=f"(ep {at.ep}, tp {at.tp}, pp {at.pp}) against the first rank of the stage",
-            )  # fmt: skip
+            )
     return found
 
 
-class State:
+class ScannedState:
     """Builds the parts of one tag."""
 
     def __init__(self, scan: Scan, wanted: Hints, model: Mapping[int, Stage], mesh: Mesh) -> None:
@@ -162,13 +163,13 @@ class State:
 class Missing:
     """A tensor of a model whose file was never written: its master weights stand for it."""
 
-    held: Held
+    held: StoredTensor
 
 
 class _OfStage:
     """The optimizer of one pipeline stage."""
 
-    def __init__(self, state: State, pp: int, files: Trees, dp: int) -> None:
+    def __init__(self, state: ScannedState, pp: int, files: Trees, dp: int) -> None:
         self.of = state
         self.files = files
         self.first = files[min(files)]
@@ -186,9 +187,13 @@ class _OfStage:
             for n, g in enumerate(groups)
         ]
         self.names = names_of_stage(
-            self.groups, ordinary, state.wanted, self.model.copies if state.stages else None,
-            {i: self.local_shape(i) for g in self.groups for i in g["params"]}, self.is_expert,
-        )  # fmt: skip
+            self.groups,
+            ordinary,
+            state.wanted,
+            self.model.copies if state.stages else None,
+            {i: self.local_shape(i) for g in self.groups for i in g["params"]},
+            self.is_expert,
+        )
 
     def is_expert(self, name: str) -> bool:
         """Whether a parameter differs between expert-parallel ranks."""
@@ -206,15 +211,17 @@ class _OfStage:
             info = self.first.get("shape_info", {})
             return tuple(map(int, info[number])) if number in info else None
         held = self.first.get("state", {}).get(number, {})
-        return next((v.shape for v in held.values() if isinstance(v, Held) and v.shape), None)
+        return next((v.shape for v in held.values() if isinstance(v, StoredTensor) and v.shape), None)
 
     def into(self, tree: dict[str, Any], master: dict[str, Any]) -> None:
         """Add this stage."""
         if tree["param_groups"] and len(tree["param_groups"]) != len(self.groups):
             raise IncompatibleCheckpointError(
-                "the optimizers of the pipeline stages have different numbers of groups", leaf="optimizer/param_groups",
-                expected=len(tree["param_groups"]), found=len(self.groups),
-            )  # fmt: skip
+                "the optimizers of the pipeline stages have different numbers of groups",
+                leaf="optimizer/param_groups",
+                expected=len(tree["param_groups"]),
+                found=len(self.groups),
+            )
         for n, group in enumerate(self.groups):
             names = [self.names[i] for i in group["params"] if i in self.names]
             if n < len(tree["param_groups"]):
@@ -246,7 +253,7 @@ class _OfStage:
                 tree["state"].setdefault(name, self._shared(f"optimizer/state/{name}", value))
 
     def _shared(self, leaf: str, value: Any) -> Any:
-        if isinstance(value, Held):
+        if isinstance(value, StoredTensor):
             return record(self.of.scan, leaf, {(0, 0, 0): value}, Mesh(), Sharding())
         if isinstance(value, Mapping):
             return {k: self._shared(f"{leaf}/{k}", v) for k, v in value.items()}
@@ -258,15 +265,15 @@ class _OfStage:
         first = held[min(held)]
         made: dict[str, Any] = {}
         for what, value in first.items():
-            if not isinstance(value, Held):
+            if not isinstance(value, StoredTensor):
                 made[what] = value
                 continue
             leaf = f"optimizer/state/{name}/{what}"
-            copies = {at: s[what] for at, s in held.items() if isinstance(s.get(what), Held)}
+            copies = {at: s[what] for at, s in held.items() if isinstance(s.get(what), StoredTensor)}
             made[what] = self._array(leaf, number, name, copies)
         return made
 
-    def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, Held]) -> ArrayRecord | UnknownArray:
+    def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, StoredTensor]) -> ArrayRecord | UnknownArray:
         copies = {(at.dp, at.ep, at.tp): h for at, h in held.items()}
         first = next(iter(copies.values()))
         local = self.local_shape(number) or first.shape

@@ -38,7 +38,7 @@ class NxdTag:
         return TagEntry(tag=self.tag, created=created if self.time else "", directory=self.tag, complete=self.complete)
 
 
-def find(store: Store, tag: str) -> NxdTag | None:
+def find_tag(store: Store, tag: str) -> NxdTag | None:
     """The tag of this name; None if it is no tag of neuronx-distributed's, or one of ours."""
     if not is_tag_name(tag) or is_ours(store, tag):
         return None
@@ -63,7 +63,7 @@ def existing(store: Store, tag: str) -> NxdTag:
     Raises:
         NoCheckpointError: It is gone.
     """
-    found = find(store, tag)
+    found = find_tag(store, tag)
     if found is None:
         raise no_such_tag(store, tag)
     return found
@@ -75,7 +75,7 @@ def complete_tags(store: Store) -> list[NxdTag]:
     Raises:
         StorageError: The directory cannot be read.
     """
-    found = [t for t in (find(store, name) for name in names_in(store)) if t is not None and t.complete]
+    found = [t for t in (find_tag(store, name) for name in names_in(store)) if t is not None and t.complete]
     return sorted(found, key=lambda t: (t.time, _natural(t.tag)))
 
 

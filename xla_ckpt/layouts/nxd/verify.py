@@ -20,17 +20,17 @@ from xla_ckpt.errors import (
     UnsupportedStateError,
     UntrustedObjectError,
 )
-from xla_ckpt.layouts.nxd.rank_files import Held, RankFiles, Scan, check_grid
+from xla_ckpt.layouts.nxd.rank_files import RankFiles, Scan, StoredTensor, check_grid
 from xla_ckpt.layouts.nxd.scan import scan
 from xla_ckpt.layouts.nxd.tags import NxdTag
-from xla_ckpt.layouts.torch_save.zip_reader import check, read
+from xla_ckpt.layouts.torch_save.zip_reader import check_zip, read
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import threads, work_off
-from xla_ckpt.tree.codec import Codec
+from xla_ckpt.tree.codec import ValueCodec
 
 
-def verify_nxd(store: Store, found: NxdTag, codec: Codec, workers: int = READERS) -> VerifyReport:
+def verify_nxd(store: Store, found: NxdTag, codec: ValueCodec, workers: int = READERS) -> VerifyReport:
     """Read every file of a tag: are all ranks' files there, are all tensors, do the zips agree with their CRCs?
 
     And do the ranks' parts add up to whole arrays, as far as the tag alone tells?
@@ -54,10 +54,10 @@ def verify_nxd(store: Store, found: NxdTag, codec: Codec, workers: int = READERS
 
         sizes: list[int] = []
 
-        def check_zip(name: str, _: memoryview) -> None:
-            _noted(report, lambda: sizes.append(check(directory, name)))
+        def read_zip(name: str, _: memoryview) -> None:
+            _noted(report, lambda: sizes.append(check_zip(directory, name)))
 
-        work_off(zips, check_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
+        work_off(zips, read_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
         report.files, report.nbytes = len(zips), sum(sizes)
         if not report.problems:
             _noted(report, partial(_check_sums, files, found, codec))
@@ -94,7 +94,7 @@ def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
             _noted(report, partial(_check_pickle, files, name))
 
 
-def _check_sums(files: Scan, found: NxdTag, codec: Codec) -> None:
+def _check_sums(files: Scan, found: NxdTag, codec: ValueCodec) -> None:
     try:
         scan(files, found, Hints(), codec)
     except (IncompatibleCheckpointError, UnsupportedStateError):
@@ -116,8 +116,8 @@ def _trees(files: Scan, grid: RankFiles, report: VerifyReport) -> Iterator[Any]:
             report.problems.append(error)
 
 
-def _tensors(tree: Any) -> Iterator[Held]:
-    if isinstance(tree, Held):
+def _tensors(tree: Any) -> Iterator[StoredTensor]:
+    if isinstance(tree, StoredTensor):
         yield tree
     elif isinstance(tree, Mapping | list | tuple):
         for member in tree.values() if isinstance(tree, Mapping) else tree:

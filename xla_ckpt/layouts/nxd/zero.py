@@ -13,13 +13,13 @@ from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.layouts.nxd.arrays import check_rows, record
-from xla_ckpt.layouts.nxd.plan import RankPlan, RankState, Tensor
-from xla_ckpt.layouts.nxd.rank_files import At, Held, Scan
+from xla_ckpt.layouts.nxd.plan import RankPlan, RankState, RankTensor
+from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
 from xla_ckpt.layouts.nxd.state import trees
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest
 from xla_ckpt.plan.save_plan import FilePlan
-from xla_ckpt.sharding.local_array import Local, whole
+from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.sharding import Sharding
 
@@ -64,20 +64,20 @@ class ZeroFiles:
             return files
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]
 
-    def _tensor(self, path: str, held: ArrayRecord, mesh: Mesh, rank: int) -> Tensor:
+    def _tensor(self, path: str, held: ArrayRecord, mesh: Mesh, rank: int) -> RankTensor:
         shape, place = held.shape, whole(held.shape)
         alike: tuple[str, ...] = AXES
         if path in self.dealt:
             place = _rows(held.shape, mesh, rank)
             shape, alike = (-(-held.shape[0] // mesh.dp), *held.shape[1:]), ("cp",)
-        return Tensor(path, held.dtype, shape, place.pieces, alike)
+        return RankTensor(path, held.dtype, shape, place.pieces, alike)
 
 
-def _rows(shape: tuple[int, ...], mesh: Mesh, rank: int) -> Local:
+def _rows(shape: tuple[int, ...], mesh: Mesh, rank: int) -> LocalArray:
     return Sharding().zero1(shape, mesh, rank, ("dp",))
 
 
-def scan(files: Scan, tag: str) -> ZeroFiles:
+def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
     """The ZeRO-1 optimizer under ``optim`` in a tag directory. No tensor data is read.
 
     Raises:
@@ -108,8 +108,9 @@ def _check(path: str, tree: Any) -> None:
     if "_ep_rank_" in path or any(str(key).startswith("ep_") for key in tree):
         raise UnsupportedStateError(
             "this is the optimizer of an expert-parallel job: fewer ranks have its experts in common than the rest",
-            file=path, hint="Convert the whole tag: xla-ckpt convert --like, with a model that says which is which.",
-        )  # fmt: skip
+            file=path,
+            hint="Convert the whole tag: xla-ckpt convert --like, with a model that says which is which.",
+        )
     if "base_state" not in tree or not isinstance(tree.get("shape_info"), Mapping):
         raise UsageError(
             "this optimizer was not saved with ZeRO-1: it is the same for any number of data-parallel ranks", file=path
@@ -147,24 +148,26 @@ class _Arrays:
     def _state(self, path: str, ranks: list[Any], shape: Any) -> Any:
         """The state, or the master weight, of one parameter on all dp ranks."""
         first = ranks[0]
-        if isinstance(first, Held):
+        if isinstance(first, StoredTensor):
             return self._united(path, ranks, shape)
         if not isinstance(first, Mapping):
             return first
         return {
             what: self._united(f"{path}/{what}", [(r or {}).get(what) for r in ranks], shape)
-            if isinstance(value, Held)
+            if isinstance(value, StoredTensor)
             else value
             for what, value in first.items()
         }
 
     def _united(self, path: str, ranks: list[Any], shape: Any) -> LeafAt:
-        missing = next((dp for dp, held in enumerate(ranks) if not isinstance(held, Held)), None)
+        missing = next((dp for dp, held in enumerate(ranks) if not isinstance(held, StoredTensor)), None)
         if missing is not None or shape is None:
             raise CorruptCheckpointError(
-                "the dp ranks hold different states", leaf=path, found=f"none on dp rank {missing}",
+                "the dp ranks hold different states",
+                leaf=path,
+                found=f"none on dp rank {missing}",
                 expected="a tensor on each, and its whole shape in shape_info",
-            )  # fmt: skip
+            )
         copies = {(dp, 0, 0): held for dp, held in enumerate(ranks)}
         if not ranks[0].shape:
             return self._alone(path, ranks[0])
@@ -174,13 +177,13 @@ class _Arrays:
         self.dealt.append(path)
         return LeafAt(path)
 
-    def _alone(self, path: str, held: Held) -> LeafAt:
+    def _alone(self, path: str, held: StoredTensor) -> LeafAt:
         self.records[path] = record(self.files, path, {(0, 0, 0): held}, Mesh(), Sharding())
         return LeafAt(path)
 
 
-def _marked(value: Any, path: str, mark: Callable[[str, Held], LeafAt]) -> Any:
-    if isinstance(value, Held):
+def _marked(value: Any, path: str, mark: Callable[[str, StoredTensor], LeafAt]) -> Any:
+    if isinstance(value, StoredTensor):
         return mark(path, value)
     if isinstance(value, Mapping):
         return {k: _marked(v, f"{path}/{k}", mark) for k, v in value.items()}

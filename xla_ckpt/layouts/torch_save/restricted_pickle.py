@@ -27,11 +27,19 @@ from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
 
 STORAGES = {
-    "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
-    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
-}  # fmt: skip
+}
 
 _NUMPY_SCALAR = re.compile(r"[biufc]\d{1,2}")
 
@@ -213,8 +221,9 @@ class _Restricted(pickle.Unpickler):
             return getattr(torch, name)
         raise UntrustedObjectError(
             f"the file names {called}, which is neither a tensor nor a plain value; it was not loaded, and nothing ran",
-            file=self.file, hint="Have the program that wrote it save tensors, plain values and containers only.",
-        )  # fmt: skip
+            file=self.file,
+            hint="Have the program that wrote it save tensors, plain values and containers only.",
+        )
 
     def persistent_load(self, pid: Any) -> Storage:
         match pid:
@@ -239,7 +248,7 @@ def loads(data: bytes, file: str) -> Any:
         raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file) from error
 
 
-MAX_DEPTH = 100
+MAX_PICKLE_DEPTH = 100
 
 
 def replaced(value: Any, leaf: Callable[[Any], Any], file: str, *, plain: bool = False, depth: int = 0) -> Any:
@@ -248,8 +257,8 @@ def replaced(value: Any, leaf: Callable[[Any], Any], file: str, *, plain: bool =
     Raises:
         CorruptCheckpointError: Containers are nested without end.
     """
-    if depth > MAX_DEPTH:
-        raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_DEPTH}", file=file)
+    if depth > MAX_PICKLE_DEPTH:
+        raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=file)
 
     def inner(held: Any) -> Any:
         return replaced(held, leaf, file, plain=plain, depth=depth + 1)

@@ -92,14 +92,15 @@ def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None
     except Exception as error:
         # zipfile raises errors of many kinds over damaged files.
         raise CorruptCheckpointError(
-            f"the file is no whole zip of torch.save: {error}"[:300], file=file,
+            f"the file is no whole zip of torch.save: {error}"[:300],
+            file=file,
             hint=None if _begins(source, b"PK") else "Files of torch before 1.6 are not read: load and save them anew.",
-        ) from error  # fmt: skip
+        ) from error
     finally:
         source.close()
 
 
-def check(directory: Directory, file: str) -> int:
+def check_zip(directory: Directory, file: str) -> int:
     """Read a whole zip, and compare each record with its CRC-32; its size in bytes.
 
     Raises:
@@ -182,16 +183,20 @@ class _Archive:
         start, size, crc = self._record(f"data/{view.storage.key}")
         if count and view.strides != _contiguous(view.shape, view.strides):
             raise UnsupportedStateError(
-                "a tensor is not contiguous", file=self.file, found=f"shape {view.shape}, strides {view.strides}",
+                "a tensor is not contiguous",
+                file=self.file,
+                found=f"shape {view.shape}, strides {view.strides}",
                 hint="Load it with torch, make it contiguous, and save it anew.",
-            )  # fmt: skip
+            )
         first = view.offset * dtype.itemsize
         held = view.storage.count * (1 if view.storage.dtype is None else dtype.itemsize)
         if held > size or (count and first + count * dtype.itemsize > held):
             raise CorruptCheckpointError(
-                "a tensor reaches past the end of its storage", file=self.file,
-                expected=f"{first + count * dtype.itemsize} bytes", found=min(size, held),
-            )  # fmt: skip
+                "a tensor reaches past the end of its storage",
+                file=self.file,
+                expected=f"{first + count * dtype.itemsize} bytes",
+                found=min(size, held),
+            )
         alone = (first, count * dtype.itemsize) == (0, size)  # a part of a storage has no CRC-32 of its own
         return TensorAt(self.file, start + (first if count else 0), dtype, view.shape, crc if alone else None)
 

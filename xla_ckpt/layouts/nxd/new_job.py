@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
-from xla_ckpt.layouts.nxd.plan import PARTS, RankState, Tensor, with_experts
+from xla_ckpt.layouts.nxd.plan import PARTS, RankState, RankTensor, with_experts
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.plan.place import (
@@ -22,7 +22,7 @@ from xla_ckpt.plan.place import (
     sharding_of,
     without,
 )
-from xla_ckpt.sharding.local_array import Local
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.sharding.sharding import Sharding, parts
@@ -32,7 +32,7 @@ from xla_ckpt.tree.skeleton import array_paths
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class NewJob:
     """The job that the files are for."""
 
     manifest: Manifest
@@ -57,9 +57,10 @@ class Target:
         object.__setattr__(self, "_parameters", parameters_in(self.manifest))
         if len(self.cuts) != self.mesh.pp - 1:
             raise UsageError(
-                f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them", found=list(self.cuts),
+                f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them",
+                found=list(self.cuts),
                 hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...], or --cut for each.",
-            )  # fmt: skip
+            )
         model = self.trees.get("model")
         names = [str(name) for name in model] if isinstance(model, Mapping) else []
         lasts: list[int] = []
@@ -67,18 +68,21 @@ class Target:
             inside = [i for i, name in enumerate(names) if name.startswith(f"{cut}.")]
             if not inside:
                 raise UsageError(
-                    "no parameter belongs to a module of this name", expected=f"the beginning of one of {names[:8]}",
+                    "no parameter belongs to a module of this name",
+                    expected=f"the beginning of one of {names[:8]}",
                     found=cut,
-                )  # fmt: skip
+                )
             lasts.append(inside[-1])
         if lasts != sorted(set(lasts)):
             raise UsageError("the cuts are not in the order of the model", found=list(self.cuts))
         self._stages.update((name, bisect_left(lasts, i)) for i, name in enumerate(names))
         if not self.zero1 and "master" in (self.trees.get("optimizer") or {}):
             raise UsageError(
-                "master weights have a place in ZeRO-1 files only", leaf="optimizer/master", found="zero1=False",
+                "master weights have a place in ZeRO-1 files only",
+                leaf="optimizer/master",
+                found="zero1=False",
                 hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
-            )  # fmt: skip
+            )
         if self.zero1 and self.mesh.ep > 1:
             raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")
 
@@ -108,9 +112,11 @@ class Target:
         trees = [
             tree
             for stage in range(self.mesh.coordinates(rank)["pp"])
-            for tree in (self._model(stage) if "model" in self.trees else None,
-                         self._optimizer(stage) if "optimizer" in self.trees else None)
-        ]  # fmt: skip
+            for tree in (
+                self._model(stage) if "model" in self.trees else None,
+                self._optimizer(stage) if "optimizer" in self.trees else None,
+            )
+        ]
         return frozenset(self.manifest.aliases.get(path, path) for path in leaves_in(trees))
 
     def _by_name(self) -> bool:
@@ -159,7 +165,7 @@ class Target:
                 raise IncompatibleCheckpointError(str(error), leaf=path) from error
         return self._shardings[path]
 
-    def _tensor(self, path: str, rank: int) -> Tensor:
+    def _tensor(self, path: str, rank: int) -> RankTensor:
         record = self._record(path)
         leaf = self.manifest.aliases.get(path, path)
         try:
@@ -168,14 +174,15 @@ class Target:
             raise
         except (ValueError, CheckpointError) as error:
             raise IncompatibleCheckpointError(
-                f"it cannot be split over {self.mesh}: {error}", leaf=path,
+                f"it cannot be split over {self.mesh}: {error}",
+                leaf=path,
                 found=f"shape {list(record.shape)}, split like {self._sharding(path).spec}",
                 hint="Say with a sharding rule how it is split.",
-            ) from error  # fmt: skip
+            ) from error
         alike = placed.group[1] if isinstance(placed.group, tuple) else AXES
-        return Tensor(leaf, record.dtype, local, placed.pieces, alike)
+        return RankTensor(leaf, record.dtype, local, placed.pieces, alike)
 
-    def _placed(self, path: str, record: ArrayRecord, rank: int) -> tuple[Local, tuple[int, ...]]:
+    def _placed(self, path: str, record: ArrayRecord, rank: int) -> tuple[LocalArray, tuple[int, ...]]:
         """Where a rank's tensor lies, and its shape, which padding may enlarge."""
         sharding, local = even(self._sharding(path), record.shape, self.mesh)
         if self.zero1 and record.shape and self._is_dealt(path, record):
