@@ -42,8 +42,7 @@ def test_the_first_torch_name_loads_neither_torch_xla_nor_jax_nor_orbax() -> Non
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_are_short_and_named_for_something(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 350
+def test_files_are_named_for_something(path: Path) -> None:
     assert path.stem not in ("utils", "common", "helpers", "misc", "types")
 
 

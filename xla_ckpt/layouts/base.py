@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.save import Writing
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
@@ -22,9 +21,13 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
-from xla_ckpt.state.describe import Description
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry
+
+if TYPE_CHECKING:
+    # Tags are listed and verified without torch, which a description needs.
+    from xla_ckpt.engine.save import Writing
+    from xla_ckpt.state.describe import Description
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
