@@ -1,7 +1,21 @@
 """Checkpoints for PyTorch/XLA training: any topology in, any topology out, nothing lost.
 
-Names are loaded when they are first used: ``import xla_ckpt`` itself loads no framework. The first name that needs
-torch loads all of them, so that the first save does not pay for it.
+>>> import torch, xla_ckpt
+>>> model = torch.nn.Linear(4, 4)
+>>> handle = xla_ckpt.save_checkpoint("memory://runs", "step_10", model, user_content={"step": 10}, async_save=True)
+>>> xla_ckpt.load_checkpoint("memory://runs", model=model).user_content  # waits for the save, takes the newest tag
+{'step': 10}
+
+- `save_checkpoint`, `load_checkpoint`: model, optimizer, scheduler and whatever else a training run has.
+- `save`, `restore`: any tree of arrays and plain values; `ArraySpec` says what is wanted of an array.
+- `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: what is in a directory, and whether its bytes are good.
+- `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face.
+- `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
+- `SaveHandle` (`handle.result()`, `handle.report`) and `finalize_checkpoint`: saves in flight.
+- Every error is a `CheckpointError`, and says where, what was expected, what was found, and what to do.
+
+`dir(xla_ckpt)` lists all names. A name is loaded when it is first used, so that ``import xla_ckpt`` loads no framework.
+The first name that needs torch loads all such names, so that the first save does not pay for it.
 """
 
 from __future__ import annotations
