@@ -1,0 +1,79 @@
+"""What documents say of the code and of each other is there: modules, functions in pictures, sections, commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.nursery import Program, bear
+from tests.runs import ROOT
+from tests.test_documents import BLOCK
+
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "tests/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+BOX = re.compile(r'^ *\w+\["([\w.]+)<br/>([\w/.]+)"\]$', re.MULTILINE)
+ARROW = re.compile(r'^ *(\w+) -->(?:\|"[^"]*"\|)? (\w+)$', re.MULTILINE)
+PICTURE = re.compile(r"^```mermaid\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MODULE = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)(?:::(\w+))?`")
+SECTION = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
+PICTURES = PICTURE.findall(ARCHITECTURE)
+
+
+def test_each_box_of_a_picture_is_a_function_or_class_of_its_file() -> None:
+    boxes = [box for picture in PICTURES for box in BOX.findall(picture)]
+    assert len(boxes) == sum(picture.count("<br/>") for picture in PICTURES) > 20
+    for name, file in boxes:
+        source = (ROOT / "xla_ckpt" / file).read_text()
+        for part in name.split("."):
+            assert re.search(rf"^\s*(def|class) {part}\b", source, re.MULTILINE), f"{name} in {file}"
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=["save", "load"])
+def test_arrows_of_a_picture_point_one_way(picture: str) -> None:
+    arrows = ARROW.findall(picture)
+    assert len(arrows) == picture.count("-->")
+    above: dict[str, set[str]] = {}
+    for start, end in arrows:
+        above.setdefault(end, set()).add(start)
+        above.setdefault(start, set())
+    while free := [box for box, before in above.items() if not before]:
+        above = {box: before - set(free) for box, before in above.items() if box not in free}
+    assert not above, "these go round in a circle"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_modules_that_documents_name_are_there(document: Path) -> None:
+    for file, test in MODULE.findall(document.read_text()):
+        places = [ROOT / file, ROOT / "xla_ckpt" / file, ROOT / "tests" / file]
+        found = next((place for place in places if place.exists()), None)
+        assert found is not None, file
+        assert not test or f"def {test}(" in found.read_text(), f"{file}::{test}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: d.name)
+def test_sections_that_documents_link_to_are_there(document: Path) -> None:
+    for target, section in SECTION.findall(document.read_text()):
+        text = ((document.parent / target) if target else document).read_text()
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+        assert section in anchors, f"{target}#{section}"
+
+
+def test_the_commands_of_the_readme_run_after_its_python_blocks(tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("xla-ckpt ")]
+    assert len(commands) >= 6
+    run = "from xla_ckpt.cli.main import main\n" + "".join(f"assert main({c[1:]}) == 0, {c}\n" for c in commands)
+    program = "\n\n".join([*BLOCK.findall(text), run])
+    born = bear(Program(program, name="readme.py"), cwd=tmp_path)
+    _, errors = born.communicate(240)
+    assert born.returncode == 0, errors
