@@ -17,7 +17,7 @@ import torch
 from tests.topology.state import ceil_to
 from xla_ckpt import Mesh
 from xla_ckpt.job.communicator import Solo
-from xla_ckpt.job.current import Job
+from xla_ckpt.job.current import PLAYED, Job
 from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.sharding.placement import Placement
@@ -182,4 +182,4 @@ def stage_of(name: str) -> int:
 def as_rank(monkeypatch: pytest.MonkeyPatch, mesh: Mesh, rank: int, solo: Solo | None = None) -> None:
     """Let loads of this process (or thread) be those of one rank of a job."""
     job = Job(Round(solo or Solo(), "load", 60), Placement(rank, mesh.size, mesh), Rounds(solo or Solo()))
-    monkeypatch.setattr("xla_ckpt.api.load.current_job", lambda *_, **__: job)
+    monkeypatch.setattr(PLAYED, "job", job)

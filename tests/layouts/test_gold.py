@@ -19,7 +19,7 @@ from tests.layouts.gold import LOST, Gold, Target, as_rank, cases, needs_gold
 from tests.topology.state import dp_groups
 from xla_ckpt import Mesh
 from xla_ckpt.job.communicator import Solo
-from xla_ckpt.job.current import Job
+from xla_ckpt.job.current import PLAYED, Job
 from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.sharding.placement import Placement
@@ -89,11 +89,10 @@ def test_every_rank_of_another_mesh_gets_its_part(case: str, mesh: Mesh, monkeyp
 @pytest.mark.parametrize("case", ["tp2_pp2_dp2_z1m__xser_sync", "tp2_dp2_z1__xser_sync", "tp2_pp2_dp1__pt_sync"])
 def test_pipeline_stages_tell_each_other_their_names(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gold, mesh = Gold(case, "step_40"), Mesh(pp=2, tp=2)
-    solo, local, bad = Solo(0, mesh.size), threading.local(), {}
-    monkeypatch.setattr("xla_ckpt.api.load.current_job", lambda *_, **__: local.job)
+    solo, bad = Solo(0, mesh.size), {}
 
     def load(rank: int) -> None:
-        local.job = Job(Round(solo.peer(rank), "load", 60), Placement(rank, mesh.size, mesh), Rounds(solo.peer(rank)))
+        PLAYED.job = Job(Round(solo.peer(rank), "load", 60), Placement(rank, mesh.size, mesh), Rounds(solo.peer(rank)))
         try:
             target = Target(gold, mesh, rank, stage=mesh.coordinates(rank)["pp"])
             xla_ckpt.load_checkpoint(gold.root, "step_40", target.model, target.optimizer)

@@ -14,10 +14,11 @@ import xla_ckpt
 from tests.layouts.gold import HYPER, Gold, Target
 from tests.topology.state import GROUPS, Toy, adamw, fill, groups, known, zero1_part
 from xla_ckpt import Mesh
+from xla_ckpt.api import save as api_save
 from xla_ckpt.engine.background import Saves
 from xla_ckpt.engine.save import SaveReport
 from xla_ckpt.job.communicator import Solo
-from xla_ckpt.job.current import Job
+from xla_ckpt.job.current import PLAYED, Job
 from xla_ckpt.job.rounds import Rounds
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.sharding.placement import Placement
@@ -36,11 +37,11 @@ def as_job(
 
     Where they raise, all of them do, and what the first of them raised is raised here.
     """
-    solo, local = Solo(0, mesh.size), threading.local()
+    solo = Solo(0, mesh.size)
     outcome: dict[int, Any] = {}
 
     def rank_of_job(rank: int) -> None:
-        local.job = Job(
+        PLAYED.job = Job(
             Round(solo.peer(rank), doing, timeout), Placement(rank, mesh.size, mesh), Rounds(solo.peer(rank))
         )
         try:
@@ -49,8 +50,7 @@ def as_job(
             outcome[rank] = error
 
     with monkeypatch.context() as patch:
-        patch.setattr("xla_ckpt.api.save.SAVES", _PerThread())
-        patch.setattr(f"xla_ckpt.api.{doing}.current_job", lambda *_, **__: local.job)
+        patch.setattr(api_save, "SAVES", _PerThread())
         threads = [threading.Thread(target=rank_of_job, args=(rank,)) for rank in range(mesh.size)]
         for thread in threads:
             thread.start()

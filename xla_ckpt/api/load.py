@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Literal
 
 from xla_ckpt.engine.background import SAVES, install_exit_hook
-from xla_ckpt.engine.phases import Phases, as_line
+from xla_ckpt.engine.phases import LOAD_PHASES, Phases, as_line
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.restore import Sharing, fill
 from xla_ckpt.engine.tag_reader import TagReader
@@ -242,7 +242,7 @@ class _Load:
     trust: bool
     shown: bool | None
     sharing: Sharing | None
-    phases: Phases = field(default_factory=Phases)
+    phases: Phases = field(default_factory=lambda: Phases(LOAD_PHASES))
 
     def newest(self) -> tuple[Any, LoadReport]:
         """Load the newest tag that is not damaged."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 SAVE_PHASES = (
@@ -41,10 +41,15 @@ class Phase:
 
 
 class Phases:
-    """Collects the phases of one save or load. Safe for several threads."""
+    """Collects the phases of one save or load. Safe for several threads.
 
-    def __init__(self) -> None:
+    Args:
+        order: Names of the phases in the order in which `report` gives them.
+    """
+
+    def __init__(self, order: Sequence[str] = SAVE_PHASES) -> None:
         self._lock = threading.Lock()
+        self._order = {name: i for i, name in enumerate(order)}
         self._phases: dict[str, Phase] = {}
 
     def add(self, name: str, seconds: float, nbytes: int = 0, files: int = 0) -> None:
@@ -66,9 +71,8 @@ class Phases:
 
     def report(self) -> dict[str, Phase]:
         """What was measured so far, in the order of the phases."""
-        order = {name: i for i, name in enumerate(dict.fromkeys((*SAVE_PHASES, *LOAD_PHASES)))}
         with self._lock:
-            found = sorted(self._phases.items(), key=lambda item: order.get(item[0], len(order)))
+            found = sorted(self._phases.items(), key=lambda item: self._order.get(item[0], len(self._order)))
             return {name: Phase(p.seconds, p.nbytes, p.files) for name, p in found}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from xla_ckpt.errors import UsageError
 from xla_ckpt.job import process_group as dist
 from xla_ckpt.job.call import Job, rounds_over
@@ -16,6 +18,18 @@ TIMEOUT = 1800.0
 _SOLO = Solo()
 
 
+class Played(threading.local):
+    """The job in which the saves and loads of this thread take part, if it is given: whatever process this is.
+
+    Tests play the ranks of a job with it, each in a thread of one process. Programs have no use for it.
+    """
+
+    job: Job | None = None
+
+
+PLAYED = Played()
+
+
 def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: float = TIMEOUT) -> Job:
     """The job of this process, for one save or load of `root`.
 
@@ -24,6 +38,8 @@ def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: floa
     Raises:
         UsageError: `mesh` does not fit to the number of processes, or this rank cannot meet the others.
     """
+    if PLAYED.job is not None:
+        return PLAYED.job
     if not timeout > 0:
         raise UsageError("a timeout is a number of seconds above 0", path=root, found=timeout)
     dist.check_ranks()
