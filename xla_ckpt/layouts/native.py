@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.leaf import Leaf, leaf_of
-from xla_ckpt.plan.place import place, rule_for, sharding_of
+from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan, plan_save
 
 if TYPE_CHECKING:
@@ -64,32 +63,5 @@ def native_files(
     Raises:
         IncompatibleCheckpointError: An array cannot be split over the mesh.
     """
-    shardings = {}
-    for path in paths:
-        try:
-            shardings[path] = sharding_of(path, manifest, to.rules)
-        except ValueError as error:
-            raise _unfit(path, manifest, to, error) from error
-    files = []
-    for rank in range(to.mesh.size):
-        leaves = []
-        # The layout knows no stages: the ranks of the first one write all.
-        for path, sharding in shardings.items() if to.mesh.coordinates(rank)["pp"] == 0 else ():
-            record = manifest.arrays[path]
-            try:
-                local = place(path, sharding, record.shape, to.mesh, rank)
-            except ValueError as error:
-                raise _unfit(path, manifest, to, error) from error
-            leaves.append(leaf_of(path, record.dtype, local))
-        files.append(plan_save(leaves, rank, to.mesh.size).files)
-    specs = {
-        path: manifest.arrays[path].spec if rule_for(path, to.rules) is None else sharding.spec
-        for path, sharding in shardings.items()
-    }
-    return files, specs
-
-
-def _unfit(path: str, manifest: Manifest, to: Topology, error: ValueError) -> IncompatibleCheckpointError:
-    return IncompatibleCheckpointError(
-        f"it cannot be split over {to.mesh}: {error}", leaf=path, found=list(manifest.arrays[path].shape)
-    )
+    leaves, specs = leaves_of_ranks(manifest, paths, to)
+    return [plan_save(held, rank, to.mesh.size).files for rank, held in enumerate(leaves)], specs

@@ -5,7 +5,7 @@ Computed by every process alone, without asking anybody, from the leaves that it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from xla_ckpt.files import safetensors as payload
@@ -134,27 +134,45 @@ class SavePlan:
         return SavePlan(tuple(file for file in kept if file is not None))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnBox:
+    """A region of an array that this process writes."""
+
+    leaf: Leaf
+    box: Box
+    source: RegionSource
+    """Its bytes."""
+
+    lane: int
+    """Which local device holds it."""
+
+
+def own_boxes(leaves: Sequence[Leaf]) -> Iterator[OwnBox]:
+    """What this process writes of the leaves that it holds, whatever the files are: their replicas write the rest."""
+    shards = [(leaf, i) for leaf in leaves for i in range(len(leaf.shards))]
+    for (leaf, i), box in zip(shards, owned([_held(leaf, i) for leaf, i in shards]), strict=True):
+        if box is not None:
+            shard, itemsize = leaf.shards[i], leaf.dtype.itemsize
+            where = runs(box, shard.box, itemsize)
+            source = RegionSource(leaf.path, i, where.offset, box.size * itemsize)
+            yield OwnBox(leaf=leaf, box=box, source=source, lane=shard.lane)
+
+
 def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int = 1) -> SavePlan:
     """Decide what process `rank` of `world` writes.
 
     `lanes` is the number of local devices that the job has per process, when its leaves name several.
     """
-    shards = [(leaf, i) for leaf in leaves for i in range(len(leaf.shards))]
-    held = [_held(leaf, i) for leaf, i in shards]
     by_file: dict[tuple[str, int, int], list[tuple[str, RegionSource, payload.Region]]] = {}
     seen: dict[tuple[str, int], int] = {}
-    for (leaf, i), box in zip(shards, owned(held), strict=True):
-        if box is None:
-            continue
-        shard = leaf.shards[i]
+    for mine in own_boxes(leaves):
+        leaf = mine.leaf
         item, name = item_and_name(leaf.path)
         # Stock readers know one region per name and file: the second box of a name goes to a second file.
-        again = seen.get((leaf.path, shard.lane), 0)
-        seen[leaf.path, shard.lane] = again + 1
-        region = payload.Region(name, leaf.dtype, box)
-        where = runs(box, shard.box, leaf.dtype.itemsize)
-        source = RegionSource(leaf.path, i, where.offset, region.nbytes)
-        by_file.setdefault((item, shard.lane, again), []).append((leaf.path, source, region))
+        again = seen.get((leaf.path, mine.lane), 0)
+        seen[leaf.path, mine.lane] = again + 1
+        region = payload.Region(name, leaf.dtype, mine.box)
+        by_file.setdefault((item, mine.lane, again), []).append((leaf.path, mine.source, region))
     files = []
     for (item, lane, again), unordered in sorted(by_file.items(), key=lambda kv: kv[0]):
         entries = [unordered[i] for i in payload.file_order([region for _, _, region in unordered])]
