@@ -115,7 +115,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
 
 def _origin(facts: dict[str, Any]) -> str:
     if not facts["sequence"]:
-        return "written by neuronx-distributed"
+        return f"written by {facts['layout']}"
     layout = "" if facts["layout"] == "native" else f", {facts['layout']} layout"
     return f"commit {facts['sequence']}, saved {when(facts['created'])}{layout}"
 
@@ -156,9 +156,7 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
     where = f"{escape(facts['tag'])} in {escape(facts['path'])}"
     if facts["ok"]:
         speed = f" ({size(int(facts['nbytes'] / facts['seconds']))}/s)" if facts["seconds"] > 0 else ""
-        checked = (
-            "every byte as it was saved" if facts["digests"] else "all files there, as the CRC-32 of their zips say"
-        )
+        checked = "every byte as it was saved" if facts["digests"] else "all files as they say themselves"
         lines.append(
             f"[green]sound[/green]  {where}: {facts['arrays']} arrays, {size(facts['nbytes'])} in "
             f"{count(facts['files'], 'file')}, {checked}{speed}"

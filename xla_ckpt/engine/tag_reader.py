@@ -182,7 +182,7 @@ class TagReader:
             record = self.manifest.files[file]
             if record.regions:
                 table = BlockTable.of_regions(record.regions, record.digests)
-            elif record.head and record.path.endswith(".safetensors"):
+            elif self.foreign_objects is None:  # a payload file of ours, in the native format
                 head = self.head(file)
                 try:
                     table = payload.parse_header(head)
@@ -190,7 +190,7 @@ class TagReader:
                     error.at(path=self.root, tag=self.tag, file=self.file_name(file))
                     raise
             else:
-                table = None
+                table = None  # another library wrote it, and our digests are in none of its files
             with self._lock:
                 self._tables[file] = table
         return None if table is None else table.of(offset, nbytes)

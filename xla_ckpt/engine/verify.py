@@ -39,7 +39,7 @@ class VerifyReport:
 
     seconds: float = 0.0
     digests: bool = True
-    """Whether there are digests: neuronx-distributed's own tags have no more than the CRC-32 of their zips."""
+    """Whether there are digests. Tags of other libraries have none, and at most checksums of their own."""
 
     @property
     def ok(self) -> bool:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.errors import UsageError
+from xla_ckpt.engine.verify import VerifyReport, verify_tag
+from xla_ckpt.errors import CorruptCheckpointError, UsageError
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in
 
 if TYPE_CHECKING:
     # Tags are listed and verified without torch, which a description needs.
@@ -112,10 +112,13 @@ class Layout:
 
     def tags(self, store: Store) -> list[TagEntry]:
         """The complete tags of it that have no manifest of ours, oldest first. Cheap, and without a framework."""
-        return []
+        if not self.origin:
+            return []
+        found = (self.find(store, name) for name in names_in(store) if may_be_foreign(store, name))
+        return sorted((tag for tag in found if tag is not None and tag.complete), key=lambda tag: tag.created)
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        """The tag of it that has this name and no manifest of ours; None if there is none."""
+        """The tag of it that has this name; None if there is none. Asked only where there is no manifest of ours."""
         return None
 
     def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
@@ -127,12 +130,18 @@ class Layout:
         raise UsageError(f"tags of the layout {self.name} are not read without a manifest", path=store.path)
 
     def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
-        """Read all of such a tag, as far as its files say themselves what is right.
+        """Read all of such a tag, and compare what its files say themselves: by default only their sizes and headers.
 
         Raises:
             StorageError: It cannot be opened.
         """
-        raise UsageError(f"tags of the layout {self.name} are not read without a manifest", path=store.path)
+        try:
+            with self.open(store, found, Hints()) as reader:
+                report = verify_tag(reader, workers=workers)
+        except CorruptCheckpointError as error:
+            report = VerifyReport(store.path, found.tag, problems=[error])
+        report.digests = False
+        return report
 
     def writing(self, description: Description) -> Writing:
         """How this rank writes a state in this layout. Asks no other rank.

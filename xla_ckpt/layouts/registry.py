@@ -22,7 +22,7 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, no_such_tag
+from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, may_be_foreign, no_such_tag
 from xla_ckpt.tags.directory import open_directory as open_own
 
 L = TypeVar("L", bound=Layout)
@@ -101,6 +101,7 @@ def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
             if entry.tag not in names:
                 names.add(entry.tag)
                 found.append((layout, entry))
+    found.sort(key=lambda pair: _time(pair[1]) if pair[1].created else 0.0)  # those of one layout keep its own order
     return [*found, *((None, entry) for entry in ours)]
 
 
@@ -129,9 +130,10 @@ def _time(entry: TagEntry) -> float:
 
 def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
     """A tag without a manifest of ours, complete or not, and the layout that opens it; None if there is none."""
-    for layout in _layouts:
-        if (entry := layout.find(store, tag)) is not None:
-            return layout, entry
+    if may_be_foreign(store, tag):
+        for layout in _layouts:
+            if (entry := layout.find(store, tag)) is not None:
+                return layout, entry
     return None
 
 

@@ -101,6 +101,11 @@ def is_ours(store: Store, name: str) -> bool:
     return store.has(f"{name}/{MANIFEST}") or _was_committed(store, name)
 
 
+def may_be_foreign(store: Store, name: str) -> bool:
+    """Whether what has this name may be a tag that another library wrote."""
+    return is_tag_name(name) and not is_ours(store, name)
+
+
 def _was_committed(store: Store, name: str) -> bool:
     """Whether orbax's own marks say that this directory without a manifest was a tag of ours."""
     return store.has(f"{name}/{COMMITTED}") and _orbax_sequence(store, name) > 0

@@ -79,7 +79,7 @@ def convert_zero_checkpoints(
         if found.full and dp_size is None:
             raise UsageError("these files hold the states of all data-parallel ranks already", hint="Give a dp_size.")
         files = found.plans(dp_size)
-        reader = TagReader(directory, source_path, name, found.manifest)
+        reader = TagReader(directory, source_path, name, found.manifest, ())
         total = sum(f.data_bytes for f in files)
         target.prepare()
         fresh = not target.has(target_name)

@@ -11,8 +11,7 @@ import re
 from dataclasses import dataclass
 
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry, is_ours, names_in, no_such_tag
-from xla_ckpt.tags.names import is_tag_name
+from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_tag
 
 LEGACY = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 """Name of a rank's file or directory in the older layout."""
@@ -40,7 +39,7 @@ class NxdTag:
 
 def find_tag(store: Store, tag: str) -> NxdTag | None:
     """The tag of this name; None if it is no tag of neuronx-distributed's, or one of ours."""
-    if not is_tag_name(tag) or is_ours(store, tag):
+    if not may_be_foreign(store, tag):
         return None
     done, begun = _time(store, f"{tag}/done"), _time(store, f"{tag}/checkpoint")
     if any(store.is_directory(f"{tag}/{part}") for part in ("model", "optim")):
