@@ -8,15 +8,15 @@ from collections.abc import Callable
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.storage.memory import Folder, MemoryStore
 
 PathLike = str | os.PathLike[str]
 
-_in_memory: dict[str, MemoryStore] = {}
-"""The stores in memory of this process, by path."""
+_MEMORY = Folder()
+"""What this process keeps in memory: ``memory://``."""
 
 _SCHEMES: dict[str, Callable[[str], Store]] = {
-    "memory": lambda path: _in_memory.setdefault(path, MemoryStore(path)),
+    "memory": lambda path: MemoryStore(path, _MEMORY),
 }
 """What makes the store of an address ``scheme://...``; a path without a scheme is a directory of a file system."""
 
@@ -53,7 +53,7 @@ def full_path(path: PathLike) -> str:
             found=text,
             hint="Mount the bucket, or copy the directory from and to it.",
         )
-    return f"{scheme}://{rest.strip('/')}"
+    return f"{scheme}://{'/'.join(part for part in rest.split('/') if part not in ('', '.'))}"
 
 
 def above(path: PathLike) -> tuple[Store, str]:
@@ -63,9 +63,9 @@ def above(path: PathLike) -> tuple[Store, str]:
         UsageError: As `store_at`.
     """
     parent, _, name = full_path(path).rpartition("/")
-    if parent.endswith(":/"):
-        raise UsageError("the address names a whole store, not a directory in one", found=os.fspath(path))
-    return store_at(parent or "/"), name
+    if not name:
+        raise UsageError("the path names all of a storage, not a directory in it", found=os.fspath(path))
+    return store_at(f"{parent}/" if parent.endswith(":/") else parent or "/"), name
 
 
 def same_directory(one: Store, name: str, other: Store, its_name: str) -> bool:

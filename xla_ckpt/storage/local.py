@@ -144,16 +144,16 @@ class LocalDirectory:
         return self._fd
 
     def create(self, path: str, size: int) -> LocalSink:
-        parent = ""
+        parents = [""]
         for part in path.split("/")[:-1]:
-            self._touched.add(parent)
-            parent = f"{parent}/{part}" if parent else part
+            parents.append(f"{parents[-1]}/{part}" if parents[-1] else part)
             try:
-                os.mkdir(parent, dir_fd=self._fd)
+                os.mkdir(parents[-1], dir_fd=self._fd)
             except FileExistsError:
                 pass  # another writer of the same save was here first
-        self._touched.add(parent)
-        return LocalSink(self._fd, path, size)
+        sink = LocalSink(self._fd, path, size)
+        self._touched.update(parents)
+        return sink
 
     def open(self, path: str) -> LocalSource:
         return LocalSource(self._fd, path)

@@ -1,13 +1,92 @@
-"""Stores in memory: ``memory://name`` is one, as long as the process lives.
+"""Files in memory: ``memory://name`` is a root directory in it, as long as the process lives.
 
 For tests and simulations. What is stored there is lost with the process, and ranks of other processes do not see it.
+It refuses what a file system refuses, with the same errors, so that a program that works here works there.
 """
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+
+_LOCK = threading.RLock()
+"""Held by whoever looks at folders or changes them."""
+
+
+class _File:
+    """The bytes of a file. A change makes new ones: who reads the old ones keeps them."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.modified = time.time_ns()
+
+
+class Folder:
+    """A directory, by itself: its name is known to the one above."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Folder | _File] = {}
+        self.modified = time.time_ns()
+        self.users = 0
+        """How many opened it with a lock, and have not closed it."""
+        self.read_counts: list[int] = []
+        """Bytes of each read of its files that went through a `MemoryDirectory` of this folder."""
+
+    def at(self, path: str) -> Folder | _File:
+        """What is at a path below. FileNotFoundError if there is nothing, NotADirectoryError below a file."""
+        found: Folder | _File = self
+        for part in filter(None, path.split("/")):
+            if not isinstance(found, Folder):
+                raise _error(errno.ENOTDIR, path)
+            if part not in found.entries:
+                raise _error(errno.ENOENT, path)
+            found = found.entries[part]
+        return found
+
+    def folder(self, path: str, *, make: bool = False) -> Folder:
+        """The folder at a path below. `make`: it and those above it are made if they are absent."""
+        found = self
+        for part in filter(None, path.split("/")):
+            if make and part not in found.entries:
+                found.put(part, Folder())
+            below = found.at(part)
+            if not isinstance(below, Folder):
+                raise _error(errno.ENOTDIR, path)
+            found = below
+        return found
+
+    def put(self, name: str, entry: Folder | _File) -> None:
+        """Give it an entry."""
+        self.entries[name] = entry
+        self.modified = time.time_ns()
+
+    def take(self, name: str) -> Folder | _File:
+        """Take an entry out of it. FileNotFoundError if there is none."""
+        if name not in self.entries:
+            raise _error(errno.ENOENT, name)
+        self.modified = time.time_ns()
+        return self.entries.pop(name)
+
+    def files(self, prefix: str = "") -> Iterator[str]:
+        """Paths of all files below."""
+        for name, entry in self.entries.items():
+            if isinstance(entry, Folder):
+                yield from entry.files(f"{prefix}{name}/")
+            else:
+                yield prefix + name
+
+    def clear(self) -> None:
+        """Remove everything below: nobody who still has it open finds a file there."""
+        for entry in self.entries.values():
+            if isinstance(entry, Folder):
+                entry.clear()
+        self.entries.clear()
+
+
+def _error(number: int, path: str) -> OSError:
+    return OSError(number, errno.errorcode[number], path)
 
 
 class MemorySink:
@@ -49,131 +128,183 @@ class MemorySource:
 
 
 class MemoryDirectory:
-    """A directory in memory. A `MemoryStore` hands the same contents out again and again, each time as a new one."""
+    """A folder that is open, by default a new one that is in no store."""
 
-    def __init__(self, name: str = "", contents: dict[str, bytes] | None = None) -> None:
+    def __init__(self, name: str = "", folder: Folder | None = None, *, lock: bool = False) -> None:
         self.name = name
-        self.contents: dict[str, bytes] = {} if contents is None else contents
-        """Path -> bytes of each file."""
-        self.read_counts: list[int] = []
-        """Bytes of each read."""
-        self.modified = time.time_ns()
-        self.users = 0
-        """How many opened it with a lock, and have not closed it."""
-        self._locks: list[MemoryDirectory] = []
-
-    def opened(self, *, lock: bool) -> MemoryDirectory:
-        """Another view of the same files, which holds a lock on this one until it is closed."""
-        view = MemoryDirectory(self.name, self.contents)
-        view.read_counts = self.read_counts
+        self._folder = Folder() if folder is None else folder
+        self._locked, self._open = lock, True
         if lock:
-            self.users += 1
-            view._locks.append(self)
-        return view
+            self._folder.users += 1
+
+    @property
+    def contents(self) -> MutableMapping[str, bytes]:
+        """Path -> bytes of each file, to look at and to change."""
+        return _Contents(self._folder)
+
+    @property
+    def read_counts(self) -> list[int]:
+        """Bytes of each read."""
+        return self._folder.read_counts
+
+    def _held(self, path: str) -> Folder:
+        if not self._open:
+            raise _error(errno.EBADF, path)
+        return self._folder
 
     def create(self, path: str, size: int) -> MemorySink:
-        if path in self.contents:
-            raise FileExistsError(path)
-        self.contents[path] = b""
+        above, _, name = path.rpartition("/")
+        with _LOCK:
+            folder = self._held(path).folder(above, make=True)
+            if name in folder.entries:
+                raise _error(errno.EEXIST, path)
+            file = _File(b"")
+            folder.put(name, file)
 
         def publish(data: bytes) -> None:
-            self.contents[path] = data
+            file.data, file.modified = data, time.time_ns()
 
         return MemorySink(publish, path, size)
 
     def open(self, path: str) -> MemorySource:
-        if path not in self.contents:
-            raise FileNotFoundError(path)
-        return MemorySource(self.contents[path], self.read_counts)
+        with _LOCK:
+            found = self._held(path).at(path)
+        if isinstance(found, Folder):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return MemorySource(found.data, self._folder.read_counts)
 
     def files(self) -> list[str]:
-        return sorted(self.contents)
+        with _LOCK:
+            return sorted(self._held("").files())
 
     def sync(self) -> None:
         """Nothing to sync."""
 
     def close(self) -> None:
-        for held in self._locks:
-            held.users -= 1
-        self._locks.clear()
+        with _LOCK:
+            if self._locked:
+                self._folder.users -= 1
+            self._locked = self._open = False
+
+
+class _Contents(MutableMapping[str, bytes]):
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def __getitem__(self, path: str) -> bytes:
+        try:
+            found = self._folder.at(path)
+        except OSError:
+            raise KeyError(path) from None
+        if isinstance(found, Folder):
+            raise KeyError(path)
+        return found.data
+
+    def __setitem__(self, path: str, data: bytes) -> None:
+        above, _, name = path.rpartition("/")
+        self._folder.folder(above, make=True).put(name, _File(data))
+
+    def __delitem__(self, path: str) -> None:
+        above, _, name = path.rpartition("/")
+        self._folder.folder(above).take(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._folder.files()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class MemoryStore:
-    """A root directory in memory."""
+    """A root directory in memory.
 
-    def __init__(self, path: str = "memory://store") -> None:
+    Args:
+        path: Its address.
+        files: The folder at ``memory://``; stores that share one find each other's directories.
+    """
+
+    def __init__(self, path: str = "memory://store", files: Folder | None = None) -> None:
         self.path = path
-        self.directories: dict[str, MemoryDirectory] = {}
-        self._lock = threading.RLock()
+        self._files = Folder() if files is None else files
+        self._root = path.partition("://")[2]
+
+    def __repr__(self) -> str:
+        return f"MemoryStore({self.path!r})"
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _find(self, path: str) -> Folder | _File | None:
+        try:
+            with _LOCK:
+                return self._files.at(self._at(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _above(self, path: str) -> tuple[Folder, str]:
+        """The folder in which a name lies, and the last part of the name."""
+        above, _, name = self._at(path).rpartition("/")
+        return self._files.folder(above), name
 
     def prepare(self) -> None:
-        """It is always there, and can be written."""
+        with _LOCK:
+            self._files.folder(self._root, make=True)
 
     def names(self, path: str = "") -> list[str]:
-        start = f"{path}/" if path else ""
-        files = (f"{name}/{file}" for name, directory in self.directories.items() for file in directory.files())
-        below = [p[len(start) :].partition("/")[0] for p in (*self.directories, *files) if p.startswith(start)]
-        return sorted({name for name in below if name})
-
-    def _found(self, path: str) -> MemoryDirectory | bytes | None:
-        """The directory at a path, or the bytes of the file; any directory for one that others lie in."""
-        if not path:
-            return MemoryDirectory()
-        if path in self.directories:
-            return self.directories[path]
-        for name, directory in self.directories.items():
-            if path.startswith(f"{name}/") and (data := directory.contents.get(path[len(name) + 1 :])) is not None:
-                return data
-        return MemoryDirectory(path) if self.names(path) else None
+        with _LOCK:
+            found = self._find(path)
+            if found is not None and not isinstance(found, Folder) and not path:
+                raise _error(errno.ENOTDIR, self.path)
+            return sorted(found.entries) if isinstance(found, Folder) else []
 
     def has(self, path: str) -> bool:
-        return self._found(path) is not None
+        return self._find(path) is not None
 
     def is_directory(self, path: str) -> bool:
-        return isinstance(self._found(path), MemoryDirectory)
+        return isinstance(self._find(path), Folder)
 
     def start_of(self, path: str, nbytes: int) -> bytes:
-        found = self._found(path)
-        if not isinstance(found, bytes):
-            raise FileNotFoundError(path)
-        return found[:nbytes]
+        with _LOCK:
+            found = self._files.at(self._at(path))
+        if isinstance(found, Folder):
+            raise _error(errno.EISDIR, path)
+        return found.data[:nbytes]
 
     def modified(self, path: str) -> int | None:
-        if not self.has(path):
-            return None
-        owner = next((d for name, d in self.directories.items() if path == name or path.startswith(f"{name}/")), None)
-        return 0 if owner is None else owner.modified
+        found = self._find(path)
+        return None if found is None else found.modified
 
     def open(self, name: str, *, lock: bool = True) -> MemoryDirectory:
-        with self._lock:
-            if name not in self.directories:
-                raise FileNotFoundError(name)
-            return self.directories[name].opened(lock=lock)
+        with _LOCK:
+            return MemoryDirectory(name.rpartition("/")[2], self._files.folder(self._at(name)), lock=lock)
 
     def make(self, name: str) -> MemoryDirectory:
-        with self._lock:
-            if name in self.directories:
-                raise FileExistsError(name)
-            self.directories[name] = MemoryDirectory(name)
-            return self.directories[name].opened(lock=True)
+        with _LOCK:
+            folder, last = self._above(name)
+            if last in folder.entries:
+                raise _error(errno.EEXIST, name)
+            made = Folder()
+            folder.put(last, made)
+            return MemoryDirectory(last, made, lock=True)
 
     def in_use(self, name: str) -> bool:
-        return name in self.directories and self.directories[name].users > 0
+        found = self._find(name)
+        return isinstance(found, Folder) and found.users > 0
 
     def rename(self, old: str, new: str) -> None:
-        with self._lock:
-            if old not in self.directories:
-                raise FileNotFoundError(old)
-            if new in self.directories:
-                raise FileExistsError(new)
-            self.directories[new] = self.directories.pop(old)
-            self.directories[new].name = new
+        with _LOCK:
+            (source, name), (target, its_name) = self._above(old), self._above(new)
+            there = target.entries.get(its_name)
+            if name in source.entries and isinstance(there, Folder) and there.entries:
+                raise _error(errno.ENOTEMPTY, new)
+            target.put(its_name, source.take(name))
 
     def remove(self, name: str) -> None:
-        with self._lock:
-            if name not in self.directories:
-                raise FileNotFoundError(name)
-            del self.directories[name]
+        with _LOCK:
+            folder = self._files.folder(self._at(name))
+            above, last = self._above(name)
+            above.take(last)
+            folder.clear()
 
     def sync(self) -> None:
         """Nothing to sync."""
