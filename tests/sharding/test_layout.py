@@ -133,7 +133,9 @@ def test_every_byte_has_one_owner(shards: list[tuple[tuple[int, ...], int]]) -> 
         mine = [shape for shape, g in shards if g == group]
         written: list[list[Box]] = [[] for _ in mine]
         for replica in range(replicas):
-            held = [HeldShard(Box.whole(s), 4, replica, replicas, group) for s in mine]
+            held = [
+                HeldShard(box=Box.whole(s), itemsize=4, replica=replica, replicas=replicas, group=group) for s in mine
+            ]
             for i, part in enumerate(owned(held)):
                 if part is not None:
                     written[i].append(part)
@@ -147,7 +149,9 @@ def test_replicas_share_the_bytes_evenly() -> None:
         load = [
             sum(
                 part.size * 4
-                for part in owned([HeldShard(Box.whole(s), 4, r, replicas) for s in shapes_])
+                for part in owned(
+                    [HeldShard(box=Box.whole(s), itemsize=4, replica=r, replicas=replicas) for s in shapes_]
+                )
                 if part is not None
             )
             for r in range(replicas)

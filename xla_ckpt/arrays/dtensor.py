@@ -62,7 +62,7 @@ class DTensors:
                     hint="Redistribute it to Shard or Replicate before it is saved or loaded.",
                 )
         if coordinate is None:
-            return LocalArray(shape, ())
+            return LocalArray(shape=shape, pieces=())
         pieces, local_shape = pieces_of(
             [_held(n, [cut for _, cut in by_dim], path) for n, by_dim in zip(shape, cuts, strict=True)]
         )
@@ -75,7 +75,14 @@ class DTensors:
             )
         names = mesh.mesh_dim_names or tuple(f"mesh{d}" for d in range(mesh.ndim))
         spec = tuple(_spec([(names[d], cut) for d, cut in by_dim]) for by_dim in cuts)
-        return LocalArray(shape, pieces, replica, replicas, ("dtensor", ranks, tuple(copied)), spec)
+        return LocalArray(
+            shape=shape,
+            pieces=pieces,
+            replica=replica,
+            replicas=replicas,
+            group=("dtensor", ranks, tuple(copied)),
+            spec=spec,
+        )
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         found: list[list[HostShard]] = []

@@ -50,7 +50,7 @@ class Jax:
     def place(self, value: Any, path: str = "") -> LocalArray | None:
         boxes = [_box(s.index, value.shape) for s in _owned(value)]
         pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
-        return LocalArray(tuple(value.shape), pieces)
+        return LocalArray(shape=tuple(value.shape), pieces=pieces)
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         return [[_host(s.data) for s in _owned(v) if s.data.size] for v, _ in values]

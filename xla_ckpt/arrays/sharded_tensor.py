@@ -44,7 +44,8 @@ class ShardedTensors:
 
     def place(self, value: Any, path: str = "") -> LocalArray | None:
         boxes = [_box(s) for s in value.local_shards()]
-        return LocalArray(self.shape(value), tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size))
+        pieces = tuple(Piece(Box.whole(b.shape), b) for b in boxes if b.size)
+        return LocalArray(shape=self.shape(value), pieces=pieces)
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         found = []

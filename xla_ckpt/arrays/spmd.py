@@ -72,7 +72,7 @@ class Spmd:
             for lane, (replica, box) in enumerate(_regions(plain(value)))
             if replica == 0 and box.size
         ]
-        return LocalArray(tuple(value.shape), tuple(pieces))
+        return LocalArray(shape=tuple(value.shape), pieces=tuple(pieces))
 
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         tensors = [plain(v).detach() for v, _ in values]
@@ -119,7 +119,9 @@ class _Shards:
         self._padded = tuple(max(n) for n in sizes)
         self._whole = tuple(value.shape)
         unique = dict.fromkeys(box for box in self._of_device if box.size)
-        self._spreads = {b: Spread(LocalArray(self._whole, (Piece(Box.whole(b.shape), b),))) for b in unique}
+        self._spreads = {
+            box: Spread(LocalArray(shape=self._whole, pieces=(Piece(Box.whole(box.shape), box),))) for box in unique
+        }
         self._made: dict[Box, torch.Tensor] = {}
 
     @property

@@ -190,7 +190,14 @@ def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int 
 
 def _held(leaf: Leaf, i: int) -> HeldShard:
     shard = leaf.shards[i]
-    return HeldShard(shard.box, leaf.dtype.itemsize, shard.replica, shard.replicas, shard.group, shard.together)
+    return HeldShard(
+        box=shard.box,
+        itemsize=leaf.dtype.itemsize,
+        replica=shard.replica,
+        replicas=shard.replicas,
+        group=shard.group,
+        together=shard.together,
+    )
 
 
 def _file_name(writer: int, writers: int, again: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
 
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece, chunk
@@ -32,9 +31,9 @@ def held(size: int, cuts: Sequence[Cut]) -> list[Interval]:
     """The elements of a tensor dim that a process holds, in the order of its local tensor; no interval is empty.
 
     `cuts` come in the order of the mesh dims. A strided cut whose factor says that later mesh dims have cut before it
-    is taken at that word (see `order`): FSDP2 really cuts what tensor parallelism has left, which for sizes that do not
-    divide is not the same as cutting in the order of the mesh. Any other one is interleaved: the process holds its part
-    of every chunk.
+    is applied after those (see `mesh_order`): FSDP2 really cuts what tensor parallelism has left, which for sizes that
+    do not divide is not the same as cutting in the order of the mesh. Any other strided cut is interleaved: the process
+    holds its part of every chunk.
 
     >>> held(13, [Cut(2, 1, factor=2), Cut(2, 0)])  # FSDP over tensor parallelism: 7 of 13 rows, then the last 3 of 7
     [(4, 7)]
@@ -60,16 +59,27 @@ def mesh_order(cuts: Sequence[Cut]) -> tuple[int, ...] | None:
     ((1, 0), None)
     """
     found: list[int] = []
+    # From the last mesh dim to the first, because a factor speaks of mesh dims behind its own: those are in `found`.
     for i in reversed(range(len(cuts))):
-        before = (n for n in range(len(found) + 1) if prod(cuts[j].parts for j in found[:n]) == cuts[i].factor)
-        if (place := next(before, None)) is None:
+        place = _place_after(cuts[i].factor, [cuts[j].parts for j in found])
+        if place is None:
             return None
         found.insert(place, i)
     return tuple(found)
 
 
+def _place_after(factor: int, parts: Sequence[int]) -> int | None:
+    """How many of the first cuts together make `factor` parts; None if no number of them does."""
+    made = 1
+    for count, more in enumerate(parts):
+        if made == factor:
+            return count
+        made *= more
+    return len(parts) if made == factor else None
+
+
 def uneven(size: int, cuts: Sequence[Cut]) -> Iterator[tuple[int, Cut]]:
-    """The interleaved cuts that do not divide what they cut into equal blocks, each with the elements that it cuts."""
+    """(elements that it cuts, cut) of each interleaved cut that does not divide those elements into equal blocks."""
     if mesh_order(cuts) is not None:
         return
     for i, cut in enumerate(cuts):
@@ -90,25 +100,23 @@ def interleaved(size: int, cut: Cut) -> list[Interval]:
 
 
 def pieces_of(dims: Sequence[Sequence[Interval]]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
-    """The pieces of a local tensor that holds these intervals of each tensor dim one behind the other, and its shape.
+    """The pieces of a local tensor, and its shape. In each tensor dim it holds these intervals, one behind the other.
 
     >>> pieces, shape = pieces_of([[(0, 2), (4, 6)], [(3, 6)]])
     >>> [f"{p.local} is {p.box}" for p in pieces], shape
     (['[0:2, 0:3] is [0:2, 3:6]', '[2:4, 0:3] is [4:6, 3:6]'], (4, 3))
     """
-    blocks = [list(_packed(intervals)) for intervals in dims]
-    pieces = tuple(
-        Piece(
-            Box(tuple(at for at, _, _ in choice), tuple(at + high - low for at, low, high in choice)),
-            Box(tuple(low for _, low, _ in choice), tuple(high for _, _, high in choice)),
-        )
-        for choice in product(*blocks)
-    )
-    return pieces, tuple(_length(intervals) for intervals in dims)
+    pieces = []
+    # Every combination of one interval of each dim is a rectangle, in the local tensor as in the global one.
+    for choice in product(*(list(_packed(intervals)) for intervals in dims)):
+        local = Box(tuple(at for at, _, _ in choice), tuple(at + high - low for at, low, high in choice))
+        box = Box(tuple(low for _, low, _ in choice), tuple(high for _, _, high in choice))
+        pieces.append(Piece(local, box))
+    return tuple(pieces), tuple(_length(intervals) for intervals in dims)
 
 
 def _packed(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
-    """(start in the local tensor, bounds) of each interval."""
+    """(start in the local tensor, low, high) of each interval."""
     at = 0
     for low, high in intervals:
         yield at, low, high
@@ -116,16 +124,20 @@ def _packed(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
 
 
 def _in_turn(size: int, cuts: Sequence[Cut]) -> list[Interval]:
-    """What is left after the cuts in the order of the mesh dims."""
+    """What is left of a tensor dim after the cuts, in the order of the mesh dims."""
     left: list[Interval] = [(0, size)] if size else []
     for cut in cuts:
-        left = _merged(part for piece in interleaved(_length(left), cut) for part in _at(left, *piece))
+        # A cut sees what is left as one sequence. The intervals that it chooses there are translated back.
+        kept: list[Interval] = []
+        for low, high in interleaved(_length(left), cut):
+            kept.extend(_at(left, low, high))
+        left = _merged(kept)
     return left
 
 
 def _at(intervals: Sequence[Interval], first: int, last: int) -> Iterator[Interval]:
-    """Where the elements ``first <= i < last`` of a sequence lie that consists of these intervals."""
-    passed = 0
+    """Where the elements ``first <= i < last`` lie of the sequence that these intervals make up."""
+    passed = 0  # elements of the sequence in front of the interval
     for low, high in intervals:
         start, stop = max(first, passed), min(last, passed + high - low)
         if start < stop:
@@ -133,8 +145,8 @@ def _at(intervals: Sequence[Interval], first: int, last: int) -> Iterator[Interv
         passed += high - low
 
 
-def _merged(intervals: Iterator[Interval]) -> list[Interval]:
-    """The same with neighbours joined: fewer pieces are fewer entries in the manifest and fewer reads."""
+def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+    """The intervals, neighbours joined: fewer pieces are fewer entries in the manifest and fewer reads."""
     joined: list[Interval] = []
     for low, high in intervals:
         if joined and joined[-1][1] == low:

@@ -29,7 +29,9 @@ class Grid:
 
     def __post_init__(self) -> None:
         for dim, cuts in enumerate(self.cuts):
-            empty = len(cuts) == 2 and cuts[0] == cuts[1]  # a box without elements is a grid of one cell
+            # A box without elements is a grid of one cell. In any other grid the cuts must rise, because cells are
+            # found by bisection.
+            empty = len(cuts) == 2 and cuts[0] == cuts[1]
             rises = all(a < b for a, b in pairwise(cuts))
             if len(cuts) < 2 or cuts[0] < 0 or not (rises or empty):
                 raise ValueError(f"the cuts along tensor dim {dim} do not ascend: {cuts[:8]}")
@@ -51,6 +53,7 @@ class Grid:
 
     def cell(self, index: int) -> Box:
         """The box of one cell."""
+        # The number of a cell is read like a number whose digits are its places along the dims, the last dim first.
         start, stop = [], []
         for cuts, count in zip(reversed(self.cuts), reversed(self.counts), strict=True):
             index, i = divmod(index, count)
@@ -60,9 +63,9 @@ class Grid:
 
     def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
         """(index, box) of every cell that shares an element with `box`, in order."""
-        spans = []
-        for cuts, low, high in zip(self.cuts, box.start, box.stop, strict=True):
-            spans.append(range(max(bisect_right(cuts, low) - 1, 0), min(bisect_left(cuts, high), len(cuts) - 1)))
+        spans = [
+            _cells_between(cuts, low, high) for cuts, low, high in zip(self.cuts, box.start, box.stop, strict=True)
+        ]
         for where in product(*spans):
             index = 0
             for i, count in zip(where, self.counts, strict=True):
@@ -70,12 +73,24 @@ class Grid:
             start = tuple(c[i] for c, i in zip(self.cuts, where, strict=True))
             stop = tuple(c[i + 1] for c, i in zip(self.cuts, where, strict=True))
             cell = Box(start, stop)
+            # The bisection also finds a cell for an empty box, and the cell of an empty grid. They share no element.
             if cell.intersect(box) is not None:
                 yield index, cell
 
 
+def _cells_between(cuts: Sequence[int], low: int, high: int) -> range:
+    """The cells along one dim from the one that holds `low` to the one that holds ``high - 1``, as far as they exist.
+
+    >>> _cells_between((0, 2, 4, 6), 1, 4)
+    range(0, 2)
+    """
+    first = bisect_right(cuts, low) - 1  # the last cut that is not behind `low`
+    last = bisect_left(cuts, high)  # the first cut that is not before `high`
+    return range(max(first, 0), min(last, len(cuts) - 1))
+
+
 def fit(boxes: Sequence[Box]) -> tuple[Grid, tuple[int, ...]] | None:
-    """The grid that these boxes are, and the index into `boxes` of each of its cells; None if they are none.
+    """The grid that these boxes are, and the index into `boxes` of each of its cells; None if they are no grid.
 
     >>> fit([Box((2,), (3,)), Box((0,), (2,))])
     (Grid(cuts=((0, 2, 3),)), (1, 0))
@@ -87,25 +102,39 @@ def fit(boxes: Sequence[Box]) -> tuple[Grid, tuple[int, ...]] | None:
         return Grid(tuple(zip(only.start, only.stop, strict=True))), (0,)
     if any(b.size == 0 for b in boxes):
         return None
-    cuts = tuple(
-        tuple(sorted(set(starts) | set(stops)))
-        for starts, stops in zip(
-            zip(*(b.start for b in boxes), strict=True), zip(*(b.stop for b in boxes), strict=True), strict=True
-        )
-    )
+    cuts = _all_bounds(boxes)
     grid = Grid(cuts)
+    # Cells and boxes of equal number are the same ones if every cell is found among the boxes. The numbers are compared
+    # first, because boxes that lie criss-cross may have cuts for millions of cells.
     if grid.cells != len(boxes):
         return None
     places = {(box.start, box.stop): i for i, box in enumerate(boxes)}
-    starts, stops = product(*(c[:-1] for c in cuts)), product(*(c[1:] for c in cuts))  # in the order of cells
-    order = [places.get(corners, -1) for corners in zip(starts, stops, strict=True)]
-    return None if -1 in order else (grid, tuple(order))
+    starts = product(*(c[:-1] for c in cuts))  # in the order of the cells, like `stops`
+    stops = product(*(c[1:] for c in cuts))
+    order = []
+    for corners in zip(starts, stops, strict=True):
+        place = places.get(corners)
+        if place is None:
+            return None
+        order.append(place)
+    return grid, tuple(order)
+
+
+def _all_bounds(boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...]:
+    """Per tensor dim: every position at which a box starts or stops, ascending."""
+    starts_by_dim = zip(*(b.start for b in boxes), strict=True)
+    stops_by_dim = zip(*(b.stop for b in boxes), strict=True)
+    return tuple(tuple(sorted({*starts, *stops})) for starts, stops in zip(starts_by_dim, stops_by_dim, strict=True))
 
 
 def fit_all(boxes: Sequence[Box]) -> Iterable[tuple[Grid, tuple[int, ...]]]:
-    """The boxes as few grids: one if they are one, else one for each box."""
+    """The boxes as one grid if they are one, else as a grid for each box; each with the indices of its cells."""
     whole = fit(boxes)
     if whole is not None:
         return [whole]
-    singles = ((fit([box]), i) for i, box in enumerate(boxes))
-    return [(one[0], (i,)) for one, i in singles if one is not None]
+    found = []
+    for i, box in enumerate(boxes):
+        single = fit([box])
+        if single is not None:
+            found.append((single[0], (i,)))
+    return found

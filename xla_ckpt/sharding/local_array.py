@@ -26,15 +26,18 @@ class Piece:
             raise ValueError(f"{self.local} of a local tensor cannot be {self.box} of the global one")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalArray:
-    """A local tensor, placed. What no piece covers is padding, which no file ever holds."""
+    """A local tensor, and where its elements are in the global array. What no piece covers is padding.
+
+    Padding is never stored in files of this library.
+    """
 
     shape: tuple[int, ...]
     """Global shape (elements)."""
 
     pieces: tuple[Piece, ...]
-    """Disjoint; none for a rank that holds nothing of the array."""
+    """Disjoint. A rank that holds nothing of the array has none."""
 
     replica: int = 0
     """Which of the equal copies this is."""
@@ -51,7 +54,7 @@ class LocalArray:
     def rows(self, low: int, high: int) -> tuple[Piece, ...]:
         """The pieces of a tensor that holds only the rows ``low <= i < high`` of the local one.
 
-        >>> whole = LocalArray((6, 2), (Piece(Box.whole((3, 2)), Box((3, 0), (6, 2))),))
+        >>> whole = LocalArray(shape=(6, 2), pieces=(Piece(Box.whole((3, 2)), Box((3, 0), (6, 2))),))
         >>> [(str(p.local), str(p.box)) for p in whole.rows(1, 3)]
         [('[0:2, 0:2]', '[4:6, 0:2]')]
         """
@@ -73,7 +76,7 @@ def _rows(pieces: Iterable[Piece], low: int, high: int) -> Iterable[Piece]:
 def whole(shape: tuple[int, ...]) -> LocalArray:
     """A tensor that this process holds alone."""
     box = Box.whole(shape)
-    return LocalArray(shape, (Piece(box, box),))
+    return LocalArray(shape=shape, pieces=(Piece(box, box),))
 
 
 def chunk(low: int, high: int, parts: int, index: int) -> tuple[int, int]:

@@ -15,7 +15,7 @@ SPLIT_BYTES = 64 * 1024
 """Shards below this are written whole by one replica: splitting them would cost more than it balances."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldShard:
     """A shard as one of its holders sees it."""
 
@@ -29,13 +29,13 @@ class HeldShard:
     """Which copy this holder has, from 0."""
 
     replicas: int
-    """How many holders have the same box; all of them know the same number."""
+    """How many holders have the same box. All of them know the same number."""
 
     group: Hashable = None
-    """Names the set of holders: shards with an equal group are held, all of them, by the same ones."""
+    """Names the set of holders: all shards with an equal group are held by the same processes."""
 
     together: bool = False
-    """Whether one holder writes it whole: the copies need not be equal, and no file may mix them."""
+    """Whether one holder writes it whole. The copies need not be equal then, and no file may mix them."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.replica < self.replicas:
@@ -48,7 +48,7 @@ class HeldShard:
 
 
 def row_range(box: Box, replica: int, replicas: int) -> Box | None:
-    """The part of `box` that falls to one of its replicas when it is split by rows; None if nothing does.
+    """The part of `box` that one of its replicas writes when it is split by rows; None if that replica writes nothing.
 
     The split runs along the first tensor dim with more than one row, so that every part is one run of bytes.
 
@@ -69,11 +69,7 @@ def owned(shards: Sequence[HeldShard]) -> Iterable[Box | None]:
     The small shards of one group of holders are dealt out along the running sum of their bytes: each holder of the
     group walks the same list in the same order, and so they agree. Empty shards have no bytes and no writer.
     """
-    total: dict[Hashable, int] = {}
-    for shard in shards:
-        if _is_small(shard) and not shard.together:
-            key = (shard.group, shard.replicas)
-            total[key] = total.get(key, 0) + shard.nbytes
+    total = _small_bytes(shards)
     walked: dict[Hashable, int] = {}
     for shard in shards:
         if shard.box.size == 0:
@@ -81,12 +77,30 @@ def owned(shards: Sequence[HeldShard]) -> Iterable[Box | None]:
         elif shard.replicas == 1 or shard.together:
             yield shard.box if shard.replica == 0 else None
         elif _is_small(shard):
-            key = (shard.group, shard.replicas)
-            before = walked.get(key, 0)
-            walked[key] = before + shard.nbytes
-            yield shard.box if before * shard.replicas // total[key] == shard.replica else None
+            holders = _holders(shard)
+            before = walked.get(holders, 0)
+            walked[holders] = before + shard.nbytes
+            # The running sum is cut into as many equal parts as there are replicas. The part in which a shard begins
+            # says who writes it.
+            writer = before * shard.replicas // total[holders]
+            yield shard.box if writer == shard.replica else None
         else:
             yield row_range(shard.box, shard.replica, shard.replicas)
+
+
+def _small_bytes(shards: Sequence[HeldShard]) -> dict[Hashable, int]:
+    """Bytes of all small shards, by their set of holders."""
+    total: dict[Hashable, int] = {}
+    for shard in shards:
+        if _is_small(shard) and not shard.together:
+            holders = _holders(shard)
+            total[holders] = total.get(holders, 0) + shard.nbytes
+    return total
+
+
+def _holders(shard: HeldShard) -> Hashable:
+    """Equal for shards that the same processes hold. Shards of one group may differ in their number of replicas."""
+    return shard.group, shard.replicas
 
 
 def _is_small(shard: HeldShard) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -14,6 +14,7 @@ class Runs:
     """A region of a C-ordered buffer as equally long runs of contiguous bytes.
 
     ``counts[i]`` runs lie ``strides[i]`` bytes apart along each outer dim; one run of `nbytes` starts at `offset`.
+    Made several times for each read and each region that is written, so it is not `kw_only`.
     """
 
     offset: int
@@ -44,6 +45,21 @@ class Runs:
         return self.nbytes * prod(self.counts)
 
 
+def strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Bytes from one element of a C-ordered buffer to the next, along each dim.
+
+    >>> strides((2, 3, 4), 2)
+    (24, 8, 2)
+    """
+    steps = []
+    step = itemsize
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    steps.reverse()
+    return tuple(steps)
+
+
 def runs(region: Box, buffer: Box, itemsize: int) -> Runs:
     """How `region` lies in a buffer that holds `buffer` in C order.
 
@@ -52,20 +68,21 @@ def runs(region: Box, buffer: Box, itemsize: int) -> Runs:
     >>> runs(Box((0, 1), (2, 3)), Box.whole((4, 4)), 2)
     Runs(offset=2, nbytes=4, counts=(2,), strides=(8,))
     """
-    inner = region.relative_to(buffer)
-    shape = buffer.shape
-    steps = [itemsize] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        steps[d] = steps[d + 1] * shape[d + 1]
-    offset = sum(a * s for a, s in zip(inner.start, steps, strict=True))
-    nbytes, d = itemsize, len(shape) - 1
-    while d >= 0 and nbytes == steps[d]:  # dim d continues the run as long as all dims behind it are whole
-        nbytes *= inner.shape[d]
-        d -= 1
-        if d >= 0 and inner.shape[d + 1] != shape[d + 1]:
+    first = region.relative_to(buffer).start
+    shape, held = region.shape, buffer.shape
+    steps = strides(held, itemsize)
+    offset = sum(i * step for i, step in zip(first, steps, strict=True))
+    # From the innermost dim outwards: a dim lengthens the run as long as the region is whole in all dims behind it.
+    # The first dim in which it is not whole still belongs to the run, because its own elements are neighbours.
+    nbytes, outer = itemsize, len(shape)
+    while outer > 0:
+        outer -= 1
+        nbytes *= shape[outer]
+        if shape[outer] != held[outer]:
             break
-    outer = [(inner.shape[i], steps[i]) for i in range(d + 1) if inner.shape[i] != 1]
-    return Runs(offset, nbytes, tuple(c for c, _ in outer), tuple(s for _, s in outer))
+    # A dim of one element repeats nothing. Counted, it would make a contiguous region look scattered.
+    repeated = [dim for dim in range(outer) if shape[dim] != 1]
+    return Runs(offset, nbytes, tuple(shape[dim] for dim in repeated), tuple(steps[dim] for dim in repeated))
 
 
 def pieces(region: Box, buffer: Box, itemsize: int, max_span: int) -> Iterator[Box]:
@@ -75,14 +92,15 @@ def pieces(region: Box, buffer: Box, itemsize: int, max_span: int) -> Iterator[B
     """
     if region.size == 0:
         return
-    how = runs(region, buffer, itemsize)
     dim = next((d for d, n in enumerate(region.shape) if n > 1), None)
-    if how.span <= max_span or dim is None:
+    if dim is None or runs(region, buffer, itemsize).span <= max_span:
         yield region
         return
+    # The outermost dim that can be cut is cut into groups of rows. A further row adds the same number of bytes to the
+    # span each time. If a single row spans too much, every row is cut again, along its next dim.
     first, last = region.start[dim], region.stop[dim]
     one_row = runs(region.along(dim, first, first + 1), buffer, itemsize).span
-    step = runs(region.along(dim, first, first + 2), buffer, itemsize).span - one_row
-    rows = 1 if one_row > max_span else 1 + (max_span - one_row) // step
+    further_row = runs(region.along(dim, first, first + 2), buffer, itemsize).span - one_row
+    rows = 1 if one_row > max_span else 1 + (max_span - one_row) // further_row
     for low in range(first, last, rows):
         yield from pieces(region.along(dim, low, min(low + rows, last)), buffer, itemsize, max_span)

@@ -16,7 +16,7 @@ from xla_ckpt.sharding.local_array import LocalArray, Piece, chunk
 from xla_ckpt.sharding.mesh import Mesh
 
 REPLICATING = ("edp", "ep", "cp", "tp")
-"""Mesh axes along which an unsplit array is the same everywhere. Not ``pp``: its stages hold different arrays."""
+"""Mesh axes along which an unsplit array is the same everywhere. ``pp`` is none: its stages hold different arrays."""
 
 SPLIT_AXES = ("pp", "dp", "edp", "ep", "cp", "tp")
 """Mesh axes that a tensor dim may be split over; ``dp`` is ``edp`` times ``ep``."""
@@ -43,7 +43,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How an array is split. Tensor dims behind the last one named are not.
+    """How an array is split. Tensor dims behind the last one that is named are not split.
 
     >>> Sharding.parse((("dp", "tp"), None)).spec
     (('dp', 'tp'), None)
@@ -67,10 +67,7 @@ class Sharding:
     @property
     def spec(self) -> tuple[object, ...]:
         """As JSON can hold it: per tensor dim None, or the axes, with the stride last where there is one."""
-        return tuple(
-            None if s is None else (*s.axes, s.stride) if s.stride > 1 else s.axes[0] if len(s.axes) == 1 else s.axes
-            for s in self.dims
-        )
+        return tuple(map(_spec_of, self.dims))
 
     @classmethod
     def parse(cls, spec: Any) -> Sharding:
@@ -79,7 +76,7 @@ class Sharding:
         An integer after the axes is the stride: ``(("tp", 3), None)``.
 
         Raises:
-            ValueError: It is none.
+            ValueError: `spec` has another form.
         """
         if isinstance(spec, Sharding):
             return spec
@@ -94,21 +91,21 @@ class Sharding:
         return (*self.dims, *(None,) * (ndim - len(self.dims)))
 
     def of_state(self, full: Sequence[int], shape: Sequence[int]) -> Sharding:
-        """How state of the local shape `shape` is split that belongs to a tensor of the local shape `full`.
+        """How the state of a tensor is split. `full` is the tensor's local shape, `shape` that of its state.
 
-        It follows the tensor in the dims that it has; a dim of one element stands for all of the tensor's. State of
-        any other shape is the same everywhere.
+        State is split like the tensor in each dim in which it has the tensor's size. In the other dims it must have one
+        element, and is not split. State of any other shape is the same everywhere.
 
         >>> Sharding.parse(("tp", None)).of_state((4, 6), (4, 1)).spec, Sharding.parse(("tp",)).of_state((4,), ()).spec
         (('tp', None), ())
         """
         if len(shape) != len(full) or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
             return Sharding()
-        kept = [n == m for n, m in zip(shape, full, strict=True)]
-        true = None
-        if self.shape is not None:
-            true = tuple(t if k else None for t, k in zip(self.shape, kept, strict=True))
-        return Sharding(tuple(s if k else None for s, k in zip(self.over(len(full)), kept, strict=True)), true)
+        follows = [n == m for n, m in zip(shape, full, strict=True)]
+        dims = tuple(split if same else None for split, same in zip(self.over(len(full)), follows, strict=True))
+        if self.shape is None:
+            return Sharding(dims)
+        return Sharding(dims, tuple(n if same else None for n, same in zip(self.shape, follows, strict=True)))
 
     def place(self, local: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
         """Where a rank's local tensor of this shape lies.
@@ -118,36 +115,29 @@ class Sharding:
         """
         if len(self.dims) > len(local):
             raise ValueError(f"{len(self.dims)} dims are sharded, the tensor has {len(local)}")
-        here, sizes = mesh.coordinates(rank), mesh.sizes
-        dims = self.over(len(local))
-        shape, blocks = [], []
-        for d, (split, n) in enumerate(zip(dims, local, strict=True)):
-            ranks = 1 if split is None else parts(split.axes, sizes)
-            true = n * ranks if self.shape is None or self.shape[d] is None else self.shape[d]
-            shape.append(_whole_number(true))
-            blocks.append(
-                list(
-                    _blocks(
-                        n,
-                        ranks,
-                        0 if split is None else position(split.axes, mesh, rank),
-                        1 if split is None else split.stride,
-                        shape[-1],
-                    )
-                )
-            )
-        pieces = tuple(
-            Piece(
-                Box(tuple(b[0] for b in bs), tuple(b[1] for b in bs)),
-                Box(tuple(b[2] for b in bs), tuple(b[2] + b[1] - b[0] for b in bs)),
-            )
-            for bs in product(*blocks)
+        sizes = mesh.sizes
+        shape: list[int] = []
+        blocks: list[list[_Block]] = []
+        for dim, (split, n) in enumerate(zip(self.over(len(local)), local, strict=True)):
+            ranks, index, stride = 1, 0, 1
+            if split is not None:
+                ranks, index, stride = parts(split.axes, sizes), position(split.axes, mesh, rank), split.stride
+            declared = None if self.shape is None else self.shape[dim]
+            total = _checked_size(n * ranks if declared is None else declared)
+            shape.append(total)
+            blocks.append(list(_blocks(n, ranks=ranks, index=index, stride=stride, total=total)))
+        replica, replicas, group = copies(self.axes, sizes, mesh.coordinates(rank))
+        return LocalArray(
+            shape=tuple(shape),
+            pieces=_pieces(blocks),
+            replica=replica,
+            replicas=replicas,
+            group=group,
+            spec=self.spec,
         )
-        replica, replicas, group = copies(self.axes, sizes, here)
-        return LocalArray(tuple(shape), tuple(p for p in pieces if p.box.size), replica, replicas, group, self.spec)
 
     def part(self, shape: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
-        """Where a rank's part of a global array of this shape lies; dims that do not divide are cut into chunks.
+        """Where a rank's part of a global array of this shape lies. Dims that do not divide are cut into chunks.
 
         Raises:
             ValueError: More dims are sharded than the array has, or a strided one does not divide.
@@ -155,19 +145,28 @@ class Sharding:
         if len(self.dims) > len(shape):
             raise ValueError(f"{len(self.dims)} dims are sharded, the array has {len(shape)}")
         dims = self.over(len(shape))
-        local, bounds = [], []
-        for split, n in zip(dims, shape, strict=True):
-            ranks = 1 if split is None else parts(split.axes, mesh.sizes)
-            if n % ranks and split is not None and split.stride > 1:
-                raise ValueError(f"{n} elements in strided blocks do not divide by {ranks}")
-            bounds.append((0, n) if split is None else chunk(0, n, ranks, position(split.axes, mesh, rank)))
-            local.append(n // ranks if n % ranks == 0 else -1)
-        if -1 not in local:
+        ranks = [1 if split is None else parts(split.axes, mesh.sizes) for split in dims]
+        if all(n % count == 0 for n, count in zip(shape, ranks, strict=True)):
+            local = [n // count for n, count in zip(shape, ranks, strict=True)]
             return replace(self, shape=None).place(local, mesh, rank)
-        box = Box(tuple(b[0] for b in bounds), tuple(b[1] for b in bounds))
+        bounds = []
+        for split, n, count in zip(dims, shape, ranks, strict=True):
+            if split is None:
+                bounds.append((0, n))
+            elif n % count and split.stride > 1:
+                raise ValueError(f"{n} elements in strided blocks do not divide by {count}")
+            else:
+                bounds.append(chunk(0, n, count, position(split.axes, mesh, rank)))
+        box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
         replica, replicas, group = copies(self.axes, mesh.sizes, mesh.coordinates(rank))
-        piece = Piece(Box.whole(box.shape), box)  # kept where it is empty: it says the local shape
-        return LocalArray(tuple(shape), (piece,), replica, replicas, group, self.spec)
+        return LocalArray(
+            shape=tuple(shape),
+            pieces=(Piece(Box.whole(box.shape), box),),  # kept where it is empty, because it says the local shape
+            replica=replica,
+            replicas=replicas,
+            group=group,
+            spec=self.spec,
+        )
 
     def zero1(self, local: Sequence[int], mesh: Mesh, rank: int, axes: tuple[str, ...]) -> LocalArray:
         """Where a rank's ZeRO-1 shard of such a tensor lies: its rows, zero-padded, are dealt out along `axes`.
@@ -179,12 +178,17 @@ class Sharding:
         first = self.dims[0] if self.dims else None
         split = Split(axes) if first is None else Split((*first.axes, *axes), first.stride)
         here = Sharding((split, *self.dims[1:]))
-        ranks = parts(axes, mesh.sizes)
-        size = -(-local[0] // ranks)
-        low = min(position(axes, mesh, rank) * size, local[0])
+        # Zero padding goes behind the last row, so the last ranks hold fewer rows of the tensor than others, or none.
+        low, high = chunk(0, local[0], parts(axes, mesh.sizes), position(axes, mesh, rank))
         replica, replicas, group = copies(here.axes, mesh.sizes, mesh.coordinates(rank))
-        pieces = full.rows(low, min(low + size, local[0]))
-        return replace(full, pieces=pieces, replica=replica, replicas=replicas, group=group, spec=here.spec)
+        return replace(
+            full,
+            pieces=full.rows(low, high),
+            replica=replica,
+            replicas=replicas,
+            group=group,
+            spec=here.spec,
+        )
 
 
 def _split(entry: Any) -> Split | None:
@@ -200,35 +204,73 @@ def _split(entry: Any) -> Split | None:
     raise ValueError(f"a tensor dim is split over a mesh axis, several, or None, not {entry!r}")
 
 
-def _whole_number(n: int | None) -> int:
-    if n is None or n < 0:
+def _spec_of(split: Split | None) -> object:
+    """One entry of `Sharding.spec`: what `_split` reads."""
+    if split is None:
+        return None
+    if split.stride > 1:
+        return (*split.axes, split.stride)
+    return split.axes[0] if len(split.axes) == 1 else split.axes
+
+
+def _checked_size(n: int) -> int:
+    if n < 0:
         raise ValueError(f"a tensor dim of size {n}")
     return n
 
 
-def _blocks(n: int, ranks: int, index: int, stride: int, true: int) -> Iterator[tuple[int, int, int]]:
-    """(local start, local stop, global start) of each block of one tensor dim."""
-    if true == n * ranks and n % stride == 0:
-        size = n // stride
-        for k in range(stride if ranks > 1 else 1):
-            width = size if ranks > 1 else n
-            yield k * size, k * size + width, (k * ranks + index) * size if ranks > 1 else 0
-    elif n % stride:
+_Block = tuple[int, int, int]
+"""(local start, local stop, global start) of neighbouring elements of one tensor dim."""
+
+
+def _blocks(n: int, *, ranks: int, index: int, stride: int, total: int) -> Iterator[_Block]:
+    """The blocks that one rank holds of a tensor dim.
+
+    Args:
+        n: Elements of the dim in the local tensor.
+        ranks: How many ranks the dim is split over.
+        index: Which of them this one is.
+        stride: Blocks that each rank holds (see `Split.stride`).
+        total: Elements of the dim in the global array: ``n * ranks``, or fewer if the last ones are padding.
+    """
+    if n % stride:
         raise ValueError(f"a dim of {n} elements on each rank does not consist of {stride} strided blocks")
-    elif stride > 1 or true > n * ranks:
-        raise ValueError(f"a dim of {true} elements cannot be {ranks} times {n} of which the last ones are padding")
+    if total != n * ranks:
+        # Padding lies behind the last element of the array. In strided blocks nobody could tell where that is.
+        if stride > 1 or total > n * ranks:
+            raise ValueError(
+                f"a dim of {total} elements cannot be {ranks} times {n} of which the last ones are padding"
+            )
+        low = min(index * n, total)
+        yield 0, min(low + n, total) - low, low
+    elif ranks == 1:
+        yield 0, n, 0  # the blocks of a single rank are neighbours
     else:
-        low = min(index * n, true)
-        yield 0, min(low + n, true) - low, low
+        size = n // stride
+        for k in range(stride):
+            yield k * size, (k + 1) * size, (k * ranks + index) * size
+
+
+def _pieces(blocks: Sequence[Sequence[_Block]]) -> tuple[Piece, ...]:
+    """The pieces of a local tensor that holds these blocks of each dim: one for each combination of blocks."""
+    pieces = []
+    for choice in product(*blocks):
+        local = Box(tuple(low for low, _, _ in choice), tuple(high for _, high, _ in choice))
+        start = tuple(first for _, _, first in choice)
+        stop = tuple(first + high - low for low, high, first in choice)
+        box = Box(start, stop)
+        if box.size:
+            pieces.append(Piece(local, box))
+    return tuple(pieces)
 
 
 def parts(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """Into how many parts something falls that is split over these axes."""
+    """The number of parts of something that is split over these axes."""
     return prod(sizes[a] for a in axes)
 
 
 def position(axes: Sequence[str], mesh: Mesh, rank: int) -> int:
-    """Which part falls to a rank when something is split over these axes."""
+    """Which part a rank has when something is split over these axes."""
     at, sizes, index = mesh.coordinates(rank), mesh.sizes, 0
     for axis in axes:
         index = index * sizes[axis] + at[axis]
@@ -237,7 +279,7 @@ def position(axes: Sequence[str], mesh: Mesh, rank: int) -> int:
 
 def copies(axes: Sequence[str], sizes: dict[str, int], at: dict[str, int]) -> tuple[int, int, object]:
     """(replica, replicas, name of the group of holders) on a rank, of an array that these axes split."""
-    split = {b for a in axes for b in (("edp", "ep") if a == "dp" else (a,))}
+    split = _single_axes(axes)
     others = [a for a in REPLICATING if a not in split]
     replica = 0
     for axis in others:
@@ -246,16 +288,21 @@ def copies(axes: Sequence[str], sizes: dict[str, int], at: dict[str, int]) -> tu
 
 
 def axes_of(group: Sequence[int], mesh: Mesh, rank: int) -> tuple[str, ...] | None:
-    """The mesh axes that a group of ranks lies along, in its order; None if it lies along none.
+    """The mesh axes along which exactly the ranks of a group lie, in its order; None if there are no such axes.
 
     >>> axes_of([1, 3], Mesh(dp=2, tp=2), 1)
     ('dp',)
     """
     here = mesh.coordinates(rank)
     for axes in (("dp",), ("dp", "cp"), ("edp",), ("edp", "cp"), ("cp",), ("tp",), ("dp", "cp", "tp"), ("dp", "tp")):
-        free = {b for a in axes for b in (("edp", "ep") if a == "dp" else (a,))}
-        fixed = [a for a in ("pp", "edp", "ep", "cp", "tp") if a not in free]
-        beside = all(mesh.coordinates(r)[a] == here[a] for r in group for a in fixed)
-        if beside and [position(axes, mesh, r) for r in group] == list(range(parts(axes, mesh.sizes))):
+        along = _single_axes(axes)
+        others = [a for a in ("pp", "edp", "ep", "cp", "tp") if a not in along]
+        alike = all(mesh.coordinates(r)[a] == here[a] for r in group for a in others)
+        if alike and [position(axes, mesh, r) for r in group] == list(range(parts(axes, mesh.sizes))):
             return axes
     return None
+
+
+def _single_axes(axes: Iterable[str]) -> frozenset[str]:
+    """The axes with ``edp`` and ``ep`` in place of ``dp``, which is the two of them."""
+    return frozenset(single for axis in axes for single in (("edp", "ep") if axis == "dp" else (axis,)))
