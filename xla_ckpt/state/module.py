@@ -63,6 +63,8 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     for key in [k for k in entries if k in held]:
         path, value = paths.join(stored.prefix, paths.escape(key)), entries[key]
         is_array, stored_array = array_kind(value) is not None, isinstance(held[key], ArrayAt)
+        if stored_array:
+            stored.record(path)  # raises where the tag says why nobody can have it, which is not what is told below
         if is_array != stored_array:
             loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
         elif is_array:

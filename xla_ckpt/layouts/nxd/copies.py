@@ -1,11 +1,12 @@
-"""Copies of one array on several ranks, where nobody says that they are copies: compared, never taken for equal."""
+"""Copies of one array, or value, on several ranks, where nobody says that they are copies: compared, not believed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from xla_ckpt.layouts.nxd.arrays import HINT, Copies, rank_of
-from xla_ckpt.layouts.nxd.rank_files import Scan, listed
+from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor, listed
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -68,4 +69,67 @@ def chosen(
         found=f"{shape} on each rank; {listed([f'{called(b)} differs from {called(a)}' for a, b in pairs])}",
         hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
         "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
+    )
+
+
+_ABSENT = object()
+"""Stands for a member that a rank does not have."""
+
+
+def in_common(scan: Scan, held: Mapping[At, Any], key: Any) -> Any:
+    """What all ranks have under a key, with an `UnknownArray` for each part of it that is not the same on all of them.
+
+    It is for what is no tensor of a parameter's, and so has no place in a larger array: plain values, and containers
+    with tensors in them. Without the comparison every rank would get those of the first.
+
+    Args:
+        scan: Where the files are.
+        held: The members of each rank.
+        key: The key of the member.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or holds another tensor.
+    """
+    return _in_common(scan, {at: members.get(key, _ABSENT) for at, members in held.items()})
+
+
+def _in_common(scan: Scan, values: Mapping[At, Any]) -> Any:
+    one = min(values)
+    first = values[one]
+    others = [at for at in values if not _alike(scan, first, values[at])]
+    if others:
+        return _differing(one, sorted(others), list(values))
+    if isinstance(first, Mapping):
+        return {k: _in_common(scan, {at: value[k] for at, value in values.items()}) for k in first}
+    if type(first) in (list, tuple):
+        return type(first)(_in_common(scan, {at: v[i] for at, v in values.items()}) for i in range(len(first)))
+    return first
+
+
+def _alike(scan: Scan, one: Any, other: Any) -> bool:
+    """Whether two values are the same; of two containers, whether they have the same members."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, StoredTensor):
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and scan.same(one, other)
+    if isinstance(one, Mapping):
+        return bool(one.keys() == other.keys())
+    if type(one) in (list, tuple):
+        return len(one) == len(other)
+    return bool(one == other) or (one != one and other != other)  # NaN is not equal to itself
+
+
+def _differing(one: At, others: Sequence[At], ranks: Sequence[At]) -> UnknownArray:
+    axes = [axis for axis in ("dp", *_RANKS) if len({getattr(at, axis) for at in ranks}) > 1]
+
+    def called(at: At) -> str:
+        return f"({', '.join(f'{axis} {getattr(at, axis)}' for axis in axes)})"
+
+    return UnknownArray(
+        "the ranks hold different values in this place, and nothing says which of them is meant",
+        expected="the same on all ranks",
+        found=listed([f"{called(other)} differs from {called(one)}" for other in others]),
+        hint="Load what does not need it: the model without the optimizer, or parts of the tag by xla_ckpt.restore.",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.arrays import Copies, check_rows, declared, record, resolve
-from xla_ckpt.layouts.nxd.copies import chosen
+from xla_ckpt.layouts.nxd.copies import chosen, in_common
 from xla_ckpt.layouts.nxd.names import names_of_stage
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
@@ -25,8 +25,8 @@ class Stage:
     """The model of one pipeline stage."""
 
     copies: dict[str, Copies] = field(default_factory=dict)
-    plain: dict[str, Any] = field(default_factory=dict)
-    """What is no tensor: a module's extra state."""
+    plain: dict[At, dict[str, Any]] = field(default_factory=dict)
+    """What is no tensor on each rank: a module's extra state."""
 
 
 def trees(scan: Scan, files: RankFiles, *, dp: int | None = None) -> dict[At, Any]:
@@ -49,10 +49,11 @@ def stages(models: Trees) -> dict[int, Stage]:
     found: dict[int, Stage] = {}
     for at, tree in models.items():
         stage = found.setdefault(at.pp, Stage())
-        fresh = not stage.copies and not stage.plain
+        fresh = not stage.plain
+        plain = stage.plain.setdefault(at, {})
         for name, value in tree.items():
             if not isinstance(value, StoredTensor):
-                stage.plain.setdefault(str(name), value)
+                plain[str(name)] = value
             elif fresh or name in stage.copies:
                 copies: dict[tuple[int, int, int], StoredTensor] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
                 copies[at.dp, at.ep, at.tp] = value
@@ -82,7 +83,8 @@ class ScannedState:
             for name, copies in stage.copies.items():
                 if name not in made:
                     made[name] = self._parameter(f"model/{name}", name, copies)
-            made = {**stage.plain, **made}
+            names = dict.fromkeys(name for plain in stage.plain.values() for name in plain)
+            made = {**{name: in_common(self.scan, stage.plain, name) for name in names}, **made}
         return made
 
     def _parameter(self, leaf: str, name: str, copies: Copies) -> ArrayRecord | UnknownArray | Missing:
@@ -242,7 +244,8 @@ class _OfStage:
                 leaf = f"optimizer/master/{name}"
                 master[name] = self._array(leaf, number, name, weights)
 
-        for name, value in self.first.get(key, {}).items():
+        own = {at: t.get(key, {}) for at, t in self.files.items()}
+        for name in dict.fromkeys(name for members in own.values() for name in members):
             if type(name) is not int:  # it belongs to no parameter, and every rank has it
                 if name in self.names.values():
                     raise IncompatibleCheckpointError(
@@ -250,27 +253,18 @@ class _OfStage:
                         leaf=f"optimizer/state/{name}",
                         hint="Load the tag without the model: then parameters are numbered.",
                     )
-                tree["state"].setdefault(name, self._shared(f"optimizer/state/{name}", value))
-
-    def _shared(self, leaf: str, value: Any) -> Any:
-        if isinstance(value, StoredTensor):
-            return record(self.of.scan, leaf, {(0, 0, 0): value}, Mesh(), Sharding())
-        if isinstance(value, Mapping):
-            return {k: self._shared(f"{leaf}/{k}", v) for k, v in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._shared(f"{leaf}/{i}", v) for i, v in enumerate(value))
-        return value
+                if name not in tree["state"]:
+                    tree["state"][name] = in_common(self.of.scan, own, name)
 
     def _state(self, number: int, name: Any, held: Mapping[At, Any]) -> dict[str, Any]:
-        first = held[min(held)]
         made: dict[str, Any] = {}
-        for what, value in first.items():
-            if not isinstance(value, StoredTensor):
-                made[what] = value
-                continue
-            leaf = f"optimizer/state/{name}/{what}"
-            copies = {at: s[what] for at, s in held.items() if isinstance(s.get(what), StoredTensor)}
-            made[what] = self._array(leaf, number, name, copies)
+        with_state = {at: members for at, members in held.items() if members}
+        for what in dict.fromkeys(what for members in with_state.values() for what in members):
+            copies = {at: m[what] for at, m in with_state.items() if isinstance(m.get(what), StoredTensor)}
+            if copies and len(copies) == sum(what in members for members in with_state.values()):
+                made[what] = self._array(f"optimizer/state/{name}/{what}", number, name, copies)
+            else:
+                made[what] = in_common(self.of.scan, with_state, what)
         return made
 
     def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, StoredTensor]) -> ArrayRecord | UnknownArray:
