@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import InvalidTagError as InvalidTagError
     from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
     from xla_ckpt.errors import RankFailedError as RankFailedError
+    from xla_ckpt.errors import RemoteError as RemoteError
     from xla_ckpt.errors import SaveError as SaveError
     from xla_ckpt.errors import StorageError as StorageError
     from xla_ckpt.errors import UnsupportedStateError as UnsupportedStateError
@@ -92,6 +93,7 @@ _HOMES = {
         "InvalidTagError",
         "NoCheckpointError",
         "RankFailedError",
+        "RemoteError",
         "SaveError",
         "StorageError",
         "UnsupportedStateError",

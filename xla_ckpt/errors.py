@@ -152,7 +152,7 @@ class UsageError(CheckpointError, ValueError):
     """An argument that makes no sense, or that ranks disagree about."""
 
 
-class RestoredElsewhereError(CheckpointError, RuntimeError):
+class RemoteError(CheckpointError, RuntimeError):
     """Another rank met an error of a kind that this process does not know."""
 
 
@@ -180,7 +180,7 @@ KINDS: dict[str, type[CheckpointError]] = {
 
 def from_json(facts: dict[str, Any]) -> CheckpointError:
     """The error that `CheckpointError.to_json` described on another rank."""
-    kind = KINDS.get(str(facts.get("kind")), RestoredElsewhereError)
+    kind = KINDS.get(str(facts.get("kind")), RemoteError)
     known = {name: facts[name] for name in CheckpointError.FACTS if name in facts}
     made = kind(str(facts.get("problem", "unknown problem")), **known)
     if isinstance(made, StorageError):

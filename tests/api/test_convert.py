@@ -272,7 +272,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "numbers its parameters" in capsys.readouterr().err
     like = ["--like", f"{__name__}:model_of_mine", *rules]
     assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c"), "--to", "native", *like]) == 0
-    assert main(["explain", str(tmp_path / "b"), "--like-mesh", "tp=2", *like]) == 0
+    assert main(["explain", str(tmp_path / "b"), "--mesh", "tp=2", *like]) == 0
     assert main(["show", str(tmp_path / "b"), *like]) == 0
     assert main(["verify", str(tmp_path / "b")]) == 0
     assert main(["export", str(tmp_path / "b"), str(tmp_path / "hf"), "--hf", *like]) == 0

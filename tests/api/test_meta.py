@@ -113,7 +113,7 @@ def test_a_model_on_meta_describes_what_is_converted(theirs: tuple[Path, Net, An
     root, model, optimizer = theirs
     like = on_meta()
     about = {"model": like, "optimizer": trained(like)}
-    assert xla_ckpt.explain(root, "a", like_mesh="dp=1", **about).ok
+    assert xla_ckpt.explain(root, "a", mesh="dp=1", **about).ok
     xla_ckpt.convert(root, tmp_path / "back", "a", **about)
     tree = xla_ckpt.restore(tmp_path / "back", "a").tree
     assert all(torch.equal(v, tree["model"][k]) for k, v in model.state_dict().items())

@@ -124,14 +124,14 @@ def test_the_installed_command(root: Path) -> None:
 
 
 def test_explain(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "explain", root, "--like-mesh", "dp=2,tp=2", "--sharding", "weight", "_,tp")
+    code, out, _ = call(capsys, "explain", root, "--mesh", "dp=2,tp=2", "--sharding", "weight", "_,tp")
     assert code == 0
     assert "can be restored on pp=1,dp=2,ep=1,cp=1,tp=2" in out
     assert re.search(r"\n +0 +40 B +80 B +2.000 +1 +model/00001-of-00001.safetensors", out)
-    code, out, _ = call(capsys, "explain", root, "--like-mesh", "tp=2", "--sharding", "weight", "_,_,tp", "--json")
+    code, out, _ = call(capsys, "explain", root, "--mesh", "tp=2", "--sharding", "weight", "_,_,tp", "--json")
     assert code == 1
     facts = json.loads(out)
     assert facts["problems"] == ["model/0.weight: a rule splits 3 dims, the array has 2"]
-    code, _, err = call(capsys, "explain", root, "--like-mesh", "many")
+    code, _, err = call(capsys, "explain", root, "--mesh", "many")
     assert code == 1
     assert "a mesh is written like pp=1,dp=2" in err

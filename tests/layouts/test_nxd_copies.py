@@ -127,7 +127,7 @@ def test_tools_say_the_same(case: str, tag: str, tmp_path: Path, capsys: pytest.
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="different tensors of this name"):
         xla_ckpt.export_hf(gold.root, tmp_path / "hf", model=target.model)
     assert not list(tmp_path.iterdir())
-    explained = xla_ckpt.explain(gold.root, like_mesh="tp=2", **given)
+    explained = xla_ckpt.explain(gold.root, mesh="tp=2", **given)
     assert not explained.ok
     assert any("different tensors of this name" in str(p) for p in explained.problems)
     assert xla_ckpt.verify(gold.root).ok  # the files are whole: what is missing is what nobody wrote down
@@ -135,7 +135,7 @@ def test_tools_say_the_same(case: str, tag: str, tmp_path: Path, capsys: pytest.
         like = ["--like", f"{__name__}:built_for_one_rank"]
         assert main(["show", str(gold.root), "--leaf", "model/*", *like]) == 0
         assert "different tensors of this name" in capsys.readouterr().out
-        assert main(["explain", str(gold.root), "--like-mesh", "tp=2", *like]) == 1
+        assert main(["explain", str(gold.root), "--mesh", "tp=2", *like]) == 1
         assert "different tensors of this name" in capsys.readouterr().out
         assert main(["verify", str(gold.root)]) == 0
 

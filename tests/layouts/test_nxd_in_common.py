@@ -99,7 +99,7 @@ def test_what_differs_is_refused_with_leaf_and_ranks(
         )
         assert str(caught.value.found) == "(tp 1) differs from (tp 0)"
     assert xla_ckpt.restore(tmp_path, "a", {"model": {"w": torch.zeros(2, 3)}}, shardings=[("w", None)])
-    assert not xla_ckpt.explain(tmp_path, "a", like_mesh="tp=2", model={"w": weight(4)}).ok
+    assert not xla_ckpt.explain(tmp_path, "a", mesh="tp=2", model={"w": weight(4)}).ok
 
 
 def test_zero1_ranks_are_named_by_dp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

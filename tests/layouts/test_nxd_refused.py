@@ -149,7 +149,7 @@ def test_they_export_and_explain_like_the_native_one(
         xla_ckpt.export_hf(tmp_path, tmp_path / f"hf {tag}", tag)
         exported[tag] = {p.name: p.read_bytes() for p in (tmp_path / f"hf {tag}").iterdir()}
     assert exported[layout] == exported["native"]
-    theirs, ours = (xla_ckpt.explain(tmp_path, tag, like_mesh="tp=3") for tag in (layout, "native"))
+    theirs, ours = (xla_ckpt.explain(tmp_path, tag, mesh="tp=3") for tag in (layout, "native"))
     assert theirs.ok
     assert theirs.split == ours.split
     assert [r.needed_bytes for r in theirs.readings] == [r.needed_bytes for r in ours.readings]

@@ -155,7 +155,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         0, "toy", ["model/0.weight", "model/0.bias"],
     )  # fmt: skip
     assert ask(capsys, "verify", tmp_path)[0] == 0
-    code, explained = ask(capsys, "explain", tmp_path, "--like-mesh", "dp=2")
+    code, explained = ask(capsys, "explain", tmp_path, "--mesh", "dp=2")
     assert (code, len(explained["ranks"])) == (0, 2)
     assert any(name.endswith(".npy") for name in explained["ranks"][0]["files"])
     code, made = ask(capsys, "convert", tmp_path, tmp_path / "b", "--to", "toy", "--mesh", "dp=2")
@@ -235,7 +235,7 @@ def test_a_tag_that_numpy_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "written by numpy" in capsys.readouterr().out
     code, checked = ask(capsys, "verify", tmp_path)
     assert (code, checked["ok"], checked["digests"], checked["files"], checked["strangers"]) == (0, True, False, 2, [])
-    code, explained = ask(capsys, "explain", tmp_path, "--like-mesh", "dp=2")
+    code, explained = ask(capsys, "explain", tmp_path, "--mesh", "dp=2")
     assert (code, explained["ok"]) == (0, True)
     for to in ("native", "toy", "pt"):
         xla_ckpt.convert(tmp_path, tmp_path / to, to=to)

@@ -34,6 +34,6 @@ def test_errors_do_not_share_what_is_added_to_them(tmp_path: Path) -> None:
     assert [error.tag for error in caught] == ["first", "second"]
     frames = [len(traceback.extract_tb(error.__traceback__)) for error in caught]
     assert frames[0] == frames[1]
-    (problem,) = xla_ckpt.explain(tmp_path, "a", like_mesh="tp=1").problems
+    (problem,) = xla_ckpt.explain(tmp_path, "a", mesh="tp=1").problems
     assert "model/w" in problem
     assert "shardings=" in problem

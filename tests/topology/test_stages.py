@@ -101,7 +101,7 @@ def saves_split(rank: int, root: Path) -> None:
 def test_explain_says_what_would_be_read_and_what_would_fail(tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     run_on_ranks(saves_split, 4, root)
-    found = xla_ckpt.explain(root, "a", like_mesh="dp=2,tp=2")
+    found = xla_ckpt.explain(root, "a", mesh="dp=2,tp=2")
     assert found.ok
     assert found.saved_ranks == 4
     assert found.split == {"model/up": ("tp", None), "model/down": (None, "tp")}
@@ -110,18 +110,18 @@ def test_explain_says_what_would_be_read_and_what_would_fail(tmp_path: Path) -> 
     assert [r.read_bytes for r in found.readings] == [half] * 4
     assert found.readings[0].files == found.readings[2].files
     assert min(found.readings[0].files) == "model/00001-of-00004.safetensors"
-    whole = xla_ckpt.explain(root, "a", like_mesh=xla_ckpt.Mesh(), shardings=[(".", None)])
+    whole = xla_ckpt.explain(root, "a", mesh=xla_ckpt.Mesh(), shardings=[(".", None)])
     assert [r.needed_bytes for r in whole.readings] == [2 * half - 4 * 512]
-    bad = xla_ckpt.explain(root, "a", like_mesh="tp=3", shardings=[("up", (("tp", 2), None)), ("norm", (None, "tp"))])
+    bad = xla_ckpt.explain(root, "a", mesh="tp=3", shardings=[("up", (("tp", 2), None)), ("norm", (None, "tp"))])
     assert not bad.ok
     assert any("model/up" in p and "do not divide by 3" in p for p in bad.problems)
     assert any("model/norm" in p and "a rule splits 2 dims" in p for p in bad.problems)
-    rng = xla_ckpt.explain(root, "b", like_mesh="dp=2")
+    rng = xla_ckpt.explain(root, "b", mesh="dp=2")
     assert rng.ok
     assert "extras/rng holds a state for each of 4 ranks" in rng.notes[0]
     (root / "a" / "model" / "00002-of-00004.safetensors").unlink()
-    assert "payload file is missing" in xla_ckpt.explain(root, "a", like_mesh="tp=4").problems[0]
+    assert "payload file is missing" in xla_ckpt.explain(root, "a", mesh="tp=4").problems[0]
     with pytest.raises(xla_ckpt.UsageError, match="no mesh axis"):
-        xla_ckpt.explain(root, "a", like_mesh="x=4")
+        xla_ckpt.explain(root, "a", mesh="x=4")
     with pytest.raises(xla_ckpt.NoCheckpointError):
-        xla_ckpt.explain(root, "c", like_mesh="tp=4")
+        xla_ckpt.explain(root, "c", mesh="tp=4")

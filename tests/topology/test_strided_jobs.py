@@ -42,7 +42,7 @@ def test_one_process_restores_the_whole_weight(root: Path, tag: str) -> None:
 
 
 def test_explain_knows_the_blocks(root: Path) -> None:
-    found = xla_ckpt.explain(root, "a", like_mesh="tp=2")
+    found = xla_ckpt.explain(root, "a", mesh="tp=2")
     assert found.ok
     assert found.split["model/weight"] == (("tp", 3), None)
 

@@ -20,7 +20,7 @@ def explain(
     path: PathLike,
     tag: str | None = None,
     *,
-    like_mesh: Mesh | str,
+    mesh: Mesh | str,
     shardings: Rules | None = None,
     model: Any = None,
     optimizer: Any = None,
@@ -33,7 +33,7 @@ def explain(
     Args:
         path: Root directory.
         tag: Which checkpoint; None takes the newest.
-        like_mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``.
+        mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``.
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
         model: For tags that another library wrote: what their files do not say, as for `convert`.
         optimizer: Likewise.
@@ -47,17 +47,17 @@ def explain(
         UsageError: Mesh or rules make no sense.
 
     Example:
-        ``print(xla_ckpt.explain("ckpt", like_mesh="dp=2,tp=4").problems)``
+        ``print(xla_ckpt.explain("ckpt", mesh="dp=2,tp=4").problems)``
     """
     store = store_at(path)
-    mesh = as_mesh(like_mesh) or Mesh()
+    over = as_mesh(mesh) or Mesh()
     rules = parse_rules(shardings)
     tag = chosen_tag(store, tag)
     with opened(store, tag, rules, model, optimizer) as reader:
-        found = explain_manifest(reader.manifest, store.path, tag, mesh, rules)
+        found = explain_manifest(reader.manifest, store.path, tag, over, rules)
         unknown = [str(array.error(leaf)) for leaf, array in reader.manifest.unknown.items()]
         more = [*unknown, *_broken_files(reader)]
-        notes = [*found.notes, *_own_members(reader.manifest, mesh)]
+        notes = [*found.notes, *_own_members(reader.manifest, over)]
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
     return replace(found, problems=(*found.problems, *more), notes=tuple(notes))

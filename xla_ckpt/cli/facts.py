@@ -202,7 +202,7 @@ def explain_facts(
     root: str, tag: str, mesh: str, rules: Rules, model: Any = None, optimizer: Any = None
 ) -> dict[str, Any]:
     """What a restore over a mesh would do."""
-    found = explain(root, tag, like_mesh=mesh, shardings=rules, model=model, optimizer=optimizer)
+    found = explain(root, tag, mesh=mesh, shardings=rules, model=model, optimizer=optimizer)
     return {
         "path": root,
         "tag": tag,

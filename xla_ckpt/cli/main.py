@@ -48,10 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--all", action="store_true", help="all tags of the directory")
     explain = command("explain", "Say what a restore over another mesh would read, before it reads it.", _explain)
     explain.add_argument("--tag", help="which one (default: the newest)")
-    explain.add_argument("--like-mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
+    explain.add_argument("--mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
     export = command("export", "Write the model of a tag as Hugging Face safetensors.", _export)
     export.add_argument("destination", metavar="DST", help="directory to make")
-    export.add_argument("--hf", action="store_true", required=True, help="the format: Hugging Face safetensors")
+    export.add_argument(
+        "--hf", action="store_true", help="as Hugging Face safetensors: the default, and what there is so far"
+    )
     export.add_argument("--tag", help="which one (default: the newest)")
     export.add_argument("--part", default="model", help="leaf path of what is exported (default: model)")
     export.add_argument("--max-shard-size", type=_size, default=MAX_FILE_BYTES, metavar="SIZE", help="such as 5GB")
@@ -168,7 +170,7 @@ def _export(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
-    answer = facts.explain_facts(root, facts.newest(root, tag), args.like_mesh, _rules(args), *facts.targets(args.like))
+    answer = facts.explain_facts(root, facts.newest(root, tag), args.mesh, _rules(args), *facts.targets(args.like))
     _print(args, answer, render.explanation)
     return int(not answer["ok"])
 
