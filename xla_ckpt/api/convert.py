@@ -24,7 +24,7 @@ from xla_ckpt.layouts.registry import named, tag_names
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.merge import Record, merge
-from xla_ckpt.plan.place import owner_of, parameter_of, parameters_in
+from xla_ckpt.plan.place import parameters_in
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.storage.base import Store, write_small
@@ -33,6 +33,7 @@ from xla_ckpt.tags import commit as tags
 from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,9 @@ def convert(
     )
     tag = chosen_tag(store, tag)
     called = tag if as_tag is None else as_tag
-    with opened(store, tag, topology.rules, model, optimizer, part="" if layout.tagged else "model") as reader:
+    with opened(
+        store, tag, topology.rules, model, optimizer, part=paths.ROOT if layout.tagged else schema.MODEL
+    ) as reader:
         stored = OpenState(reader, trust=trust_pickle)
         if layout.tagged:
             target = store_at(destination)
@@ -128,7 +131,7 @@ def convert(
             if layout.tagged:
                 _check_arrays(reader, topology)
             else:
-                _check_part(reader, "model")
+                _check_part(reader, schema.MODEL)
             made = layout.rewriting(stored, topology)
             with Progress(f"convert {tag}", made.nbytes, progress) as bar:
                 if layout.tagged:
@@ -183,10 +186,10 @@ def _check_arrays(reader: TagReader, to: Topology) -> None:
 def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
     """A rule of the caller's may say of nameless states what is not so, and shapes of theirs tell nothing."""
     old = Mesh.parse(manifest.mesh or "")
-    owners = {leaf: parameter_of(leaf) for leaf in leaves} if old.tp * old.ep > 1 else {}
+    owners = {leaf: schema.parameter_of(leaf) for leaf in leaves} if old.tp * old.ep > 1 else {}
     named = parameters_in(manifest)
     if named is not None:  # state that belongs to no parameter is the same on all ranks
-        shared = {leaf for leaf in owners if (owner := owner_of(leaf)) is not None and owner not in named}
+        shared = {leaf for leaf in owners if (owner := schema.owner_of(leaf)) is not None and owner not in named}
         owners = {leaf: owner for leaf, owner in owners.items() if leaf not in shared}
     leaf = next((leaf for leaf, owner in owners.items() if owner is not None and owner not in owners), None)
     if leaf is not None:

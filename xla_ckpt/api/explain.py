@@ -14,6 +14,7 @@ from xla_ckpt.plan.explain import Explanation, explain_manifest
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.tree import schema
 
 
 def explain(
@@ -76,10 +77,10 @@ def _broken_files(reader: TagReader) -> list[str]:
 
 def _own_members(manifest: Manifest, mesh: Mesh) -> list[str]:
     """Members of `extras` that every rank has its own of, and that another number of ranks may not take over."""
-    extras = manifest.skeleton.get("extras", {}) if isinstance(manifest.skeleton, dict) else {}
+    extras = manifest.skeleton.get(schema.EXTRAS, {}) if isinstance(manifest.skeleton, dict) else {}
     return [
-        f"extras/{name} holds a state for each of {member['per_rank']} ranks: on {mesh.size} ranks a PerRank member "
+        f"{schema.in_extras(name)} holds a state for each of {ranks} ranks: on {mesh.size} ranks a PerRank member "
         "needs reshard=, and RNGState leaves the generators of further ranks as they are"
         for name, member in (extras.items() if isinstance(extras, dict) else ())
-        if isinstance(member, dict) and set(member) == {"per_rank", "ranks"} and member["per_rank"] != mesh.size
+        if (ranks := schema.saved_by(member)) is not None and ranks != mesh.size
     ]

@@ -21,6 +21,7 @@ from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.door import PathLike, above, full_path, store_at
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 
 
@@ -43,7 +44,7 @@ def export_hf(
     destination: PathLike,
     tag: str | None = None,
     *,
-    part: str = "model",
+    part: str = schema.MODEL,
     max_shard_bytes: int = MAX_FILE_BYTES,
     model: Any = None,
     shardings: Rules | None = None,

@@ -10,6 +10,8 @@ from xla_ckpt.layouts.registry import find_foreign, open_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import objects_in
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def opened(
     from xla_ckpt.state.hints import hints_of
     from xla_ckpt.state.shardings import StateShardings
 
-    if optimizer is None and part.split("/", maxsplit=1)[0] in ("", "optimizer"):
+    if optimizer is None and schema.member_of(part) in (paths.ROOT, schema.OPTIMIZER):
         optimizer = {}  # all of it, whoever it is for
     return open_tag(store, tag, hints_of(model, optimizer, StateShardings(rules=rules)))
 

@@ -20,6 +20,7 @@ from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES
 from xla_ckpt.layouts.registry import converted
+from xla_ckpt.tree import schema
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hf", action="store_true", help="as Hugging Face safetensors: the default, and what there is so far"
     )
     export.add_argument("--tag", help="which one (default: the newest)")
-    export.add_argument("--part", default="model", help="leaf path of what is exported (default: model)")
+    export.add_argument("--part", default=schema.MODEL, help="leaf path of what is exported (default: %(default)s)")
     export.add_argument("--max-shard-size", type=_size, default=MAX_FILE_BYTES, metavar="SIZE", help="such as 5GB")
     convert = command("convert", "Write a tag anew, in another layout or for another topology.", _convert)
     convert.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.plan.export_plan import INDEX, index, plan_export
+from xla_ckpt.tree import schema
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest file, unless a single array is larger: Hugging Face's own default."""
@@ -16,7 +17,7 @@ class HuggingFace(Layout):
     tagged = False
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        return model_files(stored, part="model", max_file_bytes=MAX_FILE_BYTES)
+        return model_files(stored, part=schema.MODEL, max_file_bytes=MAX_FILE_BYTES)
 
 
 def model_files(stored: StoredState, *, part: str, max_file_bytes: int) -> Rewriting:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.tree import schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class Hints:
         """What is known about an array; a rule for any name of a shared parameter holds for it."""
         known = self.arrays.get(name, ArrayHint())
         names = [name, *(n for shared in self.aliases.values() if name in shared for n in shared)]
-        ruled = decided(self.rules, *(form for n in names for form in (f"model/{n}", n)))
+        ruled = decided(self.rules, *(form for n in names for form in (schema.weight(n), n)))
         return known if ruled is None else replace(known, sharding=ruled, ruled=True)
 
     def knows(self, name: object) -> bool:

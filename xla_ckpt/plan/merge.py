@@ -16,10 +16,8 @@ from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import renumbered
-
-GROUPS = "param_groups"
-"""The one list of a state that pipeline stages share: group by group, each with its own parameters."""
 
 _UNDECLARED = (
     "Undeclared tensor parallelism is the likely cause: give the parameter neuronx-distributed's attributes "
@@ -229,9 +227,7 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
                 (loose if sample.loose else bad).setdefault(leaf, (rank, []))[1].append(record.rank)
         stage = mesh.coordinates(record.rank)["pp"] if mesh.pp > 1 else 0
         for part, text in record.parts.items():
-            rank, known = seen.setdefault(
-                (part, stage if part in ("model", "optimizer", "") else 0), (record.rank, text)
-            )
+            rank, known = seen.setdefault((part, stage if part in schema.STAGED else 0), (record.rank, text))
             if known != text:
                 plain.setdefault(part, (rank, []))[1].append(record.rank)
     if bad:
@@ -242,7 +238,9 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
             leaf=leaf,
             expected=f"the bytes of rank {rank}",
             found=f"others on {_ranks(ranks)}",
-            hint=_OWN_MEMBER if leaf.startswith("extras/") else f"{_UNDECLARED} The mesh of this save was {mesh}.",
+            hint=_OWN_MEMBER
+            if schema.member_of(leaf) == schema.EXTRAS
+            else f"{_UNDECLARED} The mesh of this save was {mesh}.",
             details="\n".join(_listed(bad)),
         )
     if plain:
@@ -283,9 +281,10 @@ def _united(a: Any, b: Any, path: str, rank: int) -> Any:
         return both | {k: v for k, v in b.items() if k not in a}
     if isinstance(a, list) and isinstance(b, list):
         name = path.rsplit("/", 1)[-1]
-        if name == GROUPS and len(a) == len(b):
+        # The one list that pipeline stages share: group by group, each with its own parameters.
+        if name == schema.GROUPS and len(a) == len(b):
             return [_united(x, y, path, rank) for x, y in zip(a, b, strict=True)]
-        if name == "params":
+        if name == schema.PARAMS:
             return a + [v for v in b if v not in a]
     raise SaveError(
         "pipeline stages disagree about a value that they should share",

@@ -10,30 +10,12 @@ from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import SPLIT_AXES, Sharding, Split, parts
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.skeleton import children, part_at
 
-OPTIMIZER = "optimizer/"
-
-STATES = ("optimizer/state/", "optimizer/master/")
-"""Leaf paths ``optimizer/state/<parameter>/<key>``, and those of the master weights that ZeRO-1 optimizers keep."""
-
 DEALT = ("dp", "edp", "cp")
 """Mesh axes over which a ZeRO-1 optimizer may deal out rows."""
-
-
-def owner_of(leaf: str) -> str | None:
-    """The path component of the parameter whose state, or master weight, an array is; None for any other array."""
-    for prefix in STATES:
-        if leaf.startswith(prefix):
-            return leaf[len(prefix) :].split("/", maxsplit=1)[0]
-    return None
-
-
-def parameter_of(leaf: str) -> str | None:
-    """The leaf path of that parameter."""
-    owner = owner_of(leaf)
-    return None if owner is None else f"model/{owner}"
 
 
 def parameters_in(manifest: Manifest) -> frozenset[str] | None:
@@ -42,13 +24,13 @@ def parameters_in(manifest: Manifest) -> frozenset[str] | None:
     Other members of its state belong to no parameter (``optimizer/state/k``).
     """
     try:
-        groups = part_at(manifest.skeleton, f"{OPTIMIZER}param_groups")
+        groups = part_at(manifest.skeleton, schema.group())
     except KeyError:
         return None
     if not isinstance(groups, list):
         return None
     members = [children(group) or {} for group in groups]
-    return frozenset(component(name) for group in members for name in group.get("params", ()))
+    return frozenset(component(name) for group in members for name in group.get(schema.PARAMS, ()))
 
 
 def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None) -> Sharding:
@@ -68,7 +50,7 @@ def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] 
     record = manifest.array(leaf)
     if record is None:
         raise ValueError("no such array is stored")
-    owner = parameter_of(leaf)
+    owner = schema.parameter_of(leaf)
     if (ruled := rule_for(leaf, rules)) is not None:
         return _ruled(ruled, record, None if owner is None else manifest.array(owner), state=owner is not None)
     return _stored(record, unknown)
@@ -76,8 +58,8 @@ def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] 
 
 def rule_for(leaf: str, rules: Parsed) -> Sharding | None:
     """What a rule says of an array, or of the parameter whose state it is; None if none does."""
-    name = parameter_of(leaf) or leaf
-    return decided(rules, name, name.partition("/")[2])
+    name = schema.parameter_of(leaf) or leaf
+    return decided(rules, name, schema.below_member(name))
 
 
 def _ruled(ruled: Sharding, record: ArrayRecord, parameter: ArrayRecord | None, *, state: bool) -> Sharding:
@@ -109,7 +91,7 @@ def place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, ran
     Raises:
         ValueError: The sharding does not fit.
     """
-    dealt = rows_of(sharding) if leaf.startswith(OPTIMIZER) else ()
+    dealt = rows_of(sharding) if schema.member_of(leaf) == schema.OPTIMIZER else ()
     if not dealt:
         return sharding.part(shape, mesh, rank)
     base, local = even(without(sharding, dealt), shape, mesh)

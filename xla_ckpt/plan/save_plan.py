@@ -15,12 +15,10 @@ from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.owners import HeldShard, owned
 from xla_ckpt.sharding.ranges import runs
-
-ITEMS = ("model", "optimizer", "scheduler", "extras", "user_content")
-"""Top-level members of the state that get a payload directory of their own; everything else shares `REST`."""
+from xla_ckpt.tree import schema
 
 REST = "tree"
-"""Payload directory of arrays that belong to none of the `ITEMS`."""
+"""Payload directory of arrays that belong to no member of a training state. Each member has one of its own name."""
 
 
 def item_and_name(leaf: str) -> tuple[str, str]:
@@ -30,7 +28,7 @@ def item_and_name(leaf: str) -> tuple[str, str]:
     (('model', 'layers.0.weight'), ('tree', 'params/w'))
     """
     first, slash, rest = leaf.partition("/")
-    item, name = (first, rest) if slash and first in ITEMS else (REST, leaf)
+    item, name = (first, rest) if slash and first in schema.MEMBERS else (REST, leaf)
     return item, name if name and name != "__metadata__" else "~" + name
 
 

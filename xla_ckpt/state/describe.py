@@ -25,6 +25,7 @@ from xla_ckpt.state.members import State
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, resolver
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
 from xla_ckpt.tree.skeleton import part_at, renumbered
@@ -176,9 +177,9 @@ def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
     """What only this rank has of a flattened state: the others speak for the rest."""
     mine = [(n, leaf, value) for n, (leaf, value) in enumerate(flat.objects) if leaf.startswith(alone)]
     numbers = {n: i for i, (n, _, _) in enumerate(mine)}
-    names = [paths.unescape(prefix.split("/")[1]) for prefix in alone if prefix.startswith("extras/")]
-    own = {name: part_at(flat.skeleton, paths.join("extras", paths.escape(name))) for name in names}
-    skeleton = {"extras": renumbered(own, numbers.__getitem__)} if own else None
+    names = [paths.unescape(paths.split(p)[1]) for p in alone if schema.member_of(p) == schema.EXTRAS]
+    own = {name: part_at(flat.skeleton, schema.in_extras(name)) for name in names}
+    skeleton = {schema.EXTRAS: renumbered(own, numbers.__getitem__)} if own else None
     return Flat({}, [(leaf, value) for _, leaf, value in mine], skeleton)
 
 

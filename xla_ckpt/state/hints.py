@@ -16,13 +16,14 @@ from xla_ckpt.state import module
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.attributes import declared_sharding, true_shape
 from xla_ckpt.state.shardings import StateShardings
+from xla_ckpt.tree import schema
 
 
 def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
     """What a model and an optimizer say about the arrays that they want."""
     held = {} if model is None else module.tree_of(model)
     arrays = {
-        str(name): _hint(f"model/{name}", value, shardings)
+        str(name): _hint(schema.weight(str(name)), value, shardings)
         for name, value in (held.items() if isinstance(held, Mapping) else ())
         if array_kind(value) is not None or is_spec(value)
     }
@@ -46,11 +47,13 @@ def hints_of_tree(like: Any, shardings: StateShardings) -> Hints:
     """What the tree of a `restore` says; None wants everything."""
     if not isinstance(like, Mapping):
         return hints_of(None, {}, shardings)
-    model, optimizer = like.get("model"), like.get("optimizer")
+    model, optimizer = like.get(schema.MODEL), like.get(schema.OPTIMIZER)
     made = hints_of(model if isinstance(model, Mapping) else None, optimizer, shardings)
-    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    if isinstance(groups, list) and all(isinstance(g, Mapping) and isinstance(g.get("params"), list) for g in groups):
-        return replace(made, groups=[[str(n) for n in g["params"]] for g in groups])
+    groups = optimizer.get(schema.GROUPS) if isinstance(optimizer, Mapping) else None
+    if isinstance(groups, list) and all(
+        isinstance(g, Mapping) and isinstance(g.get(schema.PARAMS), list) for g in groups
+    ):
+        return replace(made, groups=[[str(n) for n in g[schema.PARAMS]] for g in groups])
     return made
 
 
@@ -61,7 +64,7 @@ def _hint(path: str, value: Any, shardings: StateShardings) -> ArrayHint:
         return ArrayHint(tuple(value.shape), str(value.dtype).removeprefix("torch."), named)
     adapter = require(value, path)
     # Where a rule decides, attributes are not looked at: they may be wrong.
-    ruled = decided(shardings.rules, path, path.partition("/")[2]) is not None
+    ruled = decided(shardings.rules, path, schema.below_member(path)) is not None
     named = None if ruled else declared_sharding(value, path)
     return ArrayHint(
         shape=shardings.local(path, value, adapter).shape,
@@ -77,7 +80,7 @@ def _groups(
     optimizer: Any, names: Mapping[Any, str], arrays: dict[str, ArrayHint], shardings: StateShardings
 ) -> Sequence[Sequence[str]] | None:
     """Names of an optimizer's parameters by group; adds to `arrays` those that the model did not name."""
-    if optimizer is None or isinstance(optimizer, Mapping) or not hasattr(optimizer, "param_groups"):
+    if optimizer is None or isinstance(optimizer, Mapping) or not optimizers.has_groups(optimizer):
         return None
     called = iter(optimizers.names_of(optimizer, names))
     seen: dict[int, str] = {}
@@ -89,7 +92,7 @@ def _groups(
                 name = seen[id(parameter)] = next(called)
                 groups[-1].append(name)
                 if name not in arrays:
-                    arrays[name] = _hint(f"model/{name}", parameter, shardings)
+                    arrays[name] = _hint(schema.weight(str(name)), parameter, shardings)
     return groups
 
 

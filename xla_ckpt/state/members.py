@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
 from xla_ckpt.engine.target import Target
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.state import mistakes, module, per_rank, stateful, zero1
+from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.hints import hints_of, hints_of_tree
 from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
-from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave
 
 
@@ -93,27 +94,29 @@ class Objects:
         parameters: Mapping[str, Parameter] = {}
         by_name, axes = False, None
         if self.model is not None:
-            tree["model"] = module.tree_of(self.model)
-            buffers = frozenset(paths.join("model", paths.escape(name)) for name in module.buffer_names(self.model))
-            parts.append("model")
+            tree[schema.MODEL] = module.tree_of(self.model)
+            buffers = frozenset(map(schema.weight, module.buffer_names(self.model)))
+            parts.append(schema.MODEL)
         if self.optimizer is not None:
             names = module.parameter_names(self.model)
-            tree["optimizer"] = optimizers.tree_of(self.optimizer, names)
+            tree[schema.OPTIMIZER] = optimizers.tree_of(self.optimizer, names)
             parameters = optimizers.parameters_of(self.optimizer, self.model, names, placement)
-            by_name = optimizers.is_by_name(self.optimizer, tree["optimizer"])
+            by_name = optimizers.is_by_name(self.optimizer, tree[schema.OPTIMIZER])
             axes = zero1.mesh_axes(self.optimizer, placement) if zero1.is_zero1(self.optimizer) else None
-            parts.append("optimizer")
+            parts.append(schema.OPTIMIZER)
         if self.scheduler is not None:
-            tree["scheduler"] = stateful.tree_of(self.scheduler, "scheduler")
-            parts.append("scheduler")
+            tree[schema.SCHEDULER] = stateful.tree_of(self.scheduler, schema.SCHEDULER)
+            parts.append(schema.SCHEDULER)
         if self.extras:
-            tree["extras"] = {n: per_rank.tree_of(m, f"extras/{n}", rank, world) for n, m in self.extras.items()}
+            tree[schema.EXTRAS] = {
+                n: per_rank.tree_of(m, schema.in_extras(n), rank, world) for n, m in self.extras.items()
+            }
             own = [n for n, m in self.extras.items() if per_rank.is_per_rank(m)]
             alone += [per_rank.prefix_of(n, rank) for n in own]
-            parts += [paths.join("extras", paths.escape(n)) for n in self.extras if n not in own]
+            parts += [schema.in_extras(n) for n in self.extras if n not in own]
         if self.user_content is not None and rank == 0:
-            tree["user_content"] = self.user_content
-            alone += ["user_content/", "user_content"]
+            tree[schema.USER_CONTENT] = self.user_content
+            alone.append(schema.USER_CONTENT)
         return State(
             tree=tree,
             parameters=parameters,
@@ -145,7 +148,7 @@ class Objects:
         for path, load in self._members(stored):
             part = stored.at(path)
             parts.append(absent(stored, path) if part is None else load(part))
-        content = stored.at("user_content")
+        content = stored.at(schema.USER_CONTENT)
         if content is None:
             return Loadings(parts, lambda arrays: None)
         fresh = Loading()
@@ -158,15 +161,15 @@ class Objects:
         where = stored.shardings.placement
         found: list[tuple[str, Callable[[Stored], Loading]]] = []
         if self.model is not None:
-            found.append(("model", lambda part: module.load(part, self.model)))
+            found.append((schema.MODEL, lambda part: module.load(part, self.model)))
         if self.optimizer is not None:
             names = module.parameter_names(self.model)
-            found.append(("optimizer", lambda part: optimizers.load(part, self.optimizer, names, self.model)))
+            found.append((schema.OPTIMIZER, lambda part: optimizer_load.load(part, self.optimizer, names, self.model)))
         if self.scheduler is not None:
-            found.append(("scheduler", lambda part: stateful.load(part, self.scheduler)))
+            found.append((schema.SCHEDULER, lambda part: stateful.load(part, self.scheduler)))
         for name, member in self.extras.items():
-            path = f"extras/{paths.escape(name)}"
-            found.append((path, lambda part, m=member: per_rank.load(part, m, where.rank, where.world)))  # type: ignore[misc]
+            load = partial(per_rank.load, member=member, rank=where.rank, world=where.world)
+            found.append((schema.in_extras(name), load))
         return found
 
 

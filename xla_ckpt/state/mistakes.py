@@ -15,6 +15,7 @@ import torch
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
+from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
     if strict:
         raise UsageError(
             "this is no model",
-            leaf="model",
+            leaf=schema.MODEL,
             expected="a torch.nn.Module or a dict of arrays",
             found=_kind(model),
             hint="xla_ckpt.save and xla_ckpt.restore take any tree of arrays.",
@@ -83,7 +84,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, list | tuple):
         raise UsageError(
             f"a {_kind(optimizer)} is no optimizer",
-            leaf="optimizer",
+            leaf=schema.OPTIMIZER,
             expected="one optimizer, or a dict",
             found=f"{len(optimizer)} values",
             hint="Give further optimizers as members of extras, each by its own name. xla_ckpt.save takes any tree.",
@@ -91,7 +92,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
         raise UsageError(
             "this is no optimizer",
-            leaf="optimizer",
+            leaf=schema.OPTIMIZER,
             expected="state_dict() and load_state_dict(), or a dict",
             found=_kind(optimizer),
             hint=_PLACES,
@@ -113,7 +114,7 @@ def _kind(value: Any) -> str:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, "param_groups") and callable(getattr(value, "state_dict", None))
+    return hasattr(value, schema.GROUPS) and callable(getattr(value, "state_dict", None))
 
 
 def _is_scheduler(value: Any) -> bool:
@@ -132,7 +133,7 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     """
     if getattr(type(optimizer), "state_dict", None) is not torch.optim.Optimizer.state_dict:
         return
-    groups = [g for g in getattr(optimizer, "param_groups", ()) if g.get("params")]
+    groups = [g for g in getattr(optimizer, schema.GROUPS, ()) if g.get("params")]
     strangers, theirs = [p for g in groups for p in g["params"]], [*model.parameters()]
     names = module.parameter_names(model)
     if not strangers or not theirs or any("param_names" in g for g in groups):
@@ -150,7 +151,7 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     raise UsageError(
         "no parameter of the optimizer is one of the model: the optimizer was made before the model was moved or "
         "sharded, and its steps do not reach the model",
-        leaf="optimizer",
+        leaf=schema.OPTIMIZER,
         expected=f"parameters on {', '.join(here)}",
         found=f"parameters on {', '.join(there)}",
         hint="Make the optimizer after model.to(...). If it steps copies on purpose, give their names: "

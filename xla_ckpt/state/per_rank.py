@@ -11,13 +11,9 @@ from xla_ckpt.state import stateful
 from xla_ckpt.state.loading import Loading, Stored, plan_arrays
 from xla_ckpt.state.rng import RNGState
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
-
-RANKS = "ranks"
-"""Key of the states by rank; beside it stands how many there are."""
-
-WORLD = "per_rank"
 
 
 class PerRank:
@@ -39,7 +35,7 @@ class PerRank:
 
 def is_per_rank(member: Any) -> bool:
     """Whether a member differs from rank to rank by its nature, or is said to."""
-    return isinstance(member, PerRank) or getattr(member, WORLD, False) is True
+    return isinstance(member, PerRank) or getattr(member, schema.WORLD, False) is True
 
 
 def _inner(member: Any) -> Any:
@@ -51,17 +47,17 @@ def tree_of(member: Any, name: str, rank: int, world: int) -> Any:
     state = stateful.tree_of(_inner(member), name)
     if not is_per_rank(member):
         return state
-    return {WORLD: world, RANKS: {str(rank): state}}
+    return {schema.WORLD: world, schema.RANKS: {str(rank): state}}
 
 
 def prefix_of(name: str, rank: int) -> str:
     """Leaf path prefix of what only this rank stores of such a member."""
-    return paths.join(paths.join(paths.join("extras", paths.escape(name)), RANKS), str(rank)) + "/"
+    return schema.of_rank(schema.in_extras(name), rank) + "/"
 
 
 def load(stored: Stored, member: Any, rank: int, world: int) -> Loading:
     """Prepare to load a member of `extras`, whichever of both kinds it is and was."""
-    saved_by = _saved_by(stored)
+    saved_by = schema.saved_by(stored.skeleton)
     if not is_per_rank(member):
         if saved_by is None:
             return stateful.load(stored, member)
@@ -72,7 +68,7 @@ def load(stored: Stored, member: Any, rank: int, world: int) -> Loading:
     if saved_by is None:  # by an older version, or by a job that did not wrap it: the state of all ranks
         saved_by, parts = 1, {0: stored}
     else:
-        parts = {r: part for r in range(saved_by) if (part := stored.at(f"{RANKS}/{r}")) is not None}
+        parts = {r: part for r in range(saved_by) if (part := stored.at(schema.of_rank(paths.ROOT, r))) is not None}
     if saved_by == world and rank in parts:
         return stateful.load(parts[rank], inner)
     if isinstance(member, PerRank) and member.reshard is not None:
@@ -88,14 +84,6 @@ def load(stored: Stored, member: Any, rank: int, world: int) -> Loading:
         text = "no state of random generators is stored for rank %d (%d ranks saved): they stay as they are"
         loading.finish = lambda arrays: logger.warning(text, rank, saved_by)
     return loading
-
-
-def _saved_by(stored: Stored) -> int | None:
-    """How many ranks saved such a member; None if it is one state for all."""
-    skeleton = stored.skeleton
-    if isinstance(skeleton, dict) and set(skeleton) == {WORLD, RANKS} and type(skeleton[WORLD]) is int:
-        return int(skeleton[WORLD])
-    return None
 
 
 def _load_resharded(parts: dict[int, Stored], member: PerRank, rank: int, world: int) -> Loading:

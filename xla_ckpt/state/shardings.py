@@ -16,12 +16,12 @@ from xla_ckpt.arrays.registry import require
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.manifest.records import ArrayRecord
-from xla_ckpt.plan.place import owner_of
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state.attributes import declared_sharding
+from xla_ckpt.tree import schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ class StateShardings:
         parameter = self.parameter(path)
         if parameter is not None:
             return self._state(path, adapter.shape(value), parameter)
-        sharding = self._sharding((path, path.partition("/")[2]), value)
+        sharding = self._sharding((path, schema.below_member(path)), value)
         return self._placed(path, sharding, adapter.shape(value))
 
     def parameter(self, path: str) -> Parameter | None:
         """The parameter that an optimizer's state belongs to; None for any other leaf."""
-        owner = owner_of(path)
+        owner = schema.owner_of(path)
         return None if owner is None else self.parameters.get(owner)
 
     def parameter_local(self, parameter: Parameter) -> LocalArray:
         """Where a parameter itself lies."""
-        return self.local(f"model/{parameter.name}", parameter.value, require(parameter.value, parameter.name))
+        return self.local(schema.weight(parameter.name), parameter.value, require(parameter.value, parameter.name))
 
     def state_like(self, path: str, record: ArrayRecord, parameter: Parameter) -> Target | None:
         """A target for optimizer state that does not exist yet but has its parameter's shape; None for any other."""
@@ -94,7 +94,7 @@ class StateShardings:
     def _split(self, parameter: Parameter) -> Sharding | None:
         if parameter.name not in self._splits:
             own = require(parameter.value, parameter.name).place(parameter.value, parameter.name)
-            names = (f"model/{parameter.name}", parameter.name)
+            names = (schema.weight(parameter.name), parameter.name)
             self._splits[parameter.name] = self._sharding(names, parameter.value) if own is None else None
         return self._splits[parameter.name]
 

@@ -19,6 +19,7 @@ from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import axes_of
 from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.tree import schema
 
 _HOME = "torch_xla.distributed.zero_redundancy_optimizer"
 
@@ -53,7 +54,7 @@ def mesh_axes(optimizer: Any, placement: Placement) -> tuple[str, ...]:
     if axes is None:
         raise UsageError(
             "the sharding groups of the ZeRO-1 optimizer do not lie along the mesh",
-            leaf="optimizer",
+            leaf=schema.OPTIMIZER,
             expected=f"groups along dp, or dp and cp, of {placement.mesh}",
             found=str(groups)[:200],
             hint="Pass the mesh= that the groups were made from.",
@@ -104,4 +105,4 @@ def _on_host(value: torch.Tensor) -> torch.Tensor:
 def outer_state(optimizer: Any) -> Mapping[str, Any]:
     """The state dict of the wrapper's own class: its groups, which hold the current hyper-parameters."""
     packed: Mapping[str, Any] = torch.optim.Optimizer.state_dict(optimizer)
-    return {**packed, "state": optimizer.base_optimizer.state_dict()["state"]}
+    return {**packed, schema.STATE: optimizer.base_optimizer.state_dict()[schema.STATE]}

@@ -25,6 +25,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import AXES
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tree import schema
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.nxd.plan import RankState, RankTensor
@@ -122,7 +123,7 @@ def _writing(description: Description, *, xser: bool) -> NxdWriting:
     from xla_ckpt.layouts.nxd.plan import PARTS, RankState, check_fits, with_experts
 
     mesh, state = description.placement.mesh, description.state
-    theirs = [leaf.path for leaf in description.leaves if leaf.path.split("/")[0] in PARTS]
+    theirs = [leaf.path for leaf in description.leaves if schema.member_of(leaf.path) in PARTS]
     tensors = with_experts({path: _tensor(path, description) for path in theirs}, mesh)
     arrays = tensors | {alias: tensors[path] for alias, path in description.aliases.items() if path in tensors}
     here = description.structure if isinstance(description.structure, dict) else {}
@@ -166,7 +167,7 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
     manifest = stored.manifest
     held = manifest.skeleton if isinstance(manifest.skeleton, dict) else {}
     theirs = [part for part in PARTS if part in held]
-    native, specs = native_files(manifest, [p for p in manifest.arrays if p.split("/")[0] not in theirs], to)
+    native, specs = native_files(manifest, [p for p in manifest.arrays if schema.member_of(p) not in theirs], to)
     if not theirs:
         raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}

@@ -8,6 +8,7 @@ from typing import Any
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.rank_files import StoredTensor
 from xla_ckpt.plan.hints import Hints
+from xla_ckpt.tree import schema
 
 
 def names_of_stage(
@@ -50,7 +51,7 @@ def names_of_stage(
     if counts != found:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
-            leaf="optimizer/param_groups",
+            leaf=schema.group(),
             expected=f"groups of {counts} parameters, as stored",
             found=f"groups of {found}, counting parameters whose names the stored model has",
             hint="Give the model, too, and make the optimizer with the same groups in the same order as in training.",
@@ -62,7 +63,7 @@ def names_of_stage(
         if None not in (shape, held) and shape != held:
             raise IncompatibleCheckpointError(
                 f"number {i} of the stored optimizer would be this parameter, and its shape is another",
-                leaf=f"optimizer/state/{name}",
+                leaf=schema.state(name),
                 expected=list(held or ()),
                 found=list(shape or ()),
                 hint="Make the optimizer with its parameters in the same order as in training.",

@@ -13,10 +13,7 @@ from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.plan.place import (
     DEALT,
-    STATES,
     even,
-    owner_of,
-    parameter_of,
     parameters_in,
     rows_of,
     sharding_of,
@@ -27,7 +24,7 @@ from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.sharding.sharding import Sharding, parts
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 
 
@@ -61,7 +58,7 @@ class NewJob:
                 found=list(self.cuts),
                 hint="Name the modules after which a stage ends, in order: pipeline_cuts=[...], or --cut for each.",
             )
-        model = self.trees.get("model")
+        model = self.trees.get(schema.MODEL)
         names = [str(name) for name in model] if isinstance(model, Mapping) else []
         lasts: list[int] = []
         for cut in self.cuts:
@@ -76,10 +73,10 @@ class NewJob:
         if lasts != sorted(set(lasts)):
             raise UsageError("the cuts are not in the order of the model", found=list(self.cuts))
         self._stages.update((name, bisect_left(lasts, i)) for i, name in enumerate(names))
-        if not self.zero1 and "master" in (self.trees.get("optimizer") or {}):
+        if not self.zero1 and schema.MASTER in (self.trees.get(schema.OPTIMIZER) or {}):
             raise UsageError(
                 "master weights have a place in ZeRO-1 files only",
-                leaf="optimizer/master",
+                leaf=paths.join(schema.OPTIMIZER, schema.MASTER),
                 found="zero1=False",
                 hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
             )
@@ -94,11 +91,11 @@ class NewJob:
         """
         stage = self.mesh.coordinates(rank)["pp"]
         trees: dict[str, Any] = {}
-        if "model" in self.trees:
-            trees["model"] = self._model(stage)
-        if "optimizer" in self.trees:
-            trees["optimizer"] = self._optimizer(stage)
-        trees |= {part: self.trees[part] for part in ("scheduler", "user_content") if part in self.trees}
+        if schema.MODEL in self.trees:
+            trees[schema.MODEL] = self._model(stage)
+        if schema.OPTIMIZER in self.trees:
+            trees[schema.OPTIMIZER] = self._optimizer(stage)
+        trees |= {part: self.trees[part] for part in (schema.SCHEDULER, schema.USER_CONTENT) if part in self.trees}
         tensors = {
             path: self._tensor(path, rank)
             for part in PARTS
@@ -113,35 +110,37 @@ class NewJob:
             tree
             for stage in range(self.mesh.coordinates(rank)["pp"])
             for tree in (
-                self._model(stage) if "model" in self.trees else None,
-                self._optimizer(stage) if "optimizer" in self.trees else None,
+                self._model(stage) if schema.MODEL in self.trees else None,
+                self._optimizer(stage) if schema.OPTIMIZER in self.trees else None,
             )
         ]
         return frozenset(self.manifest.aliases.get(path, path) for path in leaves_in(trees))
 
     def _by_name(self) -> bool:
-        optimizer = self.trees.get("optimizer")
-        return isinstance(optimizer, Mapping) and isinstance(optimizer.get("param_groups"), list)
+        optimizer = self.trees.get(schema.OPTIMIZER)
+        return isinstance(optimizer, Mapping) and isinstance(optimizer.get(schema.GROUPS), list)
 
     def _model(self, stage: int) -> Any:
         if self.mesh.pp == 1:
-            return self.trees["model"]
-        return {name: v for name, v in self.trees["model"].items() if self._stages[str(name)] == stage}
+            return self.trees[schema.MODEL]
+        return {name: v for name, v in self.trees[schema.MODEL].items() if self._stages[str(name)] == stage}
 
     def _optimizer(self, stage: int) -> Any:
-        tree = self.trees["optimizer"]
+        tree = self.trees[schema.OPTIMIZER]
         if self.mesh.pp == 1 or not self._by_name():
             return tree
         mine = {self._stored_name(name) for name, s in self._stages.items() if s == stage}
-        groups = [{**g, "params": [n for n in g["params"] if n in mine]} for g in tree["param_groups"]]
-        others = {n for g in tree["param_groups"] for n in g["params"]} - mine
-        kept = {k: {n: v for n, v in tree[k].items() if n not in others} for k in ("state", "master") if k in tree}
-        return {**tree, **kept, "param_groups": groups}
+        named = tree[schema.GROUPS]
+        groups = [{**g, schema.PARAMS: [n for n in g[schema.PARAMS] if n in mine]} for g in named]
+        others = {n for g in named for n in g[schema.PARAMS]} - mine
+        states = [part for part in (schema.STATE, schema.MASTER) if part in tree]
+        kept = {part: {n: v for n, v in tree[part].items() if n not in others} for part in states}
+        return {**tree, **kept, schema.GROUPS: groups}
 
     def _stored_name(self, name: str) -> str:
         """The name that an optimizer has for a parameter of several names."""
-        leaf = paths.join("model", paths.escape(name))
-        return paths.unescape(self.manifest.aliases.get(leaf, leaf).removeprefix("model/"))
+        leaf = schema.weight(name)
+        return paths.unescape(schema.below_member(self.manifest.aliases.get(leaf, leaf)))
 
     def _record(self, path: str) -> ArrayRecord:
         record = self.manifest.array(path)
@@ -151,7 +150,7 @@ class NewJob:
 
     def _owner(self, path: str) -> tuple[str, ArrayRecord | None]:
         """The parameter whose state an array is, and what is stored of it; of any other array nothing."""
-        owner = parameter_of(path)
+        owner = schema.parameter_of(path)
         return ("", None) if owner is None else (owner, self.manifest.array(owner))
 
     def _sharding(self, path: str) -> Sharding:
@@ -205,7 +204,7 @@ class NewJob:
         uneven = [
             path
             for path, sharding in split.items()
-            if path.startswith("model/")
+            if schema.member_of(path) == schema.MODEL
             for n, s in zip(self._record(path).shape, sharding.over(len(self._record(path).shape)), strict=True)
             if s is not None and n % parts(s.axes, self.mesh.sizes)
         ]
@@ -235,7 +234,7 @@ class NewJob:
 
     def _is_shared(self, path: str) -> bool:
         """Whether it is state of the optimizer that belongs to no parameter."""
-        owner = owner_of(path)
+        owner = schema.owner_of(path)
         return self._parameters is not None and owner is not None and owner not in self._parameters
 
     def _shapes(self) -> dict[Any, tuple[int, ...]]:
@@ -243,13 +242,12 @@ class NewJob:
         if not self._by_name():
             return {}
         shapes = {}
-        for group in self.trees["optimizer"]["param_groups"]:
-            for name in group["params"]:
-                part = paths.escape(name) if isinstance(name, str) else component(name)
-                leaf = f"model/{part}"
+        tree = self.trees[schema.OPTIMIZER]
+        for group in tree[schema.GROUPS]:
+            for name in group[schema.PARAMS]:
+                leaf = schema.weight(name)
                 if self.manifest.array(leaf) is None:
-                    below = self.trees["optimizer"]["state"].get(name, {})
-                    own = [f"optimizer/state/{part}/{what}" for what in below]
+                    own = [schema.state(name, what) for what in tree[schema.STATE].get(name, {})]
                     leaf = max(own, key=lambda p: len(r.shape) if (r := self.manifest.array(p)) else -1, default=leaf)
                 record = self.manifest.array(leaf)
                 if record is not None:
@@ -259,4 +257,4 @@ class NewJob:
 
 def deals_rows(manifest: Manifest) -> bool:
     """Whether the optimizer's states were dealt out by ZeRO-1 when they were saved."""
-    return any(rows_of(sharding_of(leaf, manifest, ())) for leaf in manifest.arrays if leaf.startswith(STATES))
+    return any(rows_of(sharding_of(leaf, manifest, ())) for leaf in manifest.arrays if schema.owner_of(leaf))

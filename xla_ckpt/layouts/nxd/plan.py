@@ -21,15 +21,15 @@ from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
 from xla_ckpt.layouts.torch_save.restricted_pickle import Reference
-from xla_ckpt.plan.place import parameter_of
 from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.sharding import position
+from xla_ckpt.tree import schema
 
-PARTS = ("model", "optimizer", "scheduler", "user_content")
+PARTS = (schema.MODEL, schema.OPTIMIZER, schema.SCHEDULER, schema.USER_CONTENT)
 """Members of a state that these layouts have a place for."""
 
 _SHARING = ("edp", "cp")
@@ -93,13 +93,14 @@ class RankPlan:
             UnsupportedStateError: Something in its state cannot be pickled.
         """
         made: list[FilePlan] = []
-        if "model" in state.parts:
-            made += self._rank_file(f"model/{self._name(0)}", state, state.parts["model"], "model", _SHARING)
-        if "optimizer" in state.parts:
-            tree = numbered(state) if state.by_name else state.parts["optimizer"]
+        if schema.MODEL in state.parts:
+            tree = state.parts[schema.MODEL]
+            made += self._rank_file(f"model/{self._name(0)}", state, tree, schema.MODEL, _SHARING)
+        if schema.OPTIMIZER in state.parts:
+            tree = numbered(state) if state.by_name else state.parts[schema.OPTIMIZER]
             dp, sharing = (self._at["dp"], ("cp",)) if state.zero1 else (0, _SHARING)
-            made += self._rank_file(f"optim/{self._name(dp, state.zero1)}", state, tree, "optimizer", sharing)
-        for part in ("scheduler", "user_content") if self.rank == 0 else ():
+            made += self._rank_file(f"optim/{self._name(dp, state.zero1)}", state, tree, schema.OPTIMIZER, sharing)
+        for part in (schema.SCHEDULER, schema.USER_CONTENT) if self.rank == 0 else ():
             if part in state.parts:
                 made.append(self._whole(f"{part}.pt", state, state.parts[part], part, tuple(self.mesh.sizes)))
         return tuple(made)
@@ -217,8 +218,8 @@ def with_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, Ran
     if mesh.ep == 1:
         return dict(tensors)
 
-    experts = {parameter_of(path) or path for path, t in tensors.items() if "ep" not in t.alike}
-    return {path: replace(t, expert=(parameter_of(path) or path) in experts) for path, t in tensors.items()}
+    experts = {schema.parameter_of(path) or path for path, t in tensors.items() if "ep" not in t.alike}
+    return {path: replace(t, expert=(schema.parameter_of(path) or path) in experts) for path, t in tensors.items()}
 
 
 def _stem(path: str) -> str:
@@ -227,8 +228,8 @@ def _stem(path: str) -> str:
 
 def numbered(state: RankState) -> dict[str, Any]:
     """The optimizer's state as neuronx-distributed keeps it: by the running number of each parameter."""
-    tree = state.parts["optimizer"]
-    names = [name for group in tree["param_groups"] for name in group["params"]]
+    tree = state.parts[schema.OPTIMIZER]
+    names = [name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]]
     number = {name: i for i, name in enumerate(names)}
 
     def by_number(members: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -236,20 +237,20 @@ def numbered(state: RankState) -> dict[str, Any]:
         return {number.get(name, name): value for name, value in ordered}
 
     groups = [
-        {**{k: v for k, v in g.items() if k != "params"}, "params": [number[n] for n in g["params"]]}
-        for g in tree["param_groups"]
+        {**{k: v for k, v in g.items() if k != schema.PARAMS}, "params": [number[n] for n in g[schema.PARAMS]]}
+        for g in tree[schema.GROUPS]
     ]
-    others = {k: v for k, v in tree.items() if k not in ("state", "param_groups", "master")}
+    others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
     if not state.zero1:
-        return {"state": by_number(tree["state"]), "param_groups": groups, **others}
+        return {"state": by_number(tree[schema.STATE]), "param_groups": groups, **others}
     made = {
         "state": {},
         "param_groups": groups,
-        "base_state": by_number(tree["state"]),
+        "base_state": by_number(tree[schema.STATE]),
         "shape_info": {i: list(state.shapes[name]) for name, i in number.items()},
     }
-    if "master" in tree:
-        made["sharded_master_weights"] = by_number(tree["master"])
+    if schema.MASTER in tree:
+        made["sharded_master_weights"] = by_number(tree[schema.MASTER])
     return {**made, **others}
 
 
@@ -281,7 +282,7 @@ def check_fits(state: RankState, mesh: Mesh, axes: Sequence[str]) -> None:
     if why is not None:
         raise UnsupportedStateError(
             f"neuronx-distributed's layout cannot hold this optimizer: {why}",
-            leaf="optimizer",
+            leaf=schema.OPTIMIZER,
             found=str(mesh),
             hint="Save in the native format, which holds any state and loads on any topology.",
         )

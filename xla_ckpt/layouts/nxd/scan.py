@@ -27,6 +27,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory, Store, read_whole
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.flatten import flatten
 
@@ -131,7 +132,7 @@ def _current(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
     grids = files.rank_files()
     model = stages(trees(files, grids["model"], dp=0)) if "model" in grids else {}
     parts = _parts(files, wanted, grids, model, lambda: trees(files, grids["optim"]))
-    for part in ("scheduler", "user_content"):
+    for part in (schema.SCHEDULER, schema.USER_CONTENT):
         if f"{part}.pt" in files.names:
             try:
                 parts[part] = read(files.directory, f"{part}.pt")
@@ -155,9 +156,9 @@ def _legacy(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
     parts = _parts(files, wanted, grids, stages(models), lambda: optim)
     rest = {k: v for k, v in first.items() if k not in ("model", "optimizer")}
     if "scheduler" in rest:
-        parts["scheduler"] = rest.pop("scheduler")
+        parts[schema.SCHEDULER] = rest.pop("scheduler")
     if rest:
-        parts["user_content"] = rest
+        parts[schema.USER_CONTENT] = rest
     return parts, _mesh(grids)
 
 
@@ -174,19 +175,20 @@ def _parts(
     state = ScannedState(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
     parts: dict[str, Any] = {}
     if model:
-        parts["model"] = state.model()
+        parts[schema.MODEL] = state.model()
     if "optim" in grids:
         if not wanted.optimizer:
-            parts["optimizer"] = UnknownArray("the optimizer was not asked for")
+            parts[schema.OPTIMIZER] = UnknownArray("the optimizer was not asked for")
         elif wanted.groups is None and grids["optim"].sizes.pp > 1:
-            parts["optimizer"] = _NAMELESS
+            parts[schema.OPTIMIZER] = _NAMELESS
         else:
-            parts["optimizer"] = state.optimizer(optim(), grids["optim"].sizes.dp)
-    masters = parts["optimizer"].get("master", {}) if isinstance(parts.get("optimizer"), dict) else {}
+            parts[schema.OPTIMIZER] = state.optimizer(optim(), grids["optim"].sizes.dp)
+    optimizer = parts.get(schema.OPTIMIZER)
+    masters = optimizer.get(schema.MASTER, {}) if isinstance(optimizer, dict) else {}
     if model:
-        parts["model"] = {
+        parts[schema.MODEL] = {
             name: chosen
-            for name, v in parts["model"].items()
+            for name, v in parts[schema.MODEL].items()
             if (chosen := _weights(name, v, masters, wanted)) is not None
         }
     return parts
@@ -203,7 +205,7 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) 
         if not masters:
             raise CorruptCheckpointError(
                 "the files of the tensors are missing, and there are no master weights to take their place",
-                leaf=f"model/{name}",
+                leaf=schema.weight(name),
                 file=stored.held.file,
             )
         return master

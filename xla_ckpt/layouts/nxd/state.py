@@ -15,6 +15,7 @@ from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding, parts
+from xla_ckpt.tree import schema
 
 Trees = Mapping[At, Mapping[Any, Any]]
 """What each rank file holds."""
@@ -60,7 +61,7 @@ def stages(models: Trees) -> dict[int, Stage]:
         if [n for n, v in tree.items() if isinstance(v, StoredTensor)] != list(stage.copies):
             raise CorruptCheckpointError(
                 "the ranks of a pipeline stage hold different names",
-                leaf="model",
+                leaf=schema.MODEL,
                 found=f"(ep {at.ep}, tp {at.tp}, pp {at.pp}) against the first rank of the stage",
             )
     return found
@@ -82,7 +83,7 @@ class ScannedState:
         for _, stage in sorted(self.stages.items()):
             for name, copies in stage.copies.items():
                 if name not in made:
-                    made[name] = self._parameter(f"model/{name}", name, copies)
+                    made[name] = self._parameter(schema.weight(name), name, copies)
             names = dict.fromkeys(name for plain in stage.plain.values() for name in plain)
             made = {**{name: in_common(self.scan, stage.plain, name) for name in names}, **made}
         return made
@@ -147,18 +148,18 @@ class ScannedState:
         return replace(made, own=True) if own else made
 
     def optimizer(self, files: Trees, dp: int) -> dict[str, Any]:
-        """The optimizer by name: ``state``, ``param_groups`` and, if there are any, ``master``.
+        """The optimizer by name: states, groups and, if there are any, master weights.
 
         Raises:
             CorruptCheckpointError: Rank files do not add up to whole arrays.
             IncompatibleCheckpointError: The parameters of the stored groups are not those that are wanted.
         """
-        tree: dict[str, Any] = {"state": {}, "param_groups": []}
+        tree: dict[str, Any] = {schema.STATE: {}, schema.GROUPS: []}
         master: dict[str, Any] = {}
         for pp in sorted({at.pp for at in files}):
             stage = {at: tree_ for at, tree_ in files.items() if at.pp == pp}
             _OfStage(self, pp, stage, dp).into(tree, master)
-        return {**tree, "master": master} if master else tree
+        return {**tree, schema.MASTER: master} if master else tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class _OfStage:
         self.model = state.stages.get(pp, Stage())
         groups = self.first.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
-            raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf="optimizer")
+            raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf=schema.OPTIMIZER)
         ordinary = int(self.first.get("ep_param_group_offset", len(groups)))
         self.experts_from = sum(len(g["params"]) for g in groups[:ordinary])
         """First id of parameters that only an expert-parallel rank has, in optimizers that keep them apart."""
@@ -217,32 +218,32 @@ class _OfStage:
 
     def into(self, tree: dict[str, Any], master: dict[str, Any]) -> None:
         """Add this stage."""
-        if tree["param_groups"] and len(tree["param_groups"]) != len(self.groups):
+        groups, states = tree[schema.GROUPS], tree[schema.STATE]
+        if groups and len(groups) != len(self.groups):
             raise IncompatibleCheckpointError(
                 "the optimizers of the pipeline stages have different numbers of groups",
-                leaf="optimizer/param_groups",
-                expected=len(tree["param_groups"]),
+                leaf=schema.group(),
+                expected=len(groups),
                 found=len(self.groups),
             )
         for n, group in enumerate(self.groups):
             names = [self.names[i] for i in group["params"] if i in self.names]
-            if n < len(tree["param_groups"]):
-                merged = tree["param_groups"][n]["params"]
+            if n < len(groups):
+                merged = groups[n][schema.PARAMS]
                 merged += [name for name in names if name not in merged]
             else:
-                tree["param_groups"].append({**_hyper(group), "params": names})
+                groups.append({**_hyper(group), schema.PARAMS: names})
         key = "base_state" if self.zero else "state"
         for number, name in self.names.items():
-            if name in tree["state"] or not self.of.wanted.knows(name):
+            if name in states or not self.of.wanted.knows(name):
                 continue  # shared between stages, or of a stage that this rank has nothing of
             held = {at: t.get(key, {}).get(number, {}) for at, t in self.files.items()}
             state = self._state(number, name, held)
             if state:
-                tree["state"][name] = state
+                states[name] = state
             weights = {at: w for at, t in self.files.items() if (w := t.get("sharded_master_weights", {}).get(number))}
             if weights:
-                leaf = f"optimizer/master/{name}"
-                master[name] = self._array(leaf, number, name, weights)
+                master[name] = self._array(schema.master(name), number, name, weights)
 
         own = {at: t.get(key, {}) for at, t in self.files.items()}
         for name in dict.fromkeys(name for members in own.values() for name in members):
@@ -250,11 +251,11 @@ class _OfStage:
                 if name in self.names.values():
                     raise IncompatibleCheckpointError(
                         "the stored optimizer keeps state of its own under the name of a parameter",
-                        leaf=f"optimizer/state/{name}",
+                        leaf=schema.state(name),
                         hint="Load the tag without the model: then parameters are numbered.",
                     )
-                if name not in tree["state"]:
-                    tree["state"][name] = in_common(self.of.scan, own, name)
+                if name not in states:
+                    states[name] = in_common(self.of.scan, own, name)
 
     def _state(self, number: int, name: Any, held: Mapping[At, Any]) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -262,7 +263,7 @@ class _OfStage:
         for what in dict.fromkeys(what for members in with_state.values() for what in members):
             copies = {at: m[what] for at, m in with_state.items() if isinstance(m.get(what), StoredTensor)}
             if copies and len(copies) == sum(what in members for members in with_state.values()):
-                made[what] = self._array(f"optimizer/state/{name}/{what}", number, name, copies)
+                made[what] = self._array(schema.state(name, what), number, name, copies)
             else:
                 made[what] = in_common(self.of.scan, with_state, what)
         return made

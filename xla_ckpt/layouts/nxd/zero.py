@@ -22,6 +22,7 @@ from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.tree import schema
 
 _DEALT = ("base_state", "sharded_master_weights")
 """Members whose tensors are dealt out by rows; all others are the same on all dp ranks."""
@@ -58,7 +59,7 @@ class ZeroFiles:
                 for path, held in self.manifest.arrays.items()
                 if path.startswith(f"{at['pp']}/{at['tp']}/")
             }
-            state = RankState({"optimizer": self.stages[at["pp"], at["tp"]]}, tensors, zero1=True)
+            state = RankState({schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors, zero1=True)
             files += RankPlan(mesh, rank, self.xser).files(state)
         if dp is not None:
             return files

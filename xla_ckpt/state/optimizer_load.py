@@ -1,0 +1,273 @@
+"""Loading an optimizer: which stored parameter is which of the program's, where each array goes, and what is put in.
+
+Nothing of the optimizer is changed before all arrays are read: the last step, `Loading.finish`, does that.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from xla_ckpt.arrays.registry import check_memory
+from xla_ckpt.state import zero1
+from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays
+from xla_ckpt.state.module import load_dict
+from xla_ckpt.state.optimizer import (
+    Names,
+    is_by_name,
+    names_of,
+    parameters,
+    parameters_in_order,
+    parameters_of,
+)
+from xla_ckpt.state.optimizer_state import StateTargets
+from xla_ckpt.tree import schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Match:
+    """An optimizer of the program's beside the stored one."""
+
+    optimizer: Any
+    inner: Any
+    """The optimizer that holds the states: the one that a ZeRO-1 optimizer wraps, else itself."""
+
+    order: Sequence[tuple[Any, str]]
+    """(parameter, place) in the order of torch's packed ids."""
+
+    called: Sequence[Any]
+    """The stored name of each of them."""
+
+    by_name: Mapping[Any, Any]
+    """Name -> the tensor under which its state is kept: the parameter, or a ZeRO-1 rank's shard of it."""
+
+    group_of: Mapping[Any, Any]
+    """Name of each stored parameter -> its stored group."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether it is a ZeRO-1 optimizer."""
+        return self.inner is not self.optimizer
+
+
+def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loading:
+    """Prepare to load an optimizer, or a plain dict (whose layout is that of the model's parameters)."""
+    if isinstance(optimizer, dict):
+        known = parameters_of(optimizer, model, names, stored.shardings.placement)
+        return load_dict(replace(stored, shardings=replace(stored.shardings, parameters=known)), optimizer)
+    held = stored.build()
+    loading = Loading()
+    if not is_by_name(optimizer, held):
+        return _load_opaque(stored, optimizer, loading)
+    if (other := _other_kind(held, optimizer)) is not None:
+        loading.add_problem(schema.group(), other)
+        return loading
+    match = _matched(held, optimizer, names)
+    _compare_parameters(match, loading)
+    for name, (parameter, _) in zip(match.called, match.order, strict=True):
+        check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter
+    known = parameters(optimizer, match.called, stored.shardings.placement)
+    stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
+    groups = _match_groups(held, loading, match)
+    bad = _plan(stored, held, match, groups, loading)
+    loading.finish = _finishing(stored, match, groups, bad, frozenset(loading.targets))
+    return loading
+
+
+def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
+    """An optimizer with a structure of its own: its state goes back through its own `load_state_dict`."""
+    plan_arrays(stored, loading, {})
+    loading.finish = lambda arrays: optimizer.load_state_dict(stored.build(lambda path, _: arrays[path]))
+    return loading
+
+
+# Which parameter is which.
+
+
+_FLAGS = frozenset(
+    {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "amsgrad"}
+)
+"""Options that come and go with versions of torch, and do not tell one kind of optimizer from another."""
+
+
+def _other_kind(held: Any, optimizer: Any) -> str | None:
+    """Why the stored state is that of another kind of optimizer: both have options that the other does not know."""
+    stored = {k for g in held[schema.GROUPS] for k in g} - _FLAGS
+    mine = set(getattr(optimizer, "defaults", {})) - _FLAGS
+    here, there = mine - stored, stored - {k for g in optimizer.param_groups for k in g} - {"params", "initial_lr"}
+    if not held[schema.GROUPS] or not here or not there:
+        return None
+    return (
+        f"the state of another kind of optimizer is stored: it has {', '.join(sorted(there))}, and "
+        f"{type(optimizer).__name__} has {', '.join(sorted(here))}"
+    )
+
+
+def _matched(held: Any, optimizer: Any, names: Names) -> _Match:
+    shards = zero1.shards_of(optimizer) if zero1.is_zero1(optimizer) else {}
+    order, called = parameters_in_order(optimizer), _called(held, optimizer, names)
+    return _Match(
+        optimizer=optimizer,
+        inner=optimizer.base_optimizer if shards else optimizer,
+        order=order,
+        called=called,
+        by_name={name: shards.get(id(p), p) for name, (p, _) in zip(called, order, strict=True)},
+        group_of={name: g for g in held[schema.GROUPS] for name in g[schema.PARAMS]},
+    )
+
+
+def _called(held: Any, optimizer: Any, names: Names) -> list[Any]:
+    """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
+    stored_names = [n for g in held[schema.GROUPS] for n in g[schema.PARAMS]]
+    if stored_names and all(type(n) is int for n in stored_names):  # saved as a plain state dict: torch's packed ids
+        return list(range(len(parameters_in_order(optimizer))))
+    if stored_names and all(isinstance(n, str) and n.startswith("#") for n in stored_names):
+        return [place for _, place in parameters_in_order(optimizer)]
+    return names_of(optimizer, names)
+
+
+def _compare_parameters(match: _Match, loading: Loading) -> None:
+    """Note parameters that only one of the two optimizers has."""
+    mine = set(match.called)
+    for name in (n for n in match.called if n not in match.group_of):
+        loading.add_problem(schema.state(name), "the optimizer has this parameter, the stored one does not")
+    loading.unwanted = [
+        Problem(schema.state(name), "the stored optimizer has this parameter, this one does not")
+        for name in match.group_of
+        if name not in mine
+    ]
+
+
+def _match_groups(held: Any, loading: Loading, match: _Match) -> list[int | None]:
+    """For each of the optimizer's groups, the stored group whose hyper-parameters it takes: its parameters' one."""
+    stored_groups = held[schema.GROUPS]
+    number = {name: i for i, g in enumerate(stored_groups) for name in g[schema.PARAMS]}
+    name_of = {id(p): name for name, (p, _) in zip(match.called, match.order, strict=True)}
+    matched: list[int | None] = []
+    for g, group in enumerate(match.optimizer.param_groups):
+        sources = sorted({number[n] for p in group["params"] if (n := name_of[id(p)]) in number})
+        if not sources and not group["params"] and g < len(stored_groups) and not stored_groups[g][schema.PARAMS]:
+            sources = [g]  # groups without parameters stand for each other by their place
+        differing = [s for s in sources[1:] if _hyper(stored_groups[s]) != _hyper(stored_groups[sources[0]])]
+        if differing:
+            one, other = _hyper(stored_groups[sources[0]]), _hyper(stored_groups[differing[0]])
+            keys = [k for k, v in one.items() if other.get(k) != v]
+            loading.add_problem(
+                schema.group(sources[0]),
+                f"group {g} of the optimizer unites stored groups {sources} that differ in {', '.join(keys)}",
+            )
+        matched.append(sources[0] if sources else None)
+    return matched
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group."""
+    return {k: v for k, v in group.items() if k != schema.PARAMS}
+
+
+# Where the arrays go.
+
+
+def _plan(stored: Stored, held: Any, match: _Match, groups: Sequence[int | None], loading: Loading) -> frozenset[Any]:
+    """Want every array that the program has a use for; the names of parameters with state that does not fit."""
+    now = arrays_of(_tree_now(held, match, groups), schema.OPTIMIZER)
+    fresh = StateTargets(stored, match.by_name, match.group_of, now)
+    # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
+    # have had other shapes when the state was saved.
+    overwritten = {path: value for path, value in now.items() if not fresh.is_shared(path)}
+    wanted = Loading()
+    plan_arrays(stored, wanted, overwritten, owned=True, new=fresh.target)
+    loading.targets = {p: target for p, target in wanted.targets.items() if fresh.is_kept(p, masters=match.sharded)}
+    loading.problems += [p for p in wanted.problems if fresh.is_kept(p.leaf, masters=match.sharded)]
+    return frozenset(fresh.name(p.leaf) for p in wanted.problems)
+
+
+def _tree_now(held: Any, match: _Match, groups: Sequence[int | None]) -> dict[str, Any]:
+    """What the program's optimizer has of the stored one's state, in the stored one's structure."""
+    state, stored_state = match.inner.state, held[schema.STATE]
+    owned = {name: state[p] for name, p in match.by_name.items() if p in state and name in stored_state}
+    shared = {k: state[k] for k in stored_state if k not in match.group_of and k in state}
+    tree: dict[str, Any] = {
+        schema.STATE: {**owned, **shared},
+        schema.GROUPS: _groups_now(held, groups, match.optimizer),
+    }
+    if match.sharded:
+        tree[schema.MASTER] = {n: match.by_name[n] for n in held.get(schema.MASTER, {}) if n in match.by_name}
+    return tree
+
+
+def _groups_now(held: Any, groups: Sequence[int | None], optimizer: Any) -> list[Any]:
+    """The hyper-parameters that the program has, in the stored order of groups."""
+    stored_groups = held[schema.GROUPS]
+    now: list[Any] = [{} for _ in stored_groups]
+    for mine, source in zip(optimizer.param_groups, groups, strict=True):
+        if source is not None and not now[source]:
+            now[source] = {k: v for k, v in _hyper(mine).items() if k in stored_groups[source]}
+    return now
+
+
+# What is put in, when all is read.
+
+
+def _finishing(
+    stored: Stored, match: _Match, groups: Sequence[int | None], bad: frozenset[Any], kept: frozenset[str]
+) -> Callable[[Mapping[str, Any]], None]:
+    """What puts the restored arrays into the optimizer: `bad` names parameters whose state stays as it is."""
+
+    def finish(arrays: Mapping[str, Any]) -> None:
+        tree = stored.build(lambda path, _: arrays.get(path))
+        state = _new_state(tree, match, bad)
+        values = [None if g is None else tree[schema.GROUPS][g] for g in groups]
+        if not match.sharded:
+            others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
+            _install(match, state, values, others)
+            return
+        _install_sharded(match, state, values)
+        if not all(schema.master(name) in kept for name in match.called):
+            zero1.take_weights(match.optimizer)  # no master weights are stored: the parameters are what there is
+
+    return finish
+
+
+def _new_state(tree: Any, match: _Match, bad: frozenset[Any]) -> dict[Any, Any]:
+    """The optimizer's state as it will be: that of each parameter by its tensor, and shared state by its key."""
+    before, state = match.inner.state, collections.defaultdict[Any, Any](dict)
+    for name, parameter in match.by_name.items():
+        if name in bad or name not in match.group_of:
+            if parameter in before:  # not strict: what does not fit stays as it is
+                state[parameter] = before[parameter]
+        elif name in tree[schema.STATE]:
+            state[parameter] = tree[schema.STATE][name]
+    state.update({k: v for k, v in tree[schema.STATE].items() if k not in match.group_of})
+    return state
+
+
+def _install_sharded(match: _Match, state: Any, groups: Sequence[Any]) -> None:
+    """Put state and hyper-parameters into a ZeRO-1 optimizer: both it and the one that it wraps have groups."""
+    for outer, mine, new in zip(match.optimizer.param_groups, match.inner.param_groups, groups, strict=True):
+        outer.update({} if new is None else _hyper(new))
+        mine.update({} if new is None else _hyper(new))
+    match.inner.__setstate__({schema.STATE: state, schema.GROUPS: match.inner.param_groups})
+
+
+def _install(match: _Match, state: Any, groups: Sequence[Any], others: Mapping[str, Any]) -> None:
+    """Put state and hyper-parameters into an optimizer; `others` are members of its state that torch does not know."""
+    optimizer = match.optimizer
+    values = [
+        {**mine, **({} if theirs is None else _hyper(theirs)), "params": mine["params"]}
+        for mine, theirs in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        # As torch's load_state_dict ends, but without its casts: state keeps the dtype that it was saved with.
+        for mine, new in zip(optimizer.param_groups, values, strict=True):
+            mine.update(new)
+        optimizer.__setstate__({schema.STATE: state, schema.GROUPS: optimizer.param_groups})
+        return
+    number = {id(p): i for i, (p, _) in enumerate(match.order)}
+    packed_state = {number.get(id(k), k): v for k, v in state.items()}
+    packed_groups = [{**g, "params": [number[id(p)] for p in g["params"]]} for g in values]
+    optimizer.load_state_dict({**others, schema.STATE: packed_state, schema.GROUPS: packed_groups})

@@ -1,0 +1,230 @@
+"""What stands where in the tree of a training state, and what it is there. Pure data, and functions of leaf paths.
+
+::
+
+    model/<parameter or buffer>
+    optimizer/state/<parameter>/<key>...     state of one parameter
+    optimizer/state/<key>...                 state that all parameters share, under a key of the optimizer's own
+    optimizer/master/<parameter>             master weights that a ZeRO-1 optimizer keeps
+    optimizer/param_groups                   hyper-parameters, and names of the parameters, group by group
+    scheduler
+    extras/<name>                            {per_rank, ranks}, where each rank has a state of its own
+    extras/<name>/ranks/<rank>
+    user_content
+
+Everything else is a tree of the caller's own (`xla_ckpt.save`), or state of an optimizer of another structure.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.flatten import component
+
+MODEL = "model"
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler"
+EXTRAS = "extras"
+USER_CONTENT = "user_content"
+
+MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT)
+"""Members of the tree of a training state."""
+
+STAGED = frozenset({paths.ROOT, MODEL, OPTIMIZER})
+"""Parts that differ between pipeline stages. All other members are the same on all of them."""
+
+STATE = "state"
+GROUPS = "param_groups"
+MASTER = "master"
+
+OF_OPTIMIZER = frozenset({STATE, GROUPS, MASTER})
+"""Members of an optimizer that is stored by name. The first two are those of torch's `state_dict`."""
+
+PARAMS = "params"
+"""Key of a group under which its parameters stand, as in torch's own groups."""
+
+RANKS = "ranks"
+"""Key of the states by rank, of what every rank has its own of."""
+
+WORLD = "per_rank"
+"""Key beside it of how many ranks there are."""
+
+
+ELEMENTWISE = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "momentum_buffer",
+        "square_avg",
+        "grad_avg",
+        "acc_delta",
+        "sum",
+        "prev",
+        "ax",
+    }
+)
+"""States of torch's optimizers that have the shape of their parameter (torch/optim, 2.9)."""
+
+STEP = "step"
+"""How often torch's optimizers have stepped a parameter: a scalar, in host memory unless the group says otherwise."""
+
+
+class Role(enum.Enum):
+    """What stands at a leaf path."""
+
+    WEIGHT = "a parameter or buffer of a model"
+    STATE = "state of an optimizer: of one parameter, or shared by all"
+    MASTER = "the master weight of a parameter"
+    OTHER = "something else"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A leaf path, taken apart."""
+
+    role: Role
+    owner: str | None = None
+    """Path component of the parameter, or of the key of shared state."""
+
+    keys: tuple[str, ...] = ()
+    """Path components below that."""
+
+    @property
+    def key(self) -> str:
+        """The last of them."""
+        return self.keys[-1] if self.keys else ""
+
+
+_OTHER = Place(Role.OTHER)
+_ROLES = {STATE: Role.STATE, MASTER: Role.MASTER}
+
+
+def place_of(path: str) -> Place:
+    """A leaf path, taken apart.
+
+    >>> place_of("optimizer/state/w/exp_avg")
+    Place(role=<Role.STATE: 'state of an optimizer: of one parameter, or shared by all'>, owner='w', keys=('exp_avg',))
+    """
+    parts = paths.split(path)
+    if len(parts) > 1 and parts[0] == MODEL:
+        return Place(Role.WEIGHT, parts[1], parts[2:])
+    if len(parts) > 2 and parts[0] == OPTIMIZER and parts[1] in _ROLES:
+        return Place(_ROLES[parts[1]], parts[2], parts[3:])
+    return _OTHER
+
+
+def member_of(path: str) -> str:
+    """The member of the tree that a leaf belongs to.
+
+    >>> member_of("model/w"), member_of("")
+    ('model', '')
+    """
+    return path.partition("/")[0]
+
+
+def below_member(path: str) -> str:
+    """A leaf path without its member: rules of sharding are found in it, too.
+
+    >>> below_member("model/layers.0.up"), below_member("w")
+    ('layers.0.up', '')
+    """
+    return path.partition("/")[2]
+
+
+def owner_of(path: str) -> str | None:
+    """The path component of the parameter whose state, or master weight, an array is; None for any other array.
+
+    Of state that is shared by all parameters it is that of its own key: a path alone does not tell.
+
+    >>> owner_of("optimizer/master/a~1b"), owner_of("model/w")
+    ('a~1b', None)
+    """
+    place = place_of(path)
+    return place.owner if place.role in (Role.STATE, Role.MASTER) else None
+
+
+def parameter_of(path: str) -> str | None:
+    """The leaf path of that parameter.
+
+    >>> parameter_of("optimizer/state/w/exp_avg")
+    'model/w'
+    """
+    owner = owner_of(path)
+    return None if owner is None else paths.join(MODEL, owner)
+
+
+def weight(name: Any) -> str:
+    """The leaf path of a parameter or buffer, by its name; by its number, where it has only that.
+
+    >>> weight("a/b"), weight(0)
+    ('model/a~1b', 'model/~(0)')
+    """
+    return paths.join(MODEL, component(name))
+
+
+def state(name: Any, *keys: Any) -> str:
+    """The leaf path of an optimizer's state, by the parameter's name and the keys below it.
+
+    >>> state("w", "exp_avg")
+    'optimizer/state/w/exp_avg'
+    """
+    return _below(paths.join(OPTIMIZER, STATE), name, *keys)
+
+
+def master(name: Any) -> str:
+    """The leaf path of a master weight.
+
+    >>> master("w")
+    'optimizer/master/w'
+    """
+    return _below(paths.join(OPTIMIZER, MASTER), name)
+
+
+def group(number: int | None = None) -> str:
+    """The leaf path of an optimizer's groups, or of one of them.
+
+    >>> group(), group(1)
+    ('optimizer/param_groups', 'optimizer/param_groups/1')
+    """
+    groups = paths.join(OPTIMIZER, GROUPS)
+    return groups if number is None else paths.join(groups, str(number))
+
+
+def in_extras(name: str) -> str:
+    """The leaf path of a member of `extras`.
+
+    >>> in_extras("rng")
+    'extras/rng'
+    """
+    return _below(EXTRAS, name)
+
+
+def of_rank(path: str, rank: int) -> str:
+    """The leaf path of one rank's own, of something that every rank has its own of.
+
+    >>> of_rank("extras/rng", 3)
+    'extras/rng/ranks/3'
+    """
+    return _below(path, RANKS, str(rank))
+
+
+def saved_by(skeleton: Any) -> int | None:
+    """How many ranks saved their own of something; None if a skeleton is that of one state for all.
+
+    >>> saved_by({"per_rank": 2, "ranks": {"0": 1, "1": 2}}), saved_by({"ranks": 1})
+    (2, None)
+    """
+    if isinstance(skeleton, dict) and set(skeleton) == {WORLD, RANKS} and type(skeleton[WORLD]) is int:
+        return int(skeleton[WORLD])
+    return None
+
+
+def _below(path: str, *keys: Any) -> str:
+    for key in keys:
+        path = paths.join(path, component(key))
+    return path
