@@ -18,7 +18,7 @@ from xla_ckpt.errors import CheckpointError, StorageError, UsageError
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.sharding.rules import Rules, parse_rules
-from xla_ckpt.storage.base import write_small
+from xla_ckpt.storage.base import rename_durably, write_small
 from xla_ckpt.storage.door import PathLike, above, full_path, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
@@ -131,8 +131,7 @@ def write_directory(
             directory.sync()
             if store.has(name):
                 store.remove(name)  # it is empty
-            store.rename(partial, name)
-            store.sync()
+            rename_durably(store, partial, name)
         finally:
             directory.close()
             if store.has(partial):

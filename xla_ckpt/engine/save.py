@@ -157,9 +157,15 @@ class Save:
         return report
 
     def tidy(self) -> None:
-        """Remove what this save and earlier ones left behind; called when the outcome is known."""
+        """Remove what this save and earlier ones left behind; called when the outcome is known.
+
+        That it cannot be removed is logged. The next save tries it again.
+        """
         if self.exchange.rank == 0:
-            clean(self.store)
+            try:
+                clean(self.store)
+            except OSError as error:
+                logger.warning("could not clean up in %s after tag %s: %s", self.store.path, self.tag, error)
 
     def _lead(self) -> tuple[int, SavePlan]:
         """Rank 0's part: the directory, the records of all, the manifest, the commit."""

@@ -153,3 +153,17 @@ def write_small(directory: Directory, path: str, data: bytes) -> None:
     except BaseException:
         sink.abandon()
         raise
+
+
+def rename_durably(store: Store, old: str, new: str) -> None:
+    """Give a directory another name that outlasts a loss of power; if that cannot be had, it keeps the old one.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    store.rename(old, new)
+    try:
+        store.sync()
+    except OSError:
+        store.rename(new, old)
+        raise

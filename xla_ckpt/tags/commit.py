@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from xla_ckpt.errors import SaveError
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean, remove, remove_unused
 from xla_ckpt.tags.directory import entries
@@ -91,8 +91,12 @@ def _publish(draft: Draft, num_kept: int | None) -> float:
     store, tag = draft.store, draft.tag
     if store.has(tag):
         store.rename(tag, OLD_PREFIX + tag)
-    store.rename(NEW_PREFIX + tag, tag)
-    store.sync()
+    try:
+        rename_durably(store, NEW_PREFIX + tag, tag)
+    except OSError:
+        if store.has(OLD_PREFIX + tag):
+            store.rename(OLD_PREFIX + tag, tag)
+        raise
     began = time.perf_counter()
     facts = [TagFact(e.tag, e.sequence, e.pinned) for e in entries(store)]
     for name in superfluous(facts, num_kept):

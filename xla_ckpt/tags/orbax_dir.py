@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import orbax.checkpoint as ocp
@@ -51,6 +51,10 @@ class _Step(int):
 class _TagNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):  # type: ignore[misc]
     """orbax's view of a root directory: committed tags as steps."""
 
+    def __init__(self, looked_up: Callable[[], None]) -> None:
+        self.looked_up = looked_up
+        """Called whenever orbax is about to do something with a tag that is there."""
+
     def build_name(self, step: Any) -> str:
         return str(step.tag)
 
@@ -58,6 +62,7 @@ class _TagNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):  # type: igno
         return (_metadata(base_path, e) for e in entries(_store(base_path)) if e.directory == e.tag)
 
     def find_step(self, base_path: Any, step: Any) -> ocp.path.step.Metadata:
+        self.looked_up()
         found = next((e for e in entries(_store(base_path)) if e.tag == step.tag), None)
         if found is None or found.sequence != int(step):
             raise ValueError(f"{step.tag} (commit {int(step)}) is not there")
@@ -77,11 +82,18 @@ class _Retention:
 
     def __init__(self, store: LocalStore, tag: str, pinned: bool, num_kept: int | None) -> None:
         self.store, self.tag, self.pinned, self.num_kept = store, tag, pinned, num_kept
+        self.renaming = False
+        """Whether orbax has come to the rename that makes the new tag appear: all that follows is retention."""
         self.began: float | None = None
-        """When orbax asked, after the commit (s of the performance counter)."""
+        """When the first tag was about to be retired (s of the performance counter); None if none was."""
+
+    def begin(self) -> None:
+        """A tag is looked up; after the rename that means that it is about to be retired."""
+        if self.renaming and self.began is None:
+            self.store.sync()  # the new tag must outlast a loss of power before an older one goes
+            self.began = time.perf_counter()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        self.began = time.perf_counter()
         pinned = {e.tag for e in entries(self.store) if e.pinned}
         newest = {c.step.tag: int(c.step) for c in checkpoints}  # of a tag being replaced, the new one counts
         facts = [
@@ -144,13 +156,14 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
         _sync(os.path.join(root, tmp))
         if store.has(tag):
             store.rename(tag, old)
+        retention.renaming = True
 
     retention = _Retention(store, tag, pinned, num_kept)
     manager = ocp.CheckpointManager(
         root,
         handler_registry=registry,
         options=ocp.CheckpointManagerOptions(
-            step_name_format=_TagNames(),
+            step_name_format=_TagNames(retention.begin),
             preservation_policy=retention,
             create=False,
             todelete_subdir=TRASH,
@@ -169,7 +182,10 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
             custom_metadata={"tag": tag, "sequence": sequence},
         )
         _finish(manager, store, tag, sequence)
-        retained = 0.0 if retention.began is None else time.perf_counter() - retention.began
+        if retention.began is None:
+            _make_durable(store, tag)
+            return 0.0
+        return time.perf_counter() - retention.began
     finally:
         for directory in held:
             directory.close()
@@ -179,8 +195,17 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
                 remove(store, tmp)  # this save made it: where there are no locks, nobody has to wait until it is old
             else:
                 remove_unused(store, tmp)
-    store.sync()
-    return retained
+
+
+def _make_durable(store: LocalStore, tag: str) -> None:
+    """Make the name of the new tag durable; if that cannot be had, the tag is as it was before."""
+    try:
+        store.sync()
+    except OSError:
+        store.rename(tag, NEW_PREFIX + tag)
+        if store.has(OLD_PREFIX + tag):
+            store.rename(OLD_PREFIX + tag, tag)
+        raise
 
 
 def _sync(path: str) -> None:

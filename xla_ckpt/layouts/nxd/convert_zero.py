@@ -12,7 +12,7 @@ from xla_ckpt.errors import CheckpointError, NoCheckpointError, StorageError, Us
 from xla_ckpt.layouts.nxd import zero
 from xla_ckpt.layouts.nxd.layout import MARKS
 from xla_ckpt.layouts.nxd.rank_files import Scan
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.base import Directory, rename_durably
 from xla_ckpt.storage.door import PathLike, above, full_path, same_directory
 from xla_ckpt.storage.pool import BUFFER_BYTES
 
@@ -95,10 +95,9 @@ def convert_zero_checkpoints(
                     _copy(directory, made, path)
             made.sync()
             if fresh:
-                target.rename(partial, target_name)
+                rename_durably(target, partial, target_name)
             else:
-                target.rename(f"{partial}/optim", f"{target_name}/optim")
-            target.sync()
+                rename_durably(target, f"{partial}/optim", f"{target_name}/optim")
         finally:
             reader.close_files()
             made.close()
