@@ -1,0 +1,137 @@
+"""A store that refuses one of the changes that are asked of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from dataclasses import dataclass, field
+
+from xla_ckpt.storage.base import Directory, Sink, Source, Store
+
+
+@dataclass
+class Faults:
+    """Counts the changes that a store is asked for, and says which of them it refuses."""
+
+    at: int | None = None
+    """Number of the change that is refused, from 0; None refuses none."""
+
+    lasts: bool = False
+    """Whether all later changes that need space are refused, too."""
+
+    number: int = errno.ENOSPC
+    done: int = 0
+    refused: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def change(self, what: str, *, needs_space: bool = True) -> None:
+        """Something is about to change."""
+        with self.lock:
+            now = self.done
+            self.done += 1
+            if self.at is not None and (now == self.at or (self.lasts and needs_space and now > self.at)):
+                self.refused.append(what)
+                raise OSError(self.number, os.strerror(self.number), what)
+
+
+@dataclass
+class FailingSink:
+    """A file of such a store."""
+
+    inner: Sink
+    path: str
+    faults: Faults
+
+    def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
+        self.faults.change(f"write {self.path}")
+        self.inner.write(buffer, nbytes, offset)
+
+    def patch(self, data: bytes | memoryview, offset: int) -> None:
+        self.faults.change(f"patch {self.path}")
+        self.inner.patch(data, offset)
+
+    def commit(self) -> None:
+        self.faults.change(f"commit {self.path}")
+        self.inner.commit()
+
+    def abandon(self) -> None:
+        self.inner.abandon()
+
+
+@dataclass
+class FailingDirectory:
+    """A directory of such a store."""
+
+    inner: Directory
+    faults: Faults
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def create(self, path: str, size: int) -> FailingSink:
+        self.faults.change(f"create {path}")
+        return FailingSink(self.inner.create(path, size), path, self.faults)
+
+    def open(self, path: str) -> Source:
+        return self.inner.open(path)
+
+    def files(self) -> list[str]:
+        return self.inner.files()
+
+    def sync(self) -> None:
+        self.faults.change("sync a directory")
+        self.inner.sync()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class FailingStore:
+    """Another store behind an address of its own."""
+
+    path: str
+    inner: Store
+    faults: Faults
+
+    def prepare(self) -> None:
+        self.inner.prepare()
+
+    def names(self, path: str = "") -> list[str]:
+        return self.inner.names(path)
+
+    def has(self, path: str) -> bool:
+        return self.inner.has(path)
+
+    def is_directory(self, path: str) -> bool:
+        return self.inner.is_directory(path)
+
+    def start_of(self, path: str, nbytes: int) -> bytes:
+        return self.inner.start_of(path, nbytes)
+
+    def modified(self, path: str) -> int | None:
+        return self.inner.modified(path)
+
+    def open(self, name: str, *, lock: bool = True) -> FailingDirectory:
+        return FailingDirectory(self.inner.open(name, lock=lock), self.faults)
+
+    def make(self, name: str) -> FailingDirectory:
+        self.faults.change(f"make {name}")
+        return FailingDirectory(self.inner.make(name), self.faults)
+
+    def in_use(self, name: str) -> bool:
+        return self.inner.in_use(name)
+
+    def rename(self, old: str, new: str) -> None:
+        self.faults.change(f"rename {old} to {new}", needs_space=False)
+        self.inner.rename(old, new)
+
+    def remove(self, name: str) -> None:
+        self.faults.change(f"remove {name}", needs_space=False)
+        self.inner.remove(name)
+
+    def sync(self) -> None:
+        self.faults.change("sync the root")
+        self.inner.sync()
