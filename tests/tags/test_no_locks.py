@@ -135,3 +135,36 @@ def test_a_directory_that_cannot_be_opened_is_left_alone(tmp_path: Path, monkeyp
     assert left.is_dir()
     assert not LocalStore(str(tmp_path)).in_use(left.name)
     assert not LocalStore(str(tmp_path)).in_use("absent")
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_job_that_starts_again_saves_the_tag_in_which_it_was_killed(tmp_path: Path) -> None:
+    """What the killed save left looks as if it were in use."""
+    left = tmp_path / ".new-a" / "model"
+    left.mkdir(parents=True)
+    (left / "half").write_bytes(b"x")
+    for value in range(2):
+        put(tmp_path, "a", value)
+        assert xla_ckpt.restore(tmp_path, "a", {"value": None}).tree == {"value": value}
+    assert (left / "half").exists()
+    age(tmp_path / ".new-a", local.UNLOCKED_AGE + 60)
+    put(tmp_path, "b")
+    assert not left.exists()
+
+
+def test_a_draft_that_became_a_tag_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    """Its name is free as soon as it is committed, and may be taken by another job before it is let go of."""
+    store = LocalStore(str(tmp_path))
+    first = begin(store, "a")
+    write_small(first.directory, "manifest.json", b"{}")
+    first.directory.sync()
+    other = begin(store, "a")
+    assert (first.name, other.name) == (".new-a", ".new-a-1")
+    commit(first, pinned=False, num_kept=None)
+    third = begin(store, "a")
+    assert third.name == ".new-a"
+    abandon(first)
+    assert store.names() == [".new-a", ".new-a-1", "a"]
+    abandon(other)
+    abandon(third)
+    assert store.names() == ["a"]

@@ -165,6 +165,7 @@ def test_a_tag_that_is_read_is_not_deleted_under_its_reader(tmp_path: Path) -> N
 def test_an_interrupted_replacement_is_seen_and_undone(tmp_path: Path) -> None:
     """Killed between the two renames of a replacement: the old version has a side name, the new one is unfinished."""
     put(tmp_path, "best", 1), put(tmp_path, "other", 2)
+    xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
     (tmp_path / "best").rename(tmp_path / ".old-best")
     shutil.copytree(tmp_path / "other", tmp_path / "best.orbax-checkpoint-tmp")
     assert xla_ckpt.list_tags(tmp_path) == ["best", "other"]

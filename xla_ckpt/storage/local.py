@@ -228,10 +228,17 @@ class LocalStore:
         return directory
 
     def make(self, name: str) -> LocalDirectory:
-        os.mkdir(self._at(name))
-        directory = LocalDirectory(self._at(name))
-        _mark(directory, fcntl.LOCK_EX)
-        return directory
+        # Between its making and its lock, a job that cleans up may take the directory for one that nobody uses.
+        while True:
+            os.mkdir(self._at(name))
+            try:
+                directory = LocalDirectory(self._at(name))
+            except FileNotFoundError:
+                continue
+            _mark(directory, fcntl.LOCK_EX)
+            if _is_at(directory, self._at(name)):
+                return directory
+            directory.close()
 
     def in_use(self, name: str) -> bool:
         held = _is_locked(self._at(name))
@@ -249,6 +256,14 @@ class LocalStore:
             directory.sync()
         finally:
             directory.close()
+
+
+def _is_at(directory: LocalDirectory, path: str) -> bool:
+    """Whether a directory that was opened is the one that lies at a path."""
+    try:
+        return os.path.samestat(os.fstat(directory.fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _mark(directory: LocalDirectory, how: int) -> None:

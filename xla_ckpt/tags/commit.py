@@ -6,12 +6,12 @@ commit of a process, and by nobody else. Stores that are no file systems have on
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
 from dataclasses import dataclass
 
-from xla_ckpt.errors import SaveError
 from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean, remove, remove_unused
@@ -22,7 +22,7 @@ from xla_ckpt.tags.retention import TagFact, superfluous
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Draft:
     """A directory that will be a tag. Readers do not take it for one."""
 
@@ -34,27 +34,39 @@ class Draft:
     directory: Directory
     """Where its files go. Everything in it must be durable before the commit."""
 
+    committed: bool = False
+    """Whether it has become the tag: then its name may already be that of somebody else's draft."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the store."""
+        return self.directory.name
+
 
 def begin(store: Store, tag: str) -> Draft:
     """Make the directory that a save fills, after what earlier saves left behind has been removed.
 
     Raises:
-        SaveError: Another process is saving the same tag there.
         OSError: The storage refused.
     """
     store.prepare()
     clean(store)
     sequence = 1 + max((e.sequence for e in entries(store)), default=0)
-    try:
-        directory = store.make(NEW_PREFIX + tag)
-    except FileExistsError as error:
-        raise SaveError(
-            "somebody else is saving this tag there",
-            path=store.path,
-            tag=tag,
-            hint="One job at a time saves to a directory. Wait for the other one, or use another directory.",
-        ) from error
-    return Draft(store, tag, sequence, directory)
+    return Draft(store=store, tag=tag, sequence=sequence, directory=_make(store, NEW_PREFIX + tag))
+
+
+def _make(store: Store, name: str) -> Directory:
+    """Make a directory of this name, or of a name that begins like it.
+
+    The name is taken where another job saves the same tag, and where a save was killed on a file system without locks:
+    there what it left looks as if it were in use, and a job that starts again must be able to save that tag.
+    """
+    for number in itertools.count():
+        try:
+            return store.make(f"{name}-{number}" if number else name)
+        except FileExistsError:
+            continue
+    raise AssertionError("numbers do not end")
 
 
 def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
@@ -75,16 +87,19 @@ def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
             _keep_jax_off_accelerators()
         from xla_ckpt.tags import orbax_dir
 
-        return orbax_dir.publish(draft, draft.store, pinned=pinned, num_kept=num_kept)
-    return _publish(draft, num_kept)
+        retained = orbax_dir.publish(draft, draft.store, pinned=pinned, num_kept=num_kept)
+    else:
+        retained = _publish(draft, num_kept)
+    draft.committed = True
+    return retained
 
 
 def abandon(draft: Draft) -> None:
     """Let go of a draft; one that has not become a tag is removed: it may be why the storage is full."""
     draft.directory.close()
-    if draft.store.has(NEW_PREFIX + draft.tag):
+    if not draft.committed and draft.store.has(draft.name):
         # This save made it. Where there are no locks, `remove_unused` would leave it until it is old.
-        remove(draft.store, NEW_PREFIX + draft.tag)
+        remove(draft.store, draft.name)
 
 
 def _publish(draft: Draft, num_kept: int | None) -> float:
@@ -92,7 +107,7 @@ def _publish(draft: Draft, num_kept: int | None) -> float:
     if store.has(tag):
         store.rename(tag, OLD_PREFIX + tag)
     try:
-        rename_durably(store, NEW_PREFIX + tag, tag)
+        rename_durably(store, draft.name, tag)
     except OSError:
         if store.has(OLD_PREFIX + tag):
             store.rename(OLD_PREFIX + tag, tag)

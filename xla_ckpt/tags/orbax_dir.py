@@ -22,7 +22,7 @@ from xla_ckpt.errors import SaveError
 from xla_ckpt.storage.local import LocalDirectory, LocalStore
 from xla_ckpt.tags.cleaning import remove, remove_unused
 from xla_ckpt.tags.directory import TagEntry, entries
-from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
+from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
 from xla_ckpt.tags.retention import TagFact, superfluous
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ ocp.args.register_with_handler(_Payload, for_save=True, for_restore=True)(_Save)
 def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | None) -> float:
     """Have orbax make a tag of a draft, by one rename, and retire older ones (see `xla_ckpt.tags.commit.commit`)."""
     root, tag, sequence = store.path, draft.tag, draft.sequence
-    new, tmp, old = NEW_PREFIX + tag, tag + TMP_SUFFIX, OLD_PREFIX + tag
+    new, tmp, old = draft.name, tag + TMP_SUFFIX, OLD_PREFIX + tag
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(_ITEM, _Save, _Payload())
 
@@ -183,7 +183,7 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
         )
         _finish(manager, store, tag, sequence)
         if retention.began is None:
-            _make_durable(store, tag)
+            _make_durable(store, draft)
             return 0.0
         return time.perf_counter() - retention.began
     finally:
@@ -197,14 +197,14 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
                 remove_unused(store, tmp)
 
 
-def _make_durable(store: LocalStore, tag: str) -> None:
+def _make_durable(store: LocalStore, draft: Draft) -> None:
     """Make the name of the new tag durable; if that cannot be had, the tag is as it was before."""
     try:
         store.sync()
     except OSError:
-        store.rename(tag, NEW_PREFIX + tag)
-        if store.has(OLD_PREFIX + tag):
-            store.rename(OLD_PREFIX + tag, tag)
+        store.rename(draft.tag, draft.name)
+        if store.has(OLD_PREFIX + draft.tag):
+            store.rename(OLD_PREFIX + draft.tag, draft.tag)
         raise
 
 
