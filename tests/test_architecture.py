@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,98 @@ def test_no_download_addresses_are_committed() -> None:
         pytest.skip("not a git checkout: what is committed is unknown")
     assert not [name for name in tracked if name.endswith(("uv.lock", "pylock.toml"))]
     assert "http" not in (ROOT / "requirements-dev.txt").read_text()
+
+
+LIBRARY = [p for p in SOURCES if p.is_relative_to(ROOT / "xla_ckpt")]
+
+
+def code_of(path: Path) -> Iterator[ast.AST]:
+    """The nodes of a module, without its docstrings."""
+    tree = ast.parse(path.read_text())
+    texts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)}
+    return (node for node in ast.walk(tree) if id(node) not in texts)
+
+
+def words_of(node: ast.AST) -> Iterator[str]:
+    """The names and texts in a node itself."""
+    for field in ("id", "attr", "arg", "name", "module", "asname", "value"):
+        if isinstance(word := getattr(node, field, None), str):
+            yield word
+
+
+NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
+    "api/save.py": "use_xser=, an argument of its own function",
+    "cli/main.py": "the help of --zero1 and --like, which are for its tags",
+    "job/mesh_source.py": "asks its parallel_state for the mesh, whatever the layout is",
+    "layouts/registry.py": "the list of layouts",
+    "plan/merge.py": "a hint at its attributes on parameters",
+}
+
+
+def test_only_its_own_package_knows_neuronx_distributed() -> None:
+    found = {
+        str(path.relative_to(ROOT / "xla_ckpt"))
+        for path in LIBRARY
+        if not path.is_relative_to(ROOT / "xla_ckpt/layouts/nxd")
+        for node in code_of(path)
+        if any(re.search(r"nxd|neuronx|xser", word, re.IGNORECASE) for word in words_of(node))
+    }
+    assert found == set(NAMES_IT), "found what is not listed, or listed what is gone"
+
+
+def test_nobody_asks_which_layout_it_has() -> None:
+    """What differs between layouts is a method or an attribute of theirs. Names are compared by the registry alone."""
+    names = {"native", "xser", "pt", "nxd", "safetensors"}
+    found = []
+    for path in LIBRARY:
+        for node in code_of(path):
+            if isinstance(node, ast.Compare):
+                held = {word for part in ast.walk(node) for word in words_of(part)}
+                if (names & held and any("layout" in word for word in held)) or "NATIVE" in held:
+                    found.append((str(path.relative_to(ROOT / "xla_ckpt")), ast.unparse(node)))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                kinds = {word for part in ast.walk(node.args[1]) for word in words_of(part)}
+                assert not kinds & {"Native", "NeuronxDistributed", "HuggingFace", "Layout"}, (path, node.lineno)
+    assert sorted(found) == [
+        ("cli/render.py", "facts['layout'] == 'native'"),  # what is usual is not mentioned
+        ("cli/render.py", "t['layout'] not in (None, 'native')"),
+        ("layouts/registry.py", "layout is not NATIVE"),  # the last one asked, as it takes every tag of ours
+    ]
+
+
+FILE_SYSTEM = {"os", "shutil", "fcntl", "pathlib", "tempfile", "glob", "stat"}
+OPENERS = {"open", "io.open", "io.FileIO", "np.load", "np.save", "np.fromfile", "np.memmap", "codecs.open"}
+TOUCHES_FILES = {  # module: what it uses of them; None is all
+    "storage/local.py": None,
+    "tags/orbax_dir.py": {"os.fspath", "os.path", "os.rename", "os.listdir", "os.open", "os.fsync", "os.close",
+                          "os.O_RDONLY", "os.O_CLOEXEC"},  # orbax works on paths
+    "storage/door.py": {"os.PathLike", "os.fspath", "os.path"},
+    "storage/pool.py": {"os.cpu_count"},
+    "job/call.py": {"os.environ"},
+    "job/process_group.py": {"os.environ"},
+    "cli/facts.py": {"os.getcwd"},  # from where --like imports
+    "layouts/torch_save/restricted_pickle.py": {"pathlib.Path"},  # as a value that a state holds
+    "state/values.py": {"pathlib.Path", "pathlib.PurePosixPath", "pathlib.PureWindowsPath"},  # likewise
+}  # fmt: skip
+
+
+def test_files_are_reached_through_storage_alone() -> None:
+    found: dict[str, set[str]] = {}
+    for path in LIBRARY:
+        used = {
+            f"{node.value.id}.{node.attr}"
+            for node in code_of(path)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in FILE_SYSTEM
+        }
+        calls = {ast.unparse(node.func) for node in code_of(path) if isinstance(node, ast.Call)}
+        # A name that is imported from such a module hides where it comes from.
+        hidden = {
+            f"from {node.module} import"
+            for node in code_of(path)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FILE_SYSTEM
+        }
+        if used := used | (calls & OPENERS) | hidden:
+            found[str(path.relative_to(ROOT / "xla_ckpt"))] = used
+    assert set(found) == set(TOUCHES_FILES)
+    for name, allowed in TOUCHES_FILES.items():
+        assert allowed is None or found[name] == allowed, name
