@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.jobs import run_on_ranks
 from tests.layouts.toy import registered
 from tests.layouts.writing import as_job, as_kwargs, save_as_job, toy
 from tests.storage.failing import FailingStore, Faults
@@ -311,6 +312,20 @@ def test_every_topology_resumes_as_every_other(root: str, monkeypatch: pytest.Mo
                         parameter.fill_(-7)
                 optimizer.state.clear()
     assert xla_ckpt.list_tags(root) == list(map(str, range(len(KINDS))))
+
+
+def saves_into_its_own_memory(rank: int) -> str:
+    try:
+        xla_ckpt.save("memory://ckpt", "a", {"w": torch.ones(2)}, timeout=30)
+    except xla_ckpt.StorageError as error:
+        return f"{error}" if xla_ckpt.list_tags("memory://ckpt") == [] else "something is left"
+    return "saved"
+
+
+def test_processes_that_do_not_share_their_memory_are_told() -> None:
+    told = run_on_ranks(saves_into_its_own_memory, 2)
+    assert told[0] == told[1]
+    assert "opening the directory that rank 0 made" in told[0]
 
 
 @pytest.fixture
