@@ -15,11 +15,11 @@ LINGER = 10.0
 """Seconds that rank 0 waits at the exit of the program, at most, for ranks that have not heard of the last calls."""
 
 _rounds: list[Rounds] = []
-"""Of the current process group: a later one gets others."""
+"""The rounds of the current process group, if there were any. A later group gets others."""
 
 
 def rounds_over(communicator: Communicator) -> Rounds:
-    """The rounds of messages over a communicator; they count on from those of an earlier one on the same store."""
+    """The rounds over a communicator. Their numbers go on from those of an earlier one, which used the same store."""
     if not _rounds or _rounds[0].communicator is not communicator:
         _rounds[:] = [Rounds(communicator, _rounds[0].last if _rounds else 0)]
     return _rounds[0]
@@ -34,11 +34,11 @@ class Job:
     rounds: Rounds
 
     def taking_part(self) -> AbstractContextManager[None]:
-        """Around everything that this rank says and hears in its call."""
+        """A context around everything that this rank says and hears in its call."""
         return self.rounds.taking_part(self.exchange)
 
     def tidy(self) -> None:
-        """Remove from the store what earlier calls left there. Reaches the store: not for a caller in a hurry."""
+        """Remove from the store what earlier calls left there. It asks the store, which takes its time."""
         self.rounds.tidy()
 
     def shows(self, progress: bool | None) -> bool | None:

@@ -1,7 +1,8 @@
-"""The rounds of a process, and when what was said in them may be forgotten.
+"""The rounds of a process, and when the messages of a round may be removed from the store.
 
-A rank may be far behind: rank 0 that fails tells the others, and waits for nobody. So each rank closes a round when it
-has heard all that it wants to hear, and what was said goes when all have closed it. The process that holds the store
+A round is one call of all ranks, and the messages that they exchange in it. A rank may be far behind the others:
+rank 0, for instance, tells them that it has failed, and waits for nobody. So each rank closes a round when it has heard
+all that it wants to hear, and the messages are removed when all ranks have closed it. The process that holds the store
 must not end before that, either.
 """
 
@@ -20,16 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class Rounds:
-    """The rounds of one process with its peers, numbered alike by all. Safe for several threads."""
+    """The rounds of one process with its peers. All of them number the rounds alike. Safe for several threads."""
 
     def __init__(self, communicator: Communicator, before: int = 0) -> None:
         self.communicator = communicator
         self._lock = threading.Lock()
         self.last = before
-        """Number of the latest round; the first one follows on `before`, that of an earlier group on the same store."""
+        """Number of the latest round. The first follows `before`, which an earlier group on the same store reached."""
         self._open: dict[str, tuple[int, Round]] = {}
-        """Those of which something is left in the store, by name, oldest first."""
+        """(number, round) of rounds of which something is left in the store, by name, oldest first."""
         self._books = Round(communicator, "rounds", 60.0)
+        """Where rank 0 says which rounds all ranks have closed."""
 
     def begin(self, doing: str, timeout: float) -> Round:
         """The next round: the same one on all ranks that make the same calls in the same order."""
@@ -42,12 +44,16 @@ class Rounds:
 
     @contextlib.contextmanager
     def taking_part(self, exchange: Round) -> Iterator[None]:
-        """This rank's part in a round, at the end of which it closes it."""
+        """Around all that this rank says and hears in a round: at the end it closes the round.
+
+        It does so after an error, too, because the others wait for it. Only after the loss of another rank it does
+        not: the store may be gone with that rank, and nobody waits for this round any more.
+        """
         try:
             yield
         except RankFailedError:
             with self._lock:
-                self._open.pop(exchange.name, None)  # a rank is gone, and closes nothing any more
+                self._open.pop(exchange.name, None)  # the lost rank never closes it, so nobody could ever tidy it
             raise
         except BaseException:
             _close(exchange)
@@ -55,12 +61,12 @@ class Rounds:
         _close(exchange)
 
     def tidy(self) -> None:
-        """Forget what this rank said in rounds that all ranks have closed. Reaches the store, and never waits.
+        """Remove from the store what this rank said in rounds that all ranks have closed. It does not wait for them.
 
         Raises:
             RankFailedError: The store is gone.
         """
-        with self._lock:  # not while the store is asked: who begins a round must not wait for that
+        with self._lock:  # released before the store is asked: who begins a round must not wait for the store
             rounds = list(self._open.values())
         settled = self._settled(rounds) if rounds else 0
         for number, made in rounds:
@@ -70,21 +76,27 @@ class Rounds:
                     self._open.pop(made.name, None)
 
     def _settled(self, rounds: Sequence[tuple[int, Round]]) -> int:
-        """The number of a round that all ranks have closed, as all before it. Rank 0 finds out for all."""
+        """The latest round up to which all ranks have closed all rounds; 0 if there is none.
+
+        Rank 0 finds out for all, so that the store is not asked by every rank about every other.
+        """
         if self.communicator.rank != 0:
             return int(self._books.hear("settled", 0)) if self._books.has("settled") else 0
         settled = 0
         for number, made in rounds:
             if not made.is_closed():
-                break
+                break  # a later round may be closed already: its messages wait for those of this one
             settled = number
         if settled:
             self._books.say("settled", settled)
-            self._books.said.clear()
+            self._books.said.clear()  # this key is written over again and again, and never removed
         return settled
 
     def linger(self, seconds: float) -> None:
-        """On rank 0: wait until all ranks have closed all rounds, at most so long."""
+        """On rank 0: wait until all ranks have closed all rounds, at most so many seconds.
+
+        Without a launcher the store lives in the process of rank 0, and ends with it.
+        """
         if self.communicator.rank != 0:
             return
         deadline = Deadline(seconds)
@@ -100,5 +112,6 @@ class Rounds:
 def _close(exchange: Round) -> None:
     try:
         exchange.close()
-    except RankFailedError as error:  # what the call itself came to stands; the next one raises this
+    except RankFailedError as error:
+        # The call has its result, which must not be lost for this. The next call finds the store gone, and raises.
         logger.warning("the end of a call could not be told to the other ranks: %s", error)
