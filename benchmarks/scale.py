@@ -137,7 +137,9 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
     files, shards = [], []
     for number, file in enumerate(plan.files):
         size = file.codec.size
-        files.append(FileRecord(file.path, size, size - file.data_bytes, digest(file.path.encode())))
+        files.append(
+            FileRecord(path=file.path, size=size, head=size - file.data_bytes, digest=digest(file.path.encode()))
+        )
         shards += file.shards(number)
     stage = mesh.coordinates(rank)["pp"]
     speaks = rank == mesh.rank({"pp": stage})
@@ -147,10 +149,10 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
             place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
             samples[leaf.path] = Sample(to_hex(digest(place.encode())), to_hex(0))
     return Record(
-        rank, tuple(files), tuple(shards),
-        {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves} if speaks else {}, {},
-        skeleton_of(model, mesh, stage) if speaks else None, (), samples,
-        {part: to_hex(stage) for part in ("model", "optimizer")},
+        rank=rank, files=tuple(files), shards=tuple(shards),
+        arrays={leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves} if speaks else {}, aliases={},
+        skeleton=skeleton_of(model, mesh, stage) if speaks else None, objects=(), samples=samples,
+        parts={part: to_hex(stage) for part in ("model", "optimizer")},
     )  # fmt: skip
 
 
@@ -232,7 +234,11 @@ def hear(text: bytes) -> Record:
 def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lambda _: None) -> Result:
     """Everything that `world` ranks and rank 0 decide in a save, and one rank in a restore."""
     mesh = mesh_of(world)
-    result = Result(world, mesh, Manifest(Head("", 1, False, ""), None, {}, ()))
+    result = Result(
+        world,
+        mesh,
+        Manifest(head=Head(tag="", sequence=1, pinned=False, created=""), skeleton=None, arrays={}, files=()),
+    )
     facts = result.facts
     wire, plan_seconds, facts["json"] = [], [], 0
     for rank in range(world):
@@ -258,9 +264,11 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
     assert (merged.duplicates, merged.warnings) == ((), ())
     facts["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     del records, wire
-    head = Head("step_1000", 1, False, "2025-01-01T00:00:00.000+00:00")
+    head = Head(tag="step_1000", sequence=1, pinned=False, created="2025-01-01T00:00:00.000+00:00")
     facts["prove"], manifest = timed(
-        lambda: Manifest(head, merged.skeleton, merged.arrays, merged.files, mesh=str(mesh), world=world)
+        lambda: Manifest(
+            head=head, skeleton=merged.skeleton, arrays=merged.arrays, files=merged.files, mesh=str(mesh), world=world
+        )
     )
     facts["dump"], text = timed(manifest_json.dump, manifest)
     facts["bytes"] = len(text)

@@ -7,6 +7,8 @@ that every rank of a job can raise the one that a single rank met.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 
@@ -154,6 +156,33 @@ class UsageError(CheckpointError, ValueError):
 
 class RemoteError(CheckpointError, RuntimeError):
     """Another rank met an error of a kind that this process does not know."""
+
+
+@contextlib.contextmanager
+def naming(**facts: Any) -> Iterator[None]:
+    """Add facts to the errors of this library that the block raises: the tag that they are about, for instance.
+
+    What an error knows already stays as it is.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        error.at(**facts)
+        raise
+
+
+@contextlib.contextmanager
+def storage_errors(doing: str, **facts: Any) -> Iterator[None]:
+    """Raise the errors of the operating system as a `StorageError`, which says what was being done.
+
+    Errors of this library pass unchanged, although some of them are OSErrors, too.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise StorageError.of(error, doing, **facts) from error
 
 
 KINDS: dict[str, type[CheckpointError]] = {

@@ -47,13 +47,20 @@ class Count:
 
 @pytest.fixture(scope="module")
 def tag() -> TagReader:
-    leaf = Leaf("model/w", dtypes.dtype("float32"), SHAPE, (LocalShard(Box.whole(SHAPE)),))
+    leaf = Leaf(path="model/w", dtype=dtypes.dtype("float32"), shape=SHAPE, shards=(LocalShard(box=Box.whole(SHAPE)),))
     array = np.arange(leaf.nbytes // 4, dtype=np.float32)
     directory = MemoryDirectory()
     written = write_files(directory, plan_save([leaf]), {("model/w", 0): array.view(np.uint8).data})
     facts = {"model/w": ("float32", SHAPE, None)}
-    merged = merge([Record(0, written.files, written.shards, facts, {}, None)], Mesh())
-    manifest = Manifest(Head("t", 1, False, ""), None, merged.arrays, merged.files)
+    merged = merge(
+        [Record(rank=0, files=written.files, shards=written.shards, arrays=facts, aliases={}, skeleton=None)], Mesh()
+    )
+    manifest = Manifest(
+        head=Head(tag="t", sequence=1, pinned=False, created=""),
+        skeleton=None,
+        arrays=merged.arrays,
+        files=merged.files,
+    )
     directory.contents["manifest.json"] = manifest_json.dump(manifest)
     return TagReader(directory, "root", "t")
 

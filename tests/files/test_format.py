@@ -71,7 +71,14 @@ def files_with_regions(draw: st.DrawFn, path: str) -> FileRecord:
     digests = (
         draw(st.lists(st.integers(0, (1 << 64) - 1), min_size=count, max_size=count)) if count < 9 else range(count)
     )
-    return FileRecord(path, at + tail, gaps + tail, draw(st.integers(0, (1 << 64) - 1)), tuple(regions), tuple(digests))
+    return FileRecord(
+        path=path,
+        size=at + tail,
+        head=gaps + tail,
+        digest=draw(st.integers(0, (1 << 64) - 1)),
+        regions=tuple(regions),
+        digests=tuple(digests),
+    )
 
 
 @st.composite
@@ -92,7 +99,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     size = draw(st.integers(1 << 20, 1 << 40))
     files = tuple(
         draw(files_with_regions(f"model/{i}.pt")) if draw(st.booleans())
-        else FileRecord(f"model/{i}.safetensors", size, 4096, i)
+        else FileRecord(path=f"model/{i}.safetensors", size=size, head=4096, digest=i)
         for i in range(draw(st.integers(1, 4)))
     )  # fmt: skip
     arrays = {}
@@ -103,12 +110,24 @@ def manifests(draw: st.DrawFn) -> Manifest:
         offsets = [draw(st.integers(0, 1 << 17)) for _ in range(grid.cells)]
         frames = draw(frames_of([grid.cell(i) for i in range(grid.cells)]))
         arrays[f"model/{name}"] = ArrayRecord(
-            draw(some_dtypes), shape, (ShardGrid(grid, tuple(places), tuple(offsets), frames),)
+            dtype=draw(some_dtypes),
+            shape=shape,
+            grids=(ShardGrid(grid=grid, files=tuple(places), offsets=tuple(offsets), frames=frames),),
         )
-    head = Head(draw(st.text(max_size=9)), draw(st.integers(1, 1 << 50)), draw(st.booleans()), "2026-01-01T00:00:00Z")
+    head = Head(
+        tag=draw(st.text(max_size=9)),
+        sequence=draw(st.integers(1, 1 << 50)),
+        pinned=draw(st.booleans()),
+        created="2026-01-01T00:00:00Z",
+    )
     aliases = {"model/tied": next(iter(arrays))} if arrays and "model/tied" not in arrays else {}
     return Manifest(
-        head, {"model": {"n": [1, 2.5, None, "x"]}}, arrays, files, aliases, mesh=draw(st.none() | st.just("tp=2"))
+        head=head,
+        skeleton={"model": {"n": [1, 2.5, None, "x"]}},
+        arrays=arrays,
+        files=files,
+        aliases=aliases,
+        mesh=draw(st.none() | st.just("tp=2")),
     )
 
 

@@ -72,7 +72,9 @@ def test_dcp_loads_a_sharded_payload(tmp_path: Path, strided: bool) -> None:
     held = [boxes[0::2], boxes[1::2]] if strided else [[b] for b in boxes]
     directory = LocalDirectory(tmp_path)
     for rank, mine in enumerate(held):
-        leaf = Leaf("model/w", dtypes.dtype("float32"), (8, 6), tuple(LocalShard(b) for b in mine))
+        leaf = Leaf(
+            path="model/w", dtype=dtypes.dtype("float32"), shape=(8, 6), shards=tuple(LocalShard(box=b) for b in mine)
+        )
         parts = [whole[b.start[0] : b.stop[0], b.start[1] : b.stop[1]].contiguous().numpy() for b in mine]
         memory = {("model/w", i): memoryview(p.reshape(-1).view("u1")) for i, p in enumerate(parts)}
         write_files(directory, plan_save([leaf], rank, len(held)), memory)

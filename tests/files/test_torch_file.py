@@ -64,13 +64,15 @@ def plan_of(named: dict[str, torch.Tensor], cuts: list[tuple[int, ...]], path: s
         value = named[leaf]
         return InFile(numbers[leaf], dtypes.dtype(str(value.dtype).removeprefix("torch.")), tuple(value.shape))
 
-    codec = TorchFile("b", dumps({name: LeafAt(name) for name in named}, "", in_file), tuple(cuts))
+    codec = TorchFile(
+        stem="b", pickled=dumps({name: LeafAt(name) for name in named}, "", in_file), storages=tuple(cuts)
+    )
     sources = [
-        RegionSource(name, 0, sum(parts[:i]), parts[i])
+        RegionSource(leaf=name, shard=0, offset=sum(parts[:i]), nbytes=parts[i])
         for name, parts in zip(named, cuts, strict=True) for i in range(len(parts))
     ]  # fmt: skip
-    entries = tuple(Entry(s.leaf, Box.whole((s.nbytes,)), i) for i, s in enumerate(sources))
-    return FilePlan(path, codec, tuple(sources), entries)
+    entries = tuple(Entry(leaf=s.leaf, box=Box.whole((s.nbytes,)), region=i) for i, s in enumerate(sources))
+    return FilePlan(path=path, codec=codec, sources=tuple(sources), entries=entries)
 
 
 def bits(value: torch.Tensor) -> bytes:
@@ -155,7 +157,7 @@ def test_files_beyond_four_gib(tmp_path: Path, sizes: list[int]) -> None:
     kind = dtypes.dtype("uint8")
     pickled = dumps({f"t{i}": LeafAt(str(i)) for i in range(len(sizes))}, "",
                     lambda leaf: InFile(int(leaf), kind, (sizes[int(leaf)],)))  # fmt: skip
-    codec = TorchFile("big", pickled, tuple((n // 2, n - n // 2) for n in sizes))
+    codec = TorchFile(stem="big", pickled=pickled, storages=tuple((n // 2, n - n // 2) for n in sizes))
     path = tmp_path / "big.pt"
     path.touch()
     os.truncate(path, codec.size)
@@ -188,7 +190,14 @@ def test_files_beyond_four_gib(tmp_path: Path, sizes: list[int]) -> None:
         assert made[f"t{i}"][[0, 1, -2, -1]].tolist() == [i + 1, 0, 0, i + 101]
     size, at = path.stat().st_size, 0
     blocks = sum(digest.block_count(n) for _, n in codec.places)
-    record = FileRecord("big.pt", size, sum(len(t) for _, t in glue), 0, tuple(codec.places), (0,) * blocks)
+    record = FileRecord(
+        path="big.pt",
+        size=size,
+        head=sum(len(t) for _, t in glue),
+        digest=0,
+        regions=tuple(codec.places),
+        digests=(0,) * blocks,
+    )
     for start, nbytes in sorted([*record.gaps, *record.regions]):
         assert start == at
         at += nbytes
@@ -208,7 +217,7 @@ def test_more_records_than_the_counters_of_a_zip_hold(tmp_path: Path) -> None:
     count, some = 66_000, (0, 1, 65_535, 65_536, 65_999)
     kind = dtypes.dtype("uint8")
     pickled = dumps([LeafAt(str(i)) for i in some], "", lambda leaf: InFile(int(leaf), kind, (1,)))
-    codec = TorchFile("f", pickled, ((1,),) * count)
+    codec = TorchFile(stem="f", pickled=pickled, storages=((1,),) * count)
     content = bytearray(codec.size)
     for i, (at, _) in enumerate(codec.places):
         content[at] = i % 251

@@ -74,7 +74,8 @@ class NpyFile:
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         # numpy has no place for our digests, so the manifest keeps them.
-        return FileRecord(path, self.size, len(self.head), digest(self.head), tuple(self.places), tuple(digests))
+        kept = {"regions": tuple(self.places), "digests": tuple(digests)}
+        return FileRecord(path=path, size=self.size, head=len(self.head), digest=digest(self.head), **kept)
 
 
 def parse(directory: Directory, path: str) -> tuple[DType, tuple[int, ...], FileRecord]:
@@ -100,7 +101,7 @@ def parse(directory: Directory, path: str) -> tuple[DType, tuple[int, ...], File
     if fortran or kind.byteorder == ">" or not dtypes.known(kind.name):
         raise UnsupportedStateError("its elements are stored in another way", leaf=path, found=str(kind))
     head = bytes(start[: file.tell()])
-    return dtypes.dtype(kind.name), shape, FileRecord(path, size, len(head), digest(head))
+    return dtypes.dtype(kind.name), shape, FileRecord(path=path, size=size, head=len(head), digest=digest(head))
 
 
 def files_of(leaves: Sequence[Leaf], rank: int, world: int) -> tuple[FilePlan, ...]:
@@ -111,7 +112,8 @@ def files_of(leaves: Sequence[Leaf], rank: int, world: int) -> tuple[FilePlan, .
         nth = boxes[mine.leaf.path] = boxes.get(mine.leaf.path, -1) + 1
         path = f"{part}/{quote(name, safe='')}.{rank + world * nth}.npy"
         codec = NpyFile(mine.leaf.dtype, mine.box.shape)
-        files.append(FilePlan(path, codec, (mine.source,), (Entry(mine.leaf.path, mine.box, 0),)))
+        entry = Entry(leaf=mine.leaf.path, box=mine.box, region=0)
+        files.append(FilePlan(path=path, codec=codec, sources=(mine.source,), entries=(entry,)))
     return tuple(files)
 
 
@@ -182,7 +184,8 @@ def scan(directory: Directory, tag: str) -> Manifest:
         for key in above:
             at = at.setdefault(key, {})
         at[last] = {"$array": "numpy"}
-    return Manifest(Head(tag, 0, pinned=False, created=""), tree, arrays, tuple(files))
+    head = Head(tag=tag, sequence=0, pinned=False, created="")
+    return Manifest(head=head, skeleton=tree, arrays=arrays, files=tuple(files))
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def test_it_is_the_plan_of_those_who_write_the_rest(
 
 def test_the_header_of_a_file_names_what_is_left() -> None:
     leaves = [
-        Leaf(f"model/{name}", dtypes.dtype("float32"), (n,), (LocalShard(Box.whole((n,))),))
+        Leaf(path=f"model/{name}", dtype=dtypes.dtype("float32"), shape=(n,), shards=(LocalShard(box=Box.whole((n,))),))
         for name, n in (("a", 3), ("b", 5), ("c", 7))
     ]
     rest = plan_save(leaves).minus(frozenset({"model/b"}))
@@ -103,13 +103,22 @@ def test_the_header_of_a_file_names_what_is_left() -> None:
 
 def test_a_file_that_needs_its_regions_keeps_them_as_copies() -> None:
     """torch.load wants every storage that the pickle names; the manifest finds the leaf in another file."""
-    sources = (RegionSource("model/a", 0, 0, 8), RegionSource("model/b", 0, 0, 4), RegionSource("model/b", 0, 4, 4))
-    entries = (
-        Entry("model/a", Box((0,), (2,)), 0),
-        Entry("model/b", Box((0,), (1,)), 1),
-        Entry("model/b", Box((1,), (2,)), 2),
+    sources = (
+        RegionSource(leaf="model/a", shard=0, offset=0, nbytes=8),
+        RegionSource(leaf="model/b", shard=0, offset=0, nbytes=4),
+        RegionSource(leaf="model/b", shard=0, offset=4, nbytes=4),
     )
-    file = FilePlan("model/x.pt", TorchFile("x", b"", ((8,), (4, 4))), sources, entries)
+    entries = (
+        Entry(leaf="model/a", box=Box((0,), (2,)), region=0),
+        Entry(leaf="model/b", box=Box((0,), (1,)), region=1),
+        Entry(leaf="model/b", box=Box((1,), (2,)), region=2),
+    )
+    file = FilePlan(
+        path="model/x.pt",
+        codec=TorchFile(stem="x", pickled=b"", storages=((8,), (4, 4))),
+        sources=sources,
+        entries=entries,
+    )
     plan = SavePlan((file,))
     (rest,) = plan.minus(frozenset({"model/b"})).files
     assert rest == replace(file, entries=(entries[0], *(replace(e, copy=True) for e in entries[1:])))

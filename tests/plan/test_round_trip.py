@@ -50,10 +50,17 @@ def store(ranks: list[list[tuple[Leaf, list[Any]]]], segment_bytes: int = 4096) 
         memory = {(leaf.path, i): bytes_view(a) for leaf, arrays in held for i, a in enumerate(arrays)}
         written = write_files(directory, plan, memory, workers=2, segment_bytes=segment_bytes)
         arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf, _ in held}
-        records.append(Record(rank, written.files, written.shards, arrays, {}, None))
+        records.append(
+            Record(rank=rank, files=written.files, shards=written.shards, arrays=arrays, aliases={}, skeleton=None)
+        )
     merged = merge(records, Mesh(dp=len(ranks)))
     assert not merged.duplicates
-    manifest = Manifest(Head("t", 1, False, ""), None, merged.arrays, merged.files)
+    manifest = Manifest(
+        head=Head(tag="t", sequence=1, pinned=False, created=""),
+        skeleton=None,
+        arrays=merged.arrays,
+        files=merged.files,
+    )
     directory.contents["manifest.json"] = manifest_json.dump(manifest)
     return directory
 
@@ -91,9 +98,9 @@ def layouts(draw: st.DrawFn) -> tuple[Arrays, list[list[tuple[Leaf, list[Any]]]]
             first = draw(st.integers(0, world - 1))
             holders = sorted((first + k) % world for k in range(copies))
             for replica, rank in enumerate(holders):
-                mine[rank].append(LocalShard(grid.cell(i), replica, copies, (path, i)))
+                mine[rank].append(LocalShard(box=grid.cell(i), replica=replica, replicas=copies, group=(path, i)))
         for rank in range(world):
-            leaf = Leaf(path, dtype, shape, tuple(mine[rank]))
+            leaf = Leaf(path=path, dtype=dtype, shape=shape, shards=tuple(mine[rank]))
             ranks[rank].append((leaf, [np.ascontiguousarray(array[region(s.box)]) for s in mine[rank]]))
     return whole, ranks
 
@@ -134,7 +141,7 @@ def test_every_flipped_bit_is_found(case: Any, data: st.DataObject) -> None:
 
 def one(shape: tuple[int, ...], dtype: str = "float32") -> tuple[Any, MemoryDirectory]:
     array = np.random.default_rng(0).random(shape).astype(dtype)
-    leaf = Leaf("model/w", dtypes.dtype(dtype), shape, (LocalShard(Box.whole(shape)),))
+    leaf = Leaf(path="model/w", dtype=dtypes.dtype(dtype), shape=shape, shards=(LocalShard(box=Box.whole(shape)),))
     return array, store([[(leaf, [array])]], segment_bytes=1 << 20)
 
 
@@ -170,7 +177,10 @@ def test_long_rows_are_cut_without_reading_what_lies_between() -> None:
 
 def test_a_subtree_reads_only_its_own_bytes() -> None:
     arrays = {f"model/{i}": np.full((100, 100), i, np.float32) for i in range(50)}
-    leaves = [Leaf(p, dtypes.dtype("float32"), a.shape, (LocalShard(Box.whole(a.shape)),)) for p, a in arrays.items()]
+    leaves = [
+        Leaf(path=p, dtype=dtypes.dtype("float32"), shape=a.shape, shards=(LocalShard(box=Box.whole(a.shape)),))
+        for p, a in arrays.items()
+    ]
     directory = store([[(leaf, [arrays[leaf.path]]) for leaf in leaves]])
     _, plan = fetch(directory, [("model/7", Box.whole((100, 100)))])
     assert plan.read_bytes == 40000
@@ -200,9 +210,14 @@ def test_missing_and_cut_off_files_are_named() -> None:
 
 def test_a_second_box_of_a_name_goes_to_a_second_file() -> None:
     a = np.arange(8, dtype=np.float32)
-    shards = tuple(LocalShard(Box((i,), (i + 2,))) for i in (0, 4))
-    leaf = Leaf("model/w", dtypes.dtype("float32"), (8,), shards)
-    other = Leaf("model/w", dtypes.dtype("float32"), (8,), tuple(LocalShard(Box((i,), (i + 2,))) for i in (2, 6)))
+    shards = tuple(LocalShard(box=Box((i,), (i + 2,))) for i in (0, 4))
+    leaf = Leaf(path="model/w", dtype=dtypes.dtype("float32"), shape=(8,), shards=shards)
+    other = Leaf(
+        path="model/w",
+        dtype=dtypes.dtype("float32"),
+        shape=(8,),
+        shards=tuple(LocalShard(box=Box((i,), (i + 2,))) for i in (2, 6)),
+    )
     directory = store([[(leaf, [a[0:2], a[4:6]])], [(other, [a[2:4], a[6:8]])]])
     assert directory.files() == ["manifest.json", *(
         f"model/0000{r}-of-00002{k}.safetensors" for r in (1, 2) for k in ("-2", "")

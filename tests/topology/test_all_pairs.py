@@ -84,11 +84,15 @@ def stored(topology: Topology) -> TagReader:
                   for i, piece in enumerate(local.pieces)}  # fmt: skip
         written = write_files(directory, plan, {k: bytes_of(v) for k, v in pieces.items()}, workers=1)
         facts = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves}
-        records.append(Record(rank, written.files, written.shards, facts, {}, None))
+        records.append(
+            Record(rank=rank, files=written.files, shards=written.shards, arrays=facts, aliases={}, skeleton=None)
+        )
     merged = merge(records, topology.mesh)
     assert not merged.duplicates
-    head = Head("t", 1, False, "")
-    manifest = Manifest(head, None, merged.arrays, merged.files, mesh=str(topology.mesh), world=world)
+    head = Head(tag="t", sequence=1, pinned=False, created="")
+    manifest = Manifest(
+        head=head, skeleton=None, arrays=merged.arrays, files=merged.files, mesh=str(topology.mesh), world=world
+    )
     directory.contents["manifest.json"] = manifest_json.dump(manifest)
     payload = sum(f.size - f.head for f in manifest.files)
     assert payload == manifest.nbytes == sum(4 * whole(n).numel() for n in WHOLE) * 3  # every byte, once

@@ -57,7 +57,10 @@ def round_trip(tree: Any) -> Any:
     stored = json.loads(json.dumps(flat.skeleton, allow_nan=False))
     objects = [value for _, value in flat.objects]
     build = Unflattener(
-        lambda path, _: flat.arrays[path], CODEC, lambda i, _: objects[i], lambda name, _: CLASSES[name]
+        array=lambda path, _: flat.arrays[path],
+        codec=CODEC,
+        object=lambda i, _: objects[i],
+        resolve=lambda name, _: CLASSES[name],
     )
     return build.build(stored)
 
@@ -132,7 +135,7 @@ def test_rebuilding_a_dataclass_calls_none_of_its_code() -> None:
 
     flat = flatten(Loud(1), kind, CODEC)
     calls.clear()
-    made = Unflattener(lambda p, k: None, CODEC, resolve=lambda n, b: Loud).build(flat.skeleton)
+    made = Unflattener(array=lambda p, k: None, codec=CODEC, resolve=lambda n, b: Loud).build(flat.skeleton)
     assert (made.a, calls) == (1, [])
 
 
@@ -180,7 +183,7 @@ def test_hostile_skeletons_raise_typed_errors(skeleton: Any) -> None:
         raise FormatError("unknown class")
 
     try:
-        Unflattener(lambda p, k: None, CODEC, lambda i, p: None, refuse).build(skeleton)
+        Unflattener(array=lambda p, k: None, codec=CODEC, object=lambda i, p: None, resolve=refuse).build(skeleton)
     except FormatError:
         pass
 

@@ -25,7 +25,7 @@ def weave(pattern: Any, stored_tree: Any) -> tuple[Any, list[str]]:
     flat = flatten(stored_tree, lambda v: "fake" if isinstance(v, FakeArray) else None, CODEC)
 
     def whole(skeleton: Json, path: str) -> Make:
-        return lambda arrays: Unflattener(lambda p, k: arrays[p], CODEC).build(skeleton, path)
+        return lambda arrays: Unflattener(array=lambda p, k: arrays[p], codec=CODEC).build(skeleton, path)
 
     w = Weave(lambda v: isinstance(v, FakeArray), CODEC, whole)
     make = w.visit(pattern, flat.skeleton)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from xla_ckpt.engine.save import new_head
 from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_objects
-from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.layouts.base import Rewriting, Topology
 from xla_ckpt.layouts.registry import named, tag_names
 from xla_ckpt.manifest import manifest_json
@@ -127,7 +126,11 @@ def convert(
         if layout.tagged:
             target = store_at(destination)
             _check_free(target, called, store, tag)
-        with _about(store.path, tag, target=full_path(destination), called=called):
+        # An error names the tag that is read. Only an error of the storage names the tag that is written.
+        with (
+            naming(path=store.path, tag=tag),
+            storage_errors("converting", path=full_path(destination), tag=called),
+        ):
             if layout.tagged:
                 _check_arrays(reader, topology)
             else:
@@ -238,15 +241,3 @@ def _write_tag(
         tags.commit(draft, pinned=False, num_kept=None)
     finally:
         tags.abandon(draft)
-
-
-@contextlib.contextmanager
-def _about(path: str, tag: str, *, target: str, called: str) -> Iterator[None]:
-    """Errors name the tag that is read; those of the storage the one that is written."""
-    try:
-        yield
-    except CheckpointError as error:
-        error.at(path=path, tag=tag)
-        raise
-    except OSError as error:
-        raise StorageError.of(error, "converting", path=target, tag=called) from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,9 @@ from xla_ckpt.api.opened import OpenState, opened
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
+from xla_ckpt.engine.stream import MAX_MEMORY, partial_directory, stream_files
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, StorageError, UsageError
+from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.sharding.rules import Rules, parse_rules
@@ -80,7 +79,10 @@ def export_hf(
     began = time.monotonic()
     store = store_at(path)
     tag = chosen_tag(store, tag)
-    with opened(store, tag, parse_rules(shardings), model, part=part) as reader, _named(reader):
+    with (
+        opened(store, tag, parse_rules(shardings), model, part=part) as reader,
+        naming(path=reader.root, tag=reader.tag),
+    ):
         for leaf in array_paths(reader.manifest.skeleton, ""):
             if paths.is_under(leaf, part):
                 reader.manifest.array(leaf)  # raises where nobody says how it is split
@@ -119,12 +121,9 @@ def write_directory(
     if store.has(name) and (not store.is_directory(name) or store.names(name)):
         raise UsageError("the destination of an export must not exist, or be empty", path=target)
     files = [file for rank in made.files for file in rank]
-    try:
+    with storage_errors("exporting", path=target, tag=reader.tag):
         store.prepare()
-        if store.has(partial):
-            store.remove(partial)  # of an export that was killed
-        directory = store.make(partial)
-        try:
+        with partial_directory(store, partial) as directory:
             stream_files(reader, directory, files, max_memory=max_memory, workers=workers, progress=progress)
             for path, data in made.marks.items():
                 write_small(directory, path, data)
@@ -132,21 +131,3 @@ def write_directory(
             if store.has(name):
                 store.remove(name)  # it is empty
             rename_durably(store, partial, name)
-        finally:
-            directory.close()
-            if store.has(partial):
-                store.remove(partial)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise StorageError.of(error, "exporting", path=target, tag=reader.tag) from error
-
-
-@contextlib.contextmanager
-def _named(reader: TagReader) -> Iterator[None]:
-    """Errors name the tag that is exported."""
-    try:
-        yield
-    except CheckpointError as error:
-        error.at(path=reader.root, tag=reader.tag)
-        raise

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from xla_ckpt.engine.phases import LOAD_PHASES, Phases, as_line
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.restore import Sharing, fill
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError, naming
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.shared_reads import SharedReads
@@ -212,18 +211,14 @@ def _load(
         shown=job.shows(progress),
         sharing=SharedReads() if replica_read == "share" else None,
     )
-    try:
-        with job.taking_part():
-            job.tidy()
-            with agreed(job.exchange, "waiting"):
-                SAVES.wait(store.path)
-            if tag is None:
-                value, report = load.newest()
-            else:
-                value, report = load.one(tag, job.exchange.within("tag"))
-    except CheckpointError as error:
-        error.at(path=store.path)
-        raise
+    with naming(path=store.path), job.taking_part():
+        job.tidy()
+        with agreed(job.exchange, "waiting"):
+            SAVES.wait(store.path)
+        if tag is None:
+            value, report = load.newest()
+        else:
+            value, report = load.one(tag, job.exchange.within("tag"))
     report = replace(report, seconds=time.monotonic() - began)
     logger.info("loaded tag %s in %.2f s: %s", report.tag, report.seconds, as_line(dict(report.phases)))
     return value, report
@@ -265,7 +260,7 @@ class _Load:
             reader = self._open(tag, exchange)
         with reader:
             with self.phases.timed("check"):
-                with agreed(exchange, "checking"), _named(reader):
+                with agreed(exchange, "checking"), naming(path=reader.root, tag=reader.tag):
                     loadings = self.content.loadings(self._stored(reader))
                 unwanted = self._unwanted(loadings, exchange)
                 with agreed(exchange, "comparing"):
@@ -398,13 +393,3 @@ def united(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] 
         for n, names in enumerate(groups):
             merged[n] += [name for name in names if name not in merged[n]]
     return merged
-
-
-@contextlib.contextmanager
-def _named(reader: TagReader) -> Iterator[None]:
-    """Errors name the tag that they are about."""
-    try:
-        yield
-    except CheckpointError as error:
-        error.at(path=reader.root, tag=reader.tag)
-        raise

@@ -61,7 +61,9 @@ class OpenState:
         def unpickled(index: int, leaf: str) -> Any:
             return self.reader.object(index, leaf, trust=self.trust)
 
-        return Unflattener(array, CODEC, unpickled, resolver(self.trust)).build(self.manifest.skeleton[part], part)
+        return Unflattener(array=array, codec=CODEC, object=unpickled, resolve=resolver(self.trust)).build(
+            self.manifest.skeleton[part], part
+        )
 
     def objects(self) -> list[bytes]:
         """The pickled objects, in the order of their numbers.

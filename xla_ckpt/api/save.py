@@ -10,7 +10,7 @@ from typing import Any
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.save import Part, Save, Writing
-from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
+from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
@@ -205,10 +205,8 @@ def _save(
 
 def _prepare(store: Store) -> None:
     """Fail early where a save could not even begin."""
-    try:
+    with storage_errors("preparing the checkpoint directory", path=store.path):
         store.prepare()
-    except OSError as error:
-        raise StorageError.of(error, "preparing the checkpoint directory", path=store.path) from error
 
 
 def _freeze(

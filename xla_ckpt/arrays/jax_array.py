@@ -95,4 +95,4 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
             return jax.device_put(parts[Box.whole(shape)])
         return jax.make_array_from_callback(shape, sharding, lambda index: parts[_box(index, shape)])
 
-    return Target(dtype, shape, tuple(parts), False, memory, install)
+    return Target(dtype=dtype, shape=shape, boxes=tuple(parts), live=False, memory=memory, install=install)

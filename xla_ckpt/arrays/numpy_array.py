@@ -64,7 +64,14 @@ class Numpy:
         direct = value.flags.c_contiguous and value.flags.writeable and _is_whole(local, value.shape)
         if direct:
             boxes = tuple(p.box for p in local.pieces)
-            return Target(self.dtype(value), local.shape, boxes, True, lambda _: [bytes_of(value)], lambda: value)
+            return Target(
+                dtype=self.dtype(value),
+                shape=local.shape,
+                boxes=boxes,
+                live=True,
+                memory=lambda _: [bytes_of(value)],
+                install=lambda: value,
+            )
         fresh = self.like(value, local)
 
         def install() -> Any:
@@ -112,4 +119,11 @@ def fresh(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local
             np.copyto(_cut(made, piece.local), buffer)
         return made
 
-    return Target(dtype, local.shape, tuple(p.box for p in local.pieces), False, memory, install)
+    return Target(
+        dtype=dtype,
+        shape=local.shape,
+        boxes=tuple(p.box for p in local.pieces),
+        live=False,
+        memory=memory,
+        install=install,
+    )

@@ -67,12 +67,12 @@ class ShardedTensors:
             return value
 
         return Target(
-            self.dtype(value),
-            local.shape,
-            tuple(p.box for p in local.pieces),
-            any(p.live for p in parts),
-            lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
-            install,
+            dtype=self.dtype(value),
+            shape=local.shape,
+            boxes=tuple(p.box for p in local.pieces),
+            live=any(p.live for p in parts),
+            memory=lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
+            install=install,
         )
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:

@@ -93,7 +93,14 @@ class Spmd:
                 _XLAC._load_local_shards(inner, shards.filled(), _XLAC._xla_get_runtime_devices())
             return value
 
-        return Target(shards.dtype, tuple(value.shape), shards.boxes, False, shards.memory, install)
+        return Target(
+            dtype=shards.dtype,
+            shape=tuple(value.shape),
+            boxes=shards.boxes,
+            live=False,
+            memory=shards.memory,
+            install=install,
+        )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         inner = plain(value)
@@ -105,7 +112,7 @@ class Spmd:
             made: torch.Tensor = _XLAC._global_tensor_from_cpu_shards(shards.filled(), sharding, shape)
             return made
 
-        return Target(element, shape, shards.boxes, False, shards.memory, install)
+        return Target(dtype=element, shape=shape, boxes=shards.boxes, live=False, memory=shards.memory, install=install)
 
 
 class _Shards:

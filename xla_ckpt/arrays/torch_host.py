@@ -126,7 +126,12 @@ class TorchHost:
             return replace(fresh, install=install)
         spread = Spread(local)
         return Target(
-            dtype_of(value), local.shape, spread.boxes, True, lambda _: spread.over(value), lambda: spread.fill(value)
+            dtype=dtype_of(value),
+            shape=local.shape,
+            boxes=spread.boxes,
+            live=True,
+            memory=lambda _: spread.over(value),
+            install=lambda: spread.fill(value),
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
@@ -203,4 +208,4 @@ def fresh(
         spread.fill(made)
         return made if device is None or device.type == "cpu" else made.to(device)
 
-    return Target(dtype, local.shape, spread.boxes, False, memory, install)
+    return Target(dtype=dtype, shape=local.shape, boxes=spread.boxes, live=False, memory=memory, install=install)

@@ -142,7 +142,14 @@ def fresh(
             made.zero_()
         return spread.over(made)
 
-    return Target(dtype, local.shape, spread.boxes, False, memory, lambda: from_host(spread.fill(made), device))
+    return Target(
+        dtype=dtype,
+        shape=local.shape,
+        boxes=spread.boxes,
+        live=False,
+        memory=memory,
+        install=lambda: from_host(spread.fill(made), device),
+    )
 
 
 def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.manifest.digest import block_size, digest, to_hex
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
-from xla_ckpt.sharding.ranges import Runs, runs
+from xla_ckpt.sharding.ranges import Runs, runs, strides
 from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
 
 READERS = 8
@@ -34,11 +34,15 @@ Slots = Sequence[memoryview]
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """Whole blocks of one stored shard that one read needs, and the read (None of it moves when only checking)."""
+    """Whole digest blocks of one stored shard, and the read that needs them.
+
+    Only whole blocks can be verified. An extent may hold more bytes than its read wants, at both ends.
+    """
 
     read: Read
     first: int
     """First digest block."""
+
     last: int
     """One past the last digest block."""
 
@@ -56,10 +60,11 @@ class _Extent:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Neighbouring extents that are read in one go: straight into place, or through the buffer."""
+    """Neighbouring extents of one file, which are read in one go."""
 
     extents: tuple[_Extent, ...]
     direct: bool
+    """Whether the bytes are read straight into their destination; else through the worker's buffer."""
 
     @property
     def start(self) -> int:
@@ -68,7 +73,7 @@ class _Batch:
 
     @property
     def stop(self) -> int:
-        """File offset of one past the last byte: extents may overlap, so it need not be the last one's."""
+        """File offset of one past the last byte. Extents may overlap, so the last one need not reach furthest."""
         return max(e.stop for e in self.extents)
 
 
@@ -129,6 +134,7 @@ def check_reads(
 
 
 def _run(batches: list[_Batch], work: Callable[[_Batch, memoryview], None], workers: int) -> None:
+    """Work the batches off, each worker with a buffer that the largest of them fits into."""
     largest = max((b.stop - b.start for b in batches if not b.direct), default=0)
     work_off(
         batches, work, workers=min(threads(workers, 2), len(batches)) or 1, buffer_bytes=largest, name="xla_ckpt-read"
@@ -140,20 +146,15 @@ def _length(extent: _Extent) -> int:
 
 
 def _batches(reads: Sequence[Read], direct: bool) -> Iterator[_Batch]:
+    """The extents of all reads, which come in file order, put together where they are neighbours."""
     group: list[_Extent] = []
-    stop = 0
+    stop = 0  # the furthest end of an extent in the group
     for read in reads:
         for extent, straight in _extents(read, direct):
             if straight:
                 yield _Batch((extent,), direct=True)
                 continue
-            joins = (
-                group
-                and read.file == group[0].read.file
-                and group[0].start <= extent.start <= stop + MAX_GAP
-                and extent.stop - group[0].start <= BUFFER_BYTES
-            )
-            if group and not joins:
+            if group and not _joins(group[0], stop, extent):
                 yield _Batch(tuple(group), direct=False)
                 group, stop = [], 0
             group.append(extent)
@@ -162,39 +163,67 @@ def _batches(reads: Sequence[Read], direct: bool) -> Iterator[_Batch]:
         yield _Batch(tuple(group), direct=False)
 
 
+def _joins(first: _Extent, stop: int, extent: _Extent) -> bool:
+    """Whether an extent is read together with a group that begins with `first` and ends at `stop`."""
+    if extent.read.file != first.read.file or extent.start > stop + MAX_GAP:
+        return False
+    # Reads of one shard may overlap. One that begins before the group does is not in what the group reads.
+    if extent.start < first.start:
+        return False
+    return extent.stop - first.start <= BUFFER_BYTES
+
+
 def _extents(read: Read, direct: bool) -> Iterator[tuple[_Extent, bool]]:
-    """The blocks of a read in pieces of bounded size, each with whether it can go straight into place."""
+    """The extents of a read, each with whether it can go straight into place. `direct`: whether any may."""
     first, last = read.blocks
-    size = block_size(read.shard_bytes)
-    step = max(BUFFER_BYTES // size, 1)
     stored = runs(read.part, read.stored, read.itemsize)
     target = runs(read.part, read.wanted, read.itemsize)
-    if not stored.contiguous:
+    if not (stored.contiguous and target.contiguous):
+        # The rows of a scattered part are copied between strided views of the whole, so all blocks come together.
+        # The plan has bounded what they span (`MAX_SPAN`).
         yield _Extent(read, first, last), False
-    elif not (direct and target.contiguous and read.nbytes >= STRAIGHT_BYTES):
-        if target.contiguous:
-            for b in range(first, last, step):
-                yield _Extent(read, b, min(b + step, last)), False
-        else:
-            yield _Extent(read, first, last), False
+    elif direct and read.nbytes >= STRAIGHT_BYTES:
+        yield from _straight(read, stored)
     else:
-        # The first and the last block may hold bytes that are not wanted: they must not touch the destination.
-        head = first + (1 if stored.offset % size else 0)
-        end = stored.offset + stored.nbytes
-        tail = last - (1 if end % size and end != read.shard_bytes else 0)
-        if first < head:
-            yield _Extent(read, first, head), False
-        for b in range(head, tail, step):
-            yield _Extent(read, b, min(b + step, tail)), True
-        if head <= tail < last:
-            yield _Extent(read, tail, last), False
+        for extent in _bounded(read, first, last):
+            yield extent, False
+
+
+def _straight(read: Read, stored: Runs) -> Iterator[tuple[_Extent, bool]]:
+    """The extents of a large contiguous read: the blocks that are wanted whole go straight into their destination.
+
+    The first and the last block may also hold bytes that are not wanted. Read straight, those would overwrite the
+    destination's neighbours, so these blocks go through the buffer.
+    """
+    first, last = read.blocks
+    size = block_size(read.shard_bytes)
+    end = stored.offset + stored.nbytes
+    begins_inside = stored.offset % size != 0
+    ends_inside = end % size != 0 and end != read.shard_bytes  # the last block of a shard may be short, and is whole
+    head = first + 1 if begins_inside else first
+    tail = last - 1 if ends_inside else last
+    if begins_inside:
+        yield _Extent(read, first, head), False
+    for extent in _bounded(read, head, tail):
+        yield extent, True
+    # A read that lies inside of one block has a tail before its head: that block has been dealt with.
+    if ends_inside and head <= tail:
+        yield _Extent(read, tail, last), False
+
+
+def _bounded(read: Read, first: int, last: int) -> Iterator[_Extent]:
+    """Some blocks of a read, as extents that fit in a worker's buffer."""
+    step = max(BUFFER_BYTES // block_size(read.shard_bytes), 1)
+    for block in range(first, last, step):
+        yield _Extent(read, block, min(block + step, last))
 
 
 def _read_direct(tag: TagReader, extent: _Extent, slots: Slots, phases: Phases) -> None:
+    """Read an extent into its destination, and verify it there."""
     read = extent.read
     stored = runs(read.part, read.stored, read.itemsize)
     target = runs(read.part, read.wanted, read.itemsize)
-    shift = target.offset - stored.offset - read.offset
+    shift = target.offset - stored.offset - read.offset  # from an offset in the file to one in the slot
     into = slots[read.slot][extent.start + shift : extent.stop + shift]
     with phases.timed("read", len(into)):
         _fill(tag, read, into, extent.start)
@@ -203,6 +232,7 @@ def _read_direct(tag: TagReader, extent: _Extent, slots: Slots, phases: Phases) 
 
 
 def _read_through(tag: TagReader, batch: _Batch, buffer: memoryview, slots: Slots | None, phases: Phases) -> None:
+    """Read a batch into the buffer, verify it, and copy what is wanted to its destinations (without slots, nothing)."""
     start, stop = batch.start, batch.stop
     with phases.timed("read", stop - start):
         _fill(tag, batch.extents[0].read, buffer[: stop - start], start)
@@ -217,6 +247,7 @@ def _read_through(tag: TagReader, batch: _Batch, buffer: memoryview, slots: Slot
 
 
 def _fill(tag: TagReader, read: Read, into: memoryview, offset: int) -> None:
+    """Fill memory with the bytes of the read's file from an offset on."""
     got = tag.source(read.file).read_into(into, offset)
     if got < len(into):
         raise CorruptCheckpointError(
@@ -231,6 +262,7 @@ def _fill(tag: TagReader, read: Read, into: memoryview, offset: int) -> None:
 
 
 def _verify(tag: TagReader, extent: _Extent, data: memoryview) -> None:
+    """Compare each block of an extent, whose bytes are `data`, with its digest. Some foreign files have no digests."""
     read = extent.read
     size = block_size(read.shard_bytes)
     table = tag.digests(read.file, read.offset, read.shard_bytes)
@@ -257,37 +289,32 @@ def _scatter(extent: _Extent, data: memoryview, slot: memoryview) -> None:
     read = extent.read
     stored = runs(read.part, read.stored, read.itemsize)
     target = runs(read.part, read.wanted, read.itemsize)
-    base = extent.start - read.offset  # shard offset of data[0]
+    base = extent.start - read.offset  # offset in the shard of data[0]
     if stored.contiguous and target.contiguous:
+        # A long part comes in several extents: each moves the bytes that the part and the extent have in common.
         low = max(stored.offset, base)
         high = min(stored.offset + stored.nbytes, base + len(data))
         at = target.offset + low - stored.offset
         slot[at : at + high - low] = data[low - base : high - base]
         return
-    shape, source_steps, target_steps, run = _common(read, stored, target)
-    source = np.ndarray((*shape, run), np.uint8, buffer=data, offset=stored.offset - base, strides=(*source_steps, 1))
-    into = np.ndarray((*shape, run), np.uint8, buffer=slot, offset=target.offset, strides=(*target_steps, 1))
+    # Both sides as arrays of runs of bytes, with the same shape and each side's own strides: numpy copies them.
+    outer, run = _common_runs(read, min(stored.nbytes, target.nbytes))
+    shape = (*read.part.shape[:outer], run)
+    from_steps = (*strides(read.stored.shape, read.itemsize)[:outer], 1)
+    to_steps = (*strides(read.wanted.shape, read.itemsize)[:outer], 1)
+    source = np.ndarray(shape, np.uint8, buffer=data, offset=stored.offset - base, strides=from_steps)
+    into = np.ndarray(shape, np.uint8, buffer=slot, offset=target.offset, strides=to_steps)
     np.copyto(into, source)
 
 
-def _common(read: Read, stored: Runs, target: Runs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """The part as runs that are contiguous on both sides: shape of the runs, strides on either side, bytes of one."""
-    shape = read.part.shape
-    run = min(stored.nbytes, target.nbytes)
-    inner, d = read.itemsize, len(shape)
-    while d > 0 and inner < run:
-        d -= 1
-        inner *= shape[d]
-    return (
-        shape[:d],
-        _strides(read.stored.shape, read.itemsize)[:d],
-        _strides(read.wanted.shape, read.itemsize)[:d],
-        inner,
-    )
+def _common_runs(read: Read, nbytes: int) -> tuple[int, int]:
+    """(outer dims, bytes of a run) of a part that has runs of at least `nbytes` bytes on both sides.
 
-
-def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    steps = [itemsize] * len(shape)
-    for d in range(len(shape) - 2, -1, -1):
-        steps[d] = steps[d + 1] * shape[d + 1]
-    return tuple(steps)
+    The inner dims, as many as make up that many bytes, are one run in the shard and in the slot. The outer dims say how
+    many runs there are.
+    """
+    outer, run = len(read.part.shape), read.itemsize
+    while outer > 0 and run < nbytes:
+        outer -= 1
+        run *= read.part.shape[outer]
+    return outer, run

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,9 +11,9 @@ from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.errors import storage_errors
 from xla_ckpt.job.verdict import Round, agreed
-from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
+from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, Share
 from xla_ckpt.snapshot.memory import Slabs
 
@@ -42,7 +41,7 @@ class WantedMemory:
     slots: list[memoryview]
     wants: list[Want]
     live: frozenset[int]
-    """Slots that the program uses: bytes are written there only after all of them have been verified."""
+    """Slots that are memory of the program. They are written only after all their bytes have been verified."""
 
 
 def fill(
@@ -57,8 +56,8 @@ def fill(
 ) -> tuple[int, int]:
     """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
 
-    Memory that the program uses is read twice: once to verify it, and once to overwrite it, on all ranks after all have
-    verified theirs. So a damaged tag changes nothing anywhere.
+    What goes into memory that the program uses is read twice: once to verify it, and once to overwrite the memory. No
+    rank overwrites before all ranks have verified their part, so a damaged tag changes nothing anywhere.
 
     Args:
         reader: The tag.
@@ -78,34 +77,70 @@ def fill(
     """
     with phases.timed("plan"):
         memory = memory_of(targets)
-        slots = memory.slots
         with agreed(exchange, "planning"):
             plan = plan_restore(reader.manifest, memory.wants)
-        mine, share, rows = plan, None, list[tuple[Mixed, Want]]()
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
+        shared: _SharedPart | None = None
         if sharing is not None and exchange.size > 1:
-            # What each rank has of its own is not the same bytes, though path and box are the same.
-            common = [w for w in memory.wants if (r := reader.manifest.array(w.leaf)) is not None and not r.own]
-            share = sharing.agree(exchange, common)
-            rows = share.rows(len(slots))
-            slabs = Slabs()
-            slots = [*slots, *(slabs.take(want.box.size * itemsize[want.leaf]).data for _, want in rows)]
-            more = plan_restore(reader.manifest, [want for _, want in rows])
-            mine = RestorePlan((*share.alone(plan).reads, *more.reads))
-        in_use = RestorePlan(tuple(r for r in mine.reads if r.slot in memory.live))
-        fresh = RestorePlan(tuple(r for r in mine.reads if r.slot not in memory.live))
-    total = mine.read_bytes + in_use.read_bytes
+            shared = _shared_part(reader, memory, plan, itemsize, sharing, exchange)
+        slots = memory.slots if shared is None else shared.slots
+        reads = plan.reads if shared is None else shared.reads
+        in_use = RestorePlan(tuple(r for r in reads if r.slot in memory.live))
+        fresh = RestorePlan(tuple(r for r in reads if r.slot not in memory.live))
+    total = fresh.read_bytes + 2 * in_use.read_bytes
     with Progress(f"load {reader.tag}", total, shown) as bar:
-        with agreed(exchange, "reading"), _named(reader):
+        with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, fresh, slots, workers=workers, progress=bar, phases=phases)
             check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)
         # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
-        with agreed(exchange, "overwriting"), _named(reader):
+        with agreed(exchange, "overwriting"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, in_use, slots, workers=workers, progress=bar, phases=phases)
-    if sharing is not None and share is not None:
+    if sharing is not None and shared is not None:
         with phases.timed("read"):
-            sharing.send_on(share, slots, rows, itemsize)
+            sharing.send_on(shared.share, slots, shared.rows, itemsize)
     return plan.needed_bytes, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SharedPart:
+    """What this rank reads when ranks read together."""
+
+    share: Share
+    rows: list[tuple[Mixed, Want]]
+    """What this rank reads of boxes that lie in the same rows, on behalf of all ranks that want one of them."""
+
+    slots: list[memoryview]
+    """The memory of all wanted boxes, and behind it that of `rows`."""
+
+    reads: tuple[Read, ...]
+
+
+def _shared_part(
+    reader: TagReader,
+    memory: WantedMemory,
+    plan: RestorePlan,
+    itemsize: Mapping[str, int],
+    sharing: Sharing,
+    exchange: Round,
+) -> _SharedPart:
+    """Agree with the other ranks on who reads what; `plan` is what this rank would read alone."""
+    common = []
+    for want in memory.wants:
+        record = reader.manifest.array(want.leaf)
+        # What each rank has of its own is not the same bytes, although leaf path and box are the same.
+        if record is not None and not record.own:
+            common.append(want)
+    share = sharing.agree(exchange, common)
+    rows = share.rows(len(memory.slots))
+    slabs = Slabs()
+    own_memory = [slabs.take(want.box.size * itemsize[want.leaf]).data for _, want in rows]
+    more = plan_restore(reader.manifest, [want for _, want in rows])
+    return _SharedPart(
+        share=share,
+        rows=rows,
+        slots=[*memory.slots, *own_memory],
+        reads=(*share.alone(plan).reads, *more.reads),
+    )
 
 
 def memory_of(targets: Mapping[str, Target]) -> WantedMemory:
@@ -121,14 +156,3 @@ def memory_of(targets: Mapping[str, Target]) -> WantedMemory:
             wants.append(Want(path, box, len(slots)))
             slots.append(memory)
     return WantedMemory(slots, wants, frozenset(live))
-
-
-@contextlib.contextmanager
-def _named(reader: TagReader) -> Iterator[None]:
-    """Errors of the storage as errors of ours, which name the tag."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise StorageError.of(error, "reading a tag", path=reader.root, tag=reader.tag) from error

@@ -24,6 +24,7 @@ from xla_ckpt.errors import (
     RankFailedError,
     StorageError,
     UsageError,
+    naming,
 )
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
@@ -128,12 +129,9 @@ class Save:
         """
         began = time.monotonic()
         try:
-            with self.job.taking_part():
+            with naming(path=self.store.path, tag=self.tag), self.job.taking_part():
                 self.job.tidy()
                 sequence, written = self._lead() if self.exchange.rank == 0 else self._follow()
-        except CheckpointError as error:
-            error.at(path=self.store.path, tag=self.tag)
-            raise
         finally:
             if isinstance(self.part, Part):
                 self.part.snapshot.release()
@@ -369,7 +367,7 @@ def _size(directory: Directory, path: str) -> int | None:
 def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
     """The head of a tag that is committed now."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-    return Head(tag, sequence, pinned, now)
+    return Head(tag=tag, sequence=sequence, pinned=pinned, created=now)
 
 
 def _check_copies(reader: TagReader, duplicates: Sequence[Duplicate]) -> None:

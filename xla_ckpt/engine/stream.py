@@ -1,4 +1,4 @@
-"""From one tag to other files, without having more than a given amount of it in memory.
+"""Writing the arrays of a tag into other files, with no more than a given amount of them in memory.
 
 Files are made in the order of their bytes: a batch of regions is read from the tag (verified), digested, and written,
 before the next one is read.
@@ -6,6 +6,7 @@ before the next one is read.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,16 +21,33 @@ from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
 from xla_ckpt.plan.save_plan import Entry, FilePlan, Written
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
-from xla_ckpt.storage.base import Directory, Sink
+from xla_ckpt.storage.base import Directory, Sink, Store
 from xla_ckpt.storage.pool import threads, work_off
 
 MAX_MEMORY = 1 << 30
 """Bytes of array data in memory at a time, by default."""
 
 
-@dataclass(frozen=True, slots=True)
+@contextlib.contextmanager
+def partial_directory(store: Store, name: str) -> Iterator[Directory]:
+    """A new directory to fill. The block renames it, or what it holds, when it is complete; else it is removed.
+
+    A directory of this name is removed first: it was left by a program that was killed.
+    """
+    if store.has(name):
+        store.remove(name)
+    directory = store.make(name)
+    try:
+        yield directory
+    finally:
+        directory.close()
+        if store.has(name):
+            store.remove(name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Span:
-    """Bytes of one region that are neighbours, and the elements in them."""
+    """Neighbouring bytes of one region, and the elements that they hold."""
 
     region: int
     offset: int
@@ -101,20 +119,25 @@ class _File:
         return codec.record(self.plan.path, glue, digests)
 
     def _spans(self) -> Iterator[_Span]:
+        """All regions, in file order. One that holds a single array's elements in C order is cut to fit the memory.
+
+        Any other region has padding between its elements, and is made as a whole.
+        """
         held: dict[int, list[Entry]] = {}
         for entry in self.plan.entries:
             held.setdefault(entry.region, []).append(entry)
         for region, (offset, nbytes) in enumerate(self.plan.codec.places):
             entries = held.get(region, [])
-            if len(entries) == 1 and entries[0].frame is None:
-                leaf, box = entries[0].leaf, entries[0].box
-                itemsize = nbytes // max(box.size, 1)
-                at = offset
-                for part in pieces(box, box, itemsize, self.max_memory):
-                    yield _Span(region, at, part.size * itemsize, ((leaf, part, part),))
-                    at += part.size * itemsize
-            else:
-                yield _Span(region, offset, nbytes, tuple((e.leaf, e.box, e.frame or e.box) for e in entries))
+            if len(entries) != 1 or entries[0].frame is not None:
+                wants = tuple((e.leaf, e.box, e.frame or e.box) for e in entries)
+                yield _Span(region=region, offset=offset, nbytes=nbytes, wants=wants)
+                continue
+            leaf, box = entries[0].leaf, entries[0].box
+            itemsize = nbytes // max(box.size, 1)
+            at = offset
+            for part in pieces(box, box, itemsize, self.max_memory):
+                yield _Span(region=region, offset=at, nbytes=part.size * itemsize, wants=((leaf, part, part),))
+                at += part.size * itemsize
 
     def _write_batch(self, sink: Sink, batch: Sequence[_Span]) -> None:
         memory = np.zeros(sum(s.nbytes for s in batch), np.uint8).data  # padding stays zero
@@ -137,6 +160,7 @@ class _File:
 
 
 def _batches(spans: Iterator[_Span], max_memory: int) -> Iterator[list[_Span]]:
+    """The spans in groups that fit in memory; a span that does not fit is a group of its own."""
     batch: list[_Span] = []
     held = 0
     for span in spans:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
@@ -54,7 +54,7 @@ class TagReader:
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, BlockTable | None] = {}
-        self.manifest = manifest if manifest is not None else self._named(self._read_manifest)
+        self.manifest = manifest if manifest is not None else self._read_manifest()
 
     def __enter__(self) -> TagReader:
         return self
@@ -68,31 +68,27 @@ class TagReader:
         self.directory.close()
 
     def close_files(self) -> None:
-        """Release all files; the directory is somebody else's."""
+        """Release all files, for a reader whose directory somebody else closes."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
 
-    def _named(self, action: Callable[[], Manifest]) -> Manifest:
-        try:
-            return action()
-        except CheckpointError as error:
-            error.at(path=self.root, tag=self.tag, file=MANIFEST)
-            raise
-
     def _read_manifest(self) -> Manifest:
-        try:
-            source = self.directory.open(MANIFEST)
-        except FileNotFoundError:
-            raise CorruptCheckpointError("the tag has no manifest") from None
-        try:
-            if source.size > MAX_MANIFEST:
-                raise FormatError("the manifest is too large", expected=f"at most {MAX_MANIFEST}", found=source.size)
-            data = bytearray(source.size)
-            source.read_into(memoryview(data), 0)
-        finally:
-            source.close()
-        return manifest_json.parse(bytes(data))
+        with naming(path=self.root, tag=self.tag, file=MANIFEST):
+            try:
+                source = self.directory.open(MANIFEST)
+            except FileNotFoundError:
+                raise CorruptCheckpointError("the tag has no manifest") from None
+            try:
+                if source.size > MAX_MANIFEST:
+                    raise FormatError(
+                        "the manifest is too large", expected=f"at most {MAX_MANIFEST}", found=source.size
+                    )
+                data = bytearray(source.size)
+                source.read_into(memoryview(data), 0)
+            finally:
+                source.close()
+            return manifest_json.parse(bytes(data))
 
     def file_name(self, file: int) -> str:
         """Path of a file of the manifest, relative to the tag directory."""
@@ -128,7 +124,7 @@ class TagReader:
             return source
 
     def head(self, file: int) -> bytes:
-        """The bytes of a file that its own record covers (all that no region holds), verified.
+        """The bytes of a file that no region holds, verified: its record has their digest.
 
         Raises:
             CorruptCheckpointError: They are damaged.
@@ -179,21 +175,22 @@ class TagReader:
         with self._lock:
             table = self._tables.get(file, _UNREAD)
         if table is _UNREAD:
-            record = self.manifest.files[file]
-            if record.regions:
-                table = BlockTable.of_regions(record.regions, record.digests)
-            elif self.foreign_objects is None:  # a payload file of ours, in the native format
-                head = self.head(file)
-                try:
-                    table = payload.parse_header(head)
-                except CheckpointError as error:
-                    error.at(path=self.root, tag=self.tag, file=self.file_name(file))
-                    raise
-            else:
-                table = None  # another library wrote it, and our digests are in none of its files
+            table = self._digest_table(file)
             with self._lock:
                 self._tables[file] = table
         return None if table is None else table.of(offset, nbytes)
 
+    def _digest_table(self, file: int) -> BlockTable | None:
+        """The digests of a file: in its record, in its own header, or nowhere: other libraries' files have none."""
+        record = self.manifest.files[file]
+        if record.regions:
+            return BlockTable.of_regions(record.regions, record.digests)
+        if self.foreign_objects is None:  # a payload file of ours, in the native layout
+            head = self.head(file)
+            with naming(path=self.root, tag=self.tag, file=record.path):
+                return payload.parse_header(head)
+        return None
+
 
 _UNREAD = BlockTable({})
+"""Stands for a file whose digests have not been looked for yet; None is an answer, too."""

@@ -11,7 +11,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.snapshot.memory import Slabs
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Target:
     """Memory that a restore fills, and what becomes of it."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from xla_ckpt.engine.read import READERS, check_reads
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.box import Box
@@ -20,7 +20,7 @@ ORBAX_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
 """What orbax leaves in a tag; nothing here depends on it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class VerifyReport:
     """What `verify` found."""
 
@@ -30,7 +30,7 @@ class VerifyReport:
     """Everything that is wrong, each with file and leaf."""
 
     strangers: list[str] = field(default_factory=list)
-    """Files in the tag directory that belong to nobody. They do no harm."""
+    """Files in the tag directory that neither the manifest nor the layout knows. They do no harm."""
 
     arrays: int = 0
     files: int = 0
@@ -57,18 +57,16 @@ def verify_tag(
     """Read everything that the manifest lists. `marks` are files of the tag's layout that it does not list."""
     began = time.monotonic()
     manifest = reader.manifest
-    report = VerifyReport(reader.root, reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
+    report = VerifyReport(path=reader.root, tag=reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
     sound: set[int] = set()
     for number, record in enumerate(manifest.files):
         try:
-            reader.head(number)
-            sound.add(number)
+            with storage_errors("reading a file", path=reader.root, tag=reader.tag, file=record.path):
+                reader.head(number)
         except CheckpointError as error:
             report.problems.append(error)
-        except OSError as error:
-            report.problems.append(
-                StorageError.of(error, "reading a file", path=reader.root, tag=reader.tag, file=record.path)
-            )
+        else:
+            sound.add(number)
     reads = [r for r in _reads(manifest) if r.file in sound]
     reads.sort(key=lambda r: (r.file, r.offset))
     lock = threading.Lock()
@@ -89,15 +87,33 @@ def verify_tag(
 
 
 def _reads(manifest: Manifest) -> Iterator[Read]:
-    """Every region once: also the padding and the copies that some layouts have, and no restore would read."""
+    """A read of every stored region, once. Some layouts have padding and copies, which no restore would read."""
     leaves: dict[tuple[int, int], str] = {}
     for leaf, array in manifest.arrays.items():
         for s in array:
             if manifest.files[s.file].regions:
                 leaves.setdefault((s.file, s.offset), leaf)
             elif s.box.size:
-                yield Read(leaf, 0, s.file, s.offset, s.box, s.box, s.box, array.dtype.itemsize)
+                yield Read(
+                    leaf=leaf,
+                    slot=0,
+                    file=s.file,
+                    offset=s.offset,
+                    stored=s.box,
+                    wanted=s.box,
+                    part=s.box,
+                    itemsize=array.dtype.itemsize,
+                )
     for number, file in enumerate(manifest.files):
         for offset, nbytes in file.regions:
             box = Box.whole((nbytes,))
-            yield Read(leaves.get((number, offset), "a copy of an array"), 0, number, offset, box, box, box, 1)
+            yield Read(
+                leaf=leaves.get((number, offset), "a copy of an array"),
+                slot=0,
+                file=number,
+                offset=offset,
+                stored=box,
+                wanted=box,
+                part=box,
+                itemsize=1,
+            )

@@ -145,7 +145,7 @@ def write_objects(directory: Directory, objects: Sequence[bytes], rank: int, wor
     for i, data in enumerate(objects):
         path = f"objects/{rank + 1:05d}-of-{world:05d}-{i + 1:05d}.pickle"
         write_small(directory, path, data)
-        records.append(FileRecord(path, len(data), len(data), digests.digest(data)))
+        records.append(FileRecord(path=path, size=len(data), head=len(data), digest=digests.digest(data)))
     return records
 
 

@@ -150,7 +150,7 @@ class Safetensors:
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         ((_, head),) = glue
-        return FileRecord(path, self.size, len(head), digest.digest(head))
+        return FileRecord(path=path, size=self.size, head=len(head), digest=digest.digest(head))
 
 
 def parse_header(head: bytes) -> BlockTable:

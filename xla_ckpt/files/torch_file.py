@@ -16,33 +16,63 @@ from xla_ckpt.manifest import digest as digests_
 from xla_ckpt.manifest.records import FileRecord
 
 STORAGE_ALIGNMENT = 64
+"""The bytes of each record begin at a multiple of this, as torch >= 2.6 writes them."""
+
 _LARGE = 0xFFFFFFFF
+"""What stands in a field of 32 bits for a number that does not fit into it: the number is in an extra field then."""
+
+_MANY = 0xFFFF
+"""Likewise in a field of 16 bits."""
+
 _UTF8 = 0x0800
+"""Flag of a record: its name is UTF-8."""
+
 _DATE = 0x0021
-"""1 January 1980: a checkpoint has no other date than its commit."""
+"""1 January 1980. Equal states give equal files, so no time is written."""
+
+_STORED = 0
+"""Compression method of all records: none."""
+
+_VERSION = 20
+_VERSION_64 = 45
+"""Version of the format that a reader has to understand, with zip64's extra fields and without."""
 
 _LOCAL = struct.Struct("<4s5H3L2H")
+"""Local header, in front of each record."""
+
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
+"""Entry of the central directory, one for each record."""
+
 _END64 = struct.Struct("<4sQ2H2L4Q")
+"""End of the central directory in zip64."""
+
 _LOCATOR = struct.Struct("<4sLQL")
+"""Where that end lies."""
+
 _END = struct.Struct("<4s4H2LH")
+"""End of the file."""
+
+_FILL_HEAD = 4
+"""Bytes of an extra field before its content: its name and its length."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """A member of the zip."""
+    """A member of the zip, and where it lies."""
 
     name: bytes
     small: bytes | None
     """Its bytes; None for a storage."""
+
     nbytes: int
     header: int
     """Offset of its local header."""
+
     start: int
     """Offset of its first byte."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFile:
     """The layout of one file."""
 
@@ -61,6 +91,7 @@ class TorchFile:
         object.__setattr__(self, "_records", tuple(self._laid_out()))
 
     def _laid_out(self) -> Iterator[_Record]:
+        """The records in the order of torch.save, each with its place."""
         members: list[tuple[str, bytes | None, int]] = [
             ("data.pkl", self.pickled, len(self.pickled)),
             (".format_version", b"1", 1),
@@ -72,21 +103,24 @@ class TorchFile:
         at = 0
         for name, small, nbytes in members:
             called = f"{self.stem}/{name}".encode()
-            head = at + _LOCAL.size + len(called) + len(_sizes64(nbytes)) + 4
+            # The header ends with an extra field that fills it up to the alignment.
+            head = at + _LOCAL.size + len(called) + len(_sizes64(nbytes)) + _FILL_HEAD
             start = -(-head // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
-            yield _Record(called, small, nbytes, at, start)
+            yield _Record(name=called, small=small, nbytes=nbytes, header=at, start=start)
             at = start + nbytes
 
     @property
     def size(self) -> int:
         last = self._records[-1]
+        # The sizes of all headers follow from names and sizes alone: the file is made before its CRCs are known.
         directory = sum(_CENTRAL.size + len(r.name) + len(_directory64(r)) for r in self._records)
         return last.start + last.nbytes + directory + _END64.size + _LOCATOR.size + _END.size
 
     @property
     def places(self) -> list[tuple[int, int]]:
         found = []
-        for record, parts in zip((r for r in self._records if r.small is None), self.storages, strict=True):
+        storages = (record for record in self._records if record.small is None)
+        for record, parts in zip(storages, self.storages, strict=True):
             at = record.start
             for nbytes in parts:
                 found.append((at, nbytes))
@@ -98,83 +132,113 @@ class TorchFile:
         return True
 
     def without(self, regions: frozenset[int]) -> None:
-        """It needs all of its regions: they are the storages that the pickle names."""
+        """None: the file needs all of its regions, because they are the storages that the pickle names."""
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
         sums = iter(self._sums(crcs))
         checks = [crc32(r.small) if r.small is not None else next(sums) for r in self._records]
         made: list[tuple[int, bytes]] = []
-        begun, text = 0, bytearray()
+        begun, text = 0, bytearray()  # where the present stretch of glue begins, and what is in it
         for record, check in zip(self._records, checks, strict=True):
             text += _local_header(record, check)
             if record.small is not None:
                 text += record.small
             elif record.nbytes:
+                # The bytes of a storage come from regions: the stretch ends here, and the next begins behind them.
                 made.append((begun, bytes(text)))
                 begun, text = record.start + record.nbytes, bytearray()
         made.append((begun, bytes(text) + self._directory(checks)))
         return made
 
     def _sums(self, crcs: Sequence[int]) -> Iterator[int]:
+        """The CRC-32 of each storage, from those of its regions."""
         at = 0
         for parts in self.storages:
             yield joined(zip(crcs[at : at + len(parts)], parts, strict=True))
             at += len(parts)
 
     def _directory(self, checks: Sequence[int]) -> bytes:
+        """What lies behind the last record: the central directory, and the ends of it in zip64 and in zip."""
         text = bytearray()
         for record, check in zip(self._records, checks, strict=True):
-            small, extra = min(record.nbytes, _LARGE), _directory64(record)
+            extra = _directory64(record)
+            version = _VERSION_64 if extra else _VERSION
+            nbytes = min(record.nbytes, _LARGE)
             text += _CENTRAL.pack(
                 b"PK\1\2",
-                45 if extra else 20,
-                45 if extra else 20,
+                version,  # made by
+                version,  # needed
                 _UTF8,
-                0,
-                0,
+                _STORED,
+                0,  # time
                 _DATE,
                 check,
-                small,
-                small,
+                nbytes,  # compressed
+                nbytes,
                 len(record.name),
                 len(extra),
-                0,
-                0,
-                0,
-                0,
+                0,  # length of a comment
+                0,  # number of a disk
+                0,  # internal attributes
+                0,  # external attributes
                 min(record.header, _LARGE),
             )
             text += record.name + extra
         last, count, size = self._records[-1], len(self._records), len(text)
         start = last.start + last.nbytes
-        text += _END64.pack(b"PK\6\6", _END64.size - 12, 45, 45, 0, 0, count, count, size, start)
+        # The size that the end of zip64 names is without its signature and without the field of that size.
+        text += _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, size, start)
         text += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
-        few = min(count, 0xFFFF)
+        few = min(count, _MANY)
         return bytes(text + _END.pack(b"PK\5\6", 0, 0, few, few, min(size, _LARGE), min(start, _LARGE), 0))
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         rest = b"".join(text for _, text in glue)
         regions = tuple((at, nbytes) for at, nbytes in self.places if nbytes)
-        return FileRecord(path, self.size, len(rest), digests_.digest(rest), regions, tuple(digests))
+        return FileRecord(
+            path=path,
+            size=self.size,
+            head=len(rest),
+            digest=digests_.digest(rest),
+            regions=regions,
+            digests=tuple(digests),
+        )
 
 
 def _sizes64(nbytes: int) -> bytes:
-    """The extra field for sizes that 32 bits do not hold."""
+    """The extra field of a local header, for a size that 32 bits do not hold."""
     return struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if nbytes >= _LARGE else b""
 
 
 def _directory64(record: _Record) -> bytes:
-    values = [record.nbytes] * 2 if record.nbytes >= _LARGE else []
-    values += [record.header] if record.header >= _LARGE else []
-    return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+    """The extra field of an entry in the directory, for whatever 32 bits do not hold: its sizes, its offset."""
+    values: list[int] = []
+    if record.nbytes >= _LARGE:
+        values += [record.nbytes, record.nbytes]
+    if record.header >= _LARGE:
+        values.append(record.header)
+    if not values:
+        return b""
+    return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values)
 
 
 def _local_header(record: _Record, check: int) -> bytes:
+    """The header in front of a record, filled up to where its bytes begin."""
     sizes = _sizes64(record.nbytes)
-    fill = record.start - record.header - _LOCAL.size - len(record.name) - len(sizes) - 4
-    extra = sizes + struct.pack("<2s1H", b"FB", fill) + b"Z" * fill  # torch's own name for padding
-    small = min(record.nbytes, _LARGE)
+    fill = record.start - record.header - _LOCAL.size - len(record.name) - len(sizes) - _FILL_HEAD
+    extra = sizes + struct.pack("<2s1H", b"FB", fill) + b"Z" * fill  # torch's own name for padding, and its content
+    nbytes = min(record.nbytes, _LARGE)
     head = _LOCAL.pack(
-        b"PK\3\4", 45 if sizes else 20, _UTF8, 0, 0, _DATE, check, small, small, len(record.name), len(extra)
+        b"PK\3\4",
+        _VERSION_64 if sizes else _VERSION,
+        _UTF8,
+        _STORED,
+        0,  # time
+        _DATE,
+        check,
+        nbytes,  # compressed
+        nbytes,
+        len(record.name),
+        len(extra),
     )
     return head + record.name + extra

@@ -139,7 +139,7 @@ class Layout:
             with self.open(store, found, Hints()) as reader:
                 report = verify_tag(reader, workers=workers)
         except CorruptCheckpointError as error:
-            report = VerifyReport(store.path, found.tag, problems=[error])
+            report = VerifyReport(path=store.path, tag=found.tag, problems=[error])
         report.digests = False
         return report
 

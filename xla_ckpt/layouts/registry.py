@@ -165,7 +165,7 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
         with open_tag(store, tag) as reader:
             return verify_tag(reader, marks=layout_of(reader.manifest).marks, workers=workers)
     except CorruptCheckpointError as error:
-        return VerifyReport(store.path, tag, problems=[error])
+        return VerifyReport(path=store.path, tag=tag, problems=[error])
 
 
 def no_tag(store: Store, tag: str | None) -> NoCheckpointError:

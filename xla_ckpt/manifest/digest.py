@@ -89,7 +89,7 @@ class BlockDigester:
         self._room = self._block
         self._hash = xxhash.xxh3_64()
         self.digests: list[int] = []
-        """Of the blocks that are complete; of all blocks, once all bytes have come."""
+        """The digests of the blocks that are complete: of all blocks, once all bytes have come."""
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes."""
@@ -116,7 +116,7 @@ def pack_digests(digests: Sequence[int]) -> str:
 
 
 def unpack_digests(text: str, count: int) -> tuple[int, ...]:
-    """The `count` digests that `pack` wrote.
+    """The `count` digests that `pack_digests` wrote.
 
     Raises:
         FormatError: Not base64, or another number of digests.

@@ -7,8 +7,8 @@
 "digest":"<16 hex>"}
 ```
 
-``head`` is the digest of the line before it, so a listing of tags reads one line a tag; ``digest`` that of all bytes
-before it, so nothing in the file can change unnoticed.
+``head`` is the digest of the first line up to that place, so that a listing of tags reads one line of each manifest.
+``digest`` is the digest of all bytes before it, so that nothing in the file can change unnoticed.
 """
 
 from __future__ import annotations
@@ -130,7 +130,13 @@ def parse_head(start: bytes) -> Head:
     sequence = _get(raw, "sequence", int)
     if not 0 < sequence < intseq.LIMIT:
         raise FormatError("impossible commit sequence", found=sequence)
-    return Head(_get(raw, "tag", str), sequence, _get(raw, "pinned", bool), _get(raw, "created", str), version)
+    return Head(
+        tag=_get(raw, "tag", str),
+        sequence=sequence,
+        pinned=_get(raw, "pinned", bool),
+        created=_get(raw, "created", str),
+        version=version,
+    )
 
 
 def parse(data: bytes) -> Manifest:
@@ -167,20 +173,27 @@ def parse(data: bytes) -> Manifest:
         raise FormatError("broken mesh", found=str(mesh)[:80])
     files = tuple(_parse_file(entry) for entry in _get(raw, "files", list))
     return Manifest(
-        head, raw.get("skeleton"), arrays, files, aliases, tuple(objects), mesh=mesh, world=_get(raw, "world", int)
+        head=head,
+        skeleton=raw.get("skeleton"),
+        arrays=arrays,
+        files=files,
+        aliases=aliases,
+        objects=tuple(objects),
+        mesh=mesh,
+        world=_get(raw, "world", int),
     )
 
 
 def _parse_file(entry: Any) -> FileRecord:
     match entry:
         case [str(path), int(size), int(head), str(text)] if re.fullmatch("[0-9a-f]{16}", text):
-            return FileRecord(path, size, head, int(text, 16))
+            return FileRecord(path=path, size=size, head=head, digest=int(text, 16))
         case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if (
             re.fullmatch("[0-9a-f]{16}", text) and 0 < count <= MAX_CELLS
         ):
             regions = tuple(zip(intseq.unpack_ints(offsets, count), intseq.unpack_ints(sizes, count), strict=True))
             digests = unpack_digests(table, sum(block_count(nbytes) for _, nbytes in regions))
-            return FileRecord(path, size, head, int(text, 16), regions, digests)
+            return FileRecord(path=path, size=size, head=head, digest=int(text, 16), regions=regions, digests=digests)
     raise FormatError("broken file record", found=str(entry)[:80])
 
 
@@ -196,11 +209,22 @@ def _parse_array(entry: Any, budget: int) -> ArrayRecord:
                 budget -= grid.cells
                 if budget < 0:
                     raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
-                places = intseq.unpack_ints(files, grid.cells), intseq.unpack_ints(offsets, grid.cells)
-                grids.append(ShardGrid(grid, *places, _parse_frames(frames[0], grid, len(shape)) if frames else None))
+                grids.append(
+                    ShardGrid(
+                        grid=grid,
+                        files=intseq.unpack_ints(files, grid.cells),
+                        offsets=intseq.unpack_ints(offsets, grid.cells),
+                        frames=_parse_frames(frames[0], grid, len(shape)) if frames else None,
+                    )
+                )
             case _:
                 raise FormatError("broken grid of shards", found=str(packed)[:80])
-    return ArrayRecord(dtypes.dtype(_get(entry, "dtype", str)), shape, tuple(grids), _parse_spec(entry, len(shape)))
+    return ArrayRecord(
+        dtype=dtypes.dtype(_get(entry, "dtype", str)),
+        shape=shape,
+        grids=tuple(grids),
+        spec=_parse_spec(entry, len(shape)),
+    )
 
 
 def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]:
@@ -240,7 +264,7 @@ def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
 
 
 def _as_list(cuts: Any) -> Any:
-    """Cuts of an empty box are one value, repeated: ``0`` stands for ``[0, 0]``."""
+    """The cuts along a dim. Those of a box without elements are two equal values, which `pack_ints` writes as one."""
     return [cuts, cuts] if type(cuts) is int else cuts
 
 

@@ -1,8 +1,8 @@
 """The manifest: what a tag holds and where its bytes are.
 
 Values of these classes are proven: a `Manifest` that exists is consistent in itself (`manifest_json.parse` is the door
-from untrusted bytes, `scan` functions of foreign formats the other). Whether the payload agrees is `engine.verify`'s
-question.
+from untrusted bytes, and the `scan` functions of foreign layouts are the other). Whether the payload agrees with it is
+found out by `engine.verify`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VERSION = 1
 """The format version that this library writes; it reads this and all older ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
     """The first line of a manifest: what a listing of tags needs, covered by a digest of its own."""
 
@@ -41,7 +41,7 @@ class Head:
     version: int = VERSION
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """One file of the tag."""
 
@@ -52,7 +52,7 @@ class FileRecord:
     """Bytes."""
 
     head: int
-    """Bytes that no region holds. In the native format, and in files of pickles alone, these are the first ones."""
+    """Number of bytes that no region holds. In the native format, and in files of pickles, they are the first ones."""
 
     digest: int
     """XXH3-64 of those bytes."""
@@ -93,7 +93,11 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A stored region of an array: its box, and the place of its bytes."""
+    """A stored region of an array: its box, and the place of its bytes.
+
+    A manifest is made from thousands of them for each rank, so it is not `kw_only`: keywords would take half as long
+    again.
+    """
 
     box: Box
     file: int
@@ -106,7 +110,7 @@ class Shard:
     """In other layouts than the native one: the larger box whose elements lie there, of which this is a part."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardGrid:
     """Shards that form a grid; one file and one offset per cell."""
 
@@ -133,7 +137,7 @@ class ShardGrid:
         return Shard(cell, self.files[i], self.offsets[i], None if self.frames is None else self.frames[i])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayRecord:
     """One array leaf: its type, its global shape, and every shard exactly once."""
 
@@ -141,15 +145,15 @@ class ArrayRecord:
     shape: tuple[int, ...]
     grids: tuple[ShardGrid, ...]
     spec: tuple[Any, ...] | None = None
-    """How its dims were split, as `layout.sharding.Sharding.spec` writes it, or None. Nothing is read by it: it is for
-    people, and for guessing how another job would split the array."""
+    """How its dims were split, as `Sharding.spec` in `xla_ckpt.sharding.sharding` writes it, or None. No byte is read
+    by it. It is for people, and for guessing how another job would split the array."""
 
     stands_for: DType | None = None
-    """In foreign formats: the type that the array had, where its values are stored in another one only."""
+    """In foreign layouts: the type that the array had, if only its values in another type are stored."""
 
     own: bool = False
-    """In foreign formats: whether this is what one rank had of its own, so that other ranks open the tag with other
-    bytes under the same path."""
+    """In foreign layouts: whether this is what one rank had of its own. Other ranks find other bytes under the same
+    leaf path."""
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
@@ -178,9 +182,9 @@ class ArrayRecord:
             yield from grid.touching(box)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownArray:
-    """An array of a foreign format that is stored, but of which nothing says how it was split."""
+    """An array of a foreign layout that is stored, but of which nothing says how it was split."""
 
     problem: str
     """Why, as an error says it."""
@@ -192,7 +196,7 @@ class UnknownArray:
     found: str | None = None
 
     def error(self, leaf: str) -> IncompatibleCheckpointError:
-        """A new error for whoever wants it: errors collect facts and frames on their way, and are not shared."""
+        """A new error each time: an error collects facts and frames on its way up, so it must not be raised twice."""
         return IncompatibleCheckpointError(
             self.problem, leaf=leaf, expected=self.expected, found=self.found, hint=self.hint
         )
@@ -209,15 +213,19 @@ def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], 
     for grid, order in fit_all([s.box for s in places]):
         cells = [places[i] for i in order]
         frames = tuple(s.frame for s in cells) if any(s.frame is not None for s in cells) else None
-        grids.append(ShardGrid(grid, tuple(s.file for s in cells), tuple(s.offset for s in cells), frames))
-    return ArrayRecord(dtype, shape, tuple(grids), None if spec is None else _frozen(spec))
+        grids.append(
+            ShardGrid(
+                grid=grid, files=tuple(s.file for s in cells), offsets=tuple(s.offset for s in cells), frames=frames
+            )
+        )
+    return ArrayRecord(dtype=dtype, shape=shape, grids=tuple(grids), spec=None if spec is None else _frozen(spec))
 
 
 def _frozen(spec: Any) -> Any:
     return tuple(map(_frozen, spec)) if isinstance(spec, list | tuple) else spec
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The index of one tag."""
 
@@ -236,13 +244,13 @@ class Manifest:
     """The file of each pickled object, by its index in the skeleton."""
 
     mesh: str | None = None
-    """The mesh that it was saved from, as `Mesh.parse` reads it, or None. Nothing depends on it: it is for people."""
+    """The mesh that it was saved from, as `Mesh.parse` reads it, or None. It is for people; nothing depends on it."""
 
     world: int = 1
-    """Number of processes that saved it. For people, too."""
+    """Number of processes that saved it. It is for people, too."""
 
     unknown: Mapping[str, UnknownArray] = field(default_factory=dict)
-    """In foreign formats: arrays that are stored, but of which nothing says how they were split, by leaf path."""
+    """In foreign layouts: arrays that are stored, but of which nothing says how they were split, by leaf path."""
 
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
@@ -276,7 +284,12 @@ class Manifest:
 
 
 def _check_places(leaf: str, itemsize: int, grid: ShardGrid, sizes: list[int]) -> None:
-    """Every shard lies inside of its file. The largest cell stands for all: exact cells are checked when read."""
+    """Check that every shard of a grid lies inside of its file.
+
+    Raises:
+        FormatError: One does not.
+    """
+    # A cell as large as the largest in every dim. Where even that fits, the exact cell need not be worked out.
     largest = itemsize
     for cuts in grid.grid.cuts:
         largest *= max(b - a for a, b in pairwise(cuts))

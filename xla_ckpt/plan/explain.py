@@ -15,7 +15,7 @@ from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.sharding.sharding import Sharding
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReading:
     """What one rank would read."""
 
@@ -30,7 +30,7 @@ class RankReading:
     """Payload file -> bytes read from it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """What a restore would do."""
 
@@ -93,15 +93,15 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
         readings.append(_reading(manifest, wants, rank, problems))
     split = {leaf: s.spec for leaf, s in shardings.items() if s.axes}
     return Explanation(
-        path,
-        tag,
-        manifest.mesh,
-        manifest.world,
-        mesh,
-        tuple(readings),
-        tuple(dict.fromkeys(problems)),
-        tuple(notes),
-        split,
+        path=path,
+        tag=tag,
+        saved_mesh=manifest.mesh,
+        saved_ranks=manifest.world,
+        mesh=mesh,
+        readings=tuple(readings),
+        problems=tuple(dict.fromkeys(problems)),
+        notes=tuple(notes),
+        split=split,
     )
 
 
@@ -110,8 +110,8 @@ def _reading(manifest: Manifest, wants: Sequence[Want], rank: int, problems: lis
         plan = plan_restore(manifest, wants)
     except CheckpointError as error:
         problems.append(str(error))
-        return RankReading(rank, 0, 0, {})
+        return RankReading(rank=rank, needed_bytes=0, read_bytes=0, files={})
     files: Counter[str] = Counter()
     for read in plan.reads:
         files[manifest.files[read.file].path] += read.read_bytes
-    return RankReading(rank, plan.needed_bytes, plan.read_bytes, dict(files))
+    return RankReading(rank=rank, needed_bytes=plan.needed_bytes, read_bytes=plan.read_bytes, files=dict(files))

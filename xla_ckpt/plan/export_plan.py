@@ -55,7 +55,11 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int) -> list[Fil
 def _file(name: str, arrays: Sequence[tuple[str, Region]]) -> FilePlan:
     ordered = [arrays[i] for i in file_order([region for _, region in arrays])]
     codec = Safetensors(tuple(region for _, region in ordered), plain=True)
-    return FilePlan(name, codec, entries=tuple(Entry(leaf, r.box, i) for i, (leaf, r) in enumerate(ordered)))
+    return FilePlan(
+        path=name,
+        codec=codec,
+        entries=tuple(Entry(leaf=leaf, box=r.box, region=i) for i, (leaf, r) in enumerate(ordered)),
+    )
 
 
 def _name(i: int, count: int) -> str:

@@ -11,7 +11,7 @@ from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayHint:
     """What is known about one array of a model."""
 
@@ -33,7 +33,7 @@ class ArrayHint:
     """Whether each rank has a tensor of its own, which need not be what other ranks have: no part of a DTensor, say."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
     """What the targets of a load say."""
 

@@ -10,7 +10,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LocalShard:
     """A region of a global array that this process holds, and who else holds it."""
 
@@ -33,7 +33,7 @@ class LocalShard:
     """Whether one holder writes it whole (see `xla_ckpt.sharding.owners.HeldShard`)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """An array leaf on this process: global type and shape, local shards."""
 
@@ -65,6 +65,9 @@ class Leaf:
 def leaf_of(path: str, dtype: DType, local: LocalArray, *, together: bool = False) -> Leaf:
     """The leaf of a local tensor that lies like this."""
     shards = tuple(
-        LocalShard(p.box, local.replica, local.replicas, local.group, p.lane, together) for p in local.pieces
+        LocalShard(
+            box=p.box, replica=local.replica, replicas=local.replicas, group=local.group, lane=p.lane, together=together
+        )
+        for p in local.pieces
     )
-    return Leaf(path, dtype, local.shape, shards, local.spec)
+    return Leaf(path=path, dtype=dtype, shape=local.shape, shards=shards, spec=local.spec)

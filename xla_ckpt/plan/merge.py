@@ -42,7 +42,7 @@ class Sample:
     """Whether a difference is worth a warning only (a buffer)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """What one rank reports of its part of a save."""
 
@@ -86,20 +86,27 @@ class Record:
     def from_json(cls, json: Mapping[str, Any]) -> Record:
         """The record that `to_json` described."""
         return cls(
-            json["rank"],
-            tuple(_file(*f) for f in json["files"]),
-            tuple((leaf, _shard(*place)) for leaf, *place in json["shards"]),
-            {leaf: (dtype, tuple(shape), spec) for leaf, (dtype, shape, spec) in json["arrays"].items()},
-            json["aliases"],
-            json["skeleton"],
-            tuple(json["objects"]),
-            {leaf: Sample(*s) for leaf, s in json["samples"].items()},
-            json["parts"],
+            rank=json["rank"],
+            files=tuple(_file(*f) for f in json["files"]),
+            shards=tuple((leaf, _shard(*place)) for leaf, *place in json["shards"]),
+            arrays={leaf: (dtype, tuple(shape), spec) for leaf, (dtype, shape, spec) in json["arrays"].items()},
+            aliases=json["aliases"],
+            skeleton=json["skeleton"],
+            objects=tuple(json["objects"]),
+            samples={leaf: Sample(*s) for leaf, s in json["samples"].items()},
+            parts=json["parts"],
         )
 
 
 def _file(path: str, size: int, head: int, digest: int, regions: Any = (), digests: Any = ()) -> FileRecord:
-    return FileRecord(path, size, head, digest, tuple((at, nbytes) for at, nbytes in regions), tuple(digests))
+    return FileRecord(
+        path=path,
+        size=size,
+        head=head,
+        digest=digest,
+        regions=tuple((at, nbytes) for at, nbytes in regions),
+        digests=tuple(digests),
+    )
 
 
 def _shard(file: int, offset: int, start: Any, stop: Any, *frame: Any) -> Shard:
@@ -107,7 +114,7 @@ def _shard(file: int, offset: int, start: Any, stop: Any, *frame: Any) -> Shard:
     return Shard(box, file, offset, Box(tuple(frame[0]), tuple(frame[1])) if frame else None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Duplicate:
     """A region that two ranks wrote, which did not know of each other. Equal copies are fine, and one is kept."""
 
@@ -119,7 +126,7 @@ class Duplicate:
     offsets: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
     """The contents of the manifest."""
 
@@ -134,12 +141,12 @@ class Merged:
     def manifest(self, head: Head, mesh: Mesh, world: int) -> Manifest:
         """The manifest of the tag that `world` ranks saved."""
         return Manifest(
-            head,
-            self.skeleton,
-            self.arrays,
-            self.files,
-            self.aliases,
-            self.objects,
+            head=head,
+            skeleton=self.skeleton,
+            arrays=self.arrays,
+            files=self.files,
+            aliases=self.aliases,
+            objects=self.objects,
             mesh=str(mesh) if world > 1 else None,
             world=world,
         )
@@ -188,10 +195,25 @@ def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
     arrays = {leaf: _array(leaf, fact, [s for _, s in shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
     aliases = {alias: target for alias, target in aliases.items() if alias not in arrays}
     twice = tuple(
-        Duplicate(leaf, a.box, a.box.size * arrays[leaf].dtype.itemsize, ranks, (a.file, b.file), (a.offset, b.offset))
+        Duplicate(
+            leaf=leaf,
+            box=a.box,
+            nbytes=a.box.size * arrays[leaf].dtype.itemsize,
+            ranks=ranks,
+            files=(a.file, b.file),
+            offsets=(a.offset, b.offset),
+        )
         for leaf, ranks, a, b in duplicates
     )
-    return Merged(skeleton, arrays, tuple(files), aliases, tuple(objects), twice, tuple(warnings))
+    return Merged(
+        skeleton=skeleton,
+        arrays=arrays,
+        files=tuple(files),
+        aliases=aliases,
+        objects=tuple(objects),
+        duplicates=twice,
+        warnings=tuple(warnings),
+    )
 
 
 def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Iterable[Shard]) -> ArrayRecord:

@@ -29,7 +29,7 @@ class Want:
     """The caller's number for the memory that receives it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
     """One part of one stored shard, on its way to one part of one wanted box."""
 
@@ -146,4 +146,16 @@ def _reads(want: Want, shard: Shard, part: Box, itemsize: int) -> list[Read]:
         parts = list(pieces(part, stored, itemsize, runs(part, stored, itemsize).nbytes))
     else:
         parts = list(pieces(part, stored, itemsize, max(MAX_SPAN, 16 * block)))
-    return [Read(want.leaf, want.slot, shard.file, shard.offset, stored, want.box, p, itemsize) for p in parts]
+    return [
+        Read(
+            leaf=want.leaf,
+            slot=want.slot,
+            file=shard.file,
+            offset=shard.offset,
+            stored=stored,
+            wanted=want.box,
+            part=p,
+            itemsize=itemsize,
+        )
+        for p in parts
+    ]

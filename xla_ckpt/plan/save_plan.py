@@ -32,7 +32,7 @@ def item_and_name(leaf: str) -> tuple[str, str]:
     return item, name if name and name != "__metadata__" else "~" + name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RegionSource:
     """Where the bytes of a region come from."""
 
@@ -46,7 +46,7 @@ class RegionSource:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """A shard that lies in a file."""
 
@@ -62,7 +62,7 @@ class Entry:
     """Whether the manifest finds these elements elsewhere: some layouts store replicas."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
     """One payload file."""
 
@@ -152,7 +152,7 @@ def own_boxes(leaves: Sequence[Leaf]) -> Iterator[OwnBox]:
         if box is not None:
             shard, itemsize = leaf.shards[i], leaf.dtype.itemsize
             where = runs(box, shard.box, itemsize)
-            source = RegionSource(leaf.path, i, where.offset, box.size * itemsize)
+            source = RegionSource(leaf=leaf.path, shard=i, offset=where.offset, nbytes=box.size * itemsize)
             yield OwnBox(leaf=leaf, box=box, source=source, lane=shard.lane)
 
 
@@ -177,10 +177,12 @@ def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int 
         path = f"{item}/{_file_name(rank * lanes + lane, world * lanes, again)}"
         files.append(
             FilePlan(
-                path,
-                payload.Safetensors(tuple(region for _, _, region in entries)),
-                tuple(source for _, source, _ in entries),
-                tuple(Entry(leaf, region.box, i) for i, (leaf, _, region) in enumerate(entries)),
+                path=path,
+                codec=payload.Safetensors(tuple(region for _, _, region in entries)),
+                sources=tuple(source for _, source, _ in entries),
+                entries=tuple(
+                    Entry(leaf=leaf, box=region.box, region=i) for i, (leaf, _, region) in enumerate(entries)
+                ),
             )
         )
     return SavePlan(tuple(files))

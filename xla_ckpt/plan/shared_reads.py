@@ -100,7 +100,7 @@ def find_common(wants: Sequence[Sequence[tuple[str, Box]]]) -> Together:
     return Together(tuple(same), tuple(m for m in mixed if len(m.members) > 1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
     """One rank's part of reading together."""
 
@@ -138,4 +138,4 @@ def share_out(rank: int, common: Together, wants: Sequence[Want]) -> Share:
         of[reader] += box.size
         if (slot := slots.get((leaf, box))) is not None:
             readers[slot] = reader, ranks
-    return Share(rank, common, slots, readers)
+    return Share(rank=rank, common=common, slots=slots, readers=readers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from xla_ckpt.sharding.box import Box
@@ -24,6 +24,15 @@ class Piece:
     def __post_init__(self) -> None:
         if self.local.shape != self.box.shape:
             raise ValueError(f"{self.local} of a local tensor cannot be {self.box} of the global one")
+
+    def frame(self, shape: Sequence[int]) -> Box:
+        """The box of the global array that a whole local tensor of this shape would be, if it were like this piece.
+
+        >>> str(Piece(Box((0, 1), (2, 2)), Box((4, 1), (6, 2))).frame((2, 3)))
+        '[4:6, 0:3]'
+        """
+        start = tuple(there - here for here, there in zip(self.local.start, self.box.start, strict=True))
+        return Box(start, tuple(first + n for first, n in zip(start, shape, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

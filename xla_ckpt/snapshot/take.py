@@ -45,7 +45,7 @@ Key = tuple[str, int]
 """(leaf path, local shard)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Snapshot:
     """A frozen state. `release` it when it is written."""
 
@@ -101,7 +101,9 @@ def take(
     """
     kept = {key: s for key, s in shards.items() if written is None or key in written}
     moving = [(key, s) for key, s in kept.items() if not lasts(s, waits=waits) and len(s.data)]
-    snapshot = Snapshot({key: s.data for key, s in kept.items()}, [s.keep for s in kept.values()], loose=loose)
+    snapshot = Snapshot(
+        memory={key: s.data for key, s in kept.items()}, keep=[s.keep for s in kept.values()], loose=loose
+    )
     changing: list[tuple[Leaf, list[HostShard]]] = []
     for leaf in leaves:
         if any(s.replicas > 1 for s in leaf.shards):

@@ -90,7 +90,9 @@ class Description:
         def unpickled(index: int, leaf: str) -> Any:
             return pickles.load(self.structure_objects[index], leaf, trust=True)  # this process has just pickled it
 
-        return Unflattener(array, CODEC, unpickled, resolver(trust=True)).build(self.structure[part], part)
+        return Unflattener(array=array, codec=CODEC, object=unpickled, resolve=resolver(trust=True)).build(
+            self.structure[part], part
+        )
 
 
 def describe(state: State, placement: Placement, rules: Rules | None, *, structure: bool = False) -> Description:

@@ -61,7 +61,7 @@ def _hint(path: str, value: Any, shardings: StateShardings) -> ArrayHint:
     if is_spec(value):
         spec = getattr(value, "sharding", None)
         named = Sharding.parse(spec) if isinstance(spec, tuple | list | Sharding) else None
-        return ArrayHint(tuple(value.shape), str(value.dtype).removeprefix("torch."), named)
+        return ArrayHint(shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."), sharding=named)
     adapter = require(value, path)
     # Where a rule decides, attributes are not looked at: they may be wrong.
     ruled = decided(shardings.rules, path, schema.below_member(path)) is not None

@@ -57,7 +57,9 @@ class Stored:
 
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
         """The part as a tree; arrays are made by `array` from (leaf path, kind)."""
-        return Unflattener(array, CODEC, self.read_object, self.resolve).build(self.skeleton, self.prefix)
+        return Unflattener(array=array, codec=CODEC, object=self.read_object, resolve=self.resolve).build(
+            self.skeleton, self.prefix
+        )
 
     def part(self, skeleton: Any, path: str) -> Stored:
         """A part of this part, given its skeleton and full leaf path."""

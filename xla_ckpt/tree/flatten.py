@@ -191,7 +191,7 @@ def resolve_nothing(name: str, base: type) -> Any:
     raise FormatError(f"the skeleton names the class {name}", hint=f"It should be a {base.__name__} of this program.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unflattener:
     """Rebuilds a tree from its skeleton."""
 

@@ -33,7 +33,7 @@ KINDS = ("tp", "pp", "cp", "ep", "dp", "edp", "world")
 distributed: Any = torch.distributed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
     """What was initialised."""
 
@@ -124,7 +124,7 @@ def initialize_model_parallel(
         expert_model_parallel_size,
     )
     replica_groups = {kind: rank_groups(mesh, kind) for kind in KINDS}
-    state = _State(mesh, rank, replica_groups, {})
+    state = _State(mesh=mesh, rank=rank, replica_groups=replica_groups, process_groups={})
     if joined:
         made: dict[tuple[int, ...], Any] = {}
         for kind in KINDS:

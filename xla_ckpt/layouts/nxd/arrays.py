@@ -1,11 +1,10 @@
-"""From the tensors of rank files to one array: how it was split, and where each part of it lies."""
+"""From the tensors of rank files to one array: how it was split, and where each of its parts lies."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
@@ -30,9 +29,10 @@ HINT = (
 
 
 def declared(local: tuple[int, ...], wish: ArrayHint) -> bool:
-    """Whether a rule or attributes say how an array was split; a shape alone says only how it may have been.
+    """Whether a rule or attributes say how an array was split. A shape alone says only how it may have been split.
 
-    An attribute stays on weights that every rank has whole, so it says nothing of a tensor of the wanted shape.
+    Attributes also stay on weights that every rank has whole. So they say nothing about a tensor that already has the
+    wanted shape.
     """
     return wish.sharding is not None and (wish.ruled or wish.shape != local)
 
@@ -56,37 +56,67 @@ def resolve(
 def _inferred(
     name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]
 ) -> Sharding | UnknownArray:
+    """How an array was split, from the shape that each rank has and the shape that is wanted.
+
+    It counts as known only if a single split over ep and tp makes one shape of the other. A guess would put the parts
+    together in a wrong order, without an error.
+    """
     if len(wanted) != len(local):
-        return Sharding()  # no split makes it fit: the load says so
-    found = []
-    experts = [0] if expert else [None] if expert is False or mesh.ep == 1 else [None, 0]
-    for e, t in product(experts, [None, *range(len(local))] if mesh.tp > 1 else [None]):
-        shape = list(local)
-        if e is not None:
-            shape[e] *= mesh.ep
-        if t is not None:
-            shape[t] *= mesh.tp
-        if e != t or e is None:
-            found += [(e, t)] if tuple(shape) == wanted else []
+        return Sharding()  # no split makes these shapes fit, and the load says so
+    found = [
+        (ep_dim, tp_dim)
+        for ep_dim in _ep_dims(expert, mesh)
+        for tp_dim in _tp_dims(local, mesh)
+        if _united_shape(local, mesh, ep_dim, tp_dim) == wanted
+    ]
     if not found:
         return _unknown(f"each of {mesh.tp} tp (and {mesh.ep} ep) ranks has {list(local)}, wanted {list(wanted)}")
     if len(found) > 1:
         return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(found)} ways")
-    ((e, t),) = found
-    if t is not None and _FUSED.search(name) and not _SEPARATE.search(name):
+    ((ep_dim, tp_dim),) = found
+    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
+    if tp_dim is not None and _FUSED.search(name) and not _SEPARATE.search(name):
         return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it")
     dims: list[Split | None] = [None] * len(local)
-    for dim, axis in ((e, "ep"), (t, "tp")):
-        if dim is not None:
-            dims[dim] = Split((axis,))
+    if ep_dim is not None:
+        dims[ep_dim] = Split(("ep",))
+    if tp_dim is not None:
+        dims[tp_dim] = Split(("tp",))
     return Sharding(tuple(dims))
 
 
+def _ep_dims(expert: bool | None, mesh: Mesh) -> list[int | None]:
+    """The dims that may be split over ep, None for no dim. Experts are always stacked along the first dim."""
+    if expert:
+        return [0]
+    if expert is False or mesh.ep == 1:
+        return [None]
+    return [None, 0]
+
+
+def _tp_dims(local: tuple[int, ...], mesh: Mesh) -> list[int | None]:
+    """The dims that may be split over tp, None for no dim."""
+    return [None] if mesh.tp == 1 else [None, *range(len(local))]
+
+
+def _united_shape(local: tuple[int, ...], mesh: Mesh, ep_dim: int | None, tp_dim: int | None) -> tuple[int, ...] | None:
+    """The shape of an array of which each rank has `local`; None for a split that no layer makes: one dim over both."""
+    if ep_dim is not None and ep_dim == tp_dim:
+        return None
+    shape = list(local)
+    if ep_dim is not None:
+        shape[ep_dim] *= mesh.ep
+    if tp_dim is not None:
+        shape[tp_dim] *= mesh.tp
+    return tuple(shape)
+
+
 def _unknown(why: str) -> UnknownArray:
-    return UnknownArray(f"it is ambiguous how this array was split over the ranks: {why}", HINT)
+    return UnknownArray(problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT)
 
 
 def _true_size(sharding: Sharding, local: tuple[int, ...], wish: ArrayHint) -> Sharding:
+    """The sharding with the global size of each split dim, where the program says that local tensors are padded."""
     if not wish.padded or wish.shape is None or len(wish.shape) != len(local):
         return sharding
     dims = sharding.over(len(local))
@@ -98,8 +128,9 @@ Copies = Mapping[tuple[int, int, int], StoredTensor]
 
 
 def rank_of(at: tuple[int, int, int], mesh: Mesh, *, dealt: bool) -> int:
-    """The rank of `mesh` whose tensor stands there; `dealt`: whether the files are those of each dp rank (ZeRO-1)."""
+    """The rank of `mesh` whose tensor stands there. `dealt`: whether each dp rank has files of its own (ZeRO-1)."""
     dp, ep, tp = at
+    # Without ZeRO-1 the mesh has as many dp ranks as ep ranks (see `ScannedState.mesh`), and files count the ep ranks.
     return mesh.rank({"dp": dp if dealt or mesh.ep == 1 else ep, "tp": tp})
 
 
@@ -158,10 +189,12 @@ def record(
 
 
 def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) -> None:
-    """The rows of all ZeRO-1 ranks, padded, are those of a whole tensor: else ranks wrote over each other's files.
+    """Check that the rows of all ZeRO-1 ranks, padded, are those of a whole tensor.
+
+    They are not if ranks wrote over each other's files.
 
     Raises:
-        CorruptCheckpointError: They are not.
+        CorruptCheckpointError: Rows are missing, or shapes do not fit to the number of files.
     """
     expected = (-(-local[0] // ranks), *local[1:])
     for (dp, _, tp), held in copies.items():
@@ -202,6 +235,7 @@ def _place(
     rows: tuple[str, ...],
     local: tuple[int, ...],
 ) -> LocalArray:
+    """Where the tensor of one rank lies in the global array. `rows` and `local` are those of `record`."""
     try:
         if rows:
             return sharding.zero1(local, mesh, rank, rows)
@@ -216,11 +250,10 @@ def _place(
 
 
 def _shard(scan: Scan, held: StoredTensor, piece: Piece) -> Shard:
+    """The shard that a piece of a stored tensor is."""
     at = scan.place(held)
     where = runs(piece.local, Box.whole(held.shape), held.dtype.itemsize)
     file = scan.number(at.file)
     if where.contiguous:
         return Shard(piece.box, file, at.offset + where.offset)
-    start = tuple(b - a for a, b in zip(piece.local.start, piece.box.start, strict=True))
-    frame = Box(start, tuple(a + n for a, n in zip(start, held.shape, strict=True)))
-    return Shard(piece.box, file, at.offset, frame)
+    return Shard(piece.box, file, at.offset, piece.frame(held.shape))

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
+from xla_ckpt.engine.stream import MAX_MEMORY, partial_directory, stream_files
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, NoCheckpointError, StorageError, UsageError
+from xla_ckpt.errors import NoCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.layouts.nxd import zero
 from xla_ckpt.layouts.nxd.layout import MARKS
 from xla_ckpt.layouts.nxd.rank_files import Scan
-from xla_ckpt.storage.base import Directory, rename_durably
+from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.door import PathLike, above, full_path, same_directory
 from xla_ckpt.storage.pool import BUFFER_BYTES
 
 _CARRIED = ("model", "scheduler.pt", "user_content.pt", *MARKS)
-"""What a tag consists of besides its optimizer; the mark of a complete one comes last."""
+"""What a tag consists of besides its optimizer. The mark of a complete tag comes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,53 +68,49 @@ def convert_zero_checkpoints(
         raise UsageError("the output has an optimizer already", path=target_path, hint="Name a directory without one.")
     if target.has(target_name) and not target.is_directory(target_name):
         raise UsageError("the output is no directory", path=target_path)
+    directory = _opened(store, name, source_path)
     try:
-        directory = store.open(name)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NoCheckpointError("there is no such directory", path=source_path) from None
-    except OSError as error:
-        raise StorageError.of(error, "opening a tag", path=source_path) from error
-    try:
-        found = zero.scan_optimizer(Scan(directory), name)
-        if found.full and dp_size is None:
-            raise UsageError("these files hold the states of all data-parallel ranks already", hint="Give a dp_size.")
-        files = found.plans(dp_size)
-        reader = TagReader(directory, source_path, name, found.manifest, ())
-        total = sum(f.data_bytes for f in files)
-        target.prepare()
-        fresh = not target.has(target_name)
-        partial = f"{target_name}.partial" if fresh else f"{target_name}/optim.partial"
-        if target.has(partial):
-            target.remove(partial)  # of a conversion that was killed
-        made = target.make(partial)
-        try:
-            with Progress(f"convert {name}", total, progress) as bar:
-                stream_files(reader, made, files, max_memory=max_memory, workers=num_workers, progress=bar)
-            if fresh:
-                for path in _carried(directory):
-                    _copy(directory, made, path)
-            made.sync()
-            if fresh:
-                rename_durably(target, partial, target_name)
-            else:
-                rename_durably(target, f"{partial}/optim", f"{target_name}/optim")
-        finally:
-            reader.close_files()
-            made.close()
-            if target.has(partial):
-                target.remove(partial)
-    except CheckpointError as error:
-        error.at(path=source_path)
-        raise
-    except OSError as error:
-        raise StorageError.of(error, "converting", path=target_path, tag=name) from error
+        with naming(path=source_path), storage_errors("converting", path=target_path, tag=name):
+            found = zero.scan_optimizer(Scan(directory), name)
+            if found.full and dp_size is None:
+                raise UsageError(
+                    "these files hold the states of all data-parallel ranks already", hint="Give a dp_size."
+                )
+            files = found.plans(dp_size)
+            total = sum(f.data_bytes for f in files)
+            reader = TagReader(directory, source_path, name, found.manifest, ())
+            target.prepare()
+            fresh = not target.has(target_name)
+            partial = f"{target_name}.partial" if fresh else f"{target_name}/optim.partial"
+            with partial_directory(target, partial) as made:
+                try:
+                    with Progress(f"convert {name}", total, progress) as bar:
+                        stream_files(reader, made, files, max_memory=max_memory, workers=num_workers, progress=bar)
+                finally:
+                    reader.close_files()
+                if fresh:
+                    for path in _carried(directory):
+                        _copy(directory, made, path)
+                made.sync()
+                if fresh:
+                    rename_durably(target, partial, target_name)
+                else:
+                    rename_durably(target, f"{partial}/optim", f"{target_name}/optim")
     finally:
         directory.close()
     return ZeroReport(path=target_path, files=len(files), nbytes=total, dp=dp_size)
 
 
+def _opened(store: Store, name: str, path: str) -> Directory:
+    with storage_errors("opening a tag", path=path):
+        try:
+            return store.open(name)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NoCheckpointError("there is no such directory", path=path) from None
+
+
 def _carried(directory: Directory) -> list[str]:
-    """The files of a tag that its new version has, too: all but the optimizer's; the mark of a complete tag is last."""
+    """The files of a tag that its new version has, too: all but the optimizer's, and the marks last."""
     wanted = [path for path in directory.files() if path.split("/")[0] in _CARRIED]
     return sorted(wanted, key=lambda path: _CARRIED.index(path.split("/")[0]))
 

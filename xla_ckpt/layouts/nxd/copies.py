@@ -1,4 +1,4 @@
-"""Copies of one array, or value, on several ranks, where nobody says that they are copies: compared, not believed."""
+"""Tensors or values of one name on several ranks. If nobody says that they are copies, they are compared first."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def chosen(
 ) -> tuple[Copies, bool] | UnknownArray:
     """The copies that an array is read from, and whether they are only those of the rank that loads.
 
-    Copies that differ are parts of an array, or they have drifted apart. A job over the same tp and ep ranks can have
-    each rank's own without knowing which, as neuronx-distributed itself loads them. For any other job the array is
-    unknown.
+    Copies that differ are parts of an array, or they have drifted apart. In a job over the same tp and ep ranks each
+    rank can have its own, whichever of the two it is, as neuronx-distributed itself loads them. For any other job the
+    array is unknown.
 
     Args:
         scan: Where the files are.
         copies: All that is stored of the array.
         mesh: How the stored ranks were arranged.
-        split: Mesh axes along which it is split: along all others copies would have to be equal.
-        dealt: Whether the files of each dp rank hold something else (ZeRO-1).
+        split: Mesh axes along which it is split. Along all others the copies have to be equal.
+        dealt: Whether each dp rank has files of its own (ZeRO-1).
         wanted: What the targets of the load say.
         alone: Whether each rank wants a tensor of its own, of the shape that one rank has stored.
 
@@ -44,32 +44,47 @@ def chosen(
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
     at = {key: mesh.coordinates(rank_of(key, mesh, dealt=dealt)) for key in copies}
-    free = [axis for axis in _RANKS if axis not in split and not (axis == "ep" and "dp" in split)]
-    first: dict[tuple[int, ...], tuple[int, int, int]] = {}
-    pairs = []
-    for key in sorted(copies):
-        one = first.setdefault(tuple(at[key][axis] for axis in split), key)
-        alike = (copies[one].shape, copies[one].dtype) == (copies[key].shape, copies[key].dtype)
-        if alike and one != key and not scan.same(copies[one], copies[key]):
-            pairs.append((one, key))
+    pairs = _different(scan, copies, at, split)
     if not pairs:
         return copies, False
     if alone and (wanted.mesh.tp, wanted.mesh.ep) == (mesh.tp, mesh.ep):
         here = wanted.mesh.coordinates(wanted.rank)
-        return {key: held for key, held in copies.items() if all(at[key][a] == here[a] for a in free)}, True
-
-    def called(key: tuple[int, int, int]) -> str:
-        named = [a for a in ("dp", *_RANKS) if mesh.sizes[a] > 1 and (a != "dp" or dealt)]
-        return f"({', '.join(f'{a} {at[key][a]}' for a in named)})"
-
+        # Along an axis that splits the array the parts of all ranks are needed; dp is ep and edp.
+        own = [axis for axis in _RANKS if axis not in split and not (axis == "ep" and "dp" in split)]
+        return {key: held for key, held in copies.items() if all(at[key][a] == here[a] for a in own)}, True
+    named = [axis for axis in ("dp", *_RANKS) if mesh.sizes[axis] > 1 and (axis != "dp" or dealt)]
+    called = {key: f"({', '.join(f'{axis} {at[key][axis]}' for axis in named)})" for key in copies}
     shape = list(copies[pairs[0][1]].shape)
     return UnknownArray(
-        "the ranks hold different tensors of this name, and nothing says how the array was split over them",
+        problem="the ranks hold different tensors of this name, and nothing says how the array was split over them",
         expected="equal ones on all ranks, or a sharding",
-        found=f"{shape} on each rank; {listed([f'{called(b)} differs from {called(a)}' for a, b in pairs])}",
+        found=f"{shape} on each rank; {listed([f'{called[b]} differs from {called[a]}' for a, b in pairs])}",
         hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
         "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
     )
+
+
+_Key = tuple[int, int, int]
+"""(dp, ep, tp): where a copy stands."""
+
+
+def _different(
+    scan: Scan, copies: Copies, at: Mapping[_Key, Mapping[str, int]], split: Sequence[str]
+) -> list[tuple[_Key, _Key]]:
+    """Pairs of copies of one part whose bytes are not the same: the first copy of the part, and the other one.
+
+    Copies of different shapes or types are not compared: they are refused when the record of the array is made.
+    """
+    first: dict[tuple[int, ...], _Key] = {}
+    pairs = []
+    for key in sorted(copies):
+        part = tuple(at[key][axis] for axis in split)
+        one = first.setdefault(part, key)
+        if one == key or (copies[one].shape, copies[one].dtype) != (copies[key].shape, copies[key].dtype):
+            continue
+        if not scan.same(copies[one], copies[key]):
+            pairs.append((one, key))
+    return pairs
 
 
 _ABSENT = object()
@@ -128,7 +143,7 @@ def _differing(one: At, others: Sequence[At], ranks: Sequence[At]) -> UnknownArr
         return f"({', '.join(f'{axis} {getattr(at, axis)}' for axis in axes)})"
 
     return UnknownArray(
-        "the ranks hold different values in this place, and nothing says which of them is meant",
+        problem="the ranks hold different values in this place, and nothing says which of them is meant",
         expected="the same on all ranks",
         found=listed([f"{called(other)} differs from {called(one)}" for other in others]),
         hint="Load what does not need it: the model without the optimizer, or parts of the tag by xla_ckpt.restore.",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from xla_ckpt.state.describe import Description
 
 MARKS = {"checkpoint": b"1", "done": b"1"}
-"""Files by which neuronx-distributed finds a tag, and a complete one; in tags of ours the manifest says that, too."""
+"""Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
 
 
 class NeuronxDistributed(Layout):
@@ -90,7 +90,7 @@ class NeuronxDistributed(Layout):
         return _rewriting(stored, to, self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NxdWriting:
     """What one rank writes: files of neuronx-distributed's for what it has a place for, native ones for the rest."""
 
@@ -130,10 +130,12 @@ def _writing(description: Description, *, xser: bool) -> NxdWriting:
     if not any(part in here for part in PARTS):
         raise UnsupportedStateError(f"neuronx-distributed's layout holds {', '.join(PARTS)}, and nothing of it is here")
     shapes = {p.name: tuple(p.value.shape) for p in state.parameters.values()}
-    rank_state = RankState({}, arrays, state.zero1 is not None, state.by_name, shapes)
+    rank_state = RankState(
+        parts={}, tensors=arrays, zero1=state.zero1 is not None, by_name=state.by_name, shapes=shapes
+    )
     check_fits(rank_state, mesh, state.zero1 or ())
     rest = tuple(leaf for leaf in description.leaves if leaf.path not in tensors)
-    return NxdWriting(description, rank_state, NativeWriting(description, rest), xser)
+    return NxdWriting(description=description, state=rank_state, rest=NativeWriting(description, rest), xser=xser)
 
 
 def _tensor(path: str, description: Description) -> RankTensor:
@@ -141,11 +143,13 @@ def _tensor(path: str, description: Description) -> RankTensor:
 
     held = description.arrays[path]
     local, placement = held.local, description.placement
+    # A rank file is shared by ranks that hold the same, so it has to be known along which axes they do.
     alike: tuple[str, ...] | None = None
     if isinstance(local.group, tuple) and local.group[0] == "mesh":
         alike = local.group[1]
     complete = [p.box for p in local.pieces] == [Box.whole(local.shape)] or not Box.whole(local.shape).size
-    if alike is None and complete and (placement.world == 1 or path.startswith(description.state.alone)):
+    held_by_one = placement.world == 1 or path.startswith(description.state.alone)
+    if alike is None and complete and held_by_one:
         alike = AXES
     if alike is None:
         raise UnsupportedStateError(
@@ -154,7 +158,9 @@ def _tensor(path: str, description: Description) -> RankTensor:
             leaf=path,
             hint="Save in the native format, and convert it: xla-ckpt convert SRC DST --to xser --mesh ...",
         )
-    return RankTensor(path, held.adapter.dtype(held.value, path), held.shape, local.pieces, alike)
+    return RankTensor(
+        leaf=path, dtype=held.adapter.dtype(held.value, path), shape=held.shape, pieces=local.pieces, alike=alike
+    )
 
 
 def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) -> Rewriting:
@@ -172,7 +178,7 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
         raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
     dealt = deals_rows(manifest) if to.zero1 is None else to.zero1
-    target = NewJob(manifest, trees, to.mesh, to.rules, to.pipeline_cuts, dealt)
+    target = NewJob(manifest=manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=dealt)
     for message in target.doubts():
         logging.getLogger(__name__).warning("%s", message)
     files = []

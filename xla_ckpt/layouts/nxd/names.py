@@ -1,4 +1,4 @@
-"""Which parameter an optimizer's number means: nothing on disk says so, the program's own optimizer does."""
+"""Which parameter a stored optimizer's number means. Nothing on disk says so: the program's own optimizer does."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from xla_ckpt.tree import schema
 
 def names_of_stage(
     groups: Sequence[Mapping[str, Any]],
+    *,
     ordinary: int,
     wanted: Hints,
     model: Mapping[str, Mapping[Any, StoredTensor]] | None,
@@ -21,8 +22,8 @@ def names_of_stage(
 ) -> dict[int, Any]:
     """The name of each number of one pipeline stage's optimizer.
 
-    Numbers run through the groups. Those of the program's optimizer, less the parameters that this stage does not
-    have, come in the same order; numbers of parts, shapes of all are compared.
+    Numbers run through the groups. The parameters of the program's optimizer come in the same order, if those are left
+    out that this stage does not have. The sizes of the groups and the shapes of the parameters are compared to be sure.
 
     Args:
         groups: The stored groups.
@@ -36,18 +37,40 @@ def names_of_stage(
         IncompatibleCheckpointError: Numbers or shapes differ.
     """
     if all(len(g.get("param_names", ())) == len(g["params"]) for g in groups):
-        return {i: name for g in groups for i, name in zip(g["params"], g["param_names"], strict=True)}
+        # torch names them for optimizers that were made with named parameters.
+        return _zipped([g["params"] for g in groups], [g["param_names"] for g in groups])
+    stored = [g["params"] for g in groups]
     if wanted.groups is None:
-        return {i: i for g in groups for i in g["params"]}
+        return _zipped(stored, stored)  # without an optimizer that says more, a number is its own name
     mine = [_of_stage(names, wanted, model) for names in wanted.groups]
-    if ordinary < len(groups):
-        mine = [[n for n in g if not is_expert(n)] for g in mine] + [[n for n in g if is_expert(n)] for g in mine]
-        mine, stored = [g for g in mine if g], [g for g in groups if g["params"]]
-    else:
-        stored = list(groups)
-        if len(mine) != len(stored):
-            mine, stored = [g for g in mine if g], [g for g in groups if g["params"]]
-    counts, found = [len(g["params"]) for g in stored], [len(g) for g in mine]
+    keeps_experts_apart = ordinary < len(groups)
+    if keeps_experts_apart:
+        others = [[name for name in group if not is_expert(name)] for group in mine]
+        experts = [[name for name in group if is_expert(name)] for group in mine]
+        mine = others + experts
+    if keeps_experts_apart or len(mine) != len(stored):
+        # A group may have nothing in this stage, and groups without parameters are not always stored.
+        mine = [names for names in mine if names]
+        stored = [numbers for numbers in stored if numbers]
+    _check_sizes([len(numbers) for numbers in stored], [len(names) for names in mine])
+    found = _zipped(stored, mine)
+    for number, name in found.items():
+        copies = (model or {}).get(_present(name, wanted, model))
+        if copies is not None:
+            _check_shape(number, name, shapes.get(number), next(iter(copies.values())).shape)
+    return found
+
+
+def _zipped(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[Any]]) -> dict[int, Any]:
+    """Name by number, from groups of both."""
+    return {
+        number: name
+        for of_group, called in zip(numbers, names, strict=True)
+        for number, name in zip(of_group, called, strict=True)
+    }
+
+
+def _check_sizes(counts: list[int], found: list[int]) -> None:
     if counts != found:
         raise IncompatibleCheckpointError(
             "the stored optimizer numbers its parameters, and its groups are not those of this optimizer",
@@ -56,30 +79,29 @@ def names_of_stage(
             found=f"groups of {found}, counting parameters whose names the stored model has",
             hint="Give the model, too, and make the optimizer with the same groups in the same order as in training.",
         )
-    names = {i: n for g, called in zip(stored, mine, strict=True) for i, n in zip(g["params"], called, strict=True)}
-    for i, name in names.items():
-        shape, copies = shapes.get(i), (model or {}).get(_present(name, wanted, model))
-        held = None if copies is None else next(iter(copies.values())).shape
-        if None not in (shape, held) and shape != held:
-            raise IncompatibleCheckpointError(
-                f"number {i} of the stored optimizer would be this parameter, and its shape is another",
-                leaf=schema.state(name),
-                expected=list(held or ()),
-                found=list(shape or ()),
-                hint="Make the optimizer with its parameters in the same order as in training.",
-            )
-    return names
+
+
+def _check_shape(number: int, name: Any, shape: tuple[int, ...] | None, held: tuple[int, ...]) -> None:
+    if shape is not None and shape != held:
+        raise IncompatibleCheckpointError(
+            f"number {number} of the stored optimizer would be this parameter, and its shape is another",
+            leaf=schema.state(name),
+            expected=list(held),
+            found=list(shape),
+            hint="Make the optimizer with its parameters in the same order as in training.",
+        )
 
 
 def _of_stage(names: Sequence[str], wanted: Hints, model: Mapping[str, Any] | None) -> list[str]:
-    """The names of a group that a stage has. A shared parameter may stand where another of its names stands."""
-    if model is None or any(n.startswith("#") for n in names):
+    """The names of a group that a stage has, in the order of the stage's own optimizer."""
+    if model is None or any(name.startswith("#") for name in names):
         return list(names)
-    here = [n for n in names if n in model]
+    here = [name for name in names if name in model]
     for name in names:
         other = _present(name, wanted, model)
         if name in model or other == name:
             continue
+        # The stage has this shared parameter under another name. Its optimizer found it at the place of that name.
         place = wanted.order.get(other, len(wanted.order))
         at = next((i for i, n in enumerate(here) if wanted.order.get(n, -1) > place), len(here))
         here.insert(at, name)
@@ -87,5 +109,9 @@ def _of_stage(names: Sequence[str], wanted: Hints, model: Mapping[str, Any] | No
 
 
 def _present(name: str, wanted: Hints, model: Mapping[str, Any] | None) -> str:
-    """The name that a stage's model has for a parameter."""
-    return next((n for n in (name, *wanted.aliases.get(name, ())) if n in (model or {})), name)
+    """The name under which a stage's model has a parameter; its first name if the model does not have it."""
+    if model is not None:
+        for other in (name, *wanted.aliases.get(name, ())):
+            if other in model:
+                return other
+    return name

@@ -1,4 +1,4 @@
-"""A stored state as the ranks of a neuronx-distributed job would have it: what a conversion to its layouts writes."""
+"""A stored state as the ranks of a neuronx-distributed job would have it, for a conversion to its layouts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
     """The job that the files are for."""
 
     manifest: Manifest
-    """Of what is stored."""
+    """The manifest of the tag that is converted."""
 
     trees: Mapping[str, Any]
     """Members of the state that neuronx-distributed has a place for, with a `LeafAt` for each array."""
@@ -46,12 +46,29 @@ class NewJob:
     zero1: bool
     _shardings: dict[str, Sharding] = field(default_factory=dict, init=False, repr=False)
     _stages: dict[str, int] = field(default_factory=dict, init=False, repr=False)
-    """The stage of each name of the model: it ends with the last parameter of the module that is cut after."""
+    """The stage of each name of the model. A stage ends with the last parameter of the module that is cut after."""
     _parameters: frozenset[str] | None = field(default=None, init=False, repr=False)
-    """Path components of the optimizer's parameters: asked for once for every array."""
+    """Path components of the optimizer's parameters. Kept, because they are needed for every array."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_parameters", parameters_in(self.manifest))
+        self._stages.update(self._stages_by_cuts())
+        if not self.zero1 and schema.MASTER in (self.trees.get(schema.OPTIMIZER) or {}):
+            raise UsageError(
+                "master weights have a place in ZeRO-1 files only",
+                leaf="optimizer/master",
+                found="zero1=False",
+                hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
+            )
+        if self.zero1 and self.mesh.ep > 1:
+            raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")
+
+    def _stages_by_cuts(self) -> dict[str, int]:
+        """The stage of each name of the model.
+
+        Raises:
+            UsageError: A cut names no module, or the cuts are not in order, or they are too few or too many.
+        """
         if len(self.cuts) != self.mesh.pp - 1:
             raise UsageError(
                 f"{self.mesh.pp} pipeline stages have {self.mesh.pp - 1} cuts between them",
@@ -72,16 +89,7 @@ class NewJob:
             lasts.append(inside[-1])
         if lasts != sorted(set(lasts)):
             raise UsageError("the cuts are not in the order of the model", found=list(self.cuts))
-        self._stages.update((name, bisect_left(lasts, i)) for i, name in enumerate(names))
-        if not self.zero1 and schema.MASTER in (self.trees.get(schema.OPTIMIZER) or {}):
-            raise UsageError(
-                "master weights have a place in ZeRO-1 files only",
-                leaf=paths.join(schema.OPTIMIZER, schema.MASTER),
-                found="zero1=False",
-                hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
-            )
-        if self.zero1 and self.mesh.ep > 1:
-            raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")
+        return {name: bisect_left(lasts, i) for i, name in enumerate(names)}
 
     def state(self, rank: int) -> RankState:
         """What one rank has.
@@ -102,40 +110,50 @@ class NewJob:
             if part in self.trees
             for path in array_paths(self.manifest.skeleton[part], part)
         }
-        return RankState(trees, with_experts(tensors, self.mesh), self.zero1, self._by_name(), self._shapes())
+        return RankState(
+            parts=trees,
+            tensors=with_experts(tensors, self.mesh),
+            zero1=self.zero1,
+            by_name=self._by_name(),
+            shapes=self._shapes(),
+        )
 
     def of_earlier_stages(self, rank: int) -> frozenset[str]:
-        """Leaves that a stage before a rank's own has, too."""
-        trees = [
-            tree
-            for stage in range(self.mesh.coordinates(rank)["pp"])
-            for tree in (
-                self._model(stage) if schema.MODEL in self.trees else None,
-                self._optimizer(stage) if schema.OPTIMIZER in self.trees else None,
-            )
-        ]
+        """Leaves that a stage before a rank's own has, too: the manifest finds them there."""
+        trees: list[Any] = []
+        for stage in range(self.mesh.coordinates(rank)["pp"]):
+            if schema.MODEL in self.trees:
+                trees.append(self._model(stage))
+            if schema.OPTIMIZER in self.trees:
+                trees.append(self._optimizer(stage))
         return frozenset(self.manifest.aliases.get(path, path) for path in leaves_in(trees))
 
     def _by_name(self) -> bool:
+        """Whether the optimizer's state is kept by parameter name, and can be divided among stages."""
         optimizer = self.trees.get(schema.OPTIMIZER)
         return isinstance(optimizer, Mapping) and isinstance(optimizer.get(schema.GROUPS), list)
 
     def _model(self, stage: int) -> Any:
+        """The model of one pipeline stage."""
         if self.mesh.pp == 1:
             return self.trees[schema.MODEL]
         return {name: v for name, v in self.trees[schema.MODEL].items() if self._stages[str(name)] == stage}
 
     def _optimizer(self, stage: int) -> Any:
+        """The optimizer of one pipeline stage. State that belongs to no parameter stays in all stages."""
         tree = self.trees[schema.OPTIMIZER]
         if self.mesh.pp == 1 or not self._by_name():
             return tree
-        mine = {self._stored_name(name) for name, s in self._stages.items() if s == stage}
-        named = tree[schema.GROUPS]
-        groups = [{**g, schema.PARAMS: [n for n in g[schema.PARAMS] if n in mine]} for g in named]
-        others = {n for g in named for n in g[schema.PARAMS]} - mine
-        states = [part for part in (schema.STATE, schema.MASTER) if part in tree]
-        kept = {part: {n: v for n, v in tree[part].items() if n not in others} for part in states}
-        return {**tree, **kept, schema.GROUPS: groups}
+        mine = {self._stored_name(name) for name, of in self._stages.items() if of == stage}
+        groups = [
+            {**g, schema.PARAMS: [name for name in g[schema.PARAMS] if name in mine]} for g in tree[schema.GROUPS]
+        ]
+        others = {name for g in tree[schema.GROUPS] for name in g[schema.PARAMS]} - mine
+        made = {**tree, schema.GROUPS: groups}
+        for key in (schema.STATE, schema.MASTER):
+            if key in tree:
+                made[key] = {name: value for name, value in tree[key].items() if name not in others}
+        return made
 
     def _stored_name(self, name: str) -> str:
         """The name that an optimizer has for a parameter of several names."""
@@ -149,12 +167,12 @@ class NewJob:
         return record
 
     def _owner(self, path: str) -> tuple[str, ArrayRecord | None]:
-        """The parameter whose state an array is, and what is stored of it; of any other array nothing."""
+        """The parameter whose state an array is, and the record of that parameter; of any other array ("", None)."""
         owner = schema.parameter_of(path)
         return ("", None) if owner is None else (owner, self.manifest.array(owner))
 
     def _sharding(self, path: str) -> Sharding:
-        """How the job splits an array over tp and ep; a state follows its parameter."""
+        """How the job splits an array over tp and ep. A state of its parameter's shape is split like the parameter."""
         if path not in self._shardings:
             owner, theirs = self._owner(path)
             leaf = owner if theirs is not None and theirs.shape == self._record(path).shape else path
@@ -179,7 +197,7 @@ class NewJob:
                 hint="Say with a sharding rule how it is split.",
             ) from error
         alike = placed.group[1] if isinstance(placed.group, tuple) else AXES
-        return RankTensor(leaf, record.dtype, local, placed.pieces, alike)
+        return RankTensor(leaf=leaf, dtype=record.dtype, shape=local, pieces=placed.pieces, alike=alike)
 
     def _placed(self, path: str, record: ArrayRecord, rank: int) -> tuple[LocalArray, tuple[int, ...]]:
         """Where a rank's tensor lies, and its shape, which padding may enlarge."""
@@ -189,7 +207,7 @@ class NewJob:
         return sharding.place(local, self.mesh, rank), local
 
     def doubts(self) -> list[str]:
-        """What is possible, and most likely not meant.
+        """What is possible, and most likely not what was meant.
 
         Raises:
             UsageError: Nothing is split over tp at all.
@@ -201,13 +219,13 @@ class NewJob:
                 f"nothing is split over tp: each of the {self.mesh.tp} ranks would have the whole model",
                 hint="Say what is split: shardings=[('up_proj', ('tp', None))], or --sharding up_proj tp,_.",
             )
-        uneven = [
-            path
-            for path, sharding in split.items()
-            if schema.member_of(path) == schema.MODEL
-            for n, s in zip(self._record(path).shape, sharding.over(len(self._record(path).shape)), strict=True)
-            if s is not None and n % parts(s.axes, self.mesh.sizes)
-        ]
+        uneven: list[str] = []
+        for path, sharding in split.items():
+            if schema.member_of(path) == schema.MODEL:
+                shape = self._record(path).shape
+                for n, dim in zip(shape, sharding.over(len(shape)), strict=True):
+                    if dim is not None and n % parts(dim.axes, self.mesh.sizes):
+                        uneven.append(path)
         if not uneven:
             return []
         more = f" and {len(uneven) - 5} more" if len(uneven) > 5 else ""
@@ -218,12 +236,16 @@ class NewJob:
         return self._placed(path, self._record(path), 0)[0].spec
 
     def _is_dealt(self, path: str, record: ArrayRecord) -> bool:
-        """Whether ZeRO-1 deals out the rows of an array: of states that have the shape of their parameter."""
+        """Whether ZeRO-1 deals out the rows of an array. It does for states that have the shape of their parameter.
+
+        Raises:
+            IncompatibleCheckpointError: The parameter is not stored, and the rows were not dealt out before.
+        """
         owner, theirs = self._owner(path)
-        if self._is_shared(path):
+        if self._is_shared(path) or not owner:
             return False
-        if theirs is not None or not owner:
-            return theirs is not None and theirs.shape == record.shape
+        if theirs is not None:
+            return theirs.shape == record.shape
         if not rows_of(sharding_of(path, self.manifest, ())):
             raise IncompatibleCheckpointError(
                 "the optimizer's rows cannot be dealt out: the parameter that this belongs to is not known",
@@ -233,7 +255,7 @@ class NewJob:
         return True
 
     def _is_shared(self, path: str) -> bool:
-        """Whether it is state of the optimizer that belongs to no parameter."""
+        """Whether an array is state of the optimizer that belongs to no parameter."""
         owner = schema.owner_of(path)
         return self._parameters is not None and owner is not None and owner not in self._parameters
 
@@ -242,17 +264,30 @@ class NewJob:
         if not self._by_name():
             return {}
         shapes = {}
-        tree = self.trees[schema.OPTIMIZER]
-        for group in tree[schema.GROUPS]:
+        for group in self.trees[schema.OPTIMIZER][schema.GROUPS]:
             for name in group[schema.PARAMS]:
-                leaf = schema.weight(name)
-                if self.manifest.array(leaf) is None:
-                    own = [schema.state(name, what) for what in tree[schema.STATE].get(name, {})]
-                    leaf = max(own, key=lambda p: len(r.shape) if (r := self.manifest.array(p)) else -1, default=leaf)
+                leaf = self._leaf_of_shape(name)
                 record = self.manifest.array(leaf)
                 if record is not None:
                     shapes[name] = even(self._sharding(leaf), record.shape, self.mesh)[1]
         return shapes
+
+    def _leaf_of_shape(self, name: Any) -> str:
+        """The leaf that has a parameter's shape: the parameter, or where no model is stored a state of it.
+
+        Of its states that is the one with the most dims, because a step count is a single number.
+        """
+        leaf = schema.weight(name)
+        if self.manifest.array(leaf) is not None:
+            return leaf
+        most = -1
+        for what in self.trees[schema.OPTIMIZER][schema.STATE].get(name, {}):
+            state = schema.state(name, what)
+            record = self.manifest.array(state)
+            dims = -1 if record is None else len(record.shape)
+            if dims > most:
+                leaf, most = state, dims
+        return leaf
 
 
 def deals_rows(manifest: Manifest) -> bool:

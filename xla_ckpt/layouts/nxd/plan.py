@@ -1,9 +1,9 @@
 """What one rank writes in neuronx-distributed's layouts: which files, with which of its tensors in them.
 
 A rank file ``dp_rank_00_tp_rank_01_pp_rank_00.pt`` holds the state of one rank as a dict, with its own part of each
-tensor: ranks that differ along dp (and cp) only have one in common. In the layout of torch.save (`Layout` without
-xser) the first of them writes it; in that of torch_xla's `serialization.save` each tensor lies in a file of its own,
-and they share the work. Every rank decides its part alone.
+tensor. Ranks that differ along dp and cp only have one rank file in common. In the layout ``pt`` the first of these
+ranks writes the file. In the layout ``xser`` each tensor lies in a file of its own, and the ranks share the writing.
+Every rank decides alone what it writes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.sharding import position
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.nested import replaced_leaves
 
 PARTS = (schema.MODEL, schema.OPTIMIZER, schema.SCHEDULER, schema.USER_CONTENT)
 """Members of a state that these layouts have a place for."""
@@ -36,14 +37,14 @@ _SHARING = ("edp", "cp")
 """Mesh axes along which ranks have a rank file in common."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensor:
     """One rank's part of an array, as it has it in memory."""
 
     leaf: str
     dtype: DType
     shape: tuple[int, ...]
-    """Of the tensor itself, padding included."""
+    """Shape of the tensor itself, padding included."""
 
     pieces: tuple[Piece, ...]
     """Which elements of the global array it consists of."""
@@ -60,13 +61,13 @@ class RankTensor:
         return Box.whole(self.shape).size * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
     """The state of one rank, with a `LeafAt` for each array."""
 
     parts: Mapping[str, Any]
     tensors: Mapping[str, RankTensor]
-    """By the leaf path at which an array stands; names of the same array have the same tensor."""
+    """The tensor of each array, by leaf path. Several paths of one shared array have the same tensor."""
 
     zero1: bool = False
     """Whether the rows of the optimizer's states are dealt out over dp."""
@@ -80,7 +81,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """Plans the files of one rank."""
+    """Plans the files of one rank. `xser`: whether each tensor lies in a file of its own."""
 
     mesh: Mesh
     rank: int
@@ -94,15 +95,19 @@ class RankPlan:
         """
         made: list[FilePlan] = []
         if schema.MODEL in state.parts:
-            tree = state.parts[schema.MODEL]
-            made += self._rank_file(f"model/{self._name(0)}", state, tree, schema.MODEL, _SHARING)
+            made += self._rank_file(f"model/{self._name(0)}", state, state.parts[schema.MODEL], schema.MODEL, _SHARING)
         if schema.OPTIMIZER in state.parts:
             tree = numbered(state) if state.by_name else state.parts[schema.OPTIMIZER]
-            dp, sharing = (self._at["dp"], ("cp",)) if state.zero1 else (0, _SHARING)
-            made += self._rank_file(f"optim/{self._name(dp, state.zero1)}", state, tree, schema.OPTIMIZER, sharing)
-        for part in (schema.SCHEDULER, schema.USER_CONTENT) if self.rank == 0 else ():
-            if part in state.parts:
-                made.append(self._whole(f"{part}.pt", state, state.parts[part], part, tuple(self.mesh.sizes)))
+            if state.zero1:
+                # Every dp rank has rows of its own, so only ranks along cp have a file in common.
+                path = f"optim/{self._name(self._at['dp'], zero1=True)}"
+                made += self._rank_file(path, state, tree, schema.OPTIMIZER, ("cp",))
+            else:
+                made += self._rank_file(f"optim/{self._name(0)}", state, tree, schema.OPTIMIZER, _SHARING)
+        if self.rank == 0:
+            for part in (schema.SCHEDULER, schema.USER_CONTENT):
+                if part in state.parts:
+                    made.append(self._whole(f"{part}.pt", state, state.parts[part], part, tuple(self.mesh.sizes)))
         return tuple(made)
 
     @property
@@ -115,6 +120,7 @@ class RankPlan:
         return f"dp_rank_{dp:02d}{ep}_tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}.pt"
 
     def _rank_file(self, path: str, state: RankState, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
+        """What this rank writes of a rank file that the ranks along the axes `sharing` have in common."""
         mine = position(sharing, self.mesh, self.rank)
         if not self.xser:
             return [] if mine else [self._whole(path, state, _plain(tree), part, sharing)]
@@ -135,12 +141,18 @@ class RankPlan:
             if writer == mine and (self._at["ep"] == 0 or tensor.expert):
                 name = f"tensor_{tid}"
                 lengths, sources, entries = self._laid_out([(leaf, tensor)], sharing)
-                codec = TorchFile(name, dumps(InFile(0, tensor.dtype, tensor.shape), leaf), lengths)
-                files.append(FilePlan(f"{path}.tensors/{name}.pt", codec, sources, entries))
+                codec = TorchFile(
+                    stem=name, pickled=dumps(InFile(0, tensor.dtype, tensor.shape), leaf), storages=lengths
+                )
+                files.append(FilePlan(path=f"{path}.tensors/{name}.pt", codec=codec, sources=sources, entries=entries))
         if mine == 0:
             info = {tid: _info(tensor) for tid, (_, tensor) in enumerate(tensors)}
-            files.append(FilePlan(path, TorchFile(_stem(path), pickled)))
-            files.append(FilePlan(f"{path}.info.pt", TorchFile(_stem(f"{path}.info.pt"), dumps(info, part))))
+            files.append(FilePlan(path=path, codec=TorchFile(stem=_stem(path), pickled=pickled)))
+            files.append(
+                FilePlan(
+                    path=f"{path}.info.pt", codec=TorchFile(stem=_stem(f"{path}.info.pt"), pickled=dumps(info, part))
+                )
+            )
         return files
 
     def _whole(self, path: str, state: RankState, tree: Any, part: str, sharing: Sequence[str]) -> FilePlan:
@@ -154,7 +166,12 @@ class RankPlan:
 
         pickled = dumps(tree, part, in_file)
         lengths, sources, entries = self._laid_out(tensors, sharing)
-        return FilePlan(path, TorchFile(_stem(path), pickled, lengths), sources, entries)
+        return FilePlan(
+            path=path,
+            codec=TorchFile(stem=_stem(path), pickled=pickled, storages=lengths),
+            sources=sources,
+            entries=entries,
+        )
 
     def _laid_out(
         self, tensors: Sequence[tuple[str, RankTensor]], sharing: Sequence[str]
@@ -166,19 +183,25 @@ class RankPlan:
         for path, tensor in tensors:
             first = len(sources)
             cuts, frames = _regions(tensor)
-            found = path == tensor.leaf
-            found &= all(self._at[axis] == 0 for axis in tensor.alike if axis not in sharing)
+            # The manifest finds an array once: under its first name, and on the first of the ranks that hold the same.
+            is_first_name = path == tensor.leaf
+            is_first_rank = all(self._at[axis] == 0 for axis in tensor.alike if axis not in sharing)
+            is_copy = not (is_first_name and is_first_rank)
             lengths.append(tuple(b - a for a, b in pairwise(cuts)))
-            sources += [RegionSource(tensor.leaf, 0, a, b - a) for a, b in pairwise(cuts)]
+            sources += [RegionSource(leaf=tensor.leaf, shard=0, offset=a, nbytes=b - a) for a, b in pairwise(cuts)]
             region = {offset: first + i for i, offset in enumerate(cuts)}
-            entries += [Entry(tensor.leaf, p.box, region[at], frame, copy=not found) for p, frame, at in frames]
+            entries += [
+                Entry(leaf=tensor.leaf, box=p.box, region=region[at], frame=frame, copy=is_copy)
+                for p, frame, at in frames
+            ]
         return tuple(lengths), tuple(sources), tuple(entries)
 
 
 def _regions(tensor: RankTensor) -> tuple[list[int], list[tuple[Piece, Box | None, int]]]:
-    """Where a tensor's bytes are cut into regions, and (piece, its frame, offset of its region) for each piece.
+    """Where a tensor's bytes are cut into regions; and for each piece (piece, its frame, offset of its region).
 
-    A piece that is one run of bytes is a region of its own, so that a reader verifies no more than it reads.
+    A piece that is one run of bytes is a region of its own, so that a reader verifies no more than it reads. If some
+    piece is scattered, the whole tensor is one region, and each piece has the frame that says where it lies in it.
     """
     whole, itemsize = Box.whole(tensor.shape), tensor.dtype.itemsize
     pieces = [p for p in tensor.pieces if p.box.size]
@@ -186,21 +209,16 @@ def _regions(tensor: RankTensor) -> tuple[list[int], list[tuple[Piece, Box | Non
     if all(where.contiguous for where in places):
         cuts = {0, tensor.nbytes} | {w.offset for w in places} | {w.offset + w.nbytes for w in places}
         return sorted(cuts), [(p, None, w.offset) for p, w in zip(pieces, places, strict=True)]
-    return [0, tensor.nbytes], [(p, _frame(p, tensor.shape), 0) for p in pieces]
-
-
-def _frame(piece: Piece, shape: tuple[int, ...]) -> Box:
-    start = tuple(b - a for a, b in zip(piece.local.start, piece.box.start, strict=True))
-    return Box(start, tuple(a + n for a, n in zip(start, shape, strict=True)))
+    return [0, tensor.nbytes], [(p, p.frame(tensor.shape), 0) for p in pieces]
 
 
 def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Who writes what: large ones first, each to whoever has the least so far."""
+    """Who writes each of these files: the large ones are dealt out first, each to the rank with the least so far."""
     load = [0] * ranks
     writer = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         writer[i] = load.index(min(load))
-        load[writer[i]] += max(sizes[i], 1)
+        load[writer[i]] += max(sizes[i], 1)  # an empty tensor is a file to write, too
     return writer
 
 
@@ -214,15 +232,16 @@ def _info(tensor: RankTensor) -> dict[str, Any]:
 
 
 def with_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, RankTensor]:
-    """The same, with those marked that are split over ep, and all states of such parameters."""
+    """The same tensors. Those of experts are marked: parameters that are split over ep, and all states of these."""
     if mesh.ep == 1:
         return dict(tensors)
-
-    experts = {schema.parameter_of(path) or path for path, t in tensors.items() if "ep" not in t.alike}
-    return {path: replace(t, expert=(schema.parameter_of(path) or path) in experts) for path, t in tensors.items()}
+    parameters = {path: schema.parameter_of(path) or path for path in tensors}
+    experts = {parameters[path] for path, tensor in tensors.items() if "ep" not in tensor.alike}
+    return {path: replace(tensor, expert=parameters[path] in experts) for path, tensor in tensors.items()}
 
 
 def _stem(path: str) -> str:
+    """What torch.save calls the folder in a zip: the file's own name without its ending."""
     return path.rpartition("/")[2].removesuffix(".pt")
 
 
@@ -231,36 +250,33 @@ def numbered(state: RankState) -> dict[str, Any]:
     tree = state.parts[schema.OPTIMIZER]
     names = [name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]]
     number = {name: i for i, name in enumerate(names)}
-
-    def by_number(members: Mapping[Any, Any]) -> dict[Any, Any]:
-        ordered = sorted(members.items(), key=lambda kv: number.get(kv[0], len(number)))
-        return {number.get(name, name): value for name, value in ordered}
-
-    groups = [
-        {**{k: v for k, v in g.items() if k != schema.PARAMS}, "params": [number[n] for n in g[schema.PARAMS]]}
-        for g in tree[schema.GROUPS]
-    ]
+    groups = []
+    for group in tree[schema.GROUPS]:
+        options = {k: v for k, v in group.items() if k != schema.PARAMS}
+        groups.append({**options, "params": [number[name] for name in group[schema.PARAMS]]})
     others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
     if not state.zero1:
-        return {"state": by_number(tree[schema.STATE]), "param_groups": groups, **others}
+        return {"state": _by_number(tree[schema.STATE], number), "param_groups": groups, **others}
     made = {
         "state": {},
         "param_groups": groups,
-        "base_state": by_number(tree[schema.STATE]),
+        "base_state": _by_number(tree[schema.STATE], number),
         "shape_info": {i: list(state.shapes[name]) for name, i in number.items()},
     }
     if schema.MASTER in tree:
-        made["sharded_master_weights"] = by_number(tree[schema.MASTER])
+        made["sharded_master_weights"] = _by_number(tree[schema.MASTER], number)
     return {**made, **others}
 
 
-def _plain(value: Any) -> Any:
+def _by_number(members: Mapping[Any, Any], number: Mapping[Any, int]) -> dict[Any, Any]:
+    """Members by the number of their parameter, in that order; what belongs to no parameter comes last."""
+    ordered = sorted(members.items(), key=lambda item: number.get(item[0], len(number)))
+    return {number.get(name, name): value for name, value in ordered}
+
+
+def _plain(tree: Any) -> Any:
     """The same tree in the containers that neuronx-distributed's rank files have: dicts and lists."""
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    return value
+    return replaced_leaves(tree, lambda _, leaf: leaf, "", tuples=False)
 
 
 def check_fits(state: RankState, mesh: Mesh, axes: Sequence[str]) -> None:

@@ -17,19 +17,21 @@ from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory
+from xla_ckpt.tree.nested import replaced_leaves
 
 _NAME = re.compile(r"(?:dp_rank_(\d{2,})|full)(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 """``full`` is what neuronx-distributed's converter calls the states of all dp ranks together."""
 
-MAX_NAMED = 6
+LISTED = 6
+"""How many names an error lists before it says how many more there are."""
 
 _CHUNK = 1 << 20
 """Bytes that are compared at a time."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(kw_only=True, frozen=True, slots=True, order=True)
 class At:
-    """Where a rank file stands."""
+    """Where a rank file stands: the coordinates of the rank that wrote it."""
 
     pp: int = 0
     dp: int = 0
@@ -37,7 +39,7 @@ class At:
     tp: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """A tensor of a rank file."""
 
@@ -50,7 +52,7 @@ class StoredTensor:
     """Where it lies."""
 
     at: TensorAt | None = None
-    """The exact place, where it is known already."""
+    """The exact place, if it is known already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Scan:
             size = source.size
             source.close()
             self._numbers[file] = len(self.files)
-            self.files.append(FileRecord(file, size, 0, 0))
+            self.files.append(FileRecord(path=file, size=size, head=0, digest=0))
         return self._numbers[file]
 
     def place(self, held: StoredTensor) -> TensorAt:
@@ -117,6 +119,7 @@ class Scan:
         return self._same_bytes(a, b)
 
     def _same_bytes(self, a: TensorAt, b: TensorAt) -> bool:
+        """Whether two tensors of one type and shape are equal, read piece by piece."""
         size = Box.whole(a.shape).size * a.dtype.itemsize
         with ExitStack() as opened:
             sources = [self.directory.open(at.file) for at in (a, b)]
@@ -143,30 +146,41 @@ class Scan:
         return grids
 
     def present(self) -> dict[str, RankFiles]:
-        """Those of `rank_files` that are there, whether some are missing or not."""
+        """Those of `rank_files` that are there. The sizes are those that they would have if none were missing.
+
+        Model and optimizer were written by the same ranks, so what is missing in one of them shows in the other.
+        """
+        found = self._by_kind()
+        own = {kind: _sizes(paths) for kind, paths in found.items()}
+        tp = max((size.tp for size in own.values()), default=1)
+        pp = max((size.pp for size in own.values()), default=1)
+        ep = max((size.ep for size in own.values()), default=1)
+        made = {}
+        for kind, paths in found.items():
+            sizes = replace(own[kind], tp=tp, pp=pp)
+            # Only a ZeRO-1 optimizer has a file for each dp rank, so dp is not compared. Without ZeRO-1 the optimizer
+            # of a job with experts has a file for each ep rank, and the model says how many there are.
+            if kind == "optim" and sizes.dp == 1 and any("_ep_rank_" in path for path in paths.values()):
+                sizes = replace(sizes, ep=ep)
+            made[kind] = RankFiles(paths, sizes)
+        return made
+
+    def _by_kind(self) -> dict[str, dict[At, str]]:
+        """The rank files under ``model`` and ``optim``; a kind of which there are none is left out."""
         found: dict[str, dict[At, str]] = {"model": {}, "optim": {}}
         for name in self.names:
             kind, _, base = name.partition("/")
             match = _NAME.fullmatch(base)
             if kind in found and match is not None:
-                dp, ep, tp, pp = (int(g or 0) for g in match.groups())
-                found[kind][At(pp, dp, ep, tp)] = name
-        kinds = {kind: paths for kind, paths in found.items() if paths}
-        sizes = {kind: _sizes(paths) for kind, paths in kinds.items()}
-        tp, pp = (max((getattr(s, axis) for s in sizes.values()), default=1) for axis in ("tp", "pp"))
-        ep = max((s.ep for s in sizes.values()), default=1)
-        for kind, paths in kinds.items():
-            size = replace(sizes[kind], tp=tp, pp=pp)
-            if kind == "optim" and size.dp == 1 and any("_ep_rank_" in p for p in paths.values()):
-                size = replace(size, ep=ep)
-            sizes[kind] = size
-        return {kind: RankFiles(paths, sizes[kind]) for kind, paths in kinds.items()}
+                dp, ep, tp, pp = (int(number or 0) for number in match.groups())
+                found[kind][At(pp=pp, dp=dp, ep=ep, tp=tp)] = name
+        return {kind: paths for kind, paths in found.items() if paths}
 
     def check_optimizer(self) -> None:
-        """The optimizer is one that can be read.
+        """Refuse an optimizer that cannot be read.
 
         Raises:
-            UnsupportedStateError: It lies in torch's distributed format.
+            UnsupportedStateError: It was saved in torch's distributed format.
         """
         if "optim/.metadata" in self.names:
             raise UnsupportedStateError(
@@ -187,7 +201,7 @@ class Scan:
             match = LEGACY.fullmatch(base)
             if match is not None:
                 tp, pp, dp = (int(g or 0) for g in match.groups())
-                paths[At(pp, dp, 0, tp)] = name
+                paths[At(pp=pp, dp=dp, ep=0, tp=tp)] = name
         grid = RankFiles(paths, _sizes(paths))
         check_grid("tag", grid)
         return grid
@@ -199,75 +213,91 @@ class Scan:
             CorruptCheckpointError: It is missing or damaged.
         """
         info = read(self.directory, f"{path}.info.pt") if f"{path}.info.pt" in self.names else {}
+        described = info if isinstance(info, Mapping) else {}
         held: dict[int, StoredTensor] = {}
 
         def reference(tid: int) -> StoredTensor:
             if tid not in held:
-                held[tid] = self._referenced(path, at, tid, info.get(tid) if isinstance(info, Mapping) else None)
+                held[tid] = self._referenced(path, at, tid, described.get(tid))
             return held[tid]
 
-        return _with_held(read(self.directory, path, reference))
+        return replaced_leaves(read(self.directory, path, reference), _as_stored, path)
 
     def _referenced(self, path: str, at: At, tid: int, info: Any) -> StoredTensor:
+        """The tensor of a number in a rank file of the layout ``xser``; `info` is what the file beside it says."""
         own = f"{path}.tensors/tensor_{tid}.pt"
+        # A tensor that all expert-parallel ranks have alike lies with the first of them.
         shared = own.replace(f"_ep_rank_{at.ep:02d}_", "_ep_rank_00_", 1) if at.ep else own
         if info is None:
             file = own if own in self.names else shared
             found = read(self.directory, file)
             if not isinstance(found, TensorAt):
                 raise CorruptCheckpointError("the file of a tensor does not hold one", file=file)
-            return StoredTensor(found.dtype, found.shape, None, file, found)
+            return StoredTensor(dtype=found.dtype, shape=found.shape, expert=None, file=file, at=found)
         try:
             expert = bool(info["expert_model_parallel"])
             dtype = dtypes.dtype(str(info["dtype"]).removeprefix("torch."))
-            return StoredTensor(dtype, tuple(map(int, info["shape"])), expert, own if expert else shared)
+            return StoredTensor(
+                dtype=dtype, shape=tuple(map(int, info["shape"])), expert=expert, file=own if expert else shared
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(
                 "the description of a tensor is damaged", file=f"{path}.info.pt", found=f"tensor {tid}: {info}"[:200]
             ) from error
 
 
-def _with_held(value: Any) -> Any:
+def _as_stored(_: str, value: Any) -> Any:
+    """A tensor that lies in the rank file itself, as a `StoredTensor`; any other value as it is."""
     if isinstance(value, TensorAt):
-        return StoredTensor(value.dtype, value.shape, None, value.file, value)
-    if isinstance(value, Mapping):
-        return {k: _with_held(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_held(v) for v in value)
+        return StoredTensor(dtype=value.dtype, shape=value.shape, expert=None, file=value.file, at=value)
     return value
 
 
 def _sizes(paths: Mapping[At, str]) -> At:
-    return At(*(max(getattr(at, axis) for at in paths) + 1 for axis in ("pp", "dp", "ep", "tp")))
+    """Number of files along each axis, as far as they are there."""
+    return At(
+        pp=1 + max(at.pp for at in paths),
+        dp=1 + max(at.dp for at in paths),
+        ep=1 + max(at.ep for at in paths),
+        tp=1 + max(at.tp for at in paths),
+    )
 
 
 def check_grid(kind: str, grid: RankFiles) -> None:
-    """Every rank has its file.
+    """Check that every rank has its file.
 
     Raises:
         CorruptCheckpointError: Some are missing.
     """
     paths, sizes = grid.paths, grid.sizes
-    ranges = (range(n) for n in (sizes.pp, sizes.dp, sizes.ep, sizes.tp))
     count = sizes.pp * sizes.dp * sizes.ep * sizes.tp
     if len(paths) == count:
         return
+    # A single file with a number in the millions must not make a list of all those before it.
     if count > 100 * len(paths) + 1000:
         raise CorruptCheckpointError("the numbers of the rank files make no grid", file=kind, found=f"{len(paths)}")
-    missing = [at for at in (At(*c) for c in product(*ranges)) if at not in paths]
+    places = (
+        At(pp=pp, dp=dp, ep=ep, tp=tp)
+        for pp, dp, ep, tp in product(range(sizes.pp), range(sizes.dp), range(sizes.ep), range(sizes.tp))
+    )
+    missing = [at for at in places if at not in paths]
     raise CorruptCheckpointError(
         f"{len(missing)} of {count} rank files are missing in {kind}",
         file=kind,
         expected=f"all of pp {sizes.pp}, dp {sizes.dp}, ep {sizes.ep}, tp {sizes.tp}",
         found="none for " + listed([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
-        hint="They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks "
-        "from 1 on unless use_xser is set."
-        if sizes.ep > 1
-        else "They were lost, or never written: take another tag.",
+        hint=_LOST_EXPERTS if sizes.ep > 1 else _LOST,
     )
+
+
+_LOST = "They were lost, or never written: take another tag."
+_LOST_EXPERTS = (
+    "They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks from 1 on "
+    "unless use_xser is set."
+)
 
 
 def listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

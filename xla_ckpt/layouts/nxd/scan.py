@@ -12,11 +12,11 @@ import torch
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import (
-    CheckpointError,
     CorruptCheckpointError,
-    StorageError,
     UnsupportedStateError,
     UntrustedObjectError,
+    naming,
+    storage_errors,
 )
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor, listed
 from xla_ckpt.layouts.nxd.state import Missing, ScannedState, Stage, stages, trees
@@ -30,16 +30,18 @@ from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.flatten import flatten
+from xla_ckpt.tree.nested import leaves
 
 logger = logging.getLogger(__name__)
 
 _ONLY_MASTERS = UnknownArray(
-    "this weight was not saved; at most its master weight was, which the optimizer numbers",
-    "Load with model= and optimizer= together.",
+    problem="this weight was not saved; at most its master weight was, which the optimizer numbers",
+    hint="Load with model= and optimizer= together.",
 )
 _NAMELESS = UnknownArray(
-    "the stored optimizers of the pipeline stages number their parameters, and nothing says what the numbers mean",
-    "Load with model= and optimizer=: their names and groups say so.",
+    problem="the stored optimizers of the pipeline stages number their parameters, and nothing says what the numbers "
+    "mean",
+    hint="Load with model= and optimizer=: their names and groups say so.",
 )
 
 
@@ -53,22 +55,14 @@ def open_scanned(store: Store, found: NxdTag, hints: Hints, codec: ValueCodec) -
     """
     if not found.complete:
         logger.warning("tag %s has no done marker: its save may not have ended", found.tag)
-    try:
+    with storage_errors("opening a tag", path=store.path, tag=found.tag):
         directory = store.open(found.tag)
-    except OSError as error:
-        raise StorageError.of(error, "opening a tag", path=store.path, tag=found.tag) from error
     try:
-        manifest, objects = scan(Scan(directory), found, hints, codec)
-        return TagReader(directory, store.path, found.tag, manifest, objects)
-    except OSError as error:
-        directory.close()
-        if isinstance(error, CheckpointError):
-            error.at(path=store.path, tag=found.tag)
-            raise
-        raise StorageError.of(error, "reading a tag", path=store.path, tag=found.tag) from error
-    except CheckpointError as error:
-        directory.close()
-        error.at(path=store.path, tag=found.tag)
+        with naming(path=store.path, tag=found.tag), storage_errors("reading a tag"):
+            manifest, objects = scan(Scan(directory), found, hints, codec)
+            return TagReader(directory, store.path, found.tag, manifest, objects)
+    except BaseException:
+        directory.close()  # nobody else will: it would count as being read for as long as the program runs
         raise
 
 
@@ -81,7 +75,7 @@ class Refused:
         self.error = error
 
     def load(self, leaf: str, *, trust: bool) -> Any:
-        """What it holds.
+        """The object in the file.
 
         Raises:
             UntrustedObjectError: `trust` is False. Nothing of it has run.
@@ -103,22 +97,28 @@ def scan(files: Scan, found: NxdTag, wanted: Hints, codec: ValueCodec) -> tuple[
     known = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, ArrayRecord)}
     unknown = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, UnknownArray)}
     _report_own(found.tag, [leaf for leaf, record in known.items() if record.own], wanted)
-    head = Head(found.tag, 0, pinned=False, created="")
+    head = Head(tag=found.tag, sequence=0, pinned=False, created="")
     manifest = Manifest(
-        head, flat.skeleton, known, tuple(files.files), mesh=str(mesh), world=mesh.size, unknown=unknown
+        head=head,
+        skeleton=flat.skeleton,
+        arrays=known,
+        files=tuple(files.files),
+        mesh=str(mesh),
+        world=mesh.size,
+        unknown=unknown,
     )
     return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
 
 
-def _report_own(tag: str, leaves: list[str], wanted: Hints) -> None:
+def _report_own(tag: str, own: list[str], wanted: Hints) -> None:
     """Say once for each pipeline stage which arrays each rank gets its own of, and what that means."""
     at = wanted.mesh.coordinates(wanted.rank)
-    if leaves and not any(at[axis] for axis in ("dp", "cp", "tp")):
+    if own and not any(at[axis] for axis in ("dp", "cp", "tp")):
         logger.warning(
             "tag %s: the ranks hold different tensors, and nothing says how they were split; each rank gets its own. "
             "They are parts of arrays, or copies that have drifted apart: %s",
             tag,
-            listed(leaves),
+            listed(own),
         )
 
 
@@ -127,6 +127,7 @@ def _kind(value: Any) -> str | None:
 
 
 def _current(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
+    """The parts of a tag of the present layout, and how the ranks were arranged that wrote it."""
     if wanted.optimizer:
         files.check_optimizer()
     grids = files.rank_files()
@@ -142,17 +143,22 @@ def _current(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
 
 
 def _legacy(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
+    """The parts of a tag of the older layout, in which a rank has one file for all of them."""
     grid = files.legacy_files()
     held = trees(files, grid)
     first = held[min(held)]
     if "model" not in first and all(isinstance(v, StoredTensor) for v in first.values()):
+        # Nothing but tensors: the program saved a bare state dict of its model.
         held = {at: {"model": tree} for at, tree in held.items()}
         first = held[min(held)]
+    # All dp ranks have the same model, and the same optimizer if ZeRO-1 did not deal it out.
     models = {at: tree["model"] for at, tree in held.items() if at.dp == 0 and isinstance(tree.get("model"), Mapping)}
     optim = {at: tree["optimizer"] for at, tree in held.items() if isinstance(tree.get("optimizer"), Mapping)}
     if optim and "base_state" not in optim[min(optim)]:
         optim = {at: tree for at, tree in optim.items() if at.dp == 0}
-    grids = {"model": grid, **({"optim": grid} if optim else {})}
+    grids = {"model": grid}
+    if optim:
+        grids["optim"] = grid
     parts = _parts(files, wanted, grids, stages(models), lambda: optim)
     rest = {k: v for k, v in first.items() if k not in ("model", "optimizer")}
     if "scheduler" in rest:
@@ -163,14 +169,17 @@ def _legacy(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
 
 
 def _mesh(grids: Mapping[str, RankFiles]) -> Mesh:
-    sizes = [g.sizes for g in grids.values()] or [At(1, 1, 1, 1)]
+    """How the ranks were arranged, as far as the files show it."""
+    sizes = [g.sizes for g in grids.values()] or [At(pp=1, dp=1, ep=1, tp=1)]
     pp, dp, ep, tp = (max(getattr(s, axis) for s in sizes) for axis in ("pp", "dp", "ep", "tp"))
+    # Without ZeRO-1 there are no files for dp ranks but the first: there were at least as many as ep ranks.
     return Mesh(pp=pp, dp=dp if dp % ep == 0 else ep, ep=ep, tp=tp)
 
 
 def _parts(
     files: Scan, wanted: Hints, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Any
 ) -> dict[str, Any]:
+    """Model and optimizer, with a record or an `UnknownArray` for each tensor."""
     mesh = _mesh(grids)
     state = ScannedState(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
     parts: dict[str, Any] = {}
@@ -178,7 +187,7 @@ def _parts(
         parts[schema.MODEL] = state.model()
     if "optim" in grids:
         if not wanted.optimizer:
-            parts[schema.OPTIMIZER] = UnknownArray("the optimizer was not asked for")
+            parts[schema.OPTIMIZER] = UnknownArray(problem="the optimizer was not asked for")
         elif wanted.groups is None and grids["optim"].sizes.pp > 1:
             parts[schema.OPTIMIZER] = _NAMELESS
         else:
@@ -186,16 +195,16 @@ def _parts(
     optimizer = parts.get(schema.OPTIMIZER)
     masters = optimizer.get(schema.MASTER, {}) if isinstance(optimizer, dict) else {}
     if model:
-        parts[schema.MODEL] = {
-            name: chosen
-            for name, v in parts[schema.MODEL].items()
-            if (chosen := _weights(name, v, masters, wanted)) is not None
-        }
+        weights = {name: _weights(name, stored, masters, wanted) for name, stored in parts[schema.MODEL].items()}
+        parts[schema.MODEL] = {name: value for name, value in weights.items() if value is not None}
     return parts
 
 
 def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) -> Any:
-    """What a parameter is loaded from: master weights where they are all there is, or what is wanted exactly."""
+    """What a parameter is loaded from: as a rule its own array, else its master weights. None leaves it out.
+
+    Master weights are taken if nothing else is stored, or if exactly their type is wanted.
+    """
     master = masters.get(name)
     if isinstance(stored, Missing):
         if isinstance(master, ArrayRecord):
@@ -209,28 +218,26 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) 
                 file=stored.held.file,
             )
         return master
-    asked = wanted.hint(name).dtype
     if isinstance(stored, ArrayRecord) and isinstance(master, ArrayRecord) and stored.shape == master.shape:
-        return master if asked == master.dtype.name != stored.dtype.name else stored
+        asked = wanted.hint(name).dtype
+        if asked == master.dtype.name and asked != stored.dtype.name:
+            return master
     return stored
 
 
 def _plain(files: Scan, value: Any) -> Any:
-    """A value that belongs to no rank in particular; its tensors are whole."""
+    """A value that belongs to no rank in particular, with a record for each tensor: all ranks have those whole.
+
+    Mappings without tensors stay as they are, with their classes.
+    """
     if isinstance(value, TensorAt):
-        value = StoredTensor(value.dtype, value.shape, None, value.file, value)
+        value = StoredTensor(dtype=value.dtype, shape=value.shape, expert=None, file=value.file, at=value)
     if isinstance(value, StoredTensor):
         at = files.place(value)
         box = Box.whole(at.shape)
         return array_record(at.dtype, at.shape, [Shard(box, files.number(at.file), at.offset)])
-    if isinstance(value, Mapping) and any(_has_tensor(v) for v in value.values()):
+    if isinstance(value, Mapping) and any(isinstance(leaf, TensorAt | StoredTensor) for leaf in leaves(value)):
         return {k: _plain(files, v) for k, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(files, v) for v in value)
     return value
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_has_tensor(v) for v in value.values())
-    return isinstance(value, TensorAt | StoredTensor) or (type(value) in (list, tuple) and any(map(_has_tensor, value)))

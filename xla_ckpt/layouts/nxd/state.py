@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
 from xla_ckpt.layouts.nxd.arrays import Copies, check_rows, declared, record, resolve
 from xla_ckpt.layouts.nxd.copies import chosen, in_common
 from xla_ckpt.layouts.nxd.names import names_of_stage
@@ -26,6 +26,8 @@ class Stage:
     """The model of one pipeline stage."""
 
     copies: dict[str, Copies] = field(default_factory=dict)
+    """By name: the tensors of all ranks."""
+
     plain: dict[At, dict[str, Any]] = field(default_factory=dict)
     """What is no tensor on each rank: a module's extra state."""
 
@@ -50,7 +52,7 @@ def stages(models: Trees) -> dict[int, Stage]:
     found: dict[int, Stage] = {}
     for at, tree in models.items():
         stage = found.setdefault(at.pp, Stage())
-        fresh = not stage.plain
+        fresh = not stage.plain  # the first rank of the stage says which names there are
         plain = stage.plain.setdefault(at, {})
         for name, value in tree.items():
             if not isinstance(value, StoredTensor):
@@ -75,7 +77,10 @@ class ScannedState:
         self.wanted = wanted
         self.stages = model
         self.mesh = mesh
-        """Of the stored ranks, without pp; dp is ep."""
+        """How the ranks of one pipeline stage were arranged that have different parts of the model.
+
+        It has no pp, and as many dp ranks as ep ranks: further dp ranks have copies, which nobody stored.
+        """
 
     def model(self) -> dict[str, Any]:
         """The model by name, with a record or an `UnknownArray` for each tensor."""
@@ -89,16 +94,23 @@ class ScannedState:
         return made
 
     def _parameter(self, leaf: str, name: str, copies: Copies) -> ArrayRecord | UnknownArray | Missing:
+        """What stands for a parameter of the model.
+
+        Raises:
+            CorruptCheckpointError: The file of one of its tensors is missing, and others of that rank are there.
+        """
         held = next(iter(copies.values()))
-        if any(h.at is None and h.file not in self.scan.names for h in copies.values()):
+        lost = [h.file for h in copies.values() if h.at is None and h.file not in self.scan.names]
+        if lost:
+            # A job may leave out all files of its tensors on purpose (avoid_saving_lower_precision_weights): then not
+            # even their folder is there.
             if all(h.at is None and h.file.rpartition("/")[0] not in self.scan.folders for h in copies.values()):
                 return Missing(held)
-            lost = next(h.file for h in copies.values() if h.at is None and h.file not in self.scan.names)
-            raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost)
+            raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0])
         sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.hint(name))
         if isinstance(sharding, UnknownArray):
             return sharding
-        return self.record(leaf, name, copies, self.mesh, sharding, held.shape)
+        return self.record(leaf, name, copies, self.mesh, sharding=sharding, local=held.shape)
 
     def record(
         self,
@@ -106,11 +118,11 @@ class ScannedState:
         name: str,
         copies: Copies,
         mesh: Mesh,
+        *,
         sharding: Sharding,
         local: tuple[int, ...],
         state: Sharding | None = None,
         rows: tuple[str, ...] = (),
-        *,
         dealt: bool = False,
     ) -> ArrayRecord | UnknownArray:
         """The record of a parameter, or of a state of it; unknown if ranks differ and nothing says why.
@@ -119,17 +131,18 @@ class ScannedState:
             leaf: Leaf path of the array.
             name: Name of the parameter.
             copies: The tensors of all ranks.
-            mesh: How those were arranged.
+            mesh: How the ranks were arranged that stored them.
             sharding: How the parameter was split.
             local: Shape of the parameter on each rank.
-            state: How the state was split, where it is another shape than the parameter.
+            state: How the state was split, if its shape is not the parameter's.
             rows: Mesh axes over which ZeRO-1 dealt out the rows of the state.
-            dealt: Whether the files are those of each dp rank, as ZeRO-1 writes them.
+            dealt: Whether each dp rank has a file of its own, as ZeRO-1 writes them.
         """
         wish = self.wanted.hint(name)
         own = False
         split = sharding if state is None else state
-        # A state that has not its parameter's shape may not be split as that is: what is said of it does not count.
+        # Copies are compared unless the program has said how the array was split. What it says of a parameter does not
+        # count for a state of another shape, which may not be split like the parameter.
         if not declared(local, wish) or len(split.axes) < len(sharding.axes):
             fits = wish.alone and _whole(sharding, local, mesh) == wish.shape
             found = chosen(
@@ -144,7 +157,7 @@ class ScannedState:
             if isinstance(found, UnknownArray):
                 return found
             copies, own = found
-        made = record(self.scan, leaf, copies, mesh, split, rows, local if rows else ())
+        made = record(self.scan, leaf, copies, mesh, split, rows=rows, local=local if rows else ())
         return replace(made, own=True) if own else made
 
     def optimizer(self, files: Trees, dp: int) -> dict[str, Any]:
@@ -157,14 +170,14 @@ class ScannedState:
         tree: dict[str, Any] = {schema.STATE: {}, schema.GROUPS: []}
         master: dict[str, Any] = {}
         for pp in sorted({at.pp for at in files}):
-            stage = {at: tree_ for at, tree_ in files.items() if at.pp == pp}
+            stage = {at: held for at, held in files.items() if at.pp == pp}
             _OfStage(self, pp, stage, dp).into(tree, master)
         return {**tree, schema.MASTER: master} if master else tree
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A tensor of a model whose file was never written: its master weights stand for it."""
+    """A tensor of a model whose file was never written, because its master weights stand for it."""
 
     held: StoredTensor
 
@@ -177,6 +190,8 @@ class _OfStage:
         self.files = files
         self.first = files[min(files)]
         self.zero = "base_state" in self.first
+        """Whether ZeRO-1 dealt out the rows of the states over dp."""
+        self.state_key = "base_state" if self.zero else "state"
         self.mesh = Mesh(dp=dp, ep=state.mesh.ep, tp=state.mesh.tp) if self.zero else state.mesh
         self.model = state.stages.get(pp, Stage())
         groups = self.first.get("param_groups")
@@ -184,27 +199,29 @@ class _OfStage:
             raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf=schema.OPTIMIZER)
         ordinary = int(self.first.get("ep_param_group_offset", len(groups)))
         self.experts_from = sum(len(g["params"]) for g in groups[:ordinary])
-        """First id of parameters that only an expert-parallel rank has, in optimizers that keep them apart."""
+        """The number that experts' parameters count from, in optimizers that keep them in groups of their own."""
         self.groups = [
-            {**g, "params": [i + (self.experts_from if n >= ordinary else 0) for i in g["params"]]}
+            # The numbers of those groups begin at 0 again: without the shift they would be those of other parameters.
+            {**g, "params": [number + (self.experts_from if n >= ordinary else 0) for number in g["params"]]}
             for n, g in enumerate(groups)
         ]
         self.names = names_of_stage(
             self.groups,
-            ordinary,
-            state.wanted,
-            self.model.copies if state.stages else None,
-            {i: self.local_shape(i) for g in self.groups for i in g["params"]},
-            self.is_expert,
+            ordinary=ordinary,
+            wanted=state.wanted,
+            model=self.model.copies if state.stages else None,
+            shapes={number: self.local_shape(number) for g in self.groups for number in g["params"]},
+            is_expert=self.is_expert,
         )
 
     def is_expert(self, name: str) -> bool:
         """Whether a parameter differs between expert-parallel ranks."""
         copies = self.model.copies.get(name)
-        expert = None if copies is None else next(iter(copies.values())).expert
-        if expert is not None or copies is None:
-            return bool(expert)
+        if copies is None:
+            return False
         held = next(iter(copies.values()))
+        if held.expert is not None:
+            return held.expert
         sharding = resolve(name, held.shape, self.of.mesh, None, self.of.wanted.hint(name))
         return isinstance(sharding, Sharding) and "ep" in sharding.axes
 
@@ -217,47 +234,62 @@ class _OfStage:
         return next((v.shape for v in held.values() if isinstance(v, StoredTensor) and v.shape), None)
 
     def into(self, tree: dict[str, Any], master: dict[str, Any]) -> None:
-        """Add this stage."""
-        groups, states = tree[schema.GROUPS], tree[schema.STATE]
-        if groups and len(groups) != len(self.groups):
+        """Add this stage to the optimizer `tree`, and to its master weights."""
+        self._add_groups(tree[schema.GROUPS])
+        self._add_states(tree[schema.STATE], master)
+        self._add_common_state(tree[schema.STATE])
+
+    def _add_groups(self, found: list[dict[str, Any]]) -> None:
+        """Add the groups: a group of parameters has members in several stages."""
+        if found and len(found) != len(self.groups):
             raise IncompatibleCheckpointError(
                 "the optimizers of the pipeline stages have different numbers of groups",
                 leaf=schema.group(),
-                expected=len(groups),
+                expected=len(found),
                 found=len(self.groups),
             )
         for n, group in enumerate(self.groups):
             names = [self.names[i] for i in group["params"] if i in self.names]
-            if n < len(groups):
-                merged = groups[n][schema.PARAMS]
+            if n < len(found):
+                merged = found[n][schema.PARAMS]
                 merged += [name for name in names if name not in merged]
             else:
-                groups.append({**_hyper(group), schema.PARAMS: names})
-        key = "base_state" if self.zero else "state"
+                found.append({**_hyper(group), schema.PARAMS: names})
+
+    def _add_states(self, found: dict[Any, Any], master: dict[str, Any]) -> None:
+        """Add states and master weights of the parameters."""
         for number, name in self.names.items():
-            if name in states or not self.of.wanted.knows(name):
-                continue  # shared between stages, or of a stage that this rank has nothing of
-            held = {at: t.get(key, {}).get(number, {}) for at, t in self.files.items()}
+            if name in found or not self.of.wanted.knows(name):
+                continue  # another stage has this shared parameter, too; or this rank has no parameter of that stage
+            held = {at: tree.get(self.state_key, {}).get(number, {}) for at, tree in self.files.items()}
             state = self._state(number, name, held)
             if state:
-                states[name] = state
-            weights = {at: w for at, t in self.files.items() if (w := t.get("sharded_master_weights", {}).get(number))}
+                found[name] = state
+            weights = {}
+            for at, tree in self.files.items():
+                weight = tree.get("sharded_master_weights", {}).get(number)
+                if weight:
+                    weights[at] = weight
             if weights:
                 master[name] = self._array(schema.master(name), number, name, weights)
 
-        own = {at: t.get(key, {}) for at, t in self.files.items()}
+    def _add_common_state(self, found: dict[Any, Any]) -> None:
+        """Add state that belongs to no parameter. Its keys are no numbers, and every rank has the same."""
+        own = {at: tree.get(self.state_key, {}) for at, tree in self.files.items()}
         for name in dict.fromkeys(name for members in own.values() for name in members):
-            if type(name) is not int:  # it belongs to no parameter, and every rank has it
-                if name in self.names.values():
-                    raise IncompatibleCheckpointError(
-                        "the stored optimizer keeps state of its own under the name of a parameter",
-                        leaf=schema.state(name),
-                        hint="Load the tag without the model: then parameters are numbered.",
-                    )
-                if name not in states:
-                    states[name] = in_common(self.of.scan, own, name)
+            if type(name) is int:
+                continue
+            if name in self.names.values():
+                raise IncompatibleCheckpointError(
+                    "the stored optimizer keeps state of its own under the name of a parameter",
+                    leaf=schema.state(name),
+                    hint="Load the tag without the model: then parameters are numbered.",
+                )
+            if name not in found:
+                found[name] = in_common(self.of.scan, own, name)
 
     def _state(self, number: int, name: Any, held: Mapping[At, Any]) -> dict[str, Any]:
+        """The state of one parameter, from that of all ranks."""
         made: dict[str, Any] = {}
         with_state = {at: members for at, members in held.items() if members}
         for what in dict.fromkeys(what for members in with_state.values() for what in members):
@@ -269,36 +301,35 @@ class _OfStage:
         return made
 
     def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, StoredTensor]) -> ArrayRecord | UnknownArray:
+        """A state of one parameter, or its master weights, from the tensors of all ranks."""
         copies = {(at.dp, at.ep, at.tp): h for at, h in held.items()}
         first = next(iter(copies.values()))
         local = self.local_shape(number) or first.shape
         expert = self.is_expert(str(name)) if self.of.mesh.ep > 1 else False
-        rows = ("edp",) if expert else ("dp",)
-        if self.zero and first.shape:
-            check_rows(leaf, local, copies, parts(rows, self.mesh.sizes))
+        dealt_over = ("edp",) if expert else ("dp",)
+        has_rows = self.zero and bool(first.shape)
+        if has_rows:
+            check_rows(leaf, local, copies, parts(dealt_over, self.mesh.sizes))
         sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.hint(str(name)))
         if isinstance(sharding, UnknownArray):
             if first.shape:
                 return sharding
-            sharding = Sharding()  # of a parameter that nobody knows, but a number has no parts
-        state = None if self.zero and first.shape else sharding.of_state(local, first.shape)
-        if self.zero and not first.shape:  # a number is the same on all ranks that share the rows of a parameter
+            sharding = Sharding()  # nobody knows how the parameter was split, but a single number has no parts
+        if self.zero and not has_rows:
+            # A single number is the same on all ranks that share the rows of a parameter.
             copies = {at: h for at, h in copies.items() if at[0] < self.mesh.ep}
-        try:
+        with naming(leaf=leaf):
             return self.of.record(
                 leaf,
                 str(name),
                 copies,
                 self.mesh,
-                sharding,
-                local,
-                state,
-                rows if state is None else (),
+                sharding=sharding,
+                local=local,
+                state=None if has_rows else sharding.of_state(local, first.shape),
+                rows=dealt_over if has_rows else (),
                 dealt=self.zero,
             )
-        except CheckpointError as error:
-            error.at(leaf=leaf)
-            raise
 
 
 def _whole(sharding: Sharding, local: tuple[int, ...], mesh: Mesh) -> tuple[int, ...] | None:
@@ -310,8 +341,8 @@ def _whole(sharding: Sharding, local: tuple[int, ...], mesh: Mesh) -> tuple[int,
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters; xser made a list of what was a tuple."""
+    """The hyper-parameters of a group."""
     made = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    if isinstance(made.get("betas"), list):
+    if isinstance(made.get("betas"), list):  # the layout xser makes lists of tuples, and torch wants a tuple
         made["betas"] = tuple(made["betas"])
     return made

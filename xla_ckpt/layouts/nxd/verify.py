@@ -6,7 +6,7 @@ There are no digests, but each record of a zip has a CRC-32, which neither torch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
-    StorageError,
     UnsupportedStateError,
     UntrustedObjectError,
+    storage_errors,
 )
 from xla_ckpt.layouts.nxd.rank_files import RankFiles, Scan, StoredTensor, check_grid
 from xla_ckpt.layouts.nxd.scan import scan
@@ -28,24 +28,24 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tree.codec import ValueCodec
+from xla_ckpt.tree.nested import leaves
 
 
 def verify_nxd(store: Store, found: NxdTag, codec: ValueCodec, workers: int = READERS) -> VerifyReport:
-    """Read every file of a tag: are all ranks' files there, are all tensors, do the zips agree with their CRCs?
+    """Read every file of a tag.
 
-    And do the ranks' parts add up to whole arrays, as far as the tag alone tells?
+    The files of all ranks and all tensors have to be there, the zips have to agree with their CRCs, and the parts of
+    the ranks have to add up to whole arrays, as far as the tag alone tells.
 
     Raises:
         StorageError: The tag cannot be opened.
     """
     began = time.monotonic()
-    report = VerifyReport(store.path, found.tag, digests=False)
+    report = VerifyReport(path=store.path, tag=found.tag, digests=False)
     if not found.complete:
         report.problems.append(CorruptCheckpointError("there is no done marker: the save may not have ended"))
-    try:
+    with storage_errors("opening a tag", path=store.path, tag=found.tag):
         directory = store.open(found.tag)
-    except OSError as error:
-        raise StorageError.of(error, "opening a tag", path=store.path, tag=found.tag) from error
     try:
         files = Scan(directory)
         _noted(report, files.check_optimizer)
@@ -70,21 +70,23 @@ def verify_nxd(store: Store, found: NxdTag, codec: ValueCodec, workers: int = RE
 
 
 def _noted(report: VerifyReport, action: Callable[[], object]) -> None:
+    """Do something, and add the error that it raises to the report."""
     try:
-        action()
+        with storage_errors("reading a file"):
+            action()
     except CheckpointError as error:
         report.problems.append(error)
-    except OSError as error:
-        report.problems.append(StorageError.of(error, "reading a file"))
 
 
 def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
-    """Every rank has its files, and every tensor that they name is there."""
+    """Check that every rank has its files, and that every tensor that they name is there."""
     grids = {"tag": files.legacy_files()} if found.legacy else files.present()
     for kind, grid in grids.items():
         _noted(report, partial(check_grid, kind, grid))
         for tree in _trees(files, grid, report):
-            for held in _tensors(tree):
+            for held in leaves(tree):
+                if not isinstance(held, StoredTensor):
+                    continue
                 report.arrays += 1
                 # A folder without any tensor is what avoid_saving_lower_precision_weights leaves.
                 if held.at is None and held.file.rpartition("/")[0] in files.folders:
@@ -98,7 +100,7 @@ def _check_sums(files: Scan, found: NxdTag, codec: ValueCodec) -> None:
     try:
         scan(files, found, Hints(), codec)
     except (IncompatibleCheckpointError, UnsupportedStateError):
-        return  # only a model tells more
+        return  # the tag alone does not say how its arrays were split, which is no damage
 
 
 def _check_pickle(files: Scan, name: str) -> None:
@@ -114,11 +116,3 @@ def _trees(files: Scan, grid: RankFiles, report: VerifyReport) -> Iterator[Any]:
             yield files.tree(path, at)
         except CheckpointError as error:
             report.problems.append(error)
-
-
-def _tensors(tree: Any) -> Iterator[StoredTensor]:
-    if isinstance(tree, StoredTensor):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for member in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from _tensors(member)

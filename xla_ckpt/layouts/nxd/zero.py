@@ -1,13 +1,13 @@
 """ZeRO-1 optimizer files of neuronx-distributed, for another number of data-parallel ranks.
 
-They name no parameter and know nothing of tensor parallelism, and need not: of each (tp, pp) rank the rows of all dp
-ranks are put together, as `shape_info` says that they belong, and dealt out again.
+The files name no parameter, and do not say how a tensor was split over tp. Neither has to be known: for each (tp, pp)
+rank the rows of all dp ranks are put together, to the shape that `shape_info` says, and dealt out again.
 """
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,21 +19,22 @@ from xla_ckpt.layouts.nxd.state import trees
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest
 from xla_ckpt.plan.save_plan import FilePlan
-from xla_ckpt.sharding.local_array import LocalArray, whole
+from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.nested import replaced_leaves
 
 _DEALT = ("base_state", "sharded_master_weights")
 """Members whose tensors are dealt out by rows; all others are the same on all dp ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroFiles:
     """The optimizer files of a tag."""
 
     manifest: Manifest
-    """Their arrays, whole, by ``pp/tp/<path in the file>``."""
+    """Their arrays, with the rows of all dp ranks, by ``pp/tp/<path in the file>``."""
 
     stages: Mapping[tuple[int, int], Any]
     """(pp, tp) -> what a file holds, with a `LeafAt` for each tensor."""
@@ -42,14 +43,18 @@ class ZeroFiles:
     """Arrays whose rows are dealt out over dp."""
 
     full: bool
-    """Whether they are files of the converter that hold all dp ranks' states."""
+    """Whether they are files of the converter, which hold the states of all dp ranks."""
 
     xser: bool
+    """Whether each tensor lies in a file of its own."""
+
     dp: int
+    """Data-parallel ranks that have files of their own."""
 
     def plans(self, dp: int | None) -> list[FilePlan]:
-        """The files for `dp` data-parallel ranks; None: one that holds all of it, for each (tp, pp)."""
-        pp, tp = (1 + max(at[i] for at in self.stages) for i in (0, 1))
+        """The files for `dp` data-parallel ranks. None: a file for each (tp, pp) that holds the states of all."""
+        pp = 1 + max(pp for pp, _ in self.stages)
+        tp = 1 + max(tp for _, tp in self.stages)
         mesh = Mesh(pp=pp, dp=dp or 1, tp=tp)
         files: list[FilePlan] = []
         for rank in range(mesh.size):
@@ -59,23 +64,20 @@ class ZeroFiles:
                 for path, held in self.manifest.arrays.items()
                 if path.startswith(f"{at['pp']}/{at['tp']}/")
             }
-            state = RankState({schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors, zero1=True)
+            state = RankState(parts={schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors=tensors, zero1=True)
             files += RankPlan(mesh, rank, self.xser).files(state)
         if dp is not None:
             return files
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]
 
     def _tensor(self, path: str, held: ArrayRecord, mesh: Mesh, rank: int) -> RankTensor:
-        shape, place = held.shape, whole(held.shape)
-        alike: tuple[str, ...] = AXES
-        if path in self.dealt:
-            place = _rows(held.shape, mesh, rank)
-            shape, alike = (-(-held.shape[0] // mesh.dp), *held.shape[1:]), ("cp",)
-        return RankTensor(path, held.dtype, shape, place.pieces, alike)
-
-
-def _rows(shape: tuple[int, ...], mesh: Mesh, rank: int) -> LocalArray:
-    return Sharding().zero1(shape, mesh, rank, ("dp",))
+        """What one rank has of an array: its rows, the last ones padded, or all of it."""
+        if path not in self.dealt:
+            place = whole(held.shape)
+            return RankTensor(leaf=path, dtype=held.dtype, shape=held.shape, pieces=place.pieces, alike=AXES)
+        place = Sharding().zero1(held.shape, mesh, rank, ("dp",))
+        shape = (-(-held.shape[0] // mesh.dp), *held.shape[1:])
+        return RankTensor(leaf=path, dtype=held.dtype, shape=shape, pieces=place.pieces, alike=("cp",))
 
 
 def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
@@ -98,14 +100,22 @@ def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
     held = trees(files, grid)
     for at, tree in held.items():
         _check(grid.paths[at], tree)
-    work = _Arrays(files, held, grid.sizes.dp)
+    work = _Arrays(files=files, held=held, dp=grid.sizes.dp)
     stages = {(pp, tp): work.stage(pp, tp) for pp in range(grid.sizes.pp) for tp in range(grid.sizes.tp)}
-    manifest = Manifest(Head(tag, 0, pinned=False, created=""), None, work.records, tuple(files.files))
+    manifest = Manifest(
+        head=Head(tag=tag, sequence=0, pinned=False, created=""),
+        skeleton=None,
+        arrays=work.records,
+        files=tuple(files.files),
+    )
     xser = any(f"{path}.info.pt" in files.names or f"{path}.tensors" in files.folders for path in grid.paths.values())
-    return ZeroFiles(manifest, stages, frozenset(work.dealt), bool(full), xser, grid.sizes.dp)
+    return ZeroFiles(
+        manifest=manifest, stages=stages, dealt=frozenset(work.dealt), full=bool(full), xser=xser, dp=grid.sizes.dp
+    )
 
 
 def _check(path: str, tree: Any) -> None:
+    """Refuse the file of another kind of optimizer."""
     if "_ep_rank_" in path or any(str(key).startswith("ep_") for key in tree):
         raise UnsupportedStateError(
             "this is the optimizer of an expert-parallel job: fewer ranks have its experts in common than the rest",
@@ -118,7 +128,7 @@ def _check(path: str, tree: Any) -> None:
         )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Arrays:
     """Collects the arrays of all files."""
 
@@ -129,21 +139,22 @@ class _Arrays:
     dealt: list[str] = field(default_factory=list)
 
     def stage(self, pp: int, tp: int) -> Any:
-        """What the files of one (tp, pp) hold, with a mark in place of each tensor."""
-        ranks = [self.held[At(pp, dp, 0, tp)] for dp in range(self.dp)]
+        """What the files of one (tp, pp) hold, with a `LeafAt` in place of each tensor."""
+        ranks = [self.held[At(pp=pp, dp=dp, ep=0, tp=tp)] for dp in range(self.dp)]
         shapes = ranks[0]["shape_info"]
-        made = {}
+        made: dict[str, Any] = {}
         for key, value in ranks[0].items():
             path = f"{pp}/{tp}/{key}"
-            if key in _DEALT:
-                made[key] = {
-                    number: self._state(f"{path}/{number}", [r[key].get(number) for r in ranks], shapes.get(number))
-                    if type(number) is int
-                    else _marked(held, f"{path}/{number}", self._alone)  # of no parameter: each dp rank has it whole
-                    for number, held in value.items()
-                }
-            else:
-                made[key] = _marked(value, path, self._alone)
+            if key not in _DEALT:
+                made[key] = replaced_leaves(value, self._alone, path)
+                continue
+            made[key] = {}
+            for number, held in value.items():
+                if type(number) is int:
+                    of_ranks = [rank[key].get(number) for rank in ranks]
+                    made[key][number] = self._state(f"{path}/{number}", of_ranks, shapes.get(number))
+                else:  # it belongs to no parameter, and each dp rank has it whole
+                    made[key][number] = replaced_leaves(held, self._alone, f"{path}/{number}")
         return made
 
     def _state(self, path: str, ranks: list[Any], shape: Any) -> Any:
@@ -153,14 +164,17 @@ class _Arrays:
             return self._united(path, ranks, shape)
         if not isinstance(first, Mapping):
             return first
-        return {
-            what: self._united(f"{path}/{what}", [(r or {}).get(what) for r in ranks], shape)
-            if isinstance(value, StoredTensor)
-            else value
-            for what, value in first.items()
-        }
+        made = {}
+        for what, value in first.items():
+            if isinstance(value, StoredTensor):
+                of_ranks = [(rank or {}).get(what) for rank in ranks]
+                made[what] = self._united(f"{path}/{what}", of_ranks, shape)
+            else:
+                made[what] = value
+        return made
 
-    def _united(self, path: str, ranks: list[Any], shape: Any) -> LeafAt:
+    def _united(self, path: str, ranks: list[Any], shape: Any) -> Any:
+        """The array of which each dp rank has rows; `shape` is that of all of them together."""
         missing = next((dp for dp, held in enumerate(ranks) if not isinstance(held, StoredTensor)), None)
         if missing is not None or shape is None:
             raise CorruptCheckpointError(
@@ -174,20 +188,13 @@ class _Arrays:
             return self._alone(path, ranks[0])
         local = tuple(map(int, shape))
         check_rows(path, local, copies, self.dp)
-        self.records[path] = record(self.files, path, copies, Mesh(dp=self.dp), Sharding(), ("dp",), local)
+        self.records[path] = record(self.files, path, copies, Mesh(dp=self.dp), Sharding(), rows=("dp",), local=local)
         self.dealt.append(path)
         return LeafAt(path)
 
-    def _alone(self, path: str, held: StoredTensor) -> LeafAt:
+    def _alone(self, path: str, held: Any) -> Any:
+        """A tensor that each dp rank has whole, as a `LeafAt`; any other value as it is."""
+        if not isinstance(held, StoredTensor):
+            return held
         self.records[path] = record(self.files, path, {(0, 0, 0): held}, Mesh(), Sharding())
         return LeafAt(path)
-
-
-def _marked(value: Any, path: str, mark: Callable[[str, StoredTensor], LeafAt]) -> Any:
-    if isinstance(value, StoredTensor):
-        return mark(path, value)
-    if isinstance(value, Mapping):
-        return {k: _marked(v, f"{path}/{k}", mark) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_marked(v, f"{path}/{i}", mark) for i, v in enumerate(value)]
-    return value

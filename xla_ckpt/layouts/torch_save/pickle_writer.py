@@ -6,9 +6,8 @@ import collections
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.torch_save.restricted_pickle import STORAGES, Reference
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.ranges import strides
+from xla_ckpt.tree.nested import leaves
 
 PROTOCOL = 2
 """What torch.save writes."""
@@ -42,15 +43,15 @@ class LeafAt:
 
 def leaves_in(tree: Any) -> Iterator[str]:
     """The paths of all arrays in dicts and lists."""
-    if isinstance(tree, LeafAt):
-        yield tree.path
-    elif isinstance(tree, Mapping | list | tuple):
-        for member in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from leaves_in(member)
+    for leaf in leaves(tree):
+        if isinstance(leaf, LeafAt):
+            yield leaf.path
 
 
 @dataclass(frozen=True, slots=True)
 class _Id:
+    """Stands for the storage of a tensor: pickle asks `persistent_id` about it."""
+
     of: InFile
 
 
@@ -80,9 +81,8 @@ class _Pickler(pickle._Pickler):  # the one written in Python: only it lets a na
             return copyreg.__newobj__, (Reference,), {"tid": value.tid}  # type: ignore[attr-defined]  # not in typeshed
         if not isinstance(value, InFile):
             return NotImplemented
-        strides = tuple(prod(value.shape[d + 1 :]) for d in range(len(value.shape)))
         hooks: dict[str, Any] = collections.OrderedDict()
-        args = _Id(value), 0, value.shape, strides, False, hooks
+        args = _Id(value), 0, value.shape, strides(value.shape, 1), False, hooks
         if value.dtype.name in _STORAGE_OF:
             return torch._utils._rebuild_tensor_v2, args
         return torch._utils._rebuild_tensor_v3, (*args, getattr(torch, value.dtype.name))

@@ -1,7 +1,7 @@
 """Unpickling without running anything: an allowlist of names, each of which stands for a function of this file.
 
-Containers and plain values are made; a tensor becomes what the caller's `tensor` makes of its description; any other
-name in the pickle is refused with its name, before anything of it is imported or called.
+Containers and plain values are made. A tensor becomes a `View`, which describes it. Any other name in the pickle is
+refused with that name, before anything of it is imported or called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pickle
 import re
 import types
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what pickle itself applies to the names of old protocols
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ class Storage:
     """Elements; bytes where there is no element type."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """A tensor as a pickle describes it: elements of a storage."""
 
@@ -107,7 +107,7 @@ def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None) 
     shape, strides = _ints(size), _ints(stride)
     if not isinstance(storage, Storage) or dtype is None or len(shape) != len(strides) or not dtypes.known(dtype):
         raise ValueError("a tensor without a storage, or of an unknown type")
-    return View(storage, dtype, _ints([offset])[0], shape, strides)
+    return View(storage=storage, dtype=dtype, offset=_ints([offset])[0], shape=shape, strides=strides)
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
@@ -123,7 +123,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _with_attributes(make: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """A tensor that had attributes, which stay behind."""
+    """A tensor that had attributes. They are left out."""
     if make not in (_tensor, _tensor_v3, _parameter) or not isinstance(kind, _Factory):
         raise ValueError("a tensor of a class of its own")
     return make(*_only(tuple, args))
@@ -249,10 +249,11 @@ def loads(data: bytes, file: str) -> Any:
 
 
 MAX_PICKLE_DEPTH = 100
+"""Containers inside of containers. A pickle may hold a list that contains itself, which a walk would never leave."""
 
 
-def replaced(value: Any, leaf: Callable[[Any], Any], file: str, *, plain: bool = False, depth: int = 0) -> Any:
-    """The same containers, with `leaf` of every `View` and `Reference`. `plain`: mappings become dicts.
+def replaced(value: Any, leaf: Callable[[Any], Any], file: str, *, depth: int = 0) -> Any:
+    """The same containers, of the same classes, with ``leaf(value)`` in place of every `View` and `Reference`.
 
     Raises:
         CorruptCheckpointError: Containers are nested without end.
@@ -261,21 +262,17 @@ def replaced(value: Any, leaf: Callable[[Any], Any], file: str, *, plain: bool =
         raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=file)
 
     def inner(held: Any) -> Any:
-        return replaced(held, leaf, file, plain=plain, depth=depth + 1)
+        return replaced(held, leaf, file, depth=depth + 1)
 
     if isinstance(value, View | Reference):
         return leaf(value)
     if isinstance(value, Mapping):
         members = {k: inner(v) for k, v in value.items()}
-        if plain or type(value) is dict:
+        if type(value) is dict:
             return members
         if type(value) is collections.defaultdict:
             return collections.defaultdict(value.default_factory, members)
         return type(value)(members)  # type: ignore[call-arg]
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return _sequence(value, inner)
+        return type(value)(map(inner, value))
     return value
-
-
-def _sequence(value: Sequence[Any], inner: Callable[[Any], Any]) -> Any:
-    return tuple(map(inner, value)) if isinstance(value, tuple) else [inner(v) for v in value]

@@ -1,6 +1,6 @@
 """Files that torch.save wrote, as byte ranges: a zip whose records are a pickle and the storages, uncompressed.
 
-Only the zip's directory and the pickle are read. Where tensors are, their places stand.
+Only the zip's directory and the pickle are read. Each tensor is replaced by the place where it lies.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_save.restricted_pickle import View, loads, replaced
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Directory, Source
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Signature, length of the name, length of the extra field."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAt:
     """A tensor that lies in a file: contiguous, in C order."""
 
@@ -37,7 +38,7 @@ class TensorAt:
     shape: tuple[int, ...]
 
     crc: int | None = None
-    """CRC-32 of its bytes; None where the zip has none of this tensor alone."""
+    """CRC-32 of its bytes; None if the zip has none of this tensor alone."""
 
 
 class _Readable(io.RawIOBase):
@@ -156,7 +157,8 @@ class _Archive:
         return replaced(loads(self._small("data.pkl"), self.file), leaf, self.file)
 
     def _small(self, name: str) -> bytes:
-        self._record(name)  # checked to be stored, and inside of the file
+        """The bytes of a record that is no storage."""
+        self._record(name)  # raises if it is compressed: a small record could become any number of bytes
         return self.archive.read(self.prefix + name)
 
     def _record(self, name: str) -> tuple[int, int, int]:
@@ -179,32 +181,36 @@ class _Archive:
         return self.offsets[name]
 
     def _place(self, view: View) -> TensorAt:
+        """Where a tensor lies that the pickle describes as a part of a storage."""
         dtype, count = dtypes.dtype(view.dtype), Box.whole(view.shape).size
         start, size, crc = self._record(f"data/{view.storage.key}")
-        if count and view.strides != _contiguous(view.shape, view.strides):
+        if count and not _is_contiguous(view.shape, view.strides):
             raise UnsupportedStateError(
                 "a tensor is not contiguous",
                 file=self.file,
                 found=f"shape {view.shape}, strides {view.strides}",
                 hint="Load it with torch, make it contiguous, and save it anew.",
             )
-        first = view.offset * dtype.itemsize
+        first, nbytes = view.offset * dtype.itemsize, count * dtype.itemsize
         held = view.storage.count * (1 if view.storage.dtype is None else dtype.itemsize)
-        if held > size or (count and first + count * dtype.itemsize > held):
+        # A pickle may claim anything of a storage: unchecked, a load would read what lies behind it in the file.
+        if held > size or (count and first + nbytes > held):
             raise CorruptCheckpointError(
                 "a tensor reaches past the end of its storage",
                 file=self.file,
-                expected=f"{first + count * dtype.itemsize} bytes",
+                expected=f"{first + nbytes} bytes",
                 found=min(size, held),
             )
-        alone = (first, count * dtype.itemsize) == (0, size)  # a part of a storage has no CRC-32 of its own
-        return TensorAt(self.file, start + (first if count else 0), dtype, view.shape, crc if alone else None)
+        alone = (first, nbytes) == (0, size)  # a part of a storage has no CRC-32 of its own
+        return TensorAt(
+            file=self.file,
+            offset=start + (first if count else 0),
+            dtype=dtype,
+            shape=view.shape,
+            crc=crc if alone else None,
+        )
 
 
-def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor; those of dims of one element are as they are."""
-    made, step = [], 1
-    for n, given in zip(reversed(shape), reversed(strides), strict=True):
-        made.append(given if n == 1 else step)
-        step *= n
-    return tuple(reversed(made))
+def _is_contiguous(shape: tuple[int, ...], steps: tuple[int, ...]) -> bool:
+    """Whether elements with these strides lie in C order. The stride of a dim of one element says nothing."""
+    return all(given == step for given, step, n in zip(steps, strides(shape, 1), shape, strict=True) if n != 1)
