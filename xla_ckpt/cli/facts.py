@@ -21,7 +21,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.directory import TagEntry
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.skeleton import children
+from xla_ckpt.tree.skeleton import is_array, leaves_below
 
 
 def locate(path: str, tag: str | None) -> tuple[str, str | None]:
@@ -142,18 +142,7 @@ def _matches(leaf: str, pattern: str | None) -> bool:
 
 def plain_values(manifest: Manifest) -> dict[str, Any]:
     """Leaf path -> typed JSON of every value of the state that is no array."""
-    found: dict[str, Any] = {}
-
-    def visit(skeleton: Any, path: str) -> None:
-        below = children(skeleton)
-        if below:
-            for part, child in below.items():
-                visit(child, paths.join(path, part))
-        elif not (isinstance(skeleton, dict) and "$array" in skeleton):
-            found[path] = skeleton
-
-    visit(manifest.skeleton, paths.ROOT)
-    return found
+    return {leaf: part for leaf, part in leaves_below(manifest.skeleton) if not is_array(part)}
 
 
 def verify_facts(root: str, tag: str) -> dict[str, Any]:

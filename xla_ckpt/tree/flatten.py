@@ -64,11 +64,14 @@ ArrayKind = Callable[[Any], str | None]
 
 
 class _Flattener:
+    """Takes one tree apart. Its methods return the skeleton of what they are given."""
+
     def __init__(self, array_kind: ArrayKind, codec: ValueCodec) -> None:
         self.array_kind = array_kind
         self.codec = codec
         self.flat = Flat()
         self.open: set[int] = set()
+        """The containers around the value that is visited: one that comes again contains itself."""
 
     def visit(self, value: Any, path: str) -> Json:
         if (kind := self.array_kind(value)) is not None:
@@ -88,41 +91,60 @@ class _Flattener:
             self.open.discard(id(value))
 
     def container(self, value: Any, path: str) -> Json:
+        """A container, by its exact class: a subclass may hold more than its members."""
         kind = type(value)
-        if kind is dict:
-            if all(type(k) is str and not k.startswith("$") for k in value):
-                return {k: self.visit(v, paths.join(path, paths.escape(k))) for k, v in value.items()}
-            return self.pairs("$dict", value, path)
+        if kind in (dict, collections.OrderedDict, collections.Counter, collections.defaultdict):
+            return self.mapping(value, path)
         if kind is list:
             return self.items(value, path)
         if kind is tuple:
             return {"$tuple": self.items(value, path)}
-        if kind is collections.OrderedDict:
-            return self.pairs("$OrderedDict", value, path)
-        if kind is collections.Counter:
-            return self.pairs("$Counter", value, path)
-        if kind is collections.defaultdict and self.factory(value) is not NotImplemented:
-            pairs = self.pairs("$defaultdict", value, path)
-            return pairs if "$object" in pairs else {"$defaultdict": [self.factory(value), pairs["$defaultdict"]]}
         if kind is collections.deque:
             return {"$deque": [value.maxlen, self.items(value, path)]}
-        if kind is set or kind is frozenset:
-            members = [self.hashable(v) for v in value]
-            if NotImplemented not in members:
-                ordered = sorted(members, key=lambda j: json_text.dumps(j, sort_keys=True))
-                return {"$set" if kind is set else "$frozenset": ordered}
+        if kind in (set, frozenset):
+            return self.unordered(value, path)
         if kind is slice:
             return {"$slice": self.items([value.start, value.stop, value.step], path)}
+        return self.instance(value, path)
+
+    def mapping(self, value: Any, path: str) -> Json:
+        """A dict, or one of the standard library's classes of dicts."""
+        kind = type(value)
+        if kind is dict:
+            if all(type(k) is str and not k.startswith("$") for k in value):
+                return self.fields(value, path)
+            return self.pairs("$dict", value, path)
+        if kind is collections.defaultdict:
+            factory = self.factory(value)
+            if factory is NotImplemented:
+                return self.object(value, path)
+            pairs = self.pairs("$defaultdict", value, path)
+            return pairs if "$object" in pairs else {"$defaultdict": [factory, pairs["$defaultdict"]]}
+        return self.pairs(f"${kind.__name__}", value, path)
+
+    def unordered(self, value: Any, path: str) -> Json:
+        """A set, in an order that does not depend on the process; a pickle if a member is no plain value."""
+        members = [self.hashable(v) for v in value]
+        if NotImplemented in members:
+            return self.object(value, path)
+        ordered = sorted(members, key=lambda j: json_text.dumps(j, sort_keys=True))
+        return {f"${type(value).__name__}": ordered}
+
+    def instance(self, value: Any, path: str) -> Json:
+        """An instance of a class that the skeleton names; a pickle if it is of any other class."""
+        name = class_name(type(value))
         if _is_namedtuple(value):
-            return {"$namedtuple": [class_name(kind), self.fields(value._asdict(), path)]}
-        if class_name(kind) in NAMESPACES:
-            return {"$namespace": [class_name(kind), self.fields(vars(value), path)]}
+            return {"$namedtuple": [name, self.fields(value._asdict(), path)]}
+        if name in NAMESPACES:
+            return {"$namespace": [name, self.fields(vars(value), path)]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
             if set(getattr(value, "__dict__", {})) - set(held):  # attributes that are no fields would be lost
                 return self.object(value, path)
-            return {"$dataclass": [class_name(kind), self.fields(held, path)]}
-        return {"$enum": [class_name(kind), value.name]} if is_enum_member(value) else self.object(value, path)
+            return {"$dataclass": [name, self.fields(held, path)]}
+        if is_enum_member(value):
+            return {"$enum": [name, value.name]}
+        return self.object(value, path)
 
     def object(self, value: Any, path: str) -> Json:
         self.flat.objects.append((path, value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
@@ -18,30 +18,47 @@ _FIELDS = frozenset({"$namedtuple", "$dataclass", "$namespace"})
 
 
 def children(skeleton: Json) -> dict[str, Json] | None:
-    """The parts of a stored container by path component; None for everything that has none.
+    """The parts of a stored container, by path component; None for anything that is no container.
 
     >>> children({"a": 1}), children({"$tuple": [5, 6]}), children(7)
     ({'a': 1}, {'0': 5, '1': 6}, None)
     """
     if isinstance(skeleton, list):
-        return {str(i): v for i, v in enumerate(skeleton)}
+        return _numbered(skeleton)
     if not isinstance(skeleton, dict):
         return None
     if len(skeleton) == 1:
         ((name, body),) = skeleton.items()
-        if name in _PAIRS:
-            return {component(k): v for k, v in body}
-        if name in _ITEMS:
-            return {str(i): v for i, v in enumerate(body)}
-        if name in _FIELDS:
-            return {paths.escape(k): v for k, v in body[1].items()}
-        if name == "$defaultdict":
-            return {component(k): v for k, v in body[1]}
-        if name == "$deque":
-            return {str(i): v for i, v in enumerate(body[1])}
         if name.startswith("$"):
-            return None
-    return {paths.escape(k): v for k, v in skeleton.items()}
+            return _wrapped_children(name, body)
+    return _escaped(skeleton)
+
+
+def _wrapped_children(name: str, body: Json) -> dict[str, Json] | None:
+    """The parts of ``{name: body}``, where the name is that of a kind of container or of value."""
+    if name in _PAIRS:
+        return _paired(body)
+    if name in _ITEMS:
+        return _numbered(body)
+    if name in _FIELDS:
+        return _escaped(body[1])
+    if name == "$defaultdict":
+        return _paired(body[1])
+    if name == "$deque":
+        return _numbered(body[1])
+    return None
+
+
+def _numbered(items: Sequence[Json]) -> dict[str, Json]:
+    return {str(i): item for i, item in enumerate(items)}
+
+
+def _escaped(members: Mapping[str, Json]) -> dict[str, Json]:
+    return {paths.escape(key): member for key, member in members.items()}
+
+
+def _paired(pairs: Iterable[tuple[Json, Json]]) -> dict[str, Json]:
+    return {component(key): member for key, member in pairs}
 
 
 def part_at(skeleton: Json, path: str) -> Json:
@@ -58,24 +75,38 @@ def part_at(skeleton: Json, path: str) -> Json:
     return skeleton
 
 
+def leaves_below(skeleton: Json, path: str = paths.ROOT) -> Iterator[tuple[str, Json]]:
+    """(leaf path, part) of every part that has no parts itself: arrays, objects, plain values, empty containers.
+
+    >>> list(leaves_below({"a": [1, {"$array": "torch"}], "b": {}}))
+    [('a/0', 1), ('a/1', {'$array': 'torch'}), ('b', {})]
+    """
+    below = children(skeleton)
+    if not below:
+        yield path, skeleton
+        return
+    for part, child in below.items():
+        yield from leaves_below(child, paths.join(path, part))
+
+
+def is_array(part: Json) -> bool:
+    """Whether a part of a skeleton stands for an array."""
+    return isinstance(part, dict) and set(part) == {"$array"}
+
+
+def is_object(part: Json) -> bool:
+    """Whether a part of a skeleton stands for a pickled object."""
+    return isinstance(part, dict) and set(part) == {"$object"}
+
+
 def array_paths(skeleton: Json, path: str) -> dict[str, str]:
     """Leaf path -> kind of every array at or below `path`."""
-    if isinstance(skeleton, dict) and len(skeleton) == 1 and "$array" in skeleton:
-        return {path: str(skeleton["$array"])}
-    found: dict[str, str] = {}
-    for part, child in (children(skeleton) or {}).items():
-        found |= array_paths(child, paths.join(path, part))
-    return found
+    return {leaf: str(part["$array"]) for leaf, part in leaves_below(skeleton, path) if is_array(part)}
 
 
 def objects_in(skeleton: Json, path: str = paths.ROOT) -> dict[int, str]:
     """Number -> leaf path of every pickled object at or below `path`."""
-    if isinstance(skeleton, dict) and set(skeleton) == {"$object"}:
-        return {skeleton["$object"]: path}
-    found: dict[int, str] = {}
-    for part, child in (children(skeleton) or {}).items():
-        found |= objects_in(child, paths.join(path, part))
-    return found
+    return {part["$object"]: leaf for leaf, part in leaves_below(skeleton, path) if is_object(part)}
 
 
 def renumbered(skeleton: Json, number: Callable[[int], int]) -> Json:
@@ -83,14 +114,14 @@ def renumbered(skeleton: Json, number: Callable[[int], int]) -> Json:
     if isinstance(skeleton, list):
         return [renumbered(v, number) for v in skeleton]
     if isinstance(skeleton, dict):
-        if set(skeleton) == {"$object"}:
+        if is_object(skeleton):
             return {"$object": number(skeleton["$object"])}
         return {k: renumbered(v, number) for k, v in skeleton.items()}
     return skeleton
 
 
 Make = Callable[[Mapping[str, Any]], Any]
-"""From the restored arrays, by leaf path, to a restored value."""
+"""Makes a restored value from the restored arrays, which it finds by leaf path."""
 
 
 class Weave:
@@ -111,30 +142,46 @@ class Weave:
             IncompatibleCheckpointError: The pattern has a part that is not stored, or of another nature.
         """
         if self.is_array(pattern):
-            if not (isinstance(stored, dict) and "$array" in stored):
-                raise _mismatch(path, "an array", stored)
-            self.wanted[path] = pattern
-            return lambda arrays: arrays[path]
-        below = children(stored)
+            return self._array(pattern, stored, path)
         if isinstance(pattern, Mapping):
-            parts = {k: paths.escape(k) if isinstance(k, str) else self._component(k, path) for k in pattern}
-            made = {k: self._child(pattern[k], below, part, path, stored) for k, part in parts.items()}
-            return lambda arrays: _like_mapping(pattern, {k: m(arrays) for k, m in made.items()})
+            return self._mapping(pattern, stored, path)
         if isinstance(pattern, list | tuple | collections.deque):
-            if below is None or len(below) != len(pattern):
-                raise _mismatch(path, f"{len(pattern)} items", stored)
-            names = getattr(pattern, "_fields", range(len(pattern)))
-            several = [self._child(p, below, str(n), path, stored) for n, p in zip(names, pattern, strict=True)]
-            return lambda arrays: _like_sequence(pattern, [m(arrays) for m in several])
+            return self._sequence(pattern, stored, path)
         if dataclasses.is_dataclass(pattern) and not isinstance(pattern, type):
-            fields = {
-                f.name: self._child(getattr(pattern, f.name), below, paths.escape(f.name), path, stored)
-                for f in dataclasses.fields(pattern)
-            }
-            return lambda arrays: dataclasses.replace(pattern, **{k: m(arrays) for k, m in fields.items()})
+            return self._dataclass(pattern, stored, path)
         return self.whole(stored, path)
 
-    def _component(self, key: Any, path: str) -> str:
+    def _array(self, pattern: Any, stored: Json, path: str) -> Make:
+        if not (isinstance(stored, dict) and "$array" in stored):
+            raise _mismatch(path, "an array", stored)
+        self.wanted[path] = pattern
+        return lambda arrays: arrays[path]
+
+    def _mapping(self, pattern: Mapping[Any, Any], stored: Json, path: str) -> Make:
+        below = children(stored)
+        made = {key: self._child(value, below, self._component(key), path, stored) for key, value in pattern.items()}
+        return lambda arrays: _like_mapping(pattern, {key: make(arrays) for key, make in made.items()})
+
+    def _sequence(self, pattern: Any, stored: Json, path: str) -> Make:
+        below = children(stored)
+        if below is None or len(below) != len(pattern):
+            raise _mismatch(path, f"{len(pattern)} items", stored)
+        names = getattr(pattern, "_fields", range(len(pattern)))
+        made = [self._child(p, below, str(name), path, stored) for name, p in zip(names, pattern, strict=True)]
+        return lambda arrays: _like_sequence(pattern, [make(arrays) for make in made])
+
+    def _dataclass(self, pattern: Any, stored: Json, path: str) -> Make:
+        below = children(stored)
+        made = {
+            field.name: self._child(getattr(pattern, field.name), below, paths.escape(field.name), path, stored)
+            for field in dataclasses.fields(pattern)
+        }
+        return lambda arrays: dataclasses.replace(pattern, **{name: make(arrays) for name, make in made.items()})
+
+    def _component(self, key: Any) -> str:
+        """The path component of a key of the pattern, as `flatten` made it from the key that was saved."""
+        if isinstance(key, str):
+            return paths.escape(key)
         encoded = self.codec.encode(key)
         if encoded is NotImplemented and isinstance(key, tuple):
             encoded = {"$tuple": [self.codec.encode(k) for k in key]}
