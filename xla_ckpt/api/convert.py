@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.api.export import write_directory
-from xla_ckpt.api.opened import OpenState, opened
+from xla_ckpt.api.opened import OpenState, check_split, opened
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
@@ -31,7 +31,6 @@ from xla_ckpt.storage.door import PathLike, full_path, same_directory, store_at
 from xla_ckpt.tags import commit as tags
 from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tags.names import check_tag
-from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 
@@ -134,7 +133,7 @@ def convert(
             if layout.tagged:
                 _check_arrays(reader, topology)
             else:
-                _check_part(reader, schema.MODEL)
+                check_split(reader, schema.MODEL)
             made = layout.rewriting(stored, topology)
             with Progress(f"convert {tag}", made.nbytes, progress) as bar:
                 if layout.tagged:
@@ -168,14 +167,8 @@ def _check_free(target: Store, called: str, source: Store, tag: str) -> None:
         )
 
 
-def _check_part(reader: TagReader, part: str) -> None:
-    for leaf in array_paths(reader.manifest.skeleton, ""):
-        if paths.is_under(leaf, part):
-            reader.manifest.array(leaf)  # raises where nobody says how it is split
-
-
 def _check_arrays(reader: TagReader, to: Topology) -> None:
-    """Everything that the new tag will hold is stored, and it is known how it was split."""
+    """Check that everything that the new tag will hold is stored, and that it is known how it was split."""
     leaves = array_paths(reader.manifest.skeleton, "")
     if reader.foreign_objects is not None:
         _check_names(reader.manifest, leaves)
@@ -187,7 +180,10 @@ def _check_arrays(reader: TagReader, to: Topology) -> None:
 
 
 def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
-    """A rule of the caller's may say of nameless states what is not so, and shapes of theirs tell nothing."""
+    """Refuse optimizer states whose parameter is not known, if arrays are split over tp or ep.
+
+    A rule of the caller's could fit such a state by mistake, and its shape does not tell how it was split.
+    """
     old = Mesh.parse(manifest.mesh or "")
     owners = {leaf: schema.parameter_of(leaf) for leaf in leaves} if old.tp * old.ep > 1 else {}
     named = parameters_in(manifest)

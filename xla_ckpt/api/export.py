@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.api.opened import OpenState, opened
+from xla_ckpt.api.opened import OpenState, check_split, opened
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
@@ -19,9 +19,7 @@ from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import rename_durably, write_small
 from xla_ckpt.storage.door import PathLike, above, full_path, store_at
-from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import array_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +81,7 @@ def export_hf(
         opened(store, tag, parse_rules(shardings), model, part=part) as reader,
         naming(path=reader.root, tag=reader.tag),
     ):
-        for leaf in array_paths(reader.manifest.skeleton, ""):
-            if paths.is_under(leaf, part):
-                reader.manifest.array(leaf)  # raises where nobody says how it is split
+        check_split(reader, part)
         made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes)
         with Progress(f"export {tag}", made.nbytes, progress) as bar:
             write_directory(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)

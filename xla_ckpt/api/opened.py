@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.engine.tag_reader import TagReader
@@ -12,7 +13,7 @@ from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import objects_in
+from xla_ckpt.tree.skeleton import array_paths, objects_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,17 @@ def opened(
     return open_tag(store, tag, hints_of(model, optimizer, StateShardings(rules=rules)))
 
 
+def check_split(reader: TagReader, part: str) -> None:
+    """Check that of every array in a part of the state it is known how it was split.
+
+    Raises:
+        IncompatibleCheckpointError: Nothing says so of one of them.
+    """
+    for leaf in array_paths(reader.manifest.skeleton, paths.ROOT):
+        if paths.is_under(leaf, part):
+            reader.manifest.array(leaf)  # this raises
+
+
 @dataclass(frozen=True, slots=True)
 class OpenState:
     """An open tag, as a conversion reads it (`xla_ckpt.layouts.base.StoredState`)."""
@@ -58,12 +70,9 @@ class OpenState:
         from xla_ckpt.state.values import CODEC, resolver
         from xla_ckpt.tree.flatten import Unflattener
 
-        def unpickled(index: int, leaf: str) -> Any:
-            return self.reader.object(index, leaf, trust=self.trust)
-
-        return Unflattener(array=array, codec=CODEC, object=unpickled, resolve=resolver(self.trust)).build(
-            self.manifest.skeleton[part], part
-        )
+        return Unflattener(
+            array=array, codec=CODEC, object=partial(self.reader.object, trust=self.trust), resolve=resolver(self.trust)
+        ).build(self.manifest.skeleton[part], part)
 
     def objects(self) -> list[bytes]:
         """The pickled objects, in the order of their numbers.

@@ -233,7 +233,7 @@ def _freeze(
         if many and not all(lasts(shard, waits=waits) for shard in shards.values()):
             # What another rank writes is not copied here, so it has to be known now who writes what.
             with phases.timed("plan"):
-                written = {(s.leaf, s.shard) for file in writing.plan.files for s in file.sources}
+                written = {(source.leaf, source.shard) for file in writing.plan.files for source in file.sources}
         snapshot = take(shards, description.leaves if many else (), waits=waits, written=written, loose=state.buffers)
     return Part(
         leaves=description.leaves,
