@@ -31,6 +31,7 @@ from xla_ckpt.storage.door import PathLike, full_path, same_directory, store_at
 from xla_ckpt.tags import commit as tags
 from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tags.names import check_tag
+from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 

@@ -49,19 +49,15 @@ class DTensors:
         cuts: list[list[tuple[int, Cut]]] = [[] for _ in shape]  # for each tensor dim the mesh dims that cut it
         for d, placement in enumerate(value.placements):
             parts, index = mesh.size(d), 0 if coordinate is None else coordinate[d]
+            factor = _factor(placement)
             if isinstance(placement, Replicate):
                 replica, replicas = replica * parts + index, replicas * parts
                 copied.append(d)
-            elif (factor := _factor(placement)) is not None:
+            elif factor is not None:
                 cuts[placement.dim % len(shape)].append((d, Cut(parts, index, factor)))
             else:
-                why = "has no values of its own yet" if placement.is_partial() else "is cut in a way not known here"
-                raise UnsupportedStateError(
-                    f"a DTensor with the placement {placement} {why}",
-                    leaf=path,
-                    hint="Redistribute it to Shard or Replicate before it is saved or loaded.",
-                )
-        if coordinate is None:
+                raise _refusal(placement, path)
+        if coordinate is None:  # this rank is not in the mesh
             return LocalArray(shape=shape, pieces=())
         pieces, local_shape = pieces_of(
             [_held(n, [cut for _, cut in by_dim], path) for n, by_dim in zip(shape, cuts, strict=True)]
@@ -110,6 +106,16 @@ class DTensors:
         )
 
 
+def _refusal(placement: Any, path: str) -> UnsupportedStateError:
+    """The error for a placement that is neither Shard nor Replicate."""
+    why = "has no values of its own yet" if placement.is_partial() else "is cut in a way not known here"
+    return UnsupportedStateError(
+        f"a DTensor with the placement {placement} {why}",
+        leaf=path,
+        hint="Redistribute it to Shard or Replicate before it is saved or loaded.",
+    )
+
+
 def _factor(placement: Any) -> int | None:
     """The factor of a placement that shards (see `Cut`), 1 for a plain one; None for a placement of another kind.
 
@@ -141,6 +147,11 @@ def _check_order(value: Any, path: str) -> None:
 
 
 def _held(size: int, cuts: Sequence[Cut], path: str) -> list[Interval]:
+    """What this rank holds of a tensor dim.
+
+    Raises:
+        UnsupportedStateError: This version of torch does not agree with itself about that.
+    """
     for n, cut in uneven(size, cuts):
         if not _torch_agrees(n, cut):
             # Up to torch 2.9 `full_tensor` and `distribute_tensor` give the rows of such a tensor different places.
@@ -158,10 +169,13 @@ def _torch_agrees(size: int, cut: Cut) -> bool:
     """Whether torch deals out this many rows as `interleaved` does."""
     strided: Any = getattr(placement_types, "_StridedShard")  # noqa: B009
     dealt, _ = strided(0, split_factor=cut.factor)._split_tensor(torch.arange(size), cut.parts, with_padding=False)
-    return all(
-        part.tolist() == [i for low, high in interleaved(size, replace(cut, index=k)) for i in range(low, high)]
-        for k, part in enumerate(dealt)
-    )
+    for k, part in enumerate(dealt):
+        ours: list[int] = []
+        for low, high in interleaved(size, replace(cut, index=k)):
+            ours.extend(range(low, high))
+        if part.tolist() != ours:
+            return False
+    return True
 
 
 def _spec(named: Sequence[tuple[str, Cut]]) -> tuple[object, ...] | None:

@@ -107,10 +107,11 @@ class TorchHost:
 
     @staticmethod
     def _host(value: torch.Tensor) -> HostShard:
-        shared = value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg())
-        plain = value if shared else value.cpu().resolve_conj().resolve_neg().contiguous()
-        private = plain.data_ptr() != value.data_ptr() if value.device.type == "cpu" else True
-        return HostShard(bytes_of(plain), plain, immutable=private)
+        in_place = value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg())
+        plain = value if in_place else value.cpu().resolve_conj().resolve_neg().contiguous()
+        # A copy is ours alone. Of a CPU tensor some of these steps may have made none.
+        is_copy = value.device.type != "cpu" or plain.data_ptr() != value.data_ptr()
+        return HostShard(bytes_of(plain), plain, immutable=is_copy)
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():

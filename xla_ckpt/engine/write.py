@@ -48,16 +48,17 @@ class _File:
         """Index of each non-empty region."""
         self.starts = [self.places[i][0] for i in self.regions]
         """File offset of each non-empty region, ascending."""
-        self.sources = [
-            memory[s.leaf, s.shard][s.offset : s.offset + s.nbytes] for s in map(plan.sources.__getitem__, self.regions)
-        ]
+        self.sources: list[memoryview] = []
         """Bytes of each non-empty region."""
+        for i in self.regions:
+            source = plan.sources[i]
+            self.sources.append(memory[source.leaf, source.shard][source.offset : source.offset + source.nbytes])
         self.first_block: list[int] = []
         """Index of the first digest of each non-empty region."""
         blocks = 0
-        for source in self.sources:
+        for data in self.sources:
             self.first_block.append(blocks)
-            blocks += digests.block_count(len(source))
+            blocks += digests.block_count(len(data))
         self.digests = [0] * blocks
         self.crcs: dict[tuple[int, int], tuple[int, int]] = {}
         """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
@@ -150,14 +151,16 @@ def write_objects(directory: Directory, objects: Sequence[bytes], rank: int, wor
 
 
 def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
+    """The segments of all files. A file without a byte has one, too: somebody has to make it."""
     for number, file in enumerate(files):
         for start in range(0, max(file.size, 1), segment_bytes):
             yield _Segment(number, start, min(start + segment_bytes, file.size))
 
 
 def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer: memoryview, phases: Phases) -> int:
-    """Write one segment; the bytes of regions in it."""
-    nbytes, alone = segment.stop - segment.start, segment.stop - segment.start == file.size
+    """Write one segment of a file; returns how many bytes of regions are in it."""
+    nbytes = segment.stop - segment.start
+    is_whole_file = nbytes == file.size
     began = time.perf_counter()
     sink = file.opened(directory)
     opened = time.perf_counter()
@@ -165,7 +168,8 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
     copied = time.perf_counter()
     for i, low, high in parts:
         _digest(file, i, low, high)
-    if alone:
+    if is_whole_file:
+        # All digests are known already, so the glue goes out with the same write: small files take one call, not two.
         for at, text in file.finished():
             buffer[at : at + len(text)] = text
     digested = time.perf_counter()
@@ -179,8 +183,9 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
         file.left -= 1
         last = file.left == 0
     if last:
-        for at, text in () if alone else file.finished():
-            sink.patch(text, at)
+        if not is_whole_file:
+            for at, text in file.finished():
+                sink.patch(text, at)
         with phases.timed("fsync", files=1):
             sink.commit()
     return moved
@@ -189,7 +194,7 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
 def _gather(file: _File, segment: _Segment, buffer: memoryview) -> list[tuple[int, int, int]]:
     """Copy what lies in a segment into the buffer: (non-empty region, first and last byte of it) of each part."""
     parts = []
-    i = max(bisect_right(file.starts, segment.start) - 1, 0)
+    i = max(bisect_right(file.starts, segment.start) - 1, 0)  # the region that the segment begins in, if any
     while i < len(file.starts) and file.starts[i] < segment.stop:
         start, source = file.starts[i], file.sources[i]
         low, high = max(segment.start, start), min(segment.stop, start + len(source))
@@ -209,6 +214,7 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 def _digest(file: _File, i: int, low: int, high: int) -> None:
     """Digest the blocks of region `i` that begin at `low <= byte < high` of it; a block may reach further."""
+    # Each block is digested by the one segment that it begins in, from the source: none is digested twice or left out.
     source = file.sources[i]
     if file.plan.codec.wants_crc32:
         file.crcs[i, file.starts[i] + low] = crc32(source[low:high]), high - low

@@ -78,13 +78,28 @@ def exchange_shares(
 def _exchange(
     share: Share, mixed: Mixed, slots: Sequence[memoryview], read: memoryview | None, itemsize: int, group: Any
 ) -> None:
-    """One leaf: every member sends each other one the part of its rows that it wants."""
+    """Exchange one leaf: every member sends to each other one the part of its rows that the other one wants."""
+    pending = _send_rows(share, mixed, slots, read, itemsize, group)
+    _receive_rows(share, mixed, slots, itemsize, group)
+    for work, _ in pending:
+        work.wait()
+
+
+def _send_rows(
+    share: Share, mixed: Mixed, slots: Sequence[memoryview], read: memoryview | None, itemsize: int, group: Any
+) -> list[tuple[Any, Any]]:
+    """Send what this rank read, and copy its own part. (Work, data) of what is on its way: data must be kept so long.
+
+    Nothing waits here: if all members sent first and waited, nobody would receive.
+    """
     distributed: Any = torch.distributed
-    mine = [box for box, ranks in mixed.boxes if share.rank in ranks]
     pending: list[tuple[Any, Any]] = []
     own = mixed.rows(share.rank)
+    if own is None or read is None:
+        return pending
     for tag, (box, ranks) in enumerate(mixed.boxes):
-        if own is None or read is None or (part := own.intersect(box)) is None:
+        part = own.intersect(box)
+        if part is None:
             continue
         data = torch.from_numpy(_cut(read, own, part, itemsize))
         for rank in ranks:
@@ -93,15 +108,22 @@ def _exchange(
                 np.copyto(np.frombuffer(place, np.uint8), data.numpy())
             else:
                 pending.append((distributed.isend(data, rank, group=group, tag=tag), data))
+    return pending
+
+
+def _receive_rows(share: Share, mixed: Mixed, slots: Sequence[memoryview], itemsize: int, group: Any) -> None:
+    """Receive what other members read of the boxes that this rank wants. The tag of a message is the box's number."""
+    distributed: Any = torch.distributed
+    mine = [(tag, box) for tag, (box, ranks) in enumerate(mixed.boxes) if share.rank in ranks]
     for reader in mixed.members:
         theirs = mixed.rows(reader)
-        for tag, (box, _) in enumerate(mixed.boxes):
-            if reader == share.rank or theirs is None or box not in mine or (part := theirs.intersect(box)) is None:
-                continue
-            place = _place(slots[share.slots[mixed.leaf, box]], box, part, itemsize)
-            distributed.recv(torch.frombuffer(place, dtype=torch.uint8), reader, group=group, tag=tag)
-    for work, _ in pending:
-        work.wait()
+        if reader == share.rank or theirs is None:
+            continue
+        for tag, box in mine:
+            part = theirs.intersect(box)
+            if part is not None:
+                place = _place(slots[share.slots[mixed.leaf, box]], box, part, itemsize)
+                distributed.recv(torch.frombuffer(place, dtype=torch.uint8), reader, group=group, tag=tag)
 
 
 def _cut(memory: memoryview, held: Box, part: Box, itemsize: int) -> Any:
@@ -113,7 +135,7 @@ def _cut(memory: memoryview, held: Box, part: Box, itemsize: int) -> Any:
 
 
 def _place(memory: memoryview, box: Box, part: Box, itemsize: int) -> memoryview:
-    """Where whole rows of a box are in its memory."""
+    """The memory of whole rows of a box."""
     where = runs(part, box, itemsize)
     assert where.contiguous
     return memory[where.offset : where.offset + where.nbytes]

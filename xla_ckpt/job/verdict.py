@@ -29,14 +29,14 @@ def as_checkpoint_error(error: BaseException, doing: str, rank: int, **facts: An
 
 
 LEAD = 0.8
-"""Rank 0 waits for the others this part of the timeout, so that its verdict on them comes before theirs on it."""
+"""The part of the timeout for which rank 0 waits for the others. Its verdict comes before they give up on it."""
 
 COMPRESS_BYTES = 4096
 """Messages from this length on travel compressed."""
 
 
 def _packed(message: Any) -> bytes:
-    """JSON; long texts (records are, and full of repetition) are compressed: rank 0 hears thousands of them."""
+    """A message as bytes. Long ones are compressed: records are full of repetition, and rank 0 hears thousands."""
     text = json.dumps(message).encode()
     return b"z" + zlib.compress(text, 1) if len(text) > COMPRESS_BYTES else text
 
@@ -54,7 +54,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds that are left; never quite none."""
+        """Seconds that are left, at least a thousandth."""
         return max(self._end - time.monotonic(), 0.001)
 
 
@@ -131,7 +131,7 @@ class Round:
         return inner
 
     def close(self) -> None:
-        """This rank has heard all that it wants to hear in this round."""
+        """Tell the others that this rank has heard all that it wants to hear in this round."""
         if self.size > 1:
             self.say(f"closed/{self.rank}")
 
@@ -150,7 +150,7 @@ class Round:
             self.hear(f"closed/{rank}", rank, deadline)
 
     def forget(self) -> None:
-        """Remove what this rank has put: nobody will ask for it again."""
+        """Remove what this rank has put. Nobody may ask for it again."""
         for key in self.said:
             self._reach(lambda key=key: self.communicator.forget(key))  # type: ignore[misc]
         self.said.clear()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import Sample
-from xla_ckpt.snapshot.memory import STAGING, Bytes
+from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, STAGING, Bytes
 from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.storage.pool import work_off
 
@@ -78,7 +77,7 @@ class Snapshot:
 
 
 def lasts(shard: HostShard, *, waits: bool) -> bool:
-    """Whether the memory of a shard stays as it is until the save is done. `waits`: the caller does until then."""
+    """Whether the memory of a shard stays as it is until the save is done. `waits`: whether the caller waits for it."""
     return shard.immutable or waits
 
 
@@ -106,15 +105,25 @@ def take(
     )
     changing: list[tuple[Leaf, list[HostShard]]] = []
     for leaf in leaves:
-        if any(s.replicas > 1 for s in leaf.shards):
-            held = [*map(shards.__getitem__, takewhile(shards.__contains__, ((leaf.path, i) for i in count())))]
-            # Memory that its owner changes soon is looked at now, the rest in the background.
-            soon = not all(lasts(s, waits=waits) for s in held)
-            (changing if soon else snapshot.unsampled).append((leaf, held))
+        if not any(s.replicas > 1 for s in leaf.shards):
+            continue
+        held = _of_leaf(leaf.path, shards)
+        if all(lasts(shard, waits=waits) for shard in held):
+            snapshot.unsampled.append((leaf, held))  # sampled in the background: it stays as it is
+        else:
+            changing.append((leaf, held))  # sampled before the caller may change it
     snapshot.sampled = _samples(changing, loose)
     if moving:
         _copy(moving, snapshot)
     return snapshot
+
+
+def _of_leaf(path: str, shards: Mapping[Key, HostShard]) -> list[HostShard]:
+    """All shards of one leaf, which are numbered from 0."""
+    found: list[HostShard] = []
+    while (path, len(found)) in shards:
+        found.append(shards[path, len(found)])
+    return found
 
 
 def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[str]) -> dict[str, Sample]:
@@ -145,5 +154,5 @@ def _places(sizes: Sequence[int]) -> list[int]:
     """Aligned offsets for pieces of these sizes, and the end of the last."""
     places = [0]
     for size in sizes:
-        places.append(places[-1] + -(-size // 64) * 64)
+        places.append(places[-1] + -(-size // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT)
     return places
