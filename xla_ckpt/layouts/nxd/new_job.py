@@ -56,7 +56,7 @@ class NewJob:
         if not self.zero1 and schema.MASTER in (self.trees.get(schema.OPTIMIZER) or {}):
             raise UsageError(
                 "master weights have a place in ZeRO-1 files only",
-                leaf="optimizer/master",
+                leaf=paths.join(schema.OPTIMIZER, schema.MASTER),
                 found="zero1=False",
                 hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
             )
