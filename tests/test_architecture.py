@@ -25,10 +25,10 @@ FOREIGN = {
     # Folders of neuronx-distributed's tags, and keys of its files.
     "xla_ckpt/layouts/nxd/convert_zero.py": {"model"},
     "xla_ckpt/layouts/nxd/layout.py": {"model/"},
+    "xla_ckpt/layouts/nxd/optimizer.py": {"param_groups", "state", "the optimizer of a rank file has no param_groups"},
     "xla_ckpt/layouts/nxd/plan.py": {"model/", "param_groups", "state"},
     "xla_ckpt/layouts/nxd/rank_files.py": {"model"},
     "xla_ckpt/layouts/nxd/scan.py": {"model", "optimizer", "scheduler"},
-    "xla_ckpt/layouts/nxd/state.py": {"param_groups", "state", "the optimizer of a rank file has no param_groups"},
     "xla_ckpt/layouts/nxd/tags.py": {"model"},
 }
 """Strings that look like paths of a state, and are words of something else."""

@@ -18,6 +18,7 @@ from xla_ckpt.errors import (
     naming,
     storage_errors,
 )
+from xla_ckpt.layouts.nxd.optimizer import optimizer_of
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor, listed
 from xla_ckpt.layouts.nxd.state import Missing, ScannedState, Stage, stages, trees
 from xla_ckpt.layouts.nxd.tags import NxdTag
@@ -191,7 +192,7 @@ def _parts(
         elif wanted.groups is None and grids["optim"].sizes.pp > 1:
             parts[schema.OPTIMIZER] = _NAMELESS
         else:
-            parts[schema.OPTIMIZER] = state.optimizer(optim(), grids["optim"].sizes.dp)
+            parts[schema.OPTIMIZER] = optimizer_of(state, optim(), grids["optim"].sizes.dp)
     optimizer = parts.get(schema.OPTIMIZER)
     masters = optimizer.get(schema.MASTER, {}) if isinstance(optimizer, dict) else {}
     if model:

@@ -1,0 +1,195 @@
+"""Optimizers of neuronx-distributed's rank files, as one tree with records in place of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
+from xla_ckpt.layouts.nxd.arrays import check_rows, resolve
+from xla_ckpt.layouts.nxd.copies import in_common
+from xla_ckpt.layouts.nxd.names import names_of_stage
+from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor
+from xla_ckpt.layouts.nxd.state import ScannedState, Stage, Trees
+from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sharding import Sharding, parts
+from xla_ckpt.tree import schema
+
+
+def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any]:
+    """The optimizer by name: states, groups and, if there are any, master weights.
+
+    Args:
+        state: The models that its parameters belong to.
+        files: What the rank files of the optimizer hold.
+        dp: Number of rank files along dp.
+
+    Raises:
+        CorruptCheckpointError: Rank files do not add up to whole arrays.
+        IncompatibleCheckpointError: The parameters of the stored groups are not those that are wanted.
+    """
+    tree: dict[str, Any] = {schema.STATE: {}, schema.GROUPS: []}
+    master: dict[str, Any] = {}
+    for pp in sorted({at.pp for at in files}):
+        stage = {at: held for at, held in files.items() if at.pp == pp}
+        _StageOptimizer(state, pp, stage, dp).add_to(tree, master)
+    return {**tree, schema.MASTER: master} if master else tree
+
+
+class _StageOptimizer:
+    """The optimizer of one pipeline stage."""
+
+    def __init__(self, state: ScannedState, pp: int, files: Trees, dp: int) -> None:
+        self.of = state
+        self.files = files
+        self.first = files[min(files)]
+        self.zero = "base_state" in self.first
+        """Whether ZeRO-1 dealt out the rows of the states over dp."""
+        self.state_key = "base_state" if self.zero else "state"
+        self.mesh = Mesh(dp=dp, ep=state.mesh.ep, tp=state.mesh.tp) if self.zero else state.mesh
+        self.model = state.stages.get(pp, Stage())
+        groups = self.first.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
+            raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf=schema.OPTIMIZER)
+        ordinary = int(self.first.get("ep_param_group_offset", len(groups)))
+        self.experts_from = sum(len(g["params"]) for g in groups[:ordinary])
+        """The number that experts' parameters count from, in optimizers that keep them in groups of their own."""
+        self.groups = [
+            # The numbers of those groups begin at 0 again: without the shift they would be those of other parameters.
+            {**g, "params": [number + (self.experts_from if n >= ordinary else 0) for number in g["params"]]}
+            for n, g in enumerate(groups)
+        ]
+        self.names = names_of_stage(
+            self.groups,
+            ordinary=ordinary,
+            wanted=state.wanted,
+            model=self.model.copies if state.stages else None,
+            shapes={number: self.local_shape(number) for g in self.groups for number in g["params"]},
+            is_expert=self.is_expert,
+        )
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter differs between expert-parallel ranks."""
+        copies = self.model.copies.get(name)
+        if copies is None:
+            return False
+        held = next(iter(copies.values()))
+        if held.expert is not None:
+            return held.expert
+        sharding = resolve(name, held.shape, self.of.mesh, None, self.of.wanted.hint(name))
+        return isinstance(sharding, Sharding) and "ep" in sharding.axes
+
+    def local_shape(self, number: int) -> tuple[int, ...] | None:
+        """The shape of a parameter on each rank; None if nothing of it is stored."""
+        if self.zero:
+            info = self.first.get("shape_info", {})
+            return tuple(map(int, info[number])) if number in info else None
+        held = self.first.get("state", {}).get(number, {})
+        return next((v.shape for v in held.values() if isinstance(v, StoredTensor) and v.shape), None)
+
+    def add_to(self, tree: dict[str, Any], master: dict[str, Any]) -> None:
+        """Add this stage to the optimizer `tree`, and to its master weights."""
+        self._add_groups(tree[schema.GROUPS])
+        self._add_states(tree[schema.STATE], master)
+        self._add_common_state(tree[schema.STATE])
+
+    def _add_groups(self, found: list[dict[str, Any]]) -> None:
+        """Add the groups: a group of parameters has members in several stages."""
+        if found and len(found) != len(self.groups):
+            raise IncompatibleCheckpointError(
+                "the optimizers of the pipeline stages have different numbers of groups",
+                leaf=schema.group(),
+                expected=len(found),
+                found=len(self.groups),
+            )
+        for n, group in enumerate(self.groups):
+            names = [self.names[i] for i in group["params"] if i in self.names]
+            if n < len(found):
+                merged = found[n][schema.PARAMS]
+                merged += [name for name in names if name not in merged]
+            else:
+                found.append({**_hyper(group), schema.PARAMS: names})
+
+    def _add_states(self, found: dict[Any, Any], master: dict[str, Any]) -> None:
+        """Add states and master weights of the parameters."""
+        for number, name in self.names.items():
+            if name in found or not self.of.wanted.knows(name):
+                continue  # another stage has this shared parameter, too; or this rank has no parameter of that stage
+            held = {at: tree.get(self.state_key, {}).get(number, {}) for at, tree in self.files.items()}
+            state = self._state(number, name, held)
+            if state:
+                found[name] = state
+            weights = {}
+            for at, tree in self.files.items():
+                weight = tree.get("sharded_master_weights", {}).get(number)
+                if weight:
+                    weights[at] = weight
+            if weights:
+                master[name] = self._array(schema.master(name), number, name, weights)
+
+    def _add_common_state(self, found: dict[Any, Any]) -> None:
+        """Add state that belongs to no parameter. Its keys are no numbers, and every rank has the same."""
+        own = {at: tree.get(self.state_key, {}) for at, tree in self.files.items()}
+        for name in dict.fromkeys(name for members in own.values() for name in members):
+            if type(name) is int:
+                continue
+            if name in self.names.values():
+                raise IncompatibleCheckpointError(
+                    "the stored optimizer keeps state of its own under the name of a parameter",
+                    leaf=schema.state(name),
+                    hint="Load the tag without the model: then parameters are numbered.",
+                )
+            if name not in found:
+                found[name] = in_common(self.of.scan, own, name)
+
+    def _state(self, number: int, name: Any, held: Mapping[At, Any]) -> dict[str, Any]:
+        """The state of one parameter, from that of all ranks."""
+        made: dict[str, Any] = {}
+        with_state = {at: members for at, members in held.items() if members}
+        for what in dict.fromkeys(what for members in with_state.values() for what in members):
+            copies = {at: m[what] for at, m in with_state.items() if isinstance(m.get(what), StoredTensor)}
+            if copies and len(copies) == sum(what in members for members in with_state.values()):
+                made[what] = self._array(schema.state(name, what), number, name, copies)
+            else:
+                made[what] = in_common(self.of.scan, with_state, what)
+        return made
+
+    def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, StoredTensor]) -> ArrayRecord | UnknownArray:
+        """A state of one parameter, or its master weights, from the tensors of all ranks."""
+        copies = {(at.dp, at.ep, at.tp): h for at, h in held.items()}
+        first = next(iter(copies.values()))
+        local = self.local_shape(number) or first.shape
+        expert = self.is_expert(str(name)) if self.of.mesh.ep > 1 else False
+        dealt_over = ("edp",) if expert else ("dp",)
+        has_rows = self.zero and bool(first.shape)
+        if has_rows:
+            check_rows(leaf, local, copies, parts(dealt_over, self.mesh.sizes))
+        sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.hint(str(name)))
+        if isinstance(sharding, UnknownArray):
+            if first.shape:
+                return sharding
+            sharding = Sharding()  # nobody knows how the parameter was split, but a single number has no parts
+        if self.zero and not has_rows:
+            # A single number is the same on all ranks that share the rows of a parameter.
+            copies = {at: h for at, h in copies.items() if at[0] < self.mesh.ep}
+        with naming(leaf=leaf):
+            return self.of.record(
+                leaf,
+                str(name),
+                copies,
+                self.mesh,
+                sharding=sharding,
+                local=local,
+                state=None if has_rows else sharding.of_state(local, first.shape),
+                rows=dealt_over if has_rows else (),
+                dealt=self.zero,
+            )
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of a group."""
+    made = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    if isinstance(made.get("betas"), list):  # the layout xser makes lists of tuples, and torch wants a tuple
+        made["betas"] = tuple(made["betas"])
+    return made
