@@ -65,13 +65,17 @@ if TYPE_CHECKING:
     from xla_ckpt.plan.explain import Explanation as Explanation
     from xla_ckpt.sharding.mesh import Mesh as Mesh
     from xla_ckpt.state.per_rank import PerRank as PerRank
+    from xla_ckpt.state.registered import register_optimizer as register_optimizer
     from xla_ckpt.state.rng import RNGState as RNGState
+    from xla_ckpt.tree.optimizer_schema import OptimizerSchema as OptimizerSchema
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "job.mesh_source": ("add_mesh_source",),
     "state.per_rank": ("PerRank",),
+    "state.registered": ("register_optimizer",),
+    "tree.optimizer_schema": ("OptimizerSchema",),
     "arrays.registry": ("ArraySpec",),
     "state.rng": ("RNGState",),
     "api.convert": ("ConvertReport", "convert"),

@@ -58,7 +58,7 @@ def explain(
         found = explain_manifest(reader.manifest, store.path, tag, over, rules)
         unknown = [str(array.error(leaf)) for leaf, array in reader.manifest.unknown.items()]
         more = [*unknown, *_broken_files(reader)]
-        notes = [*found.notes, *_own_members(reader.manifest, over)]
+        notes = [*found.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
     return replace(found, problems=(*found.problems, *more), notes=tuple(notes))
@@ -73,6 +73,16 @@ def _broken_files(reader: TagReader) -> list[str]:
         except CorruptCheckpointError as error:
             problems.append(str(error))
     return problems
+
+
+def _own_states(manifest: Manifest, mesh: Mesh) -> list[str]:
+    """State of the optimizer that every rank has its own of, and that another mesh may not take over."""
+    optimizer = manifest.skeleton.get(schema.OPTIMIZER) if isinstance(manifest.skeleton, dict) else None
+    ranks = schema.saved_by(optimizer.get(schema.OWN)) if isinstance(optimizer, dict) else None
+    if ranks is None or (ranks == mesh.size and (ranks == 1 or manifest.mesh == str(mesh))):
+        return []
+    text = f"{schema.own_states()} holds state of each of {ranks} ranks: over {mesh} it needs a function in per_rank="
+    return [f"{text} of the OptimizerSchema, which makes theirs of it"]
 
 
 def _own_members(manifest: Manifest, mesh: Mesh) -> list[str]:

@@ -9,6 +9,7 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.optimizer_schema import TORCH, OptimizerSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,9 @@ class Hints:
 
     optimizer: bool = True
     """Whether an optimizer is wanted at all."""
+
+    states: OptimizerSchema = TORCH
+    """How the states of the optimizer lie."""
 
     mesh: Mesh = field(default_factory=Mesh)
     """How the ranks of the job are arranged that wants it."""

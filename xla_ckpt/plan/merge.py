@@ -25,6 +25,10 @@ _UNDECLARED = (
     "the ranks have drifted apart."
 )
 _OWN_MEMBER = "Wrap a member of extras that every rank has its own of in xla_ckpt.PerRank."
+_OWN_STATE = (
+    "If an optimizer's state lies otherwise than its parameter, or every rank has its own of it, say so: "
+    "xla_ckpt.register_optimizer."
+)
 
 MAX_NAMED = 8
 """Leaves or ranks that a message names before it only counts."""
@@ -260,9 +264,7 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
             leaf=leaf,
             expected=f"the bytes of rank {rank}",
             found=f"others on {_ranks(ranks)}",
-            hint=_OWN_MEMBER
-            if schema.member_of(leaf) == schema.EXTRAS
-            else f"{_UNDECLARED} The mesh of this save was {mesh}.",
+            hint=_hint(leaf, mesh),
             details="\n".join(_listed(bad)),
         )
     if plain:
@@ -272,11 +274,19 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
             leaf=part,
             expected=f"those of rank {rank}",
             found=f"others on {_ranks(ranks)}",
-            hint=_OWN_MEMBER,
+            hint=_OWN_STATE if part == schema.OPTIMIZER else _OWN_MEMBER,
         )
     for leaf, (rank, ranks) in loose.items():
         warnings.append(f"the buffer {leaf} of rank {rank} differs from that of {_ranks(ranks)}; rank {rank}'s is kept")
     return warnings
+
+
+def _hint(leaf: str, mesh: Mesh) -> str:
+    """What is the likely cause of a difference."""
+    if schema.member_of(leaf) == schema.EXTRAS:
+        return _OWN_MEMBER
+    state = f" {_OWN_STATE}" if schema.owner_of(leaf) is not None else ""
+    return f"{_UNDECLARED}{state} The mesh of this save was {mesh}."
 
 
 def _listed(bad: Mapping[str, tuple[int, Sequence[int]]]) -> list[str]:

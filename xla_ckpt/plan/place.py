@@ -12,6 +12,7 @@ from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import SPLIT_AXES, Sharding, Split, parts
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.optimizer_schema import BY_SHAPE, StateRule
 from xla_ckpt.tree.skeleton import children, part_at
 
 DEALT = ("dp", "edp", "cp")
@@ -36,7 +37,8 @@ def parameters_in(manifest: Manifest) -> frozenset[str] | None:
 def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None) -> Sharding:
     """How an array is split: as a rule says, else as it was when it was saved.
 
-    What a rule says of a parameter holds for its optimizer's states, in the dims that they have.
+    What a rule says of a parameter holds for its optimizer's states, in the dims that they have. Of a state of other
+    dims it says nothing.
 
     Args:
         leaf: Leaf path of a stored array.
@@ -68,7 +70,9 @@ def _ruled(ruled: Sharding, record: ArrayRecord, parameter: ArrayRecord | None, 
         return Sharding()
     if len(ruled.dims) > len(shape):
         raise ValueError(f"a rule splits {len(ruled.dims)} dims, the array has {len(shape)}")
-    return ruled.of_state(shape, record.shape)
+    if state and all(d is None for d in BY_SHAPE.dims_over(shape, record.shape)):
+        return _stored(record, None)
+    return state_sharding(ruled, BY_SHAPE, shape, record.shape)
 
 
 def _stored(record: ArrayRecord, unknown: set[str] | None) -> Sharding:
@@ -96,6 +100,25 @@ def place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, ran
         return sharding.part(shape, mesh, rank)
     base, local = even(without(sharding, dealt), shape, mesh)
     return base.zero1(local, mesh, rank, dealt)
+
+
+def state_sharding(split: Sharding, rule: StateRule, full: Sequence[int], shape: Sequence[int]) -> Sharding:
+    """How state of the local shape `shape` is split, of a parameter of the local shape `full` that is split like this.
+
+    Raises:
+        ValueError: The state cannot have this shape.
+
+    >>> state_sharding(Sharding.parse(("tp", None)), BY_SHAPE, (4, 6), (4, 1)).spec
+    ('tp', None)
+    >>> state_sharding(Sharding.parse(("tp",)), BY_SHAPE, (4,), ()).spec
+    ()
+    """
+    dims = rule.dims_over(full, shape)
+    if all(d is None for d in dims):
+        return Sharding()
+    over = split.over(len(full))
+    true = None if split.shape is None else tuple(None if d is None else split.shape[d] for d in dims)
+    return Sharding(tuple(None if d is None else over[d] for d in dims), true)
 
 
 def rows_of(sharding: Sharding) -> tuple[str, ...]:

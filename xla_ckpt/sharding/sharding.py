@@ -90,23 +90,6 @@ class Sharding:
         """The split of each dim of an array of so many dims."""
         return (*self.dims, *(None,) * (ndim - len(self.dims)))
 
-    def of_state(self, full: Sequence[int], shape: Sequence[int]) -> Sharding:
-        """How the state of a tensor is split. `full` is the tensor's local shape, `shape` that of its state.
-
-        State is split like the tensor in each dim in which it has the tensor's size. In the other dims it must have one
-        element, and is not split. State of any other shape is the same everywhere.
-
-        >>> Sharding.parse(("tp", None)).of_state((4, 6), (4, 1)).spec, Sharding.parse(("tp",)).of_state((4,), ()).spec
-        (('tp', None), ())
-        """
-        if len(shape) != len(full) or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
-            return Sharding()
-        follows = [n == m for n, m in zip(shape, full, strict=True)]
-        dims = tuple(split if same else None for split, same in zip(self.over(len(full)), follows, strict=True))
-        if self.shape is None:
-            return Sharding(dims)
-        return Sharding(dims, tuple(n if same else None for n, same in zip(self.shape, follows, strict=True)))
-
     def place(self, local: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
         """Where a rank's local tensor of this shape lies.
 

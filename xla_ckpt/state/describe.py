@@ -24,11 +24,10 @@ from xla_ckpt.snapshot.take import HostShard
 from xla_ckpt.state.members import State
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, resolver
-from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
-from xla_ckpt.tree.skeleton import part_at, renumbered
+from xla_ckpt.tree.skeleton import only, part_at, renumbered
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +125,7 @@ def describe(state: State, placement: Placement, rules: Rules | None, *, structu
         structure=flat.skeleton,
         structure_objects=all_objects,
         speaks=speaks,
-        parts={p: _digest(part_at(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
+        parts={p: _digest(_common(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
     )
 
 
@@ -171,6 +170,13 @@ def host_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], HostShar
     return shards
 
 
+def _common(skeleton: Json, part: str) -> Json:
+    """A part of a skeleton, less what each rank has its own of."""
+    held = part_at(skeleton, part)
+    own = part == schema.OPTIMIZER and isinstance(held, dict) and schema.OWN in held
+    return {k: v for k, v in held.items() if k != schema.OWN} if own else held
+
+
 def _digest(skeleton: Json) -> str:
     return to_hex(digest(json.dumps(skeleton).encode()))
 
@@ -179,9 +185,8 @@ def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
     """What only this rank has of a flattened state: the others speak for the rest."""
     mine = [(n, leaf, value) for n, (leaf, value) in enumerate(flat.objects) if leaf.startswith(alone)]
     numbers = {n: i for i, (n, _, _) in enumerate(mine)}
-    names = [paths.unescape(paths.split(p)[1]) for p in alone if schema.member_of(p) == schema.EXTRAS]
-    own = {name: part_at(flat.skeleton, schema.in_extras(name)) for name in names}
-    skeleton = {schema.EXTRAS: renumbered(own, numbers.__getitem__)} if own else None
+    holders = [holder for path in alone if (holder := schema.holder_of(path)) is not None]
+    skeleton = renumbered(only(flat.skeleton, holders), numbers.__getitem__) if holders else None
     return Flat({}, [(leaf, value) for _, leaf, value in mine], skeleton)
 
 

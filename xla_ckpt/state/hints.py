@@ -15,6 +15,7 @@ from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state import module
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.attributes import declared_sharding, true_shape
+from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.tree import schema
 
@@ -38,6 +39,7 @@ def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
         aliases=aliases,
         order=order,
         optimizer=optimizer is not None,
+        states=schema_of(optimizer),
         mesh=shardings.placement.mesh,
         rank=shardings.placement.rank,
     )

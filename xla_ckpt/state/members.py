@@ -15,10 +15,11 @@ from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
 from xla_ckpt.engine.target import Target
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, stateful, zero1
+from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.hints import hints_of, hints_of_tree
 from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
+from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree import schema
@@ -35,7 +36,7 @@ class State:
     """Leaf paths of buffers, which may differ between ranks."""
 
     alone: tuple[str, ...] = ()
-    """Leaf path prefixes of what this rank alone has."""
+    """Leaf paths of what this rank alone has: they begin the paths of its leaves."""
 
     parts: tuple[str, ...] = ("",)
     """Paths whose plain values all ranks have in common."""
@@ -99,9 +100,14 @@ class Objects:
             parts.append(schema.MODEL)
         if self.optimizer is not None:
             names = module.parameter_names(self.model)
-            tree[schema.OPTIMIZER] = optimizers.tree_of(self.optimizer, names)
+            held = optimizers.tree_of(self.optimizer, names)
             parameters = optimizers.parameters_of(self.optimizer, self.model, names, placement)
-            by_name = optimizers.is_by_name(self.optimizer, tree[schema.OPTIMIZER])
+            by_name = optimizers.is_by_name(self.optimizer, held)
+            states = schema_of(self.optimizer)
+            if by_name and states.per_rank:
+                held = rank_states.apart(held, states, rank, world)
+                alone.append(schema.of_rank(schema.own_states(), rank))
+            tree[schema.OPTIMIZER] = held
             axes = zero1.mesh_axes(self.optimizer, placement) if zero1.is_zero1(self.optimizer) else None
             parts.append(schema.OPTIMIZER)
         if self.scheduler is not None:
@@ -112,7 +118,7 @@ class Objects:
                 n: per_rank.tree_of(m, schema.in_extras(n), rank, world) for n, m in self.extras.items()
             }
             own = [n for n, m in self.extras.items() if per_rank.is_per_rank(m)]
-            alone += [per_rank.prefix_of(n, rank) for n in own]
+            alone += [per_rank.path_of(n, rank) for n in own]
             parts += [schema.in_extras(n) for n in self.extras if n not in own]
         if self.user_content is not None and rank == 0:
             tree[schema.USER_CONTENT] = self.user_content

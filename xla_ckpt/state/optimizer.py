@@ -21,6 +21,7 @@ from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import zero1
 from xla_ckpt.state.module import name_of
+from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
@@ -125,7 +126,7 @@ def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement
     if has_groups(optimizer):
         return parameters(optimizer, names_of(optimizer, names), placement)
     arrays: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else (model or {}).items()
-    return {component(name): Parameter(str(name), v) for name, v in arrays if array_kind(v) is not None}
+    return {component(name): Parameter(name=str(name), value=v) for name, v in arrays if array_kind(v) is not None}
 
 
 def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> dict[str, Parameter]:
@@ -139,8 +140,15 @@ def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> d
     if zero1.is_zero1(optimizer):
         shards = zero1.shards_of(optimizer)
         axes = zero1.mesh_axes(optimizer, placement)
+    states = schema_of(optimizer)
     return {
-        component(name): Parameter(str(name), parameter, axes, tuple(shards[id(parameter)].shape) if axes else None)
+        component(name): Parameter(
+            name=str(name),
+            value=parameter,
+            zero1=axes,
+            shard=tuple(shards[id(parameter)].shape) if axes else None,
+            states=states,
+        )
         for name, (parameter, _) in zip(called, parameters_in_order(optimizer), strict=True)
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.registry import check_memory
-from xla_ckpt.state import zero1
+from xla_ckpt.state import rank_states, zero1
 from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.optimizer import (
@@ -25,6 +25,7 @@ from xla_ckpt.state.optimizer import (
     parameters_of,
 )
 from xla_ckpt.state.optimizer_state import StateTargets
+from xla_ckpt.state.registered import schema_of
 from xla_ckpt.tree import schema
 
 
@@ -66,7 +67,8 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     if (other := _other_kind(held, optimizer)) is not None:
         loading.add_problem(schema.group(), other)
         return loading
-    match = _matched(held, optimizer, names)
+    match, whole = _matched(held, optimizer, names), stored
+    stored = rank_states.without(stored)
     _compare_parameters(match, loading)
     for name, (parameter, _) in zip(match.called, match.order, strict=True):
         check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter
@@ -74,8 +76,18 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     groups = _match_groups(held, loading, match)
     bad = _plan(stored, held, match, groups, loading)
-    loading.finish = _finishing(stored, match, groups, bad, frozenset(loading.targets))
+    fill = rank_states.plan(whole, _program(match), loading)
+    loading.finish = _finishing(stored, match, groups, bad, fill, frozenset(loading.targets))
     return loading
+
+
+def _program(match: _Match) -> rank_states.Program:
+    return rank_states.Program(
+        states=schema_of(match.optimizer),
+        by_name=match.by_name,
+        parameters=match.group_of.keys(),
+        now=match.inner.state,
+    )
 
 
 def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
@@ -214,12 +226,27 @@ def _groups_now(held: Any, groups: Sequence[int | None], optimizer: Any) -> list
 
 
 def _finishing(
-    stored: Stored, match: _Match, groups: Sequence[int | None], bad: frozenset[Any], kept: frozenset[str]
+    stored: Stored,
+    match: _Match,
+    groups: Sequence[int | None],
+    bad: frozenset[Any],
+    fill: rank_states.Fill,
+    kept: frozenset[str],
 ) -> Callable[[Mapping[str, Any]], None]:
-    """What puts the restored arrays into the optimizer: `bad` names parameters whose state stays as it is."""
+    """What puts the restored arrays into the optimizer.
+
+    Args:
+        stored: What all ranks have in common.
+        match: Which parameter is which.
+        groups: The stored group of each of the optimizer's.
+        bad: Names of parameters whose state stays as it is.
+        fill: Adds the states that are this rank's own.
+        kept: Leaf paths of the arrays that are restored.
+    """
 
     def finish(arrays: Mapping[str, Any]) -> None:
         tree = stored.build(lambda path, _: arrays.get(path))
+        fill(tree[schema.STATE], arrays)
         state = _new_state(tree, match, bad)
         values = [None if g is None else tree[schema.GROUPS][g] for g in groups]
         if not match.sharded:

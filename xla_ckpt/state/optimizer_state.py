@@ -14,6 +14,7 @@ from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.state.loading import Loading, Stored
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.optimizer_schema import STEP_ON_DEVICE, Lies, StateRule
 
 
 class StateTargets:
@@ -64,14 +65,30 @@ class StateTargets:
         if parameter is None or known is None:
             return None
         group = self._group_of.get(name, {})
-        elementwise = place.role is schema.Role.MASTER or place.key in schema.ELEMENTWISE
-        full = self._shardings.parameter_local(known).shape
-        if elementwise and record.shape != full:
+        rule, full = known.rule(path), self._shardings.parameter_local(known).shape
+        if rule.lies is Lies.ELEMENTWISE and record.shape != full:
             return new_array(record.dtype, whole(full), kind)  # which is found not to fit
-        on_host = place.key == schema.STEP and not (group.get("capturable") or group.get("fused"))
-        if not on_host and (made := self._shardings.state_like(path, record, known)) is not None:
-            return made
-        return new_array(record.dtype, whole(record.shape), kind, None if on_host else parameter.device)
+        on_device = not rule.declared and any(group.get(option) for option in STEP_ON_DEVICE)
+        if rule.lies is Lies.ON_HOST and not on_device:
+            return new_array(record.dtype, whole(record.shape), kind)
+        if not self._was_whole(path, record, rule):
+            made = self._shardings.state_like(path, record, known)
+            if made is not None:
+                return made
+        return new_array(record.dtype, whole(record.shape), kind, parameter.device)
+
+    def _was_whole(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
+        """Whether ranks had all of a state each that had a part of its parameter, and nobody says how it lies.
+
+        Its shape alone could mean a part: a factor of as many rows as the parameter, and one column.
+        """
+        manifest, leaf = self._stored.manifest, schema.parameter_of(path) or ""
+        weight = manifest.arrays.get(manifest.aliases.get(leaf, leaf))
+        if rule.lies is not Lies.BY_SHAPE or weight is None or weight.shape == record.shape:
+            return False
+        own = (*(record.spec or ()), *(None,) * len(record.shape))
+        split = [d for d, axes in enumerate(weight.spec or ()) if axes is not None and d < len(record.shape)]
+        return any(own[d] is None and record.shape[d] == weight.shape[d] for d in split)
 
     def _shared(self, path: str, record: ArrayRecord, kind: str) -> Target:
         """Like what the program has there, where that fits; else a whole array beside the parameters."""

@@ -50,9 +50,9 @@ def tree_of(member: Any, name: str, rank: int, world: int) -> Any:
     return {schema.WORLD: world, schema.RANKS: {str(rank): state}}
 
 
-def prefix_of(name: str, rank: int) -> str:
-    """Leaf path prefix of what only this rank stores of such a member."""
-    return schema.of_rank(schema.in_extras(name), rank) + "/"
+def path_of(name: str, rank: int) -> str:
+    """Leaf path of what only this rank stores of such a member."""
+    return schema.of_rank(schema.in_extras(name), rank)
 
 
 def load(stored: Stored, member: Any, rank: int, world: int) -> Loading:

@@ -14,17 +14,19 @@ from typing import Any
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import require
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.manifest.records import ArrayRecord
+from xla_ckpt.plan.place import state_sharding
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state.attributes import declared_sharding
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.optimizer_schema import MASTER_RULE, TORCH, Lies, OptimizerSchema, StateRule
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
     """A parameter of an optimizer, whose place its states share."""
 
@@ -34,6 +36,13 @@ class Parameter:
     """Mesh axes over which a ZeRO-1 optimizer deals out the rows of its states."""
     shard: tuple[int, ...] | None = None
     """Shape of a ZeRO-1 shard of it."""
+    states: OptimizerSchema = TORCH
+    """How its states lie."""
+
+    def rule(self, path: str) -> StateRule:
+        """How one of its states lies, or its master weight."""
+        place = schema.place_of(path)
+        return MASTER_RULE if place.role is schema.Role.MASTER else self.states.rule(place.keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +91,30 @@ class StateShardings:
         return self.local(schema.weight(parameter.name), parameter.value, require(parameter.value, parameter.name))
 
     def state_like(self, path: str, record: ArrayRecord, parameter: Parameter) -> Target | None:
-        """A target for optimizer state that does not exist yet but has its parameter's shape; None for any other."""
-        local = self.parameter_local(parameter)
-        if local.shape != record.shape or not record.shape:
+        """A target for optimizer state that does not exist yet, split as its parameter is; None if it is whole here.
+
+        Raises:
+            IncompatibleCheckpointError: It cannot be state of this parameter, as its kind of optimizer keeps it.
+        """
+        rule, local = parameter.rule(path), self.parameter_local(parameter)
+        try:
+            dims = rule.dims_over(local.shape, record.shape)
+        except ValueError as error:
+            raise IncompatibleCheckpointError(
+                f"what is registered of the optimizer does not fit to its stored state: {error}",
+                leaf=path,
+                found=f"{list(record.shape)} of a parameter {list(local.shape)}",
+                hint="Check the OptimizerSchema that was given to xla_ckpt.register_optimizer.",
+            ) from error
+        dealt = parameter.shard if parameter.zero1 else None
+        if dealt is None and dims and dims == tuple(range(len(local.shape))):
+            return require(parameter.value, path).like(parameter.value, local, record.dtype)
+        mine = dealt or tuple(parameter.value.shape)
+        shape = tuple(n if d is None else mine[d] for d, n in zip(dims, record.shape, strict=True))
+        if shape == record.shape and not (dealt and 0 in dims):
             return None
-        if parameter.shard is not None and parameter.zero1:
-            value = parameter.value.new_empty(parameter.shard)
-            return require(value, path).like(value, self._state(path, parameter.shard, parameter), record.dtype)
-        return require(parameter.value, path).like(parameter.value, local, record.dtype)
+        value = parameter.value.new_empty(shape)
+        return require(value, path).like(value, self._state(path, shape, parameter), record.dtype)
 
     def _split(self, parameter: Parameter) -> Sharding | None:
         if parameter.name not in self._splits:
@@ -99,15 +124,44 @@ class StateShardings:
         return self._splits[parameter.name]
 
     def _state(self, path: str, shape: tuple[int, ...], parameter: Parameter) -> LocalArray:
-        """State of a parameter follows it where it has its dims; a dim of one element stands for all of them."""
-        full = tuple(parameter.value.shape)
-        split = self._split(parameter) or Sharding()
-        if parameter.zero1 and shape == parameter.shard:
-            try:
-                return split.zero1(full, self.placement.mesh, self.placement.rank, parameter.zero1)
-            except ValueError as error:
-                raise UnsupportedStateError(f"ZeRO-1 does not fit: {error}", leaf=path) from error
-        return self._placed(path, split.of_state(full, shape), shape)
+        """State of a parameter lies as its kind of optimizer says; without a word of it, by its shape."""
+        rule, split, full = parameter.rule(path), self._split(parameter) or Sharding(), tuple(parameter.value.shape)
+        shard = parameter.shard if parameter.zero1 else None
+        try:
+            # Of what nobody declared only the exact shape of a shard says that ZeRO-1 dealt it out.
+            sharding = state_sharding(split, rule, full if shard is None or not rule.declared else shard, shape)
+        except ValueError as error:
+            raise UsageError(
+                f"what is registered of the optimizer does not fit to its state: {error}",
+                leaf=path,
+                found=f"{list(shape)} of a parameter {list(shard or full)}",
+                hint="Check the OptimizerSchema that was given to xla_ckpt.register_optimizer.",
+            ) from error
+        if shard is None or not self._is_dealt(path, rule, shard, shape):
+            return self._placed(path, sharding, shape)
+        rows = split if shape == shard else sharding
+        try:
+            return rows.zero1((full[0], *shape[1:]), self.placement.mesh, self.placement.rank, parameter.zero1)
+        except ValueError as error:
+            raise UnsupportedStateError(f"ZeRO-1 does not fit: {error}", leaf=path) from error
+
+    @staticmethod
+    def _is_dealt(path: str, rule: StateRule, shard: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        """Whether a state has the rows that a ZeRO-1 rank has of its parameter.
+
+        Raises:
+            UnsupportedStateError: It has them in another dim.
+        """
+        if rule.lies is not Lies.ALONG:
+            return shape == shard and rule.lies in (Lies.ELEMENTWISE, Lies.BY_SHAPE)
+        dims = rule.dims_over(shard, shape)
+        if 0 in dims[1:]:
+            raise UnsupportedStateError(
+                "ZeRO-1 deals out the rows of a parameter, and this state has them in another dim than the first",
+                leaf=path,
+                found=f"dims {list(dims)}",
+            )
+        return dims[:1] == (0,)
 
     def _placed(self, path: str, sharding: Sharding, shape: tuple[int, ...]) -> LocalArray:
         key = sharding, shape

@@ -6,6 +6,8 @@
     optimizer/state/<parameter>/<key>...     state of one parameter
     optimizer/state/<key>...                 state that all parameters share, under a key of the optimizer's own
     optimizer/master/<parameter>             master weights that a ZeRO-1 optimizer keeps
+    optimizer/state_per_rank                 {per_rank, ranks}: state that every rank has its own of
+    optimizer/state_per_rank/ranks/<rank>/<parameter>/<key>...
     optimizer/param_groups                   hyper-parameters, and names of the parameters, group by group
     scheduler
     extras/<name>                            {per_rank, ranks}, where each rank has a state of its own
@@ -40,7 +42,9 @@ STATE = "state"
 GROUPS = "param_groups"
 MASTER = "master"
 
-OF_OPTIMIZER = frozenset({STATE, GROUPS, MASTER})
+OWN = "state_per_rank"
+
+OF_OPTIMIZER = frozenset({STATE, GROUPS, MASTER, OWN})
 """Members of an optimizer that is stored by name. The first two are those of torch's `state_dict`."""
 
 PARAMS = "params"
@@ -51,27 +55,6 @@ RANKS = "ranks"
 
 WORLD = "per_rank"
 """Key beside it of how many ranks there are."""
-
-
-ELEMENTWISE = frozenset(
-    {
-        "exp_avg",
-        "exp_avg_sq",
-        "max_exp_avg_sq",
-        "exp_inf",
-        "momentum_buffer",
-        "square_avg",
-        "grad_avg",
-        "acc_delta",
-        "sum",
-        "prev",
-        "ax",
-    }
-)
-"""States of torch's optimizers that have the shape of their parameter (torch/optim, 2.9)."""
-
-STEP = "step"
-"""How often torch's optimizers have stepped a parameter: a scalar, in host memory unless the group says otherwise."""
 
 
 class Role(enum.Enum):
@@ -93,11 +76,6 @@ class Place:
 
     keys: tuple[str, ...] = ()
     """Path components below that."""
-
-    @property
-    def key(self) -> str:
-        """The last of them."""
-        return self.keys[-1] if self.keys else ""
 
 
 _OTHER = Place(Role.OTHER)
@@ -204,6 +182,15 @@ def in_extras(name: str) -> str:
     return _below(EXTRAS, name)
 
 
+def own_states() -> str:
+    """The leaf path of what every rank has its own of, of an optimizer's state.
+
+    >>> of_rank(own_states(), 0)
+    'optimizer/state_per_rank/ranks/0'
+    """
+    return paths.join(OPTIMIZER, OWN)
+
+
 def of_rank(path: str, rank: int) -> str:
     """The leaf path of one rank's own, of something that every rank has its own of.
 
@@ -211,6 +198,16 @@ def of_rank(path: str, rank: int) -> str:
     'extras/rng/ranks/3'
     """
     return _below(path, RANKS, str(rank))
+
+
+def holder_of(path: str) -> str | None:
+    """The leaf path of that something, from the path of one rank's own; None for any other path.
+
+    >>> holder_of("extras/rng/ranks/3"), holder_of("user_content")
+    ('extras/rng', None)
+    """
+    *above, ranks, _ = ("", "", *paths.split(path))
+    return "/".join(above[2:]) if ranks == RANKS else None
 
 
 def saved_by(skeleton: Any) -> int | None:

@@ -99,6 +99,25 @@ def is_object(part: Json) -> bool:
     return isinstance(part, dict) and set(part) == {"$object"}
 
 
+def only(skeleton: Json, parts: Iterable[str]) -> dict[str, Json]:
+    """A skeleton that has some parts of another one, and nothing else; they lie in dicts with string keys.
+
+    >>> only({"a": {"b": 1, "c": 2}, "d": 3}, ["a/c"])
+    {'a': {'c': 2}}
+
+    Raises:
+        KeyError: One of them is not there.
+    """
+    made: dict[str, Any] = {}
+    for path in parts:
+        *above, last = map(paths.unescape, paths.split(path))
+        at = made
+        for key in above:
+            at = at.setdefault(key, {})
+        at[last] = part_at(skeleton, path)
+    return made
+
+
 def array_paths(skeleton: Json, path: str) -> dict[str, str]:
     """Leaf path -> kind of every array at or below `path`."""
     return {leaf: str(part["$array"]) for leaf, part in leaves_below(skeleton, path) if is_array(part)}

@@ -120,7 +120,7 @@ class NxdWriting:
 
 
 def _writing(description: Description, *, xser: bool) -> NxdWriting:
-    from xla_ckpt.layouts.nxd.plan import PARTS, RankState, check_fits, with_experts
+    from xla_ckpt.layouts.nxd.plan import PARTS, RankState, check_common, check_fits, with_experts
 
     mesh, state = description.placement.mesh, description.state
     theirs = [leaf.path for leaf in description.leaves if schema.member_of(leaf.path) in PARTS]
@@ -129,6 +129,7 @@ def _writing(description: Description, *, xser: bool) -> NxdWriting:
     here = description.structure if isinstance(description.structure, dict) else {}
     if not any(part in here for part in PARTS):
         raise UnsupportedStateError(f"neuronx-distributed's layout holds {', '.join(PARTS)}, and nothing of it is here")
+    check_common(here)
     shapes = {p.name: tuple(p.value.shape) for p in state.parameters.values()}
     rank_state = RankState(
         parts={}, tensors=arrays, zero1=state.zero1 is not None, by_name=state.by_name, shapes=shapes
@@ -167,7 +168,7 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
     import logging
 
     from xla_ckpt.layouts.nxd.new_job import NewJob, deals_rows
-    from xla_ckpt.layouts.nxd.plan import PARTS, RankPlan
+    from xla_ckpt.layouts.nxd.plan import PARTS, RankPlan, check_common
     from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 
     manifest = stored.manifest
@@ -176,6 +177,7 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
     native, specs = native_files(manifest, [p for p in manifest.arrays if schema.member_of(p) not in theirs], to)
     if not theirs:
         raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
+    check_common(held)
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
     dealt = deals_rows(manifest) if to.zero1 is None else to.zero1
     target = NewJob(manifest=manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=dealt)

@@ -12,9 +12,11 @@ from xla_ckpt.layouts.nxd.names import names_of_stage
 from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor
 from xla_ckpt.layouts.nxd.state import ScannedState, Stage, Trees
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.plan.place import state_sharding
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding, parts
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.optimizer_schema import MASTER_RULE
 
 
 def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any]:
@@ -181,10 +183,24 @@ class _StageOptimizer:
                 self.mesh,
                 sharding=sharding,
                 local=local,
-                state=None if has_rows else sharding.of_state(local, first.shape),
+                state=None if has_rows else self._split(leaf, sharding, local, first.shape),
                 rows=dealt_over if has_rows else (),
                 dealt=self.zero,
             )
+
+    def _split(self, leaf: str, sharding: Sharding, local: tuple[int, ...], shape: tuple[int, ...]) -> Sharding:
+        """How a state is split of a parameter that is split like this; both shapes are those on each rank."""
+        place = schema.place_of(leaf)
+        rule = MASTER_RULE if place.role is schema.Role.MASTER else self.of.wanted.states.rule(place.keys)
+        try:
+            return state_sharding(sharding, rule, local, shape)
+        except ValueError as error:
+            raise IncompatibleCheckpointError(
+                f"what is registered of the optimizer does not fit to its stored state: {error}",
+                leaf=leaf,
+                found=f"{list(shape)} of a parameter {list(local)}, on each rank",
+                hint="Check the OptimizerSchema that was given to xla_ckpt.register_optimizer.",
+            ) from error
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -302,3 +302,18 @@ def check_fits(state: RankState, mesh: Mesh, axes: Sequence[str]) -> None:
             found=str(mesh),
             hint="Save in the native format, which holds any state and loads on any topology.",
         )
+
+
+def check_common(skeleton: Mapping[str, Any]) -> None:
+    """Refuse state of an optimizer that every rank has its own of: ranks that differ along dp share a file.
+
+    Raises:
+        UnsupportedStateError: There is such state.
+    """
+    optimizer = skeleton.get(schema.OPTIMIZER)
+    if isinstance(optimizer, Mapping) and schema.OWN in optimizer:
+        raise UnsupportedStateError(
+            "neuronx-distributed's layout has no place for state that every rank has its own of",
+            leaf=schema.own_states(),
+            hint="Save in the native format, which holds any state.",
+        )

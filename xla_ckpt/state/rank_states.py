@@ -1,0 +1,170 @@
+"""State of an optimizer that every rank has its own of, as somebody registered it.
+
+It stands apart from what the ranks have in common: ``optimizer/state_per_rank/ranks/<rank>/<parameter>/<key>``, and
+``.../ranks/<rank>/<key>`` for state that belongs to no parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from xla_ckpt.arrays.registry import new_array
+from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.state.loading import Loading, Stored, plan_arrays
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
+from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.optimizer_schema import OptimizerSchema
+from xla_ckpt.tree.skeleton import children
+
+Fill = Callable[[dict[Any, Any], Mapping[str, Any]], None]
+"""Puts this rank's own states, made of restored arrays, into a tree of states by parameter."""
+
+
+def apart(tree: Mapping[str, Any], states: OptimizerSchema, rank: int, world: int) -> dict[str, Any]:
+    """The state of an optimizer by name, with what this rank has its own of set apart."""
+    parameters = {name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]}
+    own: dict[Any, Any] = {}
+    common: dict[Any, Any] = {}
+    for name, held in tree[schema.STATE].items():
+        if name not in parameters or not isinstance(held, Mapping):
+            (own if name in states.per_rank else common)[name] = held
+            continue
+        common[name] = {k: v for k, v in held.items() if k not in states.per_rank}
+        if mine := {k: v for k, v in held.items() if k in states.per_rank}:
+            own[name] = mine
+    parts = {schema.WORLD: world, schema.RANKS: {str(rank): own}}
+    return {**tree, schema.STATE: common, schema.OWN: parts}
+
+
+def without(stored: Stored) -> Stored:
+    """What is stored of an optimizer, less what every rank has its own of: no rank reads that of the others."""
+    skeleton = stored.skeleton
+    if not isinstance(skeleton, dict) or schema.OWN not in skeleton:
+        return stored
+    return stored.part({k: v for k, v in skeleton.items() if k != schema.OWN}, stored.prefix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What the program's optimizer says about states that are its own on every rank."""
+
+    states: OptimizerSchema
+    by_name: Mapping[Any, Any]
+    """Name of each parameter -> the tensor under which its state is kept."""
+
+    parameters: Set[Any]
+    """Names of the stored optimizer's parameters: any other key belongs to none."""
+
+    now: Mapping[Any, Any]
+    """The state that it has."""
+
+
+def plan(stored: Stored, program: Program, loading: Loading) -> Fill:
+    """Want this rank's own states, or those that its own are made of; differences become problems of the loading."""
+    part = stored.at(schema.OWN)
+    saved_by = None if part is None else schema.saved_by(part.skeleton)
+    if part is None or saved_by is None:
+        return lambda tree, arrays: None
+    parts = {r: p for r in range(saved_by) if (p := part.at(schema.of_rank(paths.ROOT, r))) is not None}
+    wanted = _Wanted(stored, program, parts, saved_by, loading)
+    return wanted.plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    stored: Stored
+    program: Program
+    parts: Mapping[int, Stored]
+    """What each rank saved."""
+
+    saved_by: int
+    loading: Loading
+    fills: list[Fill] = field(default_factory=list)
+
+    def plan(self) -> Fill:
+        """See the function of this name."""
+        for keys in dict.fromkeys(keys for part in self.parts.values() for keys in self._keys(part)):
+            self._plan_one(keys)
+        fills = self.fills
+
+        def fill(tree: dict[Any, Any], arrays: Mapping[str, Any]) -> None:
+            for one in fills:
+                one(tree, arrays)
+
+        return fill
+
+    def _keys(self, part: Stored) -> Iterator[tuple[Any, ...]]:
+        """(parameter, key) of each state that a rank saved and this program can use; (key,) where it is shared."""
+        names = {component(name): name for name in self.program.by_name}
+        strangers = {component(name) for name in self.program.parameters} - set(names)
+        for owner, below in (children(part.skeleton) or {}).items():
+            if owner in names:
+                yield from ((names[owner], paths.unescape(key)) for key in children(below) or {})
+            elif owner not in strangers:
+                yield (paths.unescape(owner),)
+
+    def _plan_one(self, keys: tuple[Any, ...]) -> None:
+        placement = self.stored.shardings.placement
+        rank, world = placement.rank, placement.world
+        path = "/".join(component(key) for key in keys)
+        states = {r: one for r, part in self.parts.items() if (one := part.at(path)) is not None}
+        reshard = self.program.states.reshard(keys[-1])
+        # A number of a rank means another part of the parameters in another mesh of as many ranks.
+        alike = self.saved_by == world and (world == 1 or self.stored.manifest.mesh == str(placement.mesh))
+        if keys[-1] not in self.program.states.per_rank:
+            self._keep(keys, "each rank's own is stored: name it in per_rank= of xla_ckpt.register_optimizer")
+        elif alike and rank in states:
+            self._make([states[rank]], keys, lambda held: held[0], self._device(keys))
+        elif reshard is not None:
+            self._make(list(states.values()), keys, lambda held: reshard(held, rank, world), None)
+        elif not alike:
+            self._keep(
+                keys,
+                f"it is what each of {self.saved_by} ranks had its own of, over {self.stored.manifest.mesh or 'none'}; "
+                f"these are {world}, over {placement.mesh}: per_rank= of xla_ckpt.register_optimizer takes a function "
+                "that makes theirs of it",
+            )
+
+    def _make(self, parts: list[Stored], keys: tuple[Any, ...], make: Callable[[list[Any]], Any], device: Any) -> None:
+        """Have a state made of stored ones, whose tensors lie on a device; None for host memory."""
+        for part in parts:
+            plan_arrays(part, self.loading, {}, new=lambda _, r, kind: new_array(r.dtype, whole(r.shape), kind, device))
+            part.build()  # what may not be loaded is found out before anything is changed
+
+        def fill(tree: dict[Any, Any], arrays: Mapping[str, Any]) -> None:
+            value = make([part.build(lambda path, _: arrays[path]) for part in parts])
+            _put(tree, keys, value.to(self._device(keys)) if isinstance(value, torch.Tensor) else value)
+
+        self.fills.append(fill)
+
+    def _keep(self, keys: tuple[Any, ...], why: str) -> None:
+        """Leave the optimizer what it has; strict loads fail for it."""
+        self.loading.add_problem(schema.state(*keys), why)
+        held = self._now(keys)
+        if keys[-1] in held:
+            self.fills.append(lambda tree, arrays: _put(tree, keys, held[keys[-1]]))
+
+    def _now(self, keys: tuple[Any, ...]) -> Mapping[Any, Any]:
+        """The members of the optimizer's state beside which the last of the keys stands."""
+        now = self.program.now
+        held: Mapping[Any, Any] = now if len(keys) == 1 else now.get(self.program.by_name[keys[0]], {})
+        return held
+
+    def _device(self, keys: tuple[Any, ...]) -> Any:
+        """Where a state lies: where the optimizer has it, else with its parameter, or the first one."""
+        held, parameters = self._now(keys).get(keys[-1]), self.program.by_name
+        if isinstance(held, torch.Tensor):
+            return held.device
+        return (parameters[keys[0]] if len(keys) > 1 else next(iter(parameters.values()))).device
+
+
+def _put(tree: dict[Any, Any], keys: tuple[Any, ...], value: Any) -> None:
+    *above, last = keys
+    for key in above:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
