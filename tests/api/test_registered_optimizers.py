@@ -282,9 +282,9 @@ def test_another_topology_needs_a_function(known: None, tmp_path: Path, monkeypa
             assert "error" not in optimizer.state[model.down]
             assert optimizer.state[model.up]["seed"] == 1 + 2 + 1000 * rank
             assert optimizer.state["seed"] == 10 + 20 + 1000 * rank
-    notes = xla_ckpt.explain(tmp_path, "a", like_mesh="tp=2").notes
+    notes = xla_ckpt.explain(tmp_path, "a", mesh="tp=2").notes
     assert any("optimizer/state_per_rank holds state of each of 2 ranks" in note for note in notes)
-    assert not any("state_per_rank" in note for note in xla_ckpt.explain(tmp_path, "a", like_mesh="dp=2").notes)
+    assert not any("state_per_rank" in note for note in xla_ckpt.explain(tmp_path, "a", mesh="dp=2").notes)
 
 
 def test_a_function_may_make_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
