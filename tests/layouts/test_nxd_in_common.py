@@ -14,6 +14,7 @@ from tests.layouts.gold import as_rank
 from tests.layouts.test_nxd_layouts import rank_file
 from tests.layouts.writing import Zero1
 from xla_ckpt import Mesh
+from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
 NESTED = {
     "factors": [torch.ones(2), (torch.zeros(3), 5)],
@@ -113,6 +114,21 @@ def test_zero1_ranks_are_named_by_dp(tmp_path: Path, monkeypatch: pytest.MonkeyP
         xla_ckpt.load_checkpoint(tmp_path, "a", {"w": mine}, optimizer)
     assert caught.value.leaf == "optimizer/state/w/factors/0"
     assert shard.tolist() == [[0] * 3]
+
+
+def test_the_converter_of_zero1_files_compares_them_too(tmp_path: Path) -> None:
+    """What is the same goes along, tensors in containers included; the rows of the first rank alone would be lost."""
+    for tag, other in (("same", NESTED), ("list", {**NESTED, "factors": []}), ("plain", {**NESTED, "span": 1})):
+        written(tmp_path / tag, {0: NESTED, 1: other}, axis="dp", shared=dict.fromkeys((0, 1), {"own": NESTED}))
+    convert_zero_checkpoints(tmp_path / "same/a", tmp_path / "full", dp_size=None)
+    held = torch.load(tmp_path / "full/optim/full_tp_rank_00_pp_rank_00.pt", weights_only=True)["base_state"]
+    assert held[0]["factors"][0].tolist() == held["own"]["factors"][0].tolist() == [1, 1]
+    assert held[0]["exp_avg"].tolist() == [[0] * 3, [1] * 3]
+    for tag, leaf in (("list", "factors"), ("plain", "span")):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"\(dp 1\) differs from \(dp 0\)") as caught:
+            convert_zero_checkpoints(tmp_path / tag / "a", tmp_path / f"full {tag}", dp_size=None)
+        assert caught.value.leaf == f"0/0/base_state/0/{leaf}"
+        assert not (tmp_path / f"full {tag}").exists()
 
 
 class Scaled(torch.nn.Module):

@@ -13,11 +13,12 @@ from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.layouts.nxd.arrays import check_rows, record
+from xla_ckpt.layouts.nxd.copies import in_common
 from xla_ckpt.layouts.nxd.plan import RankPlan, RankState, RankTensor
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
 from xla_ckpt.layouts.nxd.state import trees
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
-from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest
+from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest, UnknownArray
 from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
@@ -146,16 +147,26 @@ class _Arrays:
         for key, value in ranks[0].items():
             path = f"{pp}/{tp}/{key}"
             if key not in _DEALT:
-                made[key] = replaced_leaves(value, self._alone, path)
+                made[key] = self._common(path, ranks, key)
                 continue
             made[key] = {}
-            for number, held in value.items():
+            members = [rank[key] for rank in ranks]
+            for number in value:
                 if type(number) is int:
-                    of_ranks = [rank[key].get(number) for rank in ranks]
+                    of_ranks = [held.get(number) for held in members]
                     made[key][number] = self._state(f"{path}/{number}", of_ranks, shapes.get(number))
                 else:  # it belongs to no parameter, and each dp rank has it whole
-                    made[key][number] = replaced_leaves(held, self._alone, f"{path}/{number}")
+                    made[key][number] = self._common(f"{path}/{number}", members, number)
         return made
+
+    def _common(self, path: str, ranks: list[Any], key: Any) -> Any:
+        """What all dp ranks have under a key.
+
+        Raises:
+            IncompatibleCheckpointError: They differ.
+        """
+        held = in_common(self.files, {At(dp=dp): members for dp, members in enumerate(ranks)}, key)
+        return replaced_leaves(held, self._alone, path)
 
     def _state(self, path: str, ranks: list[Any], shape: Any) -> Any:
         """The state, or the master weight, of one parameter on all dp ranks."""
@@ -165,12 +176,13 @@ class _Arrays:
         if not isinstance(first, Mapping):
             return first
         made = {}
+        members = [rank or {} for rank in ranks]
         for what, value in first.items():
             if isinstance(value, StoredTensor):
-                of_ranks = [(rank or {}).get(what) for rank in ranks]
+                of_ranks = [held.get(what) for held in members]
                 made[what] = self._united(f"{path}/{what}", of_ranks, shape)
             else:
-                made[what] = value
+                made[what] = self._common(f"{path}/{what}", members, what)
         return made
 
     def _united(self, path: str, ranks: list[Any], shape: Any) -> Any:
@@ -193,7 +205,13 @@ class _Arrays:
         return LeafAt(path)
 
     def _alone(self, path: str, held: Any) -> Any:
-        """A tensor that each dp rank has whole, as a `LeafAt`; any other value as it is."""
+        """A tensor that each dp rank has whole, as a `LeafAt`; any other value as it is.
+
+        Raises:
+            IncompatibleCheckpointError: The dp ranks have different ones.
+        """
+        if isinstance(held, UnknownArray):
+            raise held.error(path)
         if not isinstance(held, StoredTensor):
             return held
         self.records[path] = record(self.files, path, {(0, 0, 0): held}, Mesh(), Sharding())
