@@ -55,10 +55,13 @@ class StateShardings:
     """By the path component that an optimizer's state has for it."""
 
     alone: tuple[str, ...] = ()
-    """Prefixes of leaf paths that this rank alone holds."""
+    """Leaf paths of what this rank alone holds: they begin the paths of its leaves."""
 
     _places: dict[tuple[Sharding, tuple[int, ...]], LocalArray] = field(default_factory=dict, init=False, repr=False)
     """Where tensors of a shape lie: a model has few kinds of them, and a save describes all while training waits."""
+
+    _states: dict[Any, LocalArray] = field(default_factory=dict, init=False, repr=False)
+    """Where states lie, for the same reason: by how parameter and state lie, and their shapes."""
 
     _splits: dict[str, Sharding | None] = field(default_factory=dict, init=False, repr=False)
     """How each parameter is split, by name; None for one that knows its own place."""
@@ -127,6 +130,15 @@ class StateShardings:
         """State of a parameter lies as its kind of optimizer says; without a word of it, by its shape."""
         rule, split, full = parameter.rule(path), self._split(parameter) or Sharding(), tuple(parameter.value.shape)
         shard = parameter.shard if parameter.zero1 else None
+        key = rule, split, full, shard, parameter.zero1, shape
+        if key not in self._states:
+            self._states[key] = self._place_state(path, rule, split, shape, parameter)
+        return self._states[key]
+
+    def _place_state(
+        self, path: str, rule: StateRule, split: Sharding, shape: tuple[int, ...], parameter: Parameter
+    ) -> LocalArray:
+        full, shard = tuple(parameter.value.shape), parameter.shard if parameter.zero1 else None
         try:
             # Of what nobody declared only the exact shape of a shard says that ZeRO-1 dealt it out.
             sharding = state_sharding(split, rule, full if shard is None or not rule.declared else shard, shape)
@@ -139,7 +151,7 @@ class StateShardings:
             ) from error
         if shard is None or not self._is_dealt(path, rule, shard, shape):
             return self._placed(path, sharding, shape)
-        rows = split if shape == shard else sharding
+        rows = sharding if rule.lies is Lies.ALONG else split
         try:
             return rows.zero1((full[0], *shape[1:]), self.placement.mesh, self.placement.rank, parameter.zero1)
         except ValueError as error:
