@@ -238,6 +238,22 @@ def test_each_rank_gets_its_own_back(known: None, tmp_path: Path, monkeypatch: p
                 assert torch.equal(error, torch.full_like(parameter, rank + 0.25))
 
 
+def test_a_rank_that_had_none_gets_none(known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same mesh nothing is made of what others had, though a function is there."""
+    mesh = Mesh(dp=2)
+
+    def of(rank: int) -> dict[str, Any]:
+        model, optimizer = built(mesh, rank)
+        if rank == 1:
+            optimizer.state[model.up]["seed"] = 7
+        return {"model": model, "optimizer": optimizer}
+
+    save_as_job(monkeypatch, mesh, tmp_path, "a", of)
+    loaded = [built(mesh, rank, fill=False) for rank in range(2)]
+    as_job(monkeypatch, mesh, "load", lambda r: xla_ckpt.load_checkpoint(tmp_path, "a", *loaded[r]).user_content)
+    assert [optimizer.state[model.up].get("seed") for model, optimizer in loaded] == [None, 7]
+
+
 def test_pipeline_stages_have_their_own_parameters(
     known: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +354,15 @@ def test_their_layouts_have_no_place_for_it(
     model, optimizer = built(Mesh(), 0, fill=False)
     xla_ckpt.load_checkpoint(tmp_path / "same", "a", model, optimizer, strict=False)
     assert optimizer.state["seed"] == 30
+    xla_ckpt.convert(tmp_path / "old", tmp_path / "other", to="native", mesh="tp=2")
+    loaded = [built(Mesh(tp=2), rank, fill=False) for rank in range(2)]
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="each of 2 ranks had its own of"):
+        as_job(
+            monkeypatch,
+            Mesh(tp=2),
+            "load",
+            lambda r: xla_ckpt.load_checkpoint(tmp_path / "other", "a", *loaded[r]).user_content,
+        )
 
 
 # The layouts of neuronx-distributed, and its ZeRO-1 optimizer.

@@ -78,8 +78,9 @@ def _broken_files(reader: TagReader) -> list[str]:
 def _own_states(manifest: Manifest, mesh: Mesh) -> list[str]:
     """State of the optimizer that every rank has its own of, and that another mesh may not take over."""
     optimizer = manifest.skeleton.get(schema.OPTIMIZER) if isinstance(manifest.skeleton, dict) else None
-    ranks = schema.saved_by(optimizer.get(schema.OWN)) if isinstance(optimizer, dict) else None
-    if ranks is None or (ranks == mesh.size and (ranks == 1 or manifest.mesh == str(mesh))):
+    own = optimizer.get(schema.OWN) if isinstance(optimizer, dict) else None
+    ranks = schema.saved_by(own)
+    if ranks is None or schema.same_ranks(own, mesh.size, str(mesh)):
         return []
     text = f"{schema.own_states()} holds state of each of {ranks} ranks: over {mesh} it needs a function in per_rank="
     return [f"{text} of the OptimizerSchema, which makes theirs of it"]

@@ -105,7 +105,7 @@ class Objects:
             by_name = optimizers.is_by_name(self.optimizer, held)
             states = schema_of(self.optimizer)
             if by_name and states.per_rank:
-                held = rank_states.apart(held, states, rank, world)
+                held = rank_states.apart(held, states, placement)
                 alone.append(schema.of_rank(schema.own_states(), rank))
             tree[schema.OPTIMIZER] = held
             axes = zero1.mesh_axes(self.optimizer, placement) if zero1.is_zero1(self.optimizer) else None

@@ -14,6 +14,7 @@ import torch
 
 from xla_ckpt.arrays.registry import new_array
 from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state.loading import Loading, Stored, plan_arrays
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
@@ -25,7 +26,7 @@ Fill = Callable[[dict[Any, Any], Mapping[str, Any]], None]
 """Puts this rank's own states, made of restored arrays, into a tree of states by parameter."""
 
 
-def apart(tree: Mapping[str, Any], states: OptimizerSchema, rank: int, world: int) -> dict[str, Any]:
+def apart(tree: Mapping[str, Any], states: OptimizerSchema, placement: Placement) -> dict[str, Any]:
     """The state of an optimizer by name, with what this rank has its own of set apart."""
     parameters = {name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]}
     own: dict[Any, Any] = {}
@@ -37,7 +38,11 @@ def apart(tree: Mapping[str, Any], states: OptimizerSchema, rank: int, world: in
         common[name] = {k: v for k, v in held.items() if k not in states.per_rank}
         if mine := {k: v for k, v in held.items() if k in states.per_rank}:
             own[name] = mine
-    parts = {schema.WORLD: world, schema.RANKS: {str(rank): own}}
+    parts = {
+        schema.WORLD: placement.world,
+        schema.MESH: str(placement.mesh),
+        schema.RANKS: {str(placement.rank): own},
+    }
     return {**tree, schema.STATE: common, schema.OWN: parts}
 
 
@@ -70,19 +75,34 @@ def plan(stored: Stored, program: Program, loading: Loading) -> Fill:
     saved_by = None if part is None else schema.saved_by(part.skeleton)
     if part is None or saved_by is None:
         return lambda tree, arrays: None
-    parts = {r: p for r in range(saved_by) if (p := part.at(schema.of_rank(paths.ROOT, r))) is not None}
-    wanted = _Wanted(stored, program, parts, saved_by, loading)
-    return wanted.plan()
+    placement = stored.shardings.placement
+    # A number of a rank means another part of the parameters in another mesh of as many ranks.
+    alike = schema.same_ranks(part.skeleton, placement.world, str(placement.mesh))
+    ranks = [placement.rank] if alike else range(saved_by)
+    parts = {r: p for r in ranks if (p := part.at(schema.of_rank(paths.ROOT, r))) is not None}
+    return _Wanted(
+        stored=stored,
+        program=program,
+        parts=parts,
+        saved_by=saved_by,
+        mesh=part.skeleton.get(schema.MESH),
+        alike=alike,
+        loading=loading,
+    ).plan()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
     stored: Stored
     program: Program
     parts: Mapping[int, Stored]
-    """What each rank saved."""
+    """What ranks saved: this one alone, where it was the same job."""
 
     saved_by: int
+    mesh: object
+    alike: bool
+    """Whether the ranks were arranged as they are now."""
+
     loading: Loading
     fills: list[Fill] = field(default_factory=list)
 
@@ -114,18 +134,16 @@ class _Wanted:
         path = "/".join(component(key) for key in keys)
         states = {r: one for r, part in self.parts.items() if (one := part.at(path)) is not None}
         reshard = self.program.states.reshard(keys[-1])
-        # A number of a rank means another part of the parameters in another mesh of as many ranks.
-        alike = self.saved_by == world and (world == 1 or self.stored.manifest.mesh == str(placement.mesh))
         if keys[-1] not in self.program.states.per_rank:
             self._keep(keys, "each rank's own is stored: name it in per_rank= of xla_ckpt.register_optimizer")
-        elif alike and rank in states:
+        elif self.alike:
             self._make([states[rank]], keys, lambda held: held[0], self._device(keys))
         elif reshard is not None:
             self._make(list(states.values()), keys, lambda held: reshard(held, rank, world), None)
-        elif not alike:
+        else:
             self._keep(
                 keys,
-                f"it is what each of {self.saved_by} ranks had its own of, over {self.stored.manifest.mesh or 'none'}; "
+                f"it is what each of {self.saved_by} ranks had its own of, over {self.mesh}; "
                 f"these are {world}, over {placement.mesh}: per_rank= of xla_ckpt.register_optimizer takes a function "
                 "that makes theirs of it",
             )

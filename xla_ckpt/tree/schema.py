@@ -6,7 +6,7 @@
     optimizer/state/<parameter>/<key>...     state of one parameter
     optimizer/state/<key>...                 state that all parameters share, under a key of the optimizer's own
     optimizer/master/<parameter>             master weights that a ZeRO-1 optimizer keeps
-    optimizer/state_per_rank                 {per_rank, ranks}: state that every rank has its own of
+    optimizer/state_per_rank                 {per_rank, mesh, ranks}: state that every rank has its own of
     optimizer/state_per_rank/ranks/<rank>/<parameter>/<key>...
     optimizer/param_groups                   hyper-parameters, and names of the parameters, group by group
     scheduler
@@ -55,6 +55,9 @@ RANKS = "ranks"
 
 WORLD = "per_rank"
 """Key beside it of how many ranks there are."""
+
+MESH = "mesh"
+"""Key beside it of how they were arranged, where a number of a rank alone does not say what it had."""
 
 
 class Role(enum.Enum):
@@ -216,9 +219,18 @@ def saved_by(skeleton: Any) -> int | None:
     >>> saved_by({"per_rank": 2, "ranks": {"0": 1, "1": 2}}), saved_by({"ranks": 1})
     (2, None)
     """
-    if isinstance(skeleton, dict) and set(skeleton) == {WORLD, RANKS} and type(skeleton[WORLD]) is int:
+    if isinstance(skeleton, dict) and set(skeleton) - {MESH} == {WORLD, RANKS} and type(skeleton[WORLD]) is int:
         return int(skeleton[WORLD])
     return None
+
+
+def same_ranks(skeleton: Any, world: int, mesh: str) -> bool:
+    """Whether as many ranks, arranged alike, saved their own of something.
+
+    >>> same_ranks({"per_rank": 2, "mesh": "dp=2", "ranks": {}}, 2, "tp=2")
+    False
+    """
+    return saved_by(skeleton) == world and (world == 1 or skeleton.get(MESH) == mesh)
 
 
 def _below(path: str, *keys: Any) -> str:
