@@ -68,7 +68,7 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
         loading.add_problem(schema.group(), other)
         return loading
     match, whole = _matched(held, optimizer, names), stored
-    stored = rank_states.without(stored)
+    stored = rank_states.less_own(stored)
     _compare_parameters(match, loading)
     for name, (parameter, _) in zip(match.called, match.order, strict=True):
         check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter

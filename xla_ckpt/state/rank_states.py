@@ -46,7 +46,7 @@ def apart(tree: Mapping[str, Any], states: OptimizerSchema, placement: Placement
     return {**tree, schema.STATE: common, schema.OWN: parts}
 
 
-def without(stored: Stored) -> Stored:
+def less_own(stored: Stored) -> Stored:
     """What is stored of an optimizer, less what every rank has its own of: no rank reads that of the others."""
     skeleton = stored.skeleton
     if not isinstance(skeleton, dict) or schema.OWN not in skeleton:
