@@ -91,11 +91,6 @@ def run_alone(
     return value
 
 
-def start_program_on_ranks(program: Program, world: int, *, xla: bool = False, cwd: Path) -> list[Born]:
-    """Start a program that joins its job itself, as torchrun does."""
-    return [bear(program, env=place, xla=xla, cwd=cwd) for place in places(world)]
-
-
 def places(world: int, env: Mapping[str, str] | None = None, first: str = "127.0.0.1") -> list[dict[str, str]]:
     """The environment of each rank of a job."""
     port = free_port()

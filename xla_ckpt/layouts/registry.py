@@ -175,11 +175,12 @@ def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
 
 def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     """The same error, with a hint at what other libraries have there, or at the root above."""
-    theirs = [(layout.origin, entry.tag) for layout, entry in all_tags(store) if layout is not None]
-    if theirs and not entries(store):
+    found = all_tags(store)
+    theirs = [(layout.origin, entry.tag) for layout, entry in found if layout is not None]
+    if theirs and len(theirs) == len(found):
         error.hint = f"{theirs[-1][0]} wrote the tags there: {', '.join(tag for _, tag in theirs[-10:])}."
-    elif tag_directory(store.path) is not None:
-        above, name = tag_directory(store.path) or (store, "")
+    elif (inside := tag_directory(store.path)) is not None:
+        above, name = inside
         error.hint = f"This is the directory of a tag: pass {above.path} and the tag {name}."
     return error
 

@@ -23,7 +23,7 @@ from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state.attributes import declared_sharding
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import MASTER_RULE, TORCH, Lies, OptimizerSchema, StateRule
+from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT, TORCH, Lies, OptimizerSchema, StateRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class StateShardings:
                 f"what is registered of the optimizer does not fit to its stored state: {error}",
                 leaf=path,
                 found=f"{list(record.shape)} of a parameter {list(local.shape)}",
-                hint="Check the OptimizerSchema that was given to xla_ckpt.register_optimizer.",
+                hint=SCHEMA_HINT,
             ) from error
         dealt = parameter.shard if parameter.zero1 else None
         if dealt is None and dims and dims == tuple(range(len(local.shape))):
@@ -147,7 +147,7 @@ class StateShardings:
                 f"what is registered of the optimizer does not fit to its state: {error}",
                 leaf=path,
                 found=f"{list(shape)} of a parameter {list(shard or full)}",
-                hint="Check the OptimizerSchema that was given to xla_ckpt.register_optimizer.",
+                hint=SCHEMA_HINT,
             ) from error
         if shard is None or not self._is_dealt(path, rule, shard, shape):
             return self._placed(path, sharding, shape)

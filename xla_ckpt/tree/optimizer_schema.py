@@ -17,6 +17,9 @@ Dims = tuple[int | EllipsisType | None, ...]
 Reshard = Callable[[Sequence[Any], int, int], Any]
 """From what each rank had, by rank, and the rank and number of ranks of now, to what this rank has."""
 
+SCHEMA_HINT = "Check the OptimizerSchema that was given to xla_ckpt.register_optimizer."
+"""What to do where a state does not fit to what was registered of its optimizer."""
+
 
 class Lies(enum.Enum):
     """How a state lies."""

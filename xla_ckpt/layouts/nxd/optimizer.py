@@ -16,7 +16,7 @@ from xla_ckpt.plan.place import state_sharding
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding, parts
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import MASTER_RULE
+from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT
 
 
 def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class _StageOptimizer:
                 f"what is registered of the optimizer does not fit to its stored state: {error}",
                 leaf=leaf,
                 found=f"{list(shape)} of a parameter {list(local)}, on each rank",
-                hint="Check the OptimizerSchema that was given to xla_ckpt.register_optimizer.",
+                hint=SCHEMA_HINT,
             ) from error
 
 
