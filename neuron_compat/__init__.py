@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from neuron_compat import nxd as nxd
     from neuron_compat.emulation import Emulation as Emulation
     from neuron_compat.emulation import emulate as emulate
+    from neuron_compat.nxd import modules as modules
     from neuron_compat.nxd import optimizer as optimizer
     from neuron_compat.nxd import parallel_layers as parallel_layers
     from neuron_compat.nxd import trainer as trainer
@@ -41,6 +42,7 @@ _HOMES = {
         "has_checkpoint",
         "load_checkpoint",
         "save_checkpoint",
+        "modules",
         "optimizer",
         "parallel_layers",
         "trainer",

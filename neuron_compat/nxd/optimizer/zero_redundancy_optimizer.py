@@ -39,6 +39,7 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
 
     The norm of the gradients is that of the whole model: summed over the model-parallel groups, where a parameter that
     is the same on all tensor-parallel ranks counts once, and one that is ``shared`` with another stage does not count.
+    Keys and values of which several ranks hold copies count once, too.
 
     Raises:
         RuntimeError: `parallel_state` is not initialised.
@@ -74,8 +75,19 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
         for outer, inner in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             for parameter, shard in zip(outer["params"], inner["params"], strict=True):
                 if shard.grad is not None and not getattr(parameter, "shared", False):
-                    own = shard.grad.detach().to(self.optimizer_dtype).pow(2).sum()
+                    squares = shard.grad.detach().to(self.optimizer_dtype).pow(2)
+                    own = self._once(parameter, squares).sum()
                     total += own if getattr(parameter, "tensor_model_parallel", False) else own / copies
         for groups in (self._sharding_groups, self._grad_norm_groups):
             xm.all_reduce(xm.REDUCE_SUM, [total], groups=groups, pin_layout=self.pin_layout)
         return total.sqrt()
+
+    def _once(self, parameter: torch.nn.Parameter, squares: torch.Tensor) -> torch.Tensor:
+        """Squares of this rank's shard of a parameter, each divided by the number of ranks that hold it."""
+        rows = getattr(parameter, "copies_by_rows", None)
+        if rows is None:
+            return squares
+        counts = torch.cat([torch.full((n,), float(copies)) for n, copies in rows])
+        own: torch.Tensor = self._shard_tensor(counts).clamp(min=1.0)  # rows of padding count 0 there
+        shaped = own.reshape(-1, *[1] * (squares.dim() - 1))
+        return squares / shaped.to(device=squares.device, dtype=squares.dtype)

@@ -11,8 +11,19 @@ from neuron_compat.nxd.parallel_layers import parallel_state
 
 Device: TypeAlias = torch.device | str | None
 
-ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "global_shape")
-"""What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded."""
+ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "global_shape",
+    "copies_by_rows",
+)
+"""What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded.
+
+``copies_by_rows`` is for sums over tensor-parallel ranks, in which a row counts once: pairs (number of rows, number of
+ranks that hold these rows), from the first row to the last one. It is absent where no row has copies.
+"""
 
 
 def padding(size: int, parts: int, stride: int, pad: bool, what: str) -> int:
