@@ -1,0 +1,124 @@
+"""Programs as they are written for Trainium, unchanged, on CPUs: NEURON_COMPAT_EMULATE=1 under the real torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+import neuron_compat
+from tests.jobs import finish, places, run_alone
+from tests.nursery import Call, bear
+from tests.runs import environment
+
+HEAD = """
+import torch
+import torch.distributed as dist
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xr
+
+import neuron_compat.nxd as nxd
+from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
+from neuron_compat.nxd.parallel_layers import ColumnParallelLinear, parallel_state
+"""
+
+COLLECTIVES = """
+rank, world = dist.get_rank(), dist.get_world_size()
+assert (rank, world) == (xr.global_ordinal(), xr.world_size())
+assert dist.get_backend() == "xla"
+value = torch.full((2,), rank + 1.0).to("xla")
+dist.all_reduce(value)
+assert value.tolist() == [world * (world + 1) / 2] * 2
+assert xm.all_gather(torch.tensor([float(rank)]).to("xla")).tolist() == list(range(world))
+found = [torch.zeros(1).to("xla") for _ in range(world)]
+dist.all_gather(found, torch.tensor([float(rank)]).to("xla"))
+assert [f.item() for f in found] == list(range(world))
+"""
+
+TRAINING = """
+dist.init_process_group("xla")
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+torch.manual_seed(0)
+model = ColumnParallelLinear(4, 4, bias=False).to("xla")
+optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1, pin_layout=False)
+x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))[parallel_state.get_data_parallel_rank()].to("xla")
+
+
+def step():
+    optimizer.zero_grad()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    torch_xla.sync()
+    return loss.item()
+
+
+first = step()
+nxd.save_checkpoint(ROOT, tag="1", model=model, optimizer=optimizer, use_xser=True, user_content={"first": first})
+straight = step()
+assert nxd.load_checkpoint(ROOT, model=model, optimizer=optimizer)["first"] != straight
+assert step() == straight
+xm.master_print(f"loss {straight:.3f} of {xr.world_size()} ranks")
+"""
+
+
+def run_script(text: str, folder: Path, ranks: int) -> str:
+    """What a program under torchrun prints."""
+    script = folder / "script.py"
+    script.write_text(text)
+    env = environment({"NEURON_COMPAT_EMULATE": "1", "OMP_NUM_THREADS": "1"})
+    del env["PJRT_DEVICE"]  # a program for Trainium does not set it
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)],
+        capture_output=True, text=True, env=env, timeout=240, check=False, cwd=folder,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
+
+
+def test_a_program_for_trainium_trains_saves_and_resumes_unchanged(tmp_path: Path) -> None:
+    text = f"{HEAD}\nROOT = {str(tmp_path / 'run')!r}\n{TRAINING}\n{COLLECTIVES}"
+    assert " of 4 ranks" in run_script(text, tmp_path, 4)
+
+
+@pytest.mark.parametrize("url", ["xla", "pjrt"])
+def test_groups_that_torch_xla_makes_have_all_ranks(url: str, tmp_path: Path) -> None:
+    begin = f'import torch_xla.experimental.pjrt_backend\ndist.init_process_group("xla", init_method="{url}://")\n'
+    save = "\nparallel_state.initialize_model_parallel(2)\nnxd.save_checkpoint('run', tag='1', user_content=1)\n"
+    inside = textwrap.indent(begin + COLLECTIVES + save, "    ")
+    run_script(f"{HEAD}\ndef main(index):\n{inside}\ntorch_xla.launch(main)\n", tmp_path, 2)
+    assert (tmp_path / "run" / "1" / "done").exists()
+
+
+def too_early() -> None:
+    distributed: Any = torch.distributed
+    distributed.init_process_group("xla", init_method="xla://")
+    with pytest.raises(RuntimeError, match="has 1 rank, and torchrun started 2"):
+        neuron_compat.emulate()
+    distributed.destroy_process_group()
+
+
+def test_a_group_that_was_made_too_early_says_so() -> None:
+    run_alone(too_early, xla=True, env=places(2)[0])
+
+
+def joins_late() -> None:
+    neuron_compat.emulate(join=False)
+    assert not torch.distributed.is_initialized()
+    assert (xr.global_ordinal(), xr.world_size()) == (int(os.environ["RANK"]), 2)
+    assert xm.mesh_reduce("sum", xr.global_ordinal() + 1, sum) == 3
+    assert torch.distributed.get_world_size() == 2
+
+
+def test_without_a_process_group_the_first_collective_joins() -> None:
+    ranks = [bear(Call.of(joins_late), env=place, xla=True) for place in places(2)]
+    assert [code for code, _, _ in finish(ranks)] == [0, 0]
