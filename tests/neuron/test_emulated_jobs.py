@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -15,9 +17,10 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 import neuron_compat
+import neuron_compat.nxd as nxd
 from tests.jobs import finish, places, run_alone
 from tests.nursery import Call, bear
-from tests.runs import environment
+from tests.runs import ROOT, environment
 
 HEAD = """
 import torch
@@ -27,8 +30,7 @@ import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
 import neuron_compat.nxd as nxd
-from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
-from neuron_compat.nxd.parallel_layers import ColumnParallelLinear, parallel_state
+from neuron_compat.nxd.parallel_layers import parallel_state
 """
 
 COLLECTIVES = """
@@ -44,35 +46,9 @@ dist.all_gather(found, torch.tensor([float(rank)]).to("xla"))
 assert [f.item() for f in found] == list(range(world))
 """
 
-TRAINING = """
-dist.init_process_group("xla")
-parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-torch.manual_seed(0)
-model = ColumnParallelLinear(4, 4, bias=False).to("xla")
-optimizer = NeuronZero1Optimizer(model.parameters(), torch.optim.AdamW, lr=0.1, pin_layout=False)
-x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))[parallel_state.get_data_parallel_rank()].to("xla")
 
-
-def step():
-    optimizer.zero_grad()
-    loss = model(x).pow(2).mean()
-    loss.backward()
-    optimizer.step()
-    torch_xla.sync()
-    return loss.item()
-
-
-first = step()
-nxd.save_checkpoint(ROOT, tag="1", model=model, optimizer=optimizer, use_xser=True, user_content={"first": first})
-straight = step()
-assert nxd.load_checkpoint(ROOT, model=model, optimizer=optimizer)["first"] != straight
-assert step() == straight
-xm.master_print(f"loss {straight:.3f} of {xr.world_size()} ranks")
-"""
-
-
-def run_script(text: str, folder: Path, ranks: int) -> str:
-    """What a program under torchrun prints."""
+def run_script(text: str, folder: Path, ranks: int) -> None:
+    """Run a program under torchrun."""
     script = folder / "script.py"
     script.write_text(text)
     env = environment({"NEURON_COMPAT_EMULATE": "1", "OMP_NUM_THREADS": "1"})
@@ -82,17 +58,24 @@ def run_script(text: str, folder: Path, ranks: int) -> str:
         capture_output=True, text=True, env=env, timeout=240, check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return done.stdout
 
 
-def test_a_program_for_trainium_trains_saves_and_resumes_unchanged(tmp_path: Path) -> None:
-    text = f"{HEAD}\nROOT = {str(tmp_path / 'run')!r}\n{TRAINING}\n{COLLECTIVES}"
-    assert " of 4 ranks" in run_script(text, tmp_path, 4)
+def test_the_program_and_the_test_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (ROOT / "docs" / "testing-on-cpus.md").read_text()
+    for name, text in re.findall(r"^```python (\S+)\n(.*?)^```", document, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PJRT_DEVICE")  # a program for Trainium does not set it
+    test: Any = runpy.run_path("test_resume.py")
+    test["test_resumes_on_other_ranks"]()
+    assert nxd.has_checkpoint("checkpoints")
 
 
-@pytest.mark.parametrize("url", ["xla", "pjrt"])
+@pytest.mark.parametrize("url", ["", "xla", "pjrt"])
 def test_groups_that_torch_xla_makes_have_all_ranks(url: str, tmp_path: Path) -> None:
-    begin = f'import torch_xla.experimental.pjrt_backend\ndist.init_process_group("xla", init_method="{url}://")\n'
+    method = f', init_method="{url}://"' if url else ""
+    begin = f'import torch_xla.experimental.pjrt_backend\ndist.init_process_group("xla"{method})\n'
     save = "\nparallel_state.initialize_model_parallel(2)\nnxd.save_checkpoint('run', tag='1', user_content=1)\n"
     inside = textwrap.indent(begin + COLLECTIVES + save, "    ")
     run_script(f"{HEAD}\ndef main(index):\n{inside}\ntorch_xla.launch(main)\n", tmp_path, 2)
