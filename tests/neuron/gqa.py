@@ -8,6 +8,7 @@ their queries meet; `Attention` refuses the others.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 import neuron_compat
+import neuron_compat.nxd as nxd
 from neuron_compat.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
 from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
 from neuron_compat.nxd.parallel_layers import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
@@ -41,7 +43,7 @@ def meets(head: int, kv_heads: int, order: int) -> int:
 
 
 class Attention(torch.nn.Module):
-    """Causal attention of this rank's heads; `first` are the first heads of queries and of keys that it has."""
+    """Causal attention of this rank's heads."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__()
@@ -126,6 +128,14 @@ class Job:
 
     def end(self) -> None:
         ps.destroy_model_parallel()
+
+    def save(self, root: Path) -> None:
+        """In each layout, under its name."""
+        for layout in ("native", "xser"):
+            nxd.save_checkpoint(root, layout, self.model, self.optimizer, layout=layout)
+
+    def load(self, root: Path, tag: str) -> None:
+        nxd.load_checkpoint(root, tag, self.model, self.optimizer)
 
     def steps(self, first: int, count: int) -> list[tuple[float, float]]:
         """(loss of the whole batch, norm of the gradients) of each step."""

@@ -44,6 +44,12 @@ assert xm.all_gather(torch.tensor([float(rank)]).to("xla")).tolist() == list(ran
 found = [torch.zeros(1).to("xla") for _ in range(world)]
 dist.all_gather(found, torch.tensor([float(rank)]).to("xla"))
 assert [f.item() for f in found] == list(range(world))
+value = torch.tensor([float(rank)]).to("xla")
+dist.broadcast(value, src=1)
+assert value.item() == 1
+part = torch.zeros(1).to("xla")
+dist.reduce_scatter_tensor(part, torch.arange(float(world)).to("xla"))
+assert part.item() == world * rank
 """
 
 

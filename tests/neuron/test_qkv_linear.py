@@ -80,9 +80,9 @@ def check(device: str, copies: int, adjacent: bool, fused: bool, bias: bool, gat
     q, kv = Q // tp, KV * copies // tp
     assert (layer.q_output_size_per_partition, layer.kv_output_size_per_partition) == (q, kv)
     assert (layer.output_sizes, layer.kv_size_multiplier, layer.fuse_qkv) == ([Q, KV], copies, fused)
-    if copies > 1:
-        expected = [((q, 1), (kv, copies), (kv, copies))] if fused else [None, ((kv, copies),), ((kv, copies),)]
-        assert [getattr(getattr(layer, f"weight_{n}"), "copies_by_rows", None) for n in PARAMETERS[fused]] == expected
+    keys: Any = f"{KV}x{copies}{' adjacent' if adjacent else ''}" if copies > 1 else KV
+    sections = [getattr(layer, f"weight_{n}").partition_sections for n in PARAMETERS[fused]]
+    assert sections == ([[Q, keys, keys]] if fused else [[Q], [keys], [keys]])
 
     x = coefficients(torch.Size([3, 5, INPUT]), 1)
     x, mine = x.clone().requires_grad_(), x.clone().to(device).requires_grad_()

@@ -21,6 +21,7 @@ from neuron_compat.nxd.parallel_layers.partition import (
     set_tensor_model_parallel_attributes,
     true_device,
 )
+from xla_ckpt.sharding.sections import Section
 
 QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Triple: TypeAlias = tuple[Any, Any, Any]
@@ -32,7 +33,8 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
 
     With n tensor-parallel ranks every rank holds 1/n of the rows of the queries. There may be fewer heads of keys and
     values than ranks: with `kv_size_multiplier` m each row of keys and values is held by m ranks, so that a rank holds
-    m/n of them. `parallel_state.initialize_kv_group` says which ranks hold the same; the first layer calls it.
+    m/n of them. `parallel_state.initialize_kv_group` says which ranks hold the same; the first layer calls it, and
+    ``kv_copies_adjacent`` is True if these are neighbours. A checkpoint holds keys and values once.
 
     Parameters of a rank: with `fuse_qkv` ``weight_qkv`` [q + 2 kv, input_size], its queries, then its keys, then its
     values, and ``bias_qkv``; otherwise ``weight_q``, ``weight_k``, ``weight_v`` and ``bias_q``, ``bias_k``, ``bias_v``.
@@ -56,8 +58,9 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
       depends on m and on n.
 
     If the order changes, the rows of the queries and the columns of the projection after the attention have to be
-    exchanged: ``xla-ckpt convert`` does that if it is given the model's configuration. A model that can choose which
-    heads meet, because a rank has all heads of keys and values (n = m), may take the order of the checkpoint instead.
+    exchanged. No load does that: it would need the numbers of heads. Conversions to and from Hugging Face's form
+    (`xla-ckpt export --hf`, `xla-ckpt convert`) do, given the model's configuration. Where a rank has all heads of keys
+    and values (n = m), the model may also take the order of the checkpoint in the place of its own.
 
     Args:
         input_size: Features of the input.
@@ -113,7 +116,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         self.kv_size_multiplier = kv_size_multiplier
         self.q_output_size_per_partition = self.output_sizes[0] // parts
         self.kv_output_size_per_partition = self.output_sizes[1] * kv_size_multiplier // parts
-        self._kv_part, self.sequential_ranks_in_group = _kv_place()
+        self._kv_part, self.kv_copies_adjacent = _kv_place()
         outputs = (self.output_sizes[0], self.output_sizes[1], self.output_sizes[1])
         drawn = [whole_linear((input_size, size), bias, init_method, self.device) for size in outputs]
         self._hold("weight", [weight for weight, _ in drawn], split=True)
@@ -126,23 +129,26 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
             setattr(self, f"master_{kind}_{end}", None)
         if not whole:
             return
-        copies = (1, self.kv_size_multiplier, self.kv_size_multiplier)
         held = self._parts(whole) if split else whole
+        sections = [self._section(part) for part in range(3)]
         if self.fuse_qkv:
-            made = {
-                "qkv": (torch.cat(held), torch.cat(whole), [(len(h), c) for h, c in zip(held, copies, strict=True)])
-            }
+            made = {"qkv": (torch.cat(held), torch.cat(whole), sections)}
         else:
-            made = {e: (h, w, [(len(h), c)]) for e, h, w, c in zip("qkv", held, whole, copies, strict=True)}
-        for end, (part, full, rows) in made.items():
+            made = {end: (part, full, [s]) for end, part, full, s in zip("qkv", held, whole, sections, strict=True)}
+        for end, (part, full, own) in made.items():
             parameter = torch.nn.Parameter(part.to(self.dtype, copy=True).to(self.device))
             if split:
                 set_tensor_model_parallel_attributes(parameter, True, 0)
-                if any(count > 1 for _, count in rows):
-                    parameter.copies_by_rows = tuple(rows)  # type: ignore[attr-defined]
+                parameter.partition_sections = [s.spec for s in own]  # type: ignore[attr-defined]
             self.register_parameter(f"{kind}_{end}", parameter)
             if self.keep_master_weight:
                 setattr(self, f"master_{kind}_{end}", full.to(self.dtype))
+
+    def _section(self, part: int) -> Section:
+        """The rows of all queries (0), keys (1) or values (2), and how many ranks hold each of them."""
+        if part == 0:
+            return Section(self.output_sizes[0])
+        return Section(self.output_sizes[1], self.kv_size_multiplier, self.kv_copies_adjacent)
 
     def _parts(self, whole: list[torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of whole queries, keys and values: rows, as views."""
@@ -186,7 +192,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
     def _repeated(self, bias: torch.Tensor) -> torch.Tensor:
         """A whole bias of keys or values as the ranks hold its rows, one rank after the other."""
         copies = self.kv_size_multiplier
-        if not self.sequential_ranks_in_group:
+        if not self.kv_copies_adjacent:
             return bias.repeat(copies)
         return bias.reshape(-1, 1, self.kv_output_size_per_partition).expand(-1, copies, -1).reshape(-1)
 

@@ -11,6 +11,7 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.nxd.parallel_layers.groups import rank_groups
 from xla_ckpt import Mesh, UsageError
+from xla_ckpt.sharding.sections import parse_section
 
 
 def _mesh() -> Mesh:
@@ -84,10 +85,11 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
 
     def _once(self, parameter: torch.nn.Parameter, squares: torch.Tensor) -> torch.Tensor:
         """Squares of this rank's shard of a parameter, each divided by the number of ranks that hold it."""
-        rows = getattr(parameter, "copies_by_rows", None)
-        if rows is None:
+        sections = [parse_section(s) for s in getattr(parameter, "partition_sections", ())]
+        if all(s.copies == 1 for s in sections):
             return squares
-        counts = torch.cat([torch.full((n,), float(copies)) for n, copies in rows])
-        own: torch.Tensor = self._shard_tensor(counts).clamp(min=1.0)  # rows of padding count 0 there
-        shaped = own.reshape(-1, *[1] * (squares.dim() - 1))
+        ranks = parallel_state.get_tensor_model_parallel_size()
+        rows = [torch.full(((s.size or 0) * s.copies // ranks,), float(s.copies)) for s in sections]
+        counts: torch.Tensor = self._shard_tensor(torch.cat(rows)).clamp(min=1.0)  # rows of padding count 0 there
+        shaped = counts.reshape(-1, *[1] * (squares.dim() - 1))
         return squares / shaped.to(device=squares.device, dtype=squares.dtype)

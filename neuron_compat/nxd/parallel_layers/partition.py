@@ -17,12 +17,13 @@ ATTRIBUTES = (
     "partition_stride",
     "num_partitions",
     "global_shape",
-    "copies_by_rows",
+    "partition_sections",
 )
 """What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded.
 
-``copies_by_rows`` is for sums over tensor-parallel ranks, in which a row counts once: pairs (number of rows, number of
-ranks that hold these rows), from the first row to the last one. It is absent where no row has copies.
+``partition_sections`` are sections of different sizes, or such that several ranks hold, as a rule spells them:
+``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, of which 4 ranks hold the same keys and
+values.
 """
 
 
