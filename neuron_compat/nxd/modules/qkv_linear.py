@@ -59,8 +59,8 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
 
     If the order changes, the rows of the queries and the columns of the projection after the attention have to be
     exchanged. No load does that, since it does not know the heads (it warns if m is another one): ``xla-ckpt convert
-    --config config.json`` does. Where a rank has all heads of keys and values (n = m), the model may also take the order
-    of the checkpoint in the place of its own.
+    --config config.json`` does. Where a rank has all heads of keys and values (n = m), the model may also take the
+    order of the checkpoint in the place of its own.
 
     Args:
         input_size: Features of the input.
