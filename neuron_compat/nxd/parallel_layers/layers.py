@@ -77,16 +77,19 @@ class _ParallelLinear(PartitionedModule):
         weight = torch.empty(self.output_size, self.input_size, device=where)
         bias = torch.empty(self.output_size, device=where) if self.add_bias else None
         with torch.no_grad():
-            if self.arg_init_method is None:
-                torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            else:
-                self.arg_init_method(weight)
+            self.draw(weight)
             if bias is not None:
                 bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
                 torch.nn.init.uniform_(bias, -bound, bound)
-        if self.keep_master_weight:
-            self.master_weight = weight.to(self.dtype)
         return weight, bias
+
+    def draw(self, whole: torch.Tensor) -> None:
+        if self.arg_init_method is None:
+            torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+        else:
+            self.arg_init_method(whole)
+        if self.keep_master_weight:
+            self.master_weight = whole.to(self.dtype)
 
     def _with_bias(self, output: torch.Tensor) -> Any:
         bias: Any = self.bias
@@ -268,10 +271,9 @@ class ParallelEmbedding(PartitionedModule):
         self.pad_size = padding(getattr(self, split), parts, 1, pad, split)
         where = true_device(device)
         full = torch.empty(num_embeddings, embedding_dim, device="meta" if where.type == "meta" else "cpu")
+        self.whole_padding_idx = padding_idx
         with torch.no_grad():
-            init_method(full)
-            if padding_idx is not None:
-                full[padding_idx].zero_()
+            self.draw(full)
         setattr(self, split, getattr(self, split) + self.pad_size)
         self.weight = parallel_parameter(full, dim, 1, self.pad_size, where, dtype)
         self.num_embeddings_per_partition, self.embedding_dim_per_partition = self.weight.shape
@@ -280,6 +282,11 @@ class ParallelEmbedding(PartitionedModule):
         self.start_index, self.end_index = first, first + rows
         index = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
         self.padding_idx = None if index is None or not first <= index < first + rows else index - first
+
+    def draw(self, whole: torch.Tensor) -> None:
+        self.init_method(whole)
+        if self.whole_padding_idx is not None:
+            whole[self.whole_padding_idx].zero_()
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         return functional.embedding(
