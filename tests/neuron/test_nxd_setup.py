@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch_xla  # noqa: F401
 
+import neuron_compat
 import neuron_compat.nxd as nxd
 from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
 from neuron_compat.nxd.parallel_layers import RowParallelLinear
@@ -357,6 +358,7 @@ def test_imports_as_scripts_write_them() -> None:
     from neuron_compat.nxd.trainer import initialize_parallel_optimizer
     from neuron_compat.nxd.trainer.trainer import neuronx_distributed_config
 
+    assert neuron_compat.neuronx_distributed_config is neuronx_distributed_config
     assert clip_grad_norm is grads.clip_grad_norm
     assert move_model_to_device is utils.move_model_to_device
     assert initialize_parallel_optimizer is nxd.initialize_parallel_optimizer
