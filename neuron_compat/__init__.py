@@ -1,7 +1,8 @@
 """Calls that PyTorch/XLA scripts already make, answered by `xla_ckpt`.
 
 - `neuron_compat.nxd` stands in for neuronx-distributed: its checkpoint functions and the calls that set a job up,
-  which are here, too, its parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md says what stays, what differs, and what is not there.
+  which are here, too, its parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md says what stays, what differs,
+  and what is not there.
 - `emulate` has torch_xla's collectives reach all processes of a torchrun job on CPUs, so that a script written for many
   XLA devices runs in tests. ``NEURON_COMPAT_EMULATE=1`` in the environment calls it when this package is imported.
 """
