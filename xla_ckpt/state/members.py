@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,9 @@ class State:
     """A state tree, and what is known about its members."""
 
     tree: Any
+    model: Any = None
+    """The module whose layers are asked how their parameters are split."""
+
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     """Leaf paths of buffers, which may differ between ranks."""
@@ -160,6 +163,7 @@ class Objects:
             alone.append(schema.USER_CONTENT)
         return State(
             tree=tree,
+            model=model,
             parameters=parameters,
             buffers=buffers,
             alone=tuple(alone),
@@ -185,8 +189,11 @@ class Objects:
             UsageError: One of them is not what its place is for.
             CheckpointError: Something stored cannot be loaded at all.
         """
+        model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
+        mistakes.check_members(model, optimizer, loading=True)
+        stored = replace(stored, shardings=stored.shardings.of_model(model))
         parts = []
-        for path, load in self._members(stored):
+        for path, load in self._members(model, optimizer, stored.shardings.placement):
             part = stored.at(path)
             parts.append(absent(stored, path) if part is None else load(part))
         content = stored.at(schema.USER_CONTENT)
@@ -197,15 +204,8 @@ class Objects:
         content.build()  # an object that may not be loaded is found out before anything is changed
         return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]))
 
-    def _members(self, stored: Stored) -> list[tuple[str, Callable[[Stored], Loading]]]:
-        """(leaf path, how it is loaded) of each object.
-
-        Raises:
-            UsageError: One of them is not what its place is for.
-        """
-        where = stored.shardings.placement
-        model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
-        mistakes.check_members(model, optimizer, loading=True)
+    def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, Callable[[Stored], Loading]]]:
+        """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
         found: list[tuple[str, Callable[[Stored], Loading]]] = []
         if model is not None:
             found.append((schema.MODEL, lambda part: module.load(part, model)))

@@ -83,6 +83,10 @@ class View(torch.nn.Module):
         """What a load fills, by the name that it has in a tag; `stored` are the names in the tag."""
         return dict(self._entries)
 
+    def other_names(self) -> dict[str, Any]:
+        """What a tag may hold under other names than those of `state_dict`, by such a name."""
+        return {}
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """Put what could not be read straight into the model's arrays into it, as the wrapper does."""
         return self._put(state_dict)
@@ -107,9 +111,13 @@ class View(torch.nn.Module):
         others = [(n, v) for n, v in self._entries.items() if isinstance(v, torch.Tensor) and id(v) not in parameters]
         return _named(others, prefix, once=remove_duplicate)
 
-    def modules(self, remove_duplicate: bool = True) -> Iterator[torch.nn.Module]:
-        """The modules whose state this is."""
-        return iter({id(m): m for part in self.parts for m in part.modules()}.values())
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules whose state this is, under the names that they have inside of the wrapper."""
+        memo = set() if memo is None else memo
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
 class Adapted(View):
@@ -126,12 +134,16 @@ class Adapted(View):
         if any(_ADAPTER in name and name in stored for name in live):
             found = {n: v for n, v in live.items() if n in stored or id(v) in trained}
         else:
-            bare = {name: name.replace(_BASE, "") for name in live if _ADAPTER not in name}
-            found = {called if called in stored else name: live[name] for name, called in bare.items()}
+            found = {n: v for n, v in live.items() if _ADAPTER not in n and n.replace(_BASE, "") not in stored}
+            found |= {called: value for called, value in self.other_names().items() if called in stored}
             logger.info("no adapters are stored: they stay as they are")
         if _LORA_CONFIG in stored:
             found[_LORA_CONFIG] = self._entries[_LORA_CONFIG]
         return found
+
+    def other_names(self) -> dict[str, Any]:
+        """See `View`: what the base model was called before it got adapters."""
+        return {n.replace(_BASE, ""): v for n, v in self._entries.items() if n != _LORA_CONFIG and _ADAPTER not in n}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """See `View`. The configuration of the adapters stays that of the model; a difference is a warning."""
