@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import neuron_compat
 import neuron_compat.nxd as nxd
@@ -113,6 +114,32 @@ def test_wrapped_objects_are_stored_and_loaded_as_those_in_them(tmp_path: Path, 
     assert same(other.state_dict(), model.state_dict())
     assert same(states(mine), states(optimizer))
     assert theirs.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_wrapped_model_is_loaded_into_its_own_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipeline: bool
+) -> None:
+    """And not through the `load_state_dict` of a wrapper, which would take the memory of a second model."""
+
+    def wrapped(seed: int) -> tuple[Any, Any]:
+        inner = build(seed)
+        inner[1].inner = checkpoint_wrapper(inner[1].inner)  # as activation checkpoints of NxD's recipes
+        if pipeline:
+            return inner, NxDModel(NxDPPModel(inner, [0, 1, 2]), stages=2)
+        return inner, NxDModel(inner)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was loaded through load_state_dict")
+
+    inner, model = wrapped(0)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    assert "/model/1.inner.weight" in arrays(tmp_path, "a")
+    fresh, other = wrapped(1)
+    for kind in (NxDModel, NxDPPModel, torch.nn.Module):
+        monkeypatch.setattr(kind, "_load_from_state_dict", refuse)
+    xla_ckpt.load_checkpoint(tmp_path, "a", other)
+    assert same(fresh.state_dict(), inner.state_dict())
 
 
 def test_a_wrapper_that_adds_state_is_stored_as_it_is(tmp_path: Path) -> None:
