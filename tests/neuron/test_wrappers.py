@@ -27,8 +27,6 @@ from tests.neuron.standins import (
     NxDPPModel,
     experts_zero1,
 )
-from xla_ckpt.state.layers import layer_shardings
-from xla_ckpt.state.wrappers import unwrapped_model
 
 LAYOUTS = ("native", "xser", "pt")
 
@@ -268,6 +266,10 @@ def test_a_tag_without_the_trained_weights_does_not_fit_a_model_with_adapters(tm
     assert "model/0.base_layer.weight: wanted, but not stored" in str(caught.value)
 
 
+FUSED = torch.arange(16.0).repeat_interleave(3).reshape(16, 3)
+"""8 rows of queries, 4 of keys, 4 of values."""
+
+
 class Attention(torch.nn.Module):
     """As GQAQKVColumnParallelLinear with `fuse_qkv`: the module knows how its weight is split, the weight does not."""
 
@@ -278,27 +280,30 @@ class Attention(torch.nn.Module):
         self.weight_qkv = torch.nn.Parameter(torch.zeros(8, 3))
 
 
-def test_layers_in_wrappers_are_asked(tmp_path: Path) -> None:
+def saves_what_layers_know(rank: int, root: Path) -> bool:
+    """TP 2: a stage with such a layer, and a model without adapters in neuronx-distributed's layout."""
     whole = torch.nn.Sequential(Attention(), Attention())
-    for wrapped in (NxDModel(whole), NxDModel(NxDPPModel(whole, [1]), stages=2)):
-        found = layer_shardings(unwrapped_model(wrapped), xla_ckpt.Mesh(tp=2))
-        assert found[id(whole[1].weight_qkv)].spec == (("tp", (8, 4, 4)), None)
-
-
-def saves_a_base_model(rank: int, root: Path) -> None:
-    """TP 2: a model without adapters, in neuronx-distributed's layout."""
+    mine = torch.cat([part.chunk(2)[rank] for part in FUSED.split((8, 4, 4))])
+    with torch.no_grad():
+        whole[1].weight_qkv.copy_(mine)
+    stage = NxDModel(NxDPPModel(whole, [1]), stages=2)
+    xla_ckpt.save_checkpoint(root, "stage", stage, mesh="tp=2", layout="xser")
+    torch.nn.init.zeros_(whole[1].weight_qkv)
+    xla_ckpt.load_checkpoint(root, "stage", stage, mesh="tp=2")
     base = build(0)
     base[0].weight = torch.nn.Parameter(base[0].weight.detach().chunk(2)[rank].clone())
     base[0].weight.tensor_model_parallel, base[0].weight.partition_dim = True, 0
-    xla_ckpt.save_checkpoint(root, "a", NxDModel(base), mesh="tp=2", layout="pt")
+    xla_ckpt.save_checkpoint(root, "base", NxDModel(base), mesh="tp=2", layout="pt")
+    return torch.equal(whole[1].weight_qkv, mine)
 
 
-def test_a_base_model_that_neuronx_distributed_saved_loads_below_adapters(tmp_path: Path) -> None:
-    run_on_ranks(saves_a_base_model, 2, tmp_path, xla=True)
+def test_layers_in_wrappers_are_asked_and_base_models_of_adapters_are_known(tmp_path: Path) -> None:
+    assert run_on_ranks(saves_what_layers_know, 2, tmp_path, xla=True) == [True] * 2
+    assert torch.equal(xla_ckpt.restore(tmp_path, "stage").tree["model"]["1.weight_qkv"], FUSED)
     for name in ("manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"):  # neuronx-distributed leaves none
-        (tmp_path / "a" / name).unlink()
+        (tmp_path / "base" / name).unlink()
     fresh = lora(1)
-    xla_ckpt.load_checkpoint(tmp_path, "a", NxDModel(fresh))
+    xla_ckpt.load_checkpoint(tmp_path, "base", NxDModel(fresh))
     assert torch.equal(fresh.module[0].base_layer.weight, build(0)[0].weight)
 
 
