@@ -94,6 +94,7 @@ def load_checkpoint(
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
             columns of the same rows, read a part each and send it to the others, so that the storage is read once.
+            Each rank reads itself what goes through a `load_state_dict` of an object.
         timeout: Seconds that a rank waits for another one.
 
     Returns:
