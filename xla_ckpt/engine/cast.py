@@ -41,4 +41,4 @@ class Cast:
                     np.copyto(made[at : at + _AT_A_TIME], source[at : at + _AT_A_TIME].astype(np.float32), "unsafe")
             else:
                 np.copyto(made, source, "unsafe")
-        return memoryview(made.view(np.uint8)).cast("B") if made.nbytes else memoryview(b"")
+        return made.view(np.uint8).data if made.nbytes else memoryview(b"")

@@ -144,8 +144,8 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
             made.setdefault(link.theirs, []).append(link)
     arrays = _arrays(made, there, manifest, config, to_hf=False)
     arrays = {name: replace(record, spec=split_of(name, config, form).spec) for name, record in arrays.items()}
-    made = _manifest(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
-    return replace(made, mesh=str(mesh), world=mesh.size)
+    renamed = _manifest(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
+    return replace(renamed, mesh=str(mesh), world=mesh.size)
 
 
 def check_ranks(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
