@@ -4,7 +4,7 @@ neuronx-distributed's. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from xla_ckpt.plan.place import sharding_of
 from xla_ckpt.plan.rearrange import Part, Rearranged, rearranged
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sections import Section
+from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
@@ -103,7 +105,7 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
     made: dict[str, list[Link]] = {}
     for name in leaves:
         _, called = hf_names(name)
-        _check_sections(leaves[name], len(called), manifest)
+        _check_sections(name, leaves[name], called, manifest, config)
         for hf in called:
             made[hf] = links(hf, config, replace(form, fuse_mlp=called != [name]))
     arrays = _arrays(made, leaves, manifest, config, to_hf=True)
@@ -250,17 +252,19 @@ def _stored_copies(
     """
     found: dict[tuple[int, bool | None], str] = {}
     ranks = Mesh.parse(manifest.mesh or "").tp
+    # The files of a job show how many of its ranks held the same. In a tag of ours that was loaded and saved by a job
+    # with fewer copies the heads stay in the order of the first job, and nothing tells of it.
+    of_job = manifest.head.sequence == 0
     for name, leaf in leaves.items():
         projection, called = hf_names(name)
-        if projection in (Projection.LINEAR, Projection.FUSED) and any(
-            ".k_proj." in hf or ".v_proj." in hf for hf in called
-        ):
-            split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
-            last = None if split is None else split.sections[-1]
-            if last is not None and last.copies > 1:
-                # Where all ranks hold all keys, the files of a job do not show how it repeats them.
-                shown = last.adjacent or last.copies < ranks or config.kv_heads == 1
-                found.setdefault((last.copies, last.adjacent if shown else None), leaf)
+        if projection is None or not any(".k_proj." in hf or ".v_proj." in hf for hf in called):
+            continue
+        split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
+        last = split.sections[-1] if split is not None else Section(copies=ranks)
+        if of_job or (split is not None and last.copies > 1):
+            # Where all ranks hold all keys, the files of a job do not show how it repeats them.
+            shown = last.adjacent or last.copies < max(ranks, 2) or config.kv_heads == 1
+            found.setdefault((last.copies, last.adjacent if shown else None), leaf)
     if len(found) > 1:
         raise IncompatibleCheckpointError(
             "the layers have keys and values in different numbers of copies",
@@ -270,20 +274,33 @@ def _stored_copies(
     return next(iter(found), None)
 
 
-def _check_sections(leaf: str, parts: int, manifest: Manifest) -> None:
-    """Refuse a fused array of which the checkpoint says that ranks had it in one piece: its rows are in their order.
+def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manifest, config: LlamaConfig) -> None:
+    """Refuse a fused array of which the checkpoint says that ranks had it otherwise: its rows are in another order.
+
+    Args:
+        name: Its name.
+        leaf: Its leaf path.
+        parts: Hugging Face's names of what it consists of.
+        manifest: What is stored.
+        config: The sizes.
 
     Raises:
         IncompatibleCheckpointError: It does.
     """
-    split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
-    if parts > 1 and split is not None and Mesh.parse(manifest.mesh or "").tp > 1 and len(split.sections) != parts:
+    sharding = sharding_of(leaf, manifest, ())
+    split = next(iter(sharding.dims), None)
+    if len(parts) < 2 or split is None or Mesh.parse(manifest.mesh or "").tp == 1:
+        return
+    rows = (shape_of(name, config) or (0,))[0]
+    expected = [(shape_of(part, config) or (0,))[0] for part in parts]
+    found = [rows // len(split.sections) if s.size is None else s.size for s in split.sections]
+    if found != expected:
         raise IncompatibleCheckpointError(
-            f"the array consists of {parts} fused ones, and was saved as if each rank had a single part of it",
+            f"the array is {' and '.join(parts)} in one, and was saved as if the ranks had other parts of it",
             leaf=leaf,
-            expected=f"a split into {parts} sections",
-            found=str(sharding_of(leaf, manifest, ()).spec),
-            hint="Its rows are in the order of the ranks. Save it with the right stride or sections.",
+            expected=f"sections of {expected} rows",
+            found=f"{sharding.spec}: {found} rows",
+            hint="Its rows are in another order than its parts. Save it with these sections.",
         )
 
 
@@ -347,9 +364,12 @@ def llama_hints(config: LlamaConfig, copies: Copies) -> dict[str, ArrayHint]:
     Most shapes show how an array was split. Of fused ones, and of keys and values that several ranks hold, it is said.
     """
     names = [EMBEDDING, HEAD, "model.norm.weight"]
+    buffers = ["model.rotary_emb.inv_freq"]
     for i in range(config.layers):
         names += [f"model.layers.{i}.{name}" for name in _OF_LAYER]
-    found = {}
+        buffers.append(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
+    # Their shape is not in the configuration, and every rank has them whole.
+    found = {name: ArrayHint(sharding=Sharding(), ruled=True) for name in buffers}
     for name in names:
         shape = shape_of(name, config)
         projection, called = hf_names(name)
