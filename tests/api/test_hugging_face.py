@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 import xla_ckpt
-from tests.api.fsdp2_job import resumes_with_fsdp2
+from tests.api.fsdp2_job import Container, resumes_with_fsdp2
 from tests.jobs import run_on_ranks
 from tests.layouts.gold import FOLDERS, LOST, Gold, cases
 from tests.layouts.same import as_theirs, content, differences
@@ -46,7 +46,7 @@ def saved(root: Path, size: str = "5GB", **more: Any) -> tuple[Path, Any]:
 
 def same_model(directory: Path, model: Any) -> None:
     """transformers loads the directory, and it says the same; with the same bytes."""
-    loaded = type(model).from_pretrained(directory)
+    loaded = type(model).from_pretrained(directory, dtype=model.dtype)
     with torch.no_grad():
         assert torch.equal(loaded(IDS).logits, model(IDS).logits)
     stored = {}
@@ -114,8 +114,9 @@ def test_as_its_own_converter_would_do(copies: int, tp: int, hardware: str | Non
         assert not list(differences(wanted, found, order=False))
     shutil.copytree(tmp_path / "run", tmp_path / "nxd")
     as_theirs(tmp_path / "nxd/start")
-    asked = {"kv_size_multiplier": copies, "hardware": hardware} if copies == 1 or tp == copies else {}
-    for source, how in (("run", asked), ("nxd", asked if tp == copies else {})):
+    # Where every rank has all keys, nothing on disk tells how they were repeated.
+    how: dict[str, Any] = {"kv_size_multiplier": copies, "hardware": hardware} if tp == copies else {}
+    for source in ("run", "nxd"):
         xla_ckpt.export_hf(tmp_path / source, tmp_path / f"of_{source}", config=directory, max_memory=300, **how)
         same_model(tmp_path / f"of_{source}", model)
         xla_ckpt.convert(tmp_path / source, tmp_path / f"to_{source}", to="safetensors", config=directory, **how)
@@ -134,6 +135,45 @@ def test_from_transformers_to_xser_to_fsdp2_and_back(tmp_path: Path) -> None:
         xla_ckpt.export_hf(tmp_path / "fsdp", tmp_path / "back", config=directory, kv_size_multiplier=2)
     xla_ckpt.export_hf(tmp_path / "fsdp", tmp_path / "back", config=directory, **how)
     same_model(tmp_path / "back", model)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
+    directory, model = saved(tmp_path, attention_bias=True)
+    hf = model.state_dict()
+    xla_ckpt.convert(
+        directory, tmp_path / "a", mesh="tp=4", fuse_qkv=fused, as_tag="a", kv_size_multiplier=2, hardware="trn1"
+    )
+    # One process trains it, whose optimizer has states that tell which weight they belong to.
+    tree = xla_ckpt.restore(tmp_path / "a").tree["model"]
+    job = Container({name: list(t.shape) for name, t in tree.items()})
+    optimizer = torch.optim.AdamW(job.parameters())
+    xla_ckpt.load_checkpoint(tmp_path / "a", model=job)
+    for p in job.parameters():
+        optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": 2 * p.detach(), "exp_avg_sq": 3 * p.detach()}
+    rules = [("_qkv", (("tp", [32, "8x2", "8x2"]),)), ("_[kv]$", (("tp", ["8x2"]),)), ("o_proj.weight", (None, "tp"))]
+    xla_ckpt.save_checkpoint(tmp_path / "b", "b", job, optimizer, shardings=rules, mesh="dp=1")
+    for copies, tp, hardware in ((1, 2, None), (4, 8, "trn1"), (2, 4, "trn2")):
+        xla_ckpt.convert(
+            tmp_path / "b", tmp_path / "c", to="pt", as_tag=f"{copies}", mesh=f"tp={tp}", config=directory,
+            kv_size_multiplier=copies, hardware=hardware, max_memory=300,
+            shardings=[("embed|lm_head", ("tp",)), ("gate_up", (("tp", 2),)), ("down_proj", (None, "tp")),
+                       ("_q$", ("tp",))],
+        )  # fmt: skip
+        for rank in range(tp):
+            wanted = rank_of_nxd(hf, tp, rank, copies, fused, hardware == "trn2")
+            file = f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt"
+            found = content(tmp_path / f"c/{copies}/model" / file)
+            assert not list(differences(wanted, found, order=False))
+            states = content(tmp_path / f"c/{copies}/optim" / file)["state"]
+            for i, (name, _) in enumerate(job.named_parameters()):
+                assert torch.equal(states[i]["exp_avg"], 2 * wanted[name]), name
+                assert torch.equal(states[i]["exp_avg_sq"], 3 * wanted[name]), name
+        xla_ckpt.export_hf(tmp_path / "c", tmp_path / f"hf{copies}", f"{copies}", config=directory)
+        same_model(tmp_path / f"hf{copies}", model)
+    xla_ckpt.save_checkpoint(tmp_path / "b", "unsaid", job)
+    with pytest.raises(xla_ckpt.CheckpointError, match="kv-size-multiplier"):
+        xla_ckpt.convert(tmp_path / "b", tmp_path / "d", config=directory, kv_size_multiplier=1, mesh="tp=2")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -170,7 +210,7 @@ def test_biases_that_the_class_decides_on(tmp_path: Path) -> None:
     assert "attention_bias" not in json.loads((directory / "config.json").read_text())
     xla_ckpt.convert(directory, tmp_path / "run", to="nxd", mesh="tp=2", fuse_qkv=False, as_tag="a")
     assert "model.layers.1.self_attn.qkv_proj.bias_k" in xla_ckpt.restore(tmp_path / "run").tree["model"]
-    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", config=directory, kv_size_multiplier=1)
+    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", config=directory)
     same_model(tmp_path / "back", model)
 
 
@@ -283,14 +323,16 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
     good = json.loads((directory / "config.json").read_text())
     fused = {**model_of(num_key_value_heads=HEADS).state_dict()}
     for name in [n for n in fused if "q_proj.weight" in n]:
-        parts = [fused.pop(name.replace("q_proj", f"{w}_proj")) for w in "qkv"]
-        fused[name.replace("q_proj", "qkv_proj")] = torch.cat([p[: HEADS * DIM if i == 0 else KV_HEADS * DIM] for i, p in enumerate(parts)])  # fmt: skip
+        q, k, v = (fused.pop(name.replace("q_proj", f"{w}_proj")) for w in "qkv")
+        keys = KV_HEADS * DIM
+        fused[name.replace("q_proj", "qkv_proj")] = torch.cat([q, k[:keys], v[:keys]])
     xla_ckpt.save_checkpoint(tmp_path / "own", "megatron", fused)
     nxd: dict[str, Any] = {"to": "pt", "mesh": "tp=4", "as_tag": "x", "fuse_qkv": True}
     trn1 = {"hardware": "trn1"}
     for call, source, how, error, said in (
         ("convert", directory, {**nxd, "kv_size_multiplier": 3, **trn1}, xla_ckpt.UsageError, "divides tp=4"),
-        ("convert", directory, {**nxd, "kv_size_multiplier": 8, **trn1, "mesh": "tp=8"}, xla_ckpt.UsageError, "divides 4"),
+        ("convert", directory, {**nxd, "kv_size_multiplier": 8, **trn1, "mesh": "tp=8"}, xla_ckpt.UsageError,
+         "divides 4"),
         ("convert", directory, nxd, xla_ckpt.UsageError, r"--kv-size-multiplier"),
         ("convert", directory, {**nxd, "kv_size_multiplier": 2}, xla_ckpt.UsageError, "trn1 or trn2"),
         ("convert", directory, {**nxd, "hardware": "gpu"}, xla_ckpt.UsageError, "no such hardware"),
