@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.api.export import write_directory
-from xla_ckpt.api.opened import OpenState, check_split, opened
+from xla_ckpt.api.opened import OpenState, check_split, opened, tell_divergent
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
@@ -135,6 +135,7 @@ def convert(
                 _check_arrays(reader, topology)
             else:
                 check_split(reader, schema.MODEL)
+            tell_divergent(reader)
             made = layout.rewriting(stored, topology)
             with Progress(f"convert {tag}", made.nbytes, progress) as bar:
                 if layout.tagged:
@@ -230,6 +231,8 @@ def _write_tag(
             objects=tuple(range(len(written.files), len(records))),
         )
         manifest = merge([record], mesh).manifest(new_head(tag, draft.sequence, pinned=False), mesh, mesh.size)
+        marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in old.divergent}
+        manifest = replace(manifest, arrays={**manifest.arrays, **marked})
         write_small(draft.directory, MANIFEST, manifest_json.dump(manifest))
         draft.directory.sync()
         for name, data in made.marks.items():

@@ -59,6 +59,8 @@ def explain(
         unknown = [str(array.error(leaf)) for leaf, array in reader.manifest.unknown.items()]
         more = [*unknown, *_broken_files(reader)]
         notes = [*found.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]
+        if (told := reader.manifest.divergence()) is not None:
+            notes.append(told)
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
     return replace(found, problems=(*found.problems, *more), notes=tuple(notes))

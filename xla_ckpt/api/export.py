@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.api.opened import OpenState, check_split, opened
+from xla_ckpt.api.opened import OpenState, check_split, opened, tell_divergent
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
@@ -82,6 +82,7 @@ def export_hf(
         naming(path=reader.root, tag=reader.tag),
     ):
         check_split(reader, part)
+        tell_divergent(reader)
         made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes)
         with Progress(f"export {tag}", made.nbytes, progress) as bar:
             write_directory(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)

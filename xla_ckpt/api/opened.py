@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ from xla_ckpt.tree.skeleton import array_paths, objects_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+logger = logging.getLogger(__name__)
 
 
 def opened(
@@ -39,6 +43,13 @@ def opened(
     if optimizer is None and schema.member_of(part) in (paths.ROOT, schema.OPTIMIZER):
         optimizer = {}  # all of it, whoever it is for
     return open_tag(store, tag, hints_of(model, optimizer, StateShardings(rules=rules)))
+
+
+def tell_divergent(reader: TagReader) -> None:
+    """Log which arrays of a tag were stored from replicas that differed."""
+    told = reader.manifest.divergence()
+    if told is not None:
+        logger.warning("tag %s: %s", reader.tag, told)
 
 
 def check_split(reader: TagReader, part: str) -> None:

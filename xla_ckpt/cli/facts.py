@@ -130,6 +130,7 @@ def show_facts(
         "arrays": arrays,
         "unknown": {leaf: why for leaf, why in unknown.items() if _matches(leaf, pattern)},
         "layout": layout_of(manifest).name if found is None else found[0].origin,
+        "divergent": [leaf for leaf in chosen if chosen[leaf].divergent],
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
         "files": [{"path": f.path, "size": f.size} for f in manifest.files],

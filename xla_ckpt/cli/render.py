@@ -95,6 +95,11 @@ def tag(facts: dict[str, Any]) -> RenderableType:
             shape = " x ".join(map(str, a["shape"])) or "scalar"
             table.add_row(escape(a["leaf"]), a["dtype"], shape, size(a["nbytes"]), str(a["shards"]))
         parts.append(table)
+    if facts["divergent"]:
+        names = escape(", ".join(facts["divergent"]))
+        parts.append(
+            Text.from_markup(f"\n[yellow]replicas differed, and the bytes of the first are stored:[/yellow] {names}")
+        )
     if facts["aliases"]:
         table = _table(f"\n{len(facts['aliases'])} shared arrays", "leaf", "is stored as")
         for alias, target in facts["aliases"].items():

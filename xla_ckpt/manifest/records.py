@@ -17,6 +17,7 @@ from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.manifest.digest import block_count
 from xla_ckpt.sharding.box import Box, overlapping_pair
 from xla_ckpt.sharding.grid import Grid, fit_all
+from xla_ckpt.tree import path as paths
 
 VERSION = 1
 """The format version that this library writes; it reads this and all older ones."""
@@ -155,6 +156,9 @@ class ArrayRecord:
     """In foreign layouts: whether this is what one rank had of its own. Other ranks find other bytes under the same
     leaf path."""
 
+    divergent: bool = False
+    """Whether the ranks had different bytes in place of equal replicas. Those of the first replica are stored."""
+
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
         boxes = [g.grid.whole for g in self.grids]
@@ -276,6 +280,23 @@ class Manifest:
         if leaf in self.unknown:
             raise self.unknown[leaf].error(leaf)
         return self.arrays.get(self.aliases.get(leaf, leaf))
+
+    @property
+    def divergent(self) -> tuple[str, ...]:
+        """Leaf paths of the arrays whose replicas differed (see `ArrayRecord.divergent`)."""
+        return tuple(leaf for leaf, record in self.arrays.items() if record.divergent)
+
+    def divergence(self, leaves: Iterable[str] | None = None) -> str | None:
+        """Which arrays have the bytes of a first replica, as a sentence; None if there are none.
+
+        `leaves` are the leaf paths that are asked about, None all of them.
+        """
+        asked = None if leaves is None else {self.aliases.get(leaf, leaf) for leaf in leaves}
+        found = [leaf for leaf in self.divergent if asked is None or leaf in asked]
+        if not found:
+            return None
+        arrays = f"{len(found)} array{'s' if len(found) > 1 else ''}"
+        return f"the replicas of {arrays} differed, and the bytes of the first are stored: {paths.listed(found)}"
 
     @property
     def nbytes(self) -> int:

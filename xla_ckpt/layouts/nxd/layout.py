@@ -115,7 +115,7 @@ class NxdWriting:
         trees = {
             part: about.tree(part, lambda path, _: LeafAt(path)) for part in PARTS if part in (about.structure or {})
         }
-        theirs = RankPlan(about.placement.mesh, about.placement.rank, self.xser)
+        theirs = RankPlan(about.placement.mesh, about.placement.rank, self.xser, first=about.replicas == "first")
         return SavePlan((*self.rest.plan.files, *theirs.files(replace(self.state, parts=trees))))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.nxd.arrays import Copies, declared, record, resolve
-from xla_ckpt.layouts.nxd.copies import chosen, in_common
+from xla_ckpt.layouts.nxd.copies import chosen, differ, in_common
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -141,7 +141,7 @@ class ScannedState:
             dealt: Whether each dp rank has a file of its own, as ZeRO-1 writes them.
         """
         wish = self.wanted.hint(name)
-        own = False
+        own = divergent = False
         split = sharding if state is None else state
         # Copies are compared unless the program has said how the array was split. What it says of a parameter does not
         # count for a state of another shape, which may not be split like the parameter.
@@ -159,8 +159,11 @@ class ScannedState:
             if isinstance(found, UnknownArray):
                 return found
             copies, own = found
+        elif wish.ruled:
+            # A rule is taken at its word, and the first copy counts. That others differ is told, and recorded.
+            divergent = differ(self.scan, copies, mesh, split=(*split.axes, *rows), dealt=dealt)
         made = record(self.scan, leaf, copies, mesh, split, rows=rows, local=local if rows else ())
-        return replace(made, own=True) if own else made
+        return replace(made, own=own, divergent=divergent) if own or divergent else made
 
 
 @dataclass(frozen=True, slots=True)
