@@ -136,6 +136,7 @@ def convert(
             else:
                 check_split(reader, schema.MODEL)
             tell_divergent(reader)
+            _tell_left_out(reader)
             made = layout.rewriting(stored, topology)
             with Progress(f"convert {tag}", made.nbytes, progress) as bar:
                 if layout.tagged:
@@ -179,6 +180,18 @@ def _check_arrays(reader: TagReader, to: Topology) -> None:
             raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
     for message in idle(to.rules, leaves):
         logger.warning("%s", message)
+
+
+def _tell_left_out(reader: TagReader) -> None:
+    """Log what the new tag will lack, because the old one names it and does not hold it."""
+    leaves = reader.manifest.left_out
+    if leaves:
+        logger.warning(
+            "tag %s has no bytes of %s: whoever saved it left them out (avoid_saving_lower_precision_weights). The new "
+            "tag lacks them, and a load with strict=True refuses it",
+            reader.tag,
+            paths.listed(leaves),
+        )
 
 
 def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:

@@ -256,6 +256,9 @@ class Manifest:
     unknown: Mapping[str, UnknownArray] = field(default_factory=dict)
     """In foreign layouts: arrays that are stored, but of which nothing says how they were split, by leaf path."""
 
+    left_out: tuple[str, ...] = ()
+    """In foreign layouts: leaf paths of arrays that the tag names, and whose bytes were never written."""
+
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
         if len(set(names)) != len(names):

@@ -25,9 +25,9 @@ _UNDECLARED = (
     "the ranks have drifted apart."
 )
 DRIFTED = (
-    "If the ranks have really drifted apart, as replicas may that nothing keeps equal, replicas='first' saves the first "
-    "replica of each array, and the tag says of which. Parts of an array must not be saved so: all but the first would "
-    "be lost."
+    "If the ranks have really drifted apart, as replicas may that nothing keeps equal: replicas='first' saves one of "
+    "them, the first, and the tag says of which arrays. Parts of an array must not be saved so: only the first part "
+    "would be kept."
 )
 """What a hint says of the way out for replicas that are no longer equal."""
 

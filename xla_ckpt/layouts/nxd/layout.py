@@ -181,7 +181,10 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
     dealt = deals_rows(manifest) if to.zero1 is None else to.zero1
     target = NewJob(manifest=manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=dealt)
-    for message in target.doubts():
+    doubts = target.doubts()
+    if manifest.left_out and not layout.xser:  # from xser files with master weights it reads no model at all
+        doubts.append("neuronx-distributed, too, refuses a pt tag that lacks names of its model, unless strict=False")
+    for message in doubts:
         logging.getLogger(__name__).warning("%s", message)
     files = []
     for rank in range(to.mesh.size):

@@ -95,6 +95,41 @@ class ScannedState:
             made = {**{name: in_common(self.scan, stage.plain, name) for name in names}, **made}
         return made
 
+    def ties(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Names of shared parameters that are stored under several, with the first of these names.
+
+        The program says which parameters are shared. Their copies are compared: a tie may have come apart.
+
+        Returns:
+            The names whose tensors are those of the first name, and the names whose tensors are others.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, or holds another tensor.
+        """
+        stored = {name: copies for _, stage in sorted(self.stages.items()) for name, copies in stage.copies.items()}
+        tied: dict[str, str] = {}
+        apart: dict[str, str] = {}
+        for names in self.wanted.aliases.values():
+            first, *others = [name for name in names if name in stored] or [""]
+            for name in others:
+                (tied if self._same(stored[first], stored[name]) else apart)[name] = first
+        return tied, apart
+
+    def _same(self, one: Copies, other: Copies) -> bool:
+        """Whether the tensors of two names are equal on every rank, or none of their files was written."""
+        if one.keys() != other.keys():
+            return False
+        for key, a in one.items():
+            b = other[key]
+            if (a.shape, a.dtype, self._is_missing(a)) != (b.shape, b.dtype, self._is_missing(b)):
+                return False
+            if not self._is_missing(a) and not self.scan.same(a, b):
+                return False
+        return True
+
+    def _is_missing(self, held: StoredTensor) -> bool:
+        return held.at is None and held.file not in self.scan.names
+
     def _parameter(self, leaf: str, name: str, copies: Copies) -> ArrayRecord | UnknownArray | Missing:
         """What stands for a parameter of the model.
 
@@ -102,7 +137,7 @@ class ScannedState:
             CorruptCheckpointError: The file of one of its tensors is missing, and others of that rank are there.
         """
         held = next(iter(copies.values()))
-        lost = [h.file for h in copies.values() if h.at is None and h.file not in self.scan.names]
+        lost = [h.file for h in copies.values() if self._is_missing(h)]
         if lost:
             # A job may leave out all files of its tensors on purpose (avoid_saving_lower_precision_weights): then not
             # even their folder is there.
