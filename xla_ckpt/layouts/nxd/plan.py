@@ -149,7 +149,9 @@ class RankPlan:
                 files.append(FilePlan(path=f"{path}.tensors/{name}.pt", codec=codec, sources=sources, entries=entries))
         if mine == 0:
             info = {tid: _info(tensor) for tid, (_, tensor) in enumerate(tensors)}
-            files.append(FilePlan(path=path, codec=TorchFile(stem=_stem(path), pickled=pickled)))
+            # neuronx-distributed has this directory of every rank file, without tensors, too: programs look for it.
+            codec = TorchFile(stem=_stem(path), pickled=pickled)
+            files.append(FilePlan(path=path, codec=codec, folder=f"{path}.tensors"))
             files.append(
                 FilePlan(
                     path=f"{path}.info.pt", codec=TorchFile(stem=_stem(f"{path}.info.pt"), pickled=dumps(info, part))
