@@ -24,7 +24,7 @@ from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import AXES
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry
 from xla_ckpt.tree import schema
 
 if TYPE_CHECKING:
@@ -48,6 +48,10 @@ class NeuronxDistributed(Layout):
     pickles = True
     asks = True
     marks = frozenset(MARKS)
+    saved_over = (
+        f"If neuronx-distributed has saved a tag of this name since, remove {MANIFEST} and {COMMITTED} from the tag: "
+        "then it is read as neuronx-distributed's."
+    )
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:
         self.name = name
