@@ -104,7 +104,7 @@ class Layout:
     """Whether its files leave open what only a program knows, so that opening one takes `Hints`."""
 
     saved_over: str = ""
-    """For tags of ours in it, whose files another library writes over: how to have such a tag read as that library's."""
+    """For tags of ours whose files another library may have written over: how to have them read as its own."""
 
     marks: frozenset[str] = frozenset()
     """Names of files that belong to its tags without being listed in the manifest."""

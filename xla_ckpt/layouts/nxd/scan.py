@@ -197,6 +197,9 @@ def _legacy(files: Scan, wanted: Hints) -> _Content:
     grids = {"model": grid}
     if optim:
         grids["optim"] = grid
+    elif wanted.optimizer and (beside := files.legacy_optimizer()) is not None:
+        optim = trees(files, beside)
+        grids["optim"] = beside
     content = _content(files, wanted, grids, stages(models), lambda: optim)
     rest = {k: v for k, v in first.items() if k not in ("model", "optimizer")}
     if "scheduler" in rest:
