@@ -199,11 +199,34 @@ class UnknownArray:
     expected: str | None = None
     found: str | None = None
 
+    dtype: DType | None = None
+    """Element type of what the ranks have stored; None if it is no tensor on each of them."""
+
+    shape: tuple[int, ...] | None = None
+    """Shape of what each rank has stored."""
+
+    tensors: int = 0
+    """How many such tensors are stored, copies included. 0: it is not one array, but a whole part of the state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all these tensors."""
+        return 0 if self.dtype is None else self.tensors * Box.whole(self.shape or ()).size * self.dtype.itemsize
+
     def error(self, leaf: str) -> IncompatibleCheckpointError:
         """A new error each time: an error collects facts and frames on its way up, so it must not be raised twice."""
+        stored = None if self.shape is None else f"{list(self.shape)} on each rank"
         return IncompatibleCheckpointError(
-            self.problem, leaf=leaf, expected=self.expected, found=self.found, hint=self.hint
+            self.problem, leaf=leaf, expected=self.expected, found=self.found or stored, hint=self.hint
         )
+
+    @staticmethod
+    def by_reason(unknown: Mapping[str, UnknownArray]) -> list[dict[str, UnknownArray]]:
+        """Some unknown arrays by leaf path, in groups that have problem and hint in common."""
+        groups: dict[tuple[str, str | None], dict[str, UnknownArray]] = {}
+        for leaf, array in unknown.items():
+            groups.setdefault((array.problem, array.hint), {})[leaf] = array
+        return list(groups.values())
 
 
 def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], spec: Any = None) -> ArrayRecord:

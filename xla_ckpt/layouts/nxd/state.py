@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.nxd.arrays import Copies, copies_differ, declared, record, record_of_copies, resolve
+from xla_ckpt.layouts.nxd.arrays import Copies, as_stored, copies_differ, declared, record, record_of_copies, resolve
 from xla_ckpt.layouts.nxd.copies import chosen, differ, in_common
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
@@ -146,7 +146,7 @@ class ScannedState:
             raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0])
         sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.hint(name))
         if isinstance(sharding, UnknownArray):
-            return sharding
+            return as_stored(sharding, copies)
         return self.record(leaf, name, copies, self.mesh, sharding=sharding, local=held.shape)
 
     def record(
@@ -192,13 +192,15 @@ class ScannedState:
                 alone=fits,
             )
             if isinstance(found, UnknownArray):
-                return found
+                return as_stored(found, copies)
             copies, own = found
         whole = local if rows else ()
         if split.copies and not wish.ruled:
             compared = record_of_copies(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
-            if isinstance(compared, ArrayRecord) or (wish.sharding is not None and wish.sharding.in_sections):
+            if isinstance(compared, ArrayRecord):
                 return compared
+            if wish.sharding is not None and wish.sharding.in_sections:
+                return as_stored(compared, copies)
             # Nobody but the shapes said that there are copies. Without them the array is larger than the wanted one,
             # and that is what the load will say.
             split = Sharding(tuple(None if s is None else Split(s.axes) for s in split.dims))
