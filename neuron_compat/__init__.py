@@ -3,7 +3,8 @@
 - `neuron_compat.nxd` stands in for neuronx-distributed: its checkpoint functions, which are here, too, its parallel
   state, layers, and ZeRO-1 optimizer. docs/from-nxd.md says what stays, what differs, and what is not there.
 - `emulate` has torch_xla's collectives reach all processes of a torchrun job on CPUs, so that a script written for many
-  XLA devices runs in tests. ``NEURON_COMPAT_EMULATE=1`` in the environment calls it when this package is imported.
+  XLA devices runs in tests. ``NEURON_COMPAT_EMULATE=1`` in the environment calls it when this package is imported, and
+  leaves ``init_process_group`` to the program (docs/testing-on-cpus.md).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from neuron_compat import nxd as nxd
     from neuron_compat.emulation import Emulation as Emulation
     from neuron_compat.emulation import emulate as emulate
+    from neuron_compat.nxd import modules as modules
     from neuron_compat.nxd import optimizer as optimizer
     from neuron_compat.nxd import parallel_layers as parallel_layers
     from neuron_compat.nxd import trainer as trainer
@@ -41,6 +43,7 @@ _HOMES = {
         "has_checkpoint",
         "load_checkpoint",
         "save_checkpoint",
+        "modules",
         "optimizer",
         "parallel_layers",
         "trainer",
@@ -50,4 +53,4 @@ _HOMES = {
 __getattr__, __dir__ = lazily(__name__, _HOMES, ["nxd"])
 
 if os.environ.get("NEURON_COMPAT_EMULATE") == "1":
-    __getattr__("emulate")()
+    __getattr__("emulate")(join=False)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from neuron_compat.lazy import lazily
 
 if TYPE_CHECKING:
+    from neuron_compat.nxd import modules as modules
     from neuron_compat.nxd import optimizer as optimizer
     from neuron_compat.nxd import parallel_layers as parallel_layers
     from neuron_compat.nxd import trainer as trainer
@@ -22,4 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
 
-__getattr__, __dir__ = lazily(__name__, {"trainer.checkpoint": __all__}, ["optimizer", "parallel_layers", "trainer"])
+__getattr__, __dir__ = lazily(
+    __name__, {"trainer.checkpoint": __all__}, ["modules", "optimizer", "parallel_layers", "trainer"]
+)

@@ -139,3 +139,39 @@ def test_a_choice_that_makes_no_sense(tmp_path: Path) -> None:
         xla_ckpt.save(tmp_path / "new", "a", {"w": torch.ones(2)}, replicas="last")  # type: ignore[arg-type]
     assert caught.value.found == "'last'"
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("layout", ["native", "xser", "pt"])
+def test_keys_and_values_that_several_ranks_hold(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sections with copies: two of four tp ranks hold the same keys and values, and these have drifted apart."""
+    mesh, rules = Mesh(tp=4), [("qkv", (("tp", [8, "4x2"]), None))]
+
+    def held(rank: int) -> torch.Tensor:
+        queries = torch.arange(2.0) + 2 * rank
+        keys = torch.arange(2.0) + 100 + 2 * (rank % 2) + 1000 * (rank // 2)
+        return torch.cat([queries, keys])[:, None] * torch.ones(1, 3)
+
+    def saved(tag: str, **options: Any) -> None:
+        save_as_job(
+            monkeypatch, mesh, tmp_path, tag, lambda rank: {"model": {"qkv": held(rank)}},
+            layout=layout, shardings=rules, **options,
+        )  # fmt: skip
+
+    with pytest.raises(xla_ckpt.DivergentReplicasError):
+        saved("equal")
+    saved("first", replicas="first")
+    found = xla_ckpt.restore(tmp_path, "first").tree["model"]["qkv"][:, 0].tolist()
+    assert found == [*range(8), 100, 101, 102, 103]
+    if layout == "native":
+        return
+    as_theirs(tmp_path / "first")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        (own, *_) = as_job(
+            monkeypatch, mesh, "load",
+            lambda _: xla_ckpt.restore(tmp_path, "first", {"model": {"qkv": held(0)}}, shardings=rules).tree,
+        )  # fmt: skip
+    assert torch.equal(own["model"]["qkv"], held(0))
+    assert "the replicas of 1 array differed, and the bytes of the first are stored: model/qkv" in caplog.text

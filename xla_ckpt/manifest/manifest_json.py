@@ -247,7 +247,7 @@ def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]
 
 
 def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
-    """None, or for each tensor dim None, a name, or a list of names with perhaps an integer at the end."""
+    """None, or for each tensor dim None, a name, or a list of names with perhaps an integer or a list at the end."""
     spec = entry.get("spec")
     if spec is None:
         return None
@@ -258,11 +258,17 @@ def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
         match split:
             case None | str():
                 found.append(split)
-            case [*names] if names and all(isinstance(n, str) or type(n) is int for n in names):
+            case [*names] if names and all(map(_is_word, names)):
                 found.append(tuple(names))
+            case [*names, [*sections]] if all(map(_is_word, (*names, *sections))):
+                found.append((*names, tuple(sections)))
             case _:
                 raise FormatError("broken spec", found=str(spec)[:80])
     return tuple(found)
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) or type(value) is int
 
 
 def _as_list(cuts: Any) -> Any:

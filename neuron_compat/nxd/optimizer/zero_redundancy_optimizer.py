@@ -11,6 +11,7 @@ from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimi
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.nxd.parallel_layers.groups import rank_groups
 from xla_ckpt import Mesh, UsageError
+from xla_ckpt.sharding.sections import parse_section
 
 
 def _mesh() -> Mesh:
@@ -39,6 +40,7 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
 
     The norm of the gradients is that of the whole model: summed over the model-parallel groups, where a parameter that
     is the same on all tensor-parallel ranks counts once, and one that is ``shared`` with another stage does not count.
+    Keys and values of which several ranks hold copies count once, too.
 
     Raises:
         RuntimeError: `parallel_state` is not initialised.
@@ -74,8 +76,20 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
         for outer, inner in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             for parameter, shard in zip(outer["params"], inner["params"], strict=True):
                 if shard.grad is not None and not getattr(parameter, "shared", False):
-                    own = shard.grad.detach().to(self.optimizer_dtype).pow(2).sum()
+                    squares = shard.grad.detach().to(self.optimizer_dtype).pow(2)
+                    own = self._once(parameter, squares).sum()
                     total += own if getattr(parameter, "tensor_model_parallel", False) else own / copies
         for groups in (self._sharding_groups, self._grad_norm_groups):
             xm.all_reduce(xm.REDUCE_SUM, [total], groups=groups, pin_layout=self.pin_layout)
         return total.sqrt()
+
+    def _once(self, parameter: torch.nn.Parameter, squares: torch.Tensor) -> torch.Tensor:
+        """Squares of this rank's shard of a parameter, each divided by the number of ranks that hold it."""
+        sections = [parse_section(s) for s in getattr(parameter, "partition_sections", ())]
+        if all(s.copies == 1 for s in sections):
+            return squares
+        ranks = parallel_state.get_tensor_model_parallel_size()
+        rows = [torch.full(((s.size or 0) * s.copies // ranks,), float(s.copies)) for s in sections]
+        counts: torch.Tensor = self._shard_tensor(torch.cat(rows)).clamp(min=1.0)  # rows of padding count 0 there
+        shaped = counts.reshape(-1, *[1] * (squares.dim() - 1))
+        return squares / shaped.to(device=squares.device, dtype=squares.dtype)

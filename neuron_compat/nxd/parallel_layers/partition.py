@@ -11,8 +11,20 @@ from neuron_compat.nxd.parallel_layers import parallel_state
 
 Device: TypeAlias = torch.device | str | None
 
-ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "global_shape")
-"""What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded."""
+ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "global_shape",
+    "partition_sections",
+)
+"""What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded.
+
+``partition_sections`` are sections of different sizes, or such that several ranks hold, as a rule spells them:
+``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, of which 4 ranks hold the same keys and
+values.
+"""
 
 
 def padding(size: int, parts: int, stride: int, pad: bool, what: str) -> int:
