@@ -46,6 +46,14 @@ def check_supported(sequence_parallel: bool, group: Any = None) -> None:
         raise UsageError("a tensor_model_parallel_group other than parallel_state's is not supported")
 
 
+def draw_weight(weight: torch.Tensor, init_method: Init | None) -> None:
+    """Give a weight its initial values: those of `torch.nn.Linear`, unless there is a method."""
+    if init_method is None:
+        torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    else:
+        init_method(weight)
+
+
 def whole_linear(
     sizes: tuple[int, int], bias: bool, init_method: Init | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -58,10 +66,7 @@ def whole_linear(
     weight = torch.empty(outputs, inputs, device=where)
     drawn = torch.empty(outputs, device=where) if bias else None
     with torch.no_grad():
-        if init_method is None:
-            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        else:
-            init_method(weight)
+        draw_weight(weight, init_method)
         if drawn is not None:
             bound = 1 / math.sqrt(inputs) if inputs else 0.0
             torch.nn.init.uniform_(drawn, -bound, bound)
@@ -100,11 +105,12 @@ class _ParallelLinear(PartitionedModule):
 
     def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the unsplit layer."""
-        sizes = (self.input_size, self.output_size)
-        weight, bias = whole_linear(sizes, self.add_bias, self.arg_init_method, self.device)
+        return whole_linear((self.input_size, self.output_size), self.add_bias, self.draw, self.device)
+
+    def draw(self, whole: torch.Tensor) -> None:
+        draw_weight(whole, self.arg_init_method)
         if self.keep_master_weight:
-            self.master_weight = weight.to(self.dtype)
-        return weight, bias
+            self.master_weight = whole.to(self.dtype)
 
     def _with_bias(self, output: torch.Tensor) -> Any:
         bias: Any = self.bias
@@ -286,10 +292,9 @@ class ParallelEmbedding(PartitionedModule):
         self.pad_size = padding(getattr(self, split), parts, 1, pad, split)
         where = true_device(device)
         full = torch.empty(num_embeddings, embedding_dim, device="meta" if where.type == "meta" else "cpu")
+        self.whole_padding_idx = padding_idx
         with torch.no_grad():
-            init_method(full)
-            if padding_idx is not None:
-                full[padding_idx].zero_()
+            self.draw(full)
         setattr(self, split, getattr(self, split) + self.pad_size)
         self.weight = parallel_parameter(full, dim, 1, self.pad_size, where, dtype)
         self.num_embeddings_per_partition, self.embedding_dim_per_partition = self.weight.shape
@@ -298,6 +303,11 @@ class ParallelEmbedding(PartitionedModule):
         self.start_index, self.end_index = first, first + rows
         index = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
         self.padding_idx = None if index is None or not first <= index < first + rows else index - first
+
+    def draw(self, whole: torch.Tensor) -> None:
+        self.init_method(whole)
+        if self.whole_padding_idx is not None:
+            whole[self.whole_padding_idx].zero_()
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         return functional.embedding(

@@ -92,6 +92,27 @@ class PartitionedModule(torch.nn.Module):
     torch makes new parameters on the way from the CPU to XLA, and would leave the attributes behind.
     """
 
+    weight: torch.nn.Parameter
+    pad_size: int
+
+    def draw(self, whole: torch.Tensor) -> None:
+        """Fill a whole weight with initial values."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def init_weight_cpu(self) -> None:
+        """Draw the weight anew: what ``param_init_fn`` of a model from the meta device calls, as in NxD.
+
+        With the same seed on all ranks it is a part of the same whole weight on each of them, as in the constructor.
+        """
+        said: Any = self.weight
+        dim, stride = said.partition_dim, said.partition_stride
+        shape = list(self.weight.shape)
+        shape[dim] = shape[dim] * parallel_state.get_tensor_model_parallel_size() - self.pad_size
+        whole = torch.empty(shape)
+        self.draw(whole)
+        self.weight.copy_(part_of(whole, dim, stride, self.pad_size))
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModule:
         kept: dict[str, dict[str, Any]] = {
             name: {a: getattr(parameter, a) for a in ATTRIBUTES if hasattr(parameter, a)}
