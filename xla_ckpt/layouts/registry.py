@@ -152,7 +152,9 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         directory = open_own(store, tag)
     except NoCheckpointError as error:
         raise _better(error, store) from None
-    return TagReader(directory, store.path, tag)
+    reader = TagReader(directory, store.path, tag)
+    reader.hint = " ".join(filter(None, (reader.hint, layout_of(reader.manifest).saved_over)))
+    return reader
 
 
 def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyReport:
