@@ -92,7 +92,10 @@ class Layout:
     """Who writes tags of it without our manifest; listings show it. Empty where nobody does."""
 
     saves: bool = False
-    """Whether a job can save in it; conversions make it in any case."""
+    """Whether a job can save in it."""
+
+    converts: bool = True
+    """Whether conversions make it. If not, it is only read."""
 
     tagged: bool = True
     """Whether it is a tag. If not, it is a directory of files for other programs, which `export` makes."""

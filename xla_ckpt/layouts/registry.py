@@ -18,6 +18,7 @@ from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.hugging_face import HuggingFace
 from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
+from xla_ckpt.layouts.optimum.layout import OptimumNeuron
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
@@ -31,6 +32,7 @@ NATIVE = Native()
 
 _layouts: list[Layout] = [
     NATIVE,
+    OptimumNeuron(),  # before neuronx-distributed's, which would find the rank files in its tags, too
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     HuggingFace(),
@@ -65,7 +67,7 @@ def saved() -> tuple[str, ...]:
 
 def converted() -> tuple[str, ...]:
     """Names of the layouts that a conversion makes, other names included."""
-    return tuple(name for layout in _layouts for name in (layout.name, *layout.other_names))
+    return tuple(name for layout in _layouts if layout.converts for name in (layout.name, *layout.other_names))
 
 
 def named(name: str, *, among: Sequence[str] | None = None) -> Layout:
@@ -95,14 +97,17 @@ def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
     """
     ours = entries(store)
     names = {e.tag for e in ours}
-    found: list[tuple[Layout | None, TagEntry]] = []
+    found: list[tuple[float, Layout, TagEntry]] = []
     for layout in _layouts:
+        latest = 0.0
         for entry in layout.tags(store):
             if entry.tag not in names:
                 names.add(entry.tag)
-                found.append((layout, entry))
-    found.sort(key=lambda pair: _time(pair[1]) if pair[1].created else 0.0)  # those of one layout keep its own order
-    return [*found, *((None, entry) for entry in ours)]
+                # Those of one layout keep its own order, which need not be that of the time stamps.
+                latest = max(latest, _time(entry) if entry.created else 0.0)
+                found.append((latest, layout, entry))
+    found.sort(key=lambda of_tag: of_tag[0])
+    return [*((layout, entry) for _, layout, entry in found), *((None, entry) for entry in ours)]
 
 
 def tag_names(store: Store) -> list[str]:

@@ -29,18 +29,20 @@ HINT = (
 
 
 def declared(local: tuple[int, ...], wish: ArrayHint) -> bool:
-    """Whether a rule or attributes say how an array was split. A shape alone says only how it may have been split.
+    """Whether a rule, attributes or the tag say how an array was split. A shape alone says only how it may have been.
 
     Attributes also stay on weights that every rank has whole. So they say nothing about a tensor that already has the
     wanted shape.
     """
-    return wish.sharding is not None and (wish.ruled or wish.shape != local)
+    return wish.sharding is not None and (wish.ruled or wish.told or wish.shape != local)
 
 
 def resolve(
     name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wish: ArrayHint
 ) -> Sharding | UnknownArray:
     """How an array was split of which each rank of `mesh` has a tensor of the shape `local`."""
+    if wish.problem is not None:
+        return wish.problem
     if wish.sharding is not None and declared(local, wish):
         sharding = wish.sharding
         if expert is False and not wish.ruled:
