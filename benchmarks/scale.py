@@ -147,7 +147,7 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
     for leaf in leaves if mesh.size > 1 else ():
         if any(s.replicas > 1 for s in leaf.shards):
             place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
-            samples[leaf.path] = Sample(to_hex(digest(place.encode())), to_hex(0))
+            samples[leaf.path] = (Sample(to_hex(digest(place.encode())), to_hex(0)),)
     return Record(
         rank=rank, files=tuple(files), shards=tuple(shards),
         arrays={leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves} if speaks else {}, aliases={},

@@ -44,7 +44,7 @@ class Topology:
             shape, dim, stride = WHOLE[name]
             dims: list[Split | None] = [None] * len(shape)
             if dim is not None:
-                dims[dim] = Split(("tp",), stride)
+                dims[dim] = Split.strided(("tp",), stride)
             sharding = Sharding(tuple(dims), shape)
             weight = part_of(whole(name), name, self.mesh, rank)
             found[f"model/{name}"] = sharding.place(tuple(weight.shape), self.mesh, rank), weight

@@ -364,7 +364,7 @@ def test_shardings_by_hand() -> None:
     assert expert.shape == (4, 3, 10)
     assert str(expert.pieces[0].box) == "[2:4, 0:3, 5:10]"
     assert (expert.replica, expert.replicas) == (0, 2)  # copies lie along edp
-    assert Sharding.parse((("tp", 3), None)).dims[0] == Split(("tp",), 3)
+    assert Sharding.parse((("tp", 3), None)).dims[0] == Split.strided(("tp",), 3)
     assert axes_of([0, 2, 4, 6], mesh, 0) == ("dp",)
     assert axes_of([0, 4], mesh, 0) == ("edp",)
     assert axes_of([0, 3], mesh, 0) is None

@@ -20,7 +20,7 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.memory import STAGING
 from xla_ckpt.snapshot.take import lasts, take
-from xla_ckpt.state.describe import Description, describe, host_shards
+from xla_ckpt.state.describe import Description, describe, host_shards, shards_apart
 from xla_ckpt.state.members import Objects, State, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
@@ -234,7 +234,14 @@ def _freeze(
             # What another rank writes is not copied here, so it has to be known now who writes what.
             with phases.timed("plan"):
                 written = {(source.leaf, source.shard) for file in writing.plan.files for source in file.sources}
-        snapshot = take(shards, description.leaves if many else (), waits=waits, written=written, loose=state.buffers)
+        snapshot = take(
+            shards,
+            description.leaves if many else (),
+            waits=waits,
+            written=written,
+            loose=state.buffers,
+            apart=shards_apart(description, writing.whole, shards) if many else None,
+        )
     return Part(
         leaves=description.leaves,
         writing=writing,

@@ -64,3 +64,13 @@ def _checked(mesh: Mesh, state: Any, rank: int) -> Mesh:
             hint="Only pp, dp, cp, tp from the outside to the inside is supported.",
         )
     return mesh
+
+
+def neighbours_share_keys() -> bool:
+    """Whether neuronx-distributed has neighbouring ranks hold the same keys and values, as it does on trn2.
+
+    Elsewhere they are repeated as a whole: ranks that hold the same are tp / kv_size_multiplier ranks apart.
+    """
+    groups = getattr(sys.modules.get(HOME), "_KV_SHARED_GROUP_SPMD", None)
+    first = list(groups[0]) if groups else []
+    return len(first) > 1 and first[1] - first[0] == 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.local_array import LocalArray, Piece
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +64,15 @@ class Leaf:
 
 def leaf_of(path: str, dtype: DType, local: LocalArray, *, together: bool = False) -> Leaf:
     """The leaf of a local tensor that lies like this."""
-    shards = tuple(
-        LocalShard(
-            box=p.box, replica=local.replica, replicas=local.replicas, group=local.group, lane=p.lane, together=together
-        )
-        for p in local.pieces
-    )
+    shards = tuple(_shard(piece, local, together) for piece in local.pieces)
     return Leaf(path=path, dtype=dtype, shape=local.shape, shards=shards, spec=local.spec)
+
+
+def _shard(piece: Piece, local: LocalArray, together: bool) -> LocalShard:
+    replica, replicas, group = local.replica, local.replicas, local.group
+    if piece.copy is not None:  # each copy of the array has the copies of this piece in it
+        replica, replicas = replica * piece.copy.count + piece.copy.index, replicas * piece.copy.count
+        group = group, piece.copy.group
+    return LocalShard(
+        box=piece.box, replica=replica, replicas=replicas, group=group, lane=piece.lane, together=together
+    )

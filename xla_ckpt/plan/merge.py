@@ -63,7 +63,9 @@ class Record:
     objects: tuple[int, ...] = ()
     """Index into `files` of each pickled object, as the skeleton numbers them."""
 
-    samples: Mapping[str, Sample] = field(default_factory=dict)
+    samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
+    """By leaf path; one for each set of ranks that hold the same parts of it."""
+
     parts: Mapping[str, str] = field(default_factory=dict)
     """Part of the state -> digest of its plain values."""
 
@@ -82,7 +84,7 @@ class Record:
             "aliases": self.aliases,
             "skeleton": self.skeleton,
             "objects": self.objects,
-            "samples": {leaf: [s.place, s.content, s.loose] for leaf, s in self.samples.items()},
+            "samples": {leaf: [[s.place, s.content, s.loose] for s in held] for leaf, held in self.samples.items()},
             "parts": self.parts,
         }
 
@@ -97,7 +99,7 @@ class Record:
             aliases=json["aliases"],
             skeleton=json["skeleton"],
             objects=tuple(json["objects"]),
-            samples={leaf: Sample(*s) for leaf, s in json["samples"].items()},
+            samples={leaf: tuple(Sample(*s) for s in held) for leaf, held in json["samples"].items()},
             parts=json["parts"],
         )
 
@@ -247,10 +249,12 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
     plain: dict[str, tuple[int, list[int]]] = {}
     seen: dict[tuple[str, int], tuple[int, str]] = {}
     for record in records:
-        for leaf, sample in record.samples.items():
+        for leaf, sample in ((leaf, sample) for leaf, held in record.samples.items() for sample in held):
             rank, other = first.setdefault((leaf, sample.place), (record.rank, sample))
             if other.content != sample.content:
-                (loose if sample.loose else bad).setdefault(leaf, (rank, []))[1].append(record.rank)
+                _, differing = (loose if sample.loose else bad).setdefault(leaf, (rank, []))
+                if record.rank not in differing[-1:]:
+                    differing.append(record.rank)
         stage = mesh.coordinates(record.rank)["pp"] if mesh.pp > 1 else 0
         for part, text in record.parts.items():
             rank, known = seen.setdefault((part, stage if part in schema.STAGED else 0), (record.rank, text))

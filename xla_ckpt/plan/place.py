@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
+from xla_ckpt.sharding.sections import local_size, over_other_ranks
 from xla_ckpt.sharding.sharding import SPLIT_AXES, Sharding, Split, parts
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
@@ -34,7 +36,9 @@ def parameters_in(manifest: Manifest) -> frozenset[str] | None:
     return frozenset(component(name) for group in members for name in group.get(schema.PARAMS, ()))
 
 
-def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None) -> Sharding:
+def sharding_of(
+    leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None, mesh: Mesh | None = None
+) -> Sharding:
     """How an array is split: as a rule says, else as it was when it was saved.
 
     What a rule says of a parameter holds for its optimizer's states, in the dims that they have. Of a state of other
@@ -45,9 +49,11 @@ def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] 
         manifest: What is stored.
         rules: The caller's rules.
         unknown: Receives names of axes that no mesh has: those of a DTensor's or a jax array's own mesh.
+        mesh: The ranks that it is to be split over, if they are not those that saved it: they may hold another number
+            of copies.
 
     Raises:
-        ValueError: A rule does not fit.
+        ValueError: A rule does not fit, or the ranks cannot hold equally many copies.
     """
     record = manifest.array(leaf)
     if record is None:
@@ -55,7 +61,10 @@ def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] 
     owner = schema.parameter_of(leaf)
     if (ruled := rule_for(leaf, rules)) is not None:
         return _ruled(ruled, record, None if owner is None else manifest.array(owner), state=owner is not None)
-    return _stored(record, unknown)
+    stored = _stored(record, unknown)
+    if mesh is None or not stored.copies:
+        return stored
+    return over_mesh(stored, Mesh.parse(manifest.mesh or ""), mesh)
 
 
 def rule_for(leaf: str, rules: Parsed) -> Sharding | None:
@@ -82,9 +91,27 @@ def _stored(record: ArrayRecord, unknown: set[str] | None) -> Sharding:
         axes = tuple(n for n in names if n in SPLIT_AXES)
         if unknown is not None:
             unknown |= {n for n in names if isinstance(n, str) and n not in SPLIT_AXES}
-        strides = [n for n in names if isinstance(n, int)]
-        dims.append(Split(axes, strides[0] if strides else 1) if axes else None)
+        parts = [n for n in names if not isinstance(n, str)]
+        dims += Sharding.parse([[*axes, *parts[:1]]]).dims if axes else [None]
     return Sharding(tuple(dims))
+
+
+def over_mesh(sharding: Sharding, before: Mesh, after: Mesh) -> Sharding:
+    """A stored array's sharding for the ranks of another mesh, which may hold other numbers of copies.
+
+    Raises:
+        ValueError: They cannot hold equally many.
+    """
+    dims = tuple(
+        split
+        if split is None or not split.copies
+        else Split(
+            split.axes,
+            over_other_ranks(split.sections, parts(split.axes, before.sizes), parts(split.axes, after.sizes)),
+        )
+        for split in sharding.dims
+    )
+    return replace(sharding, dims=dims)
 
 
 def place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> LocalArray:
@@ -132,14 +159,21 @@ def without(sharding: Sharding, axes: Sequence[str]) -> Sharding:
     dims: list[Split | None] = []
     for split in sharding.dims:
         kept = () if split is None else tuple(a for a in split.axes if a not in axes)
-        dims.append(Split(kept, split.stride) if split is not None and kept else None)
+        dims.append(Split(kept, split.sections) if split is not None and kept else None)
     return Sharding(tuple(dims), sharding.shape)
 
 
 def even(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Sharding, tuple[int, ...]]:
-    """The sharding of an array into equal local tensors, whose ends may be padding, and their shape."""
-    local = tuple(
-        n if split is None else -(-n // parts(split.axes, mesh.sizes))
-        for split, n in zip(sharding.over(len(shape)), shape, strict=True)
-    )
+    """The sharding of an array into equal local tensors, whose ends may be padding, and their shape.
+
+    Raises:
+        ValueError: Sections do not divide: they cannot be padded.
+    """
+    dims = sharding.over(len(shape))
+    local = tuple(_even(n, split, mesh) for split, n in zip(dims, shape, strict=True))
     return Sharding(sharding.dims, shape), local
+
+
+def _even(n: int, split: Split | None, mesh: Mesh) -> int:
+    ranks = 1 if split is None else parts(split.axes, mesh.sizes)
+    return -(-n // ranks) if split is None or split.plain else local_size(n, ranks, split.sections)

@@ -9,6 +9,20 @@ from xla_ckpt.sharding.box import Box
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Which copy a piece is, where several ranks hold it that hold different parts of the rest."""
+
+    index: int
+    """From 0."""
+
+    count: int
+    """How many copies there are, on ranks that are otherwise alike."""
+
+    group: Hashable
+    """Names the holders among those ranks."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Elements of a local tensor that are neighbours in the global array, too."""
 
@@ -20,6 +34,9 @@ class Piece:
 
     lane: int = 0
     """Which local device holds them."""
+
+    copy: Copy | None = None
+    """Which copy of them this is; None if they have no more copies than the whole array."""
 
     def __post_init__(self) -> None:
         if self.local.shape != self.box.shape:
@@ -55,7 +72,7 @@ class LocalArray:
     """How many copies there are in the job."""
 
     group: Hashable = None
-    """Names the set of holders (see `xla_ckpt.sharding.owners.HeldShard`)."""
+    """Names the set of holders (see `xla_ckpt.sharding.owners.HeldShard`). Pieces with a `copy` have more of them."""
 
     spec: tuple[object, ...] | None = None
     """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""

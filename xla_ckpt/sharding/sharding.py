@@ -5,15 +5,16 @@ Everything follows from the mesh, the rank's number and the shape of the local t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
 
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray, Piece, chunk
+from xla_ckpt.sharding.local_array import Copy, LocalArray, Piece, chunk
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sections import Block, Section, blocks_of, global_size, local_size, parse_section
 
 REPLICATING = ("edp", "ep", "cp", "tp")
 """Mesh axes along which an unsplit array is the same everywhere. ``pp`` is none: its stages hold different arrays."""
@@ -29,16 +30,40 @@ class Split:
     axes: tuple[str, ...]
     """Mesh axes, outermost first."""
 
-    stride: int = 1
-    """Blocks that each rank holds: of ``n * stride`` equal blocks rank `i` of `n` has `i`, ``i + n``, ``i + 2 * n``...
-    As in Megatron's and neuronx-distributed's `partition_stride`, for projections that are fused into one tensor."""
+    sections: tuple[Section, ...] = (Section(),)
+    """The dim consists of these, one behind the other, and each is divided over the axes on its own. A rank's local
+    tensor holds its part of the first, then of the second, ... Sections without a size are equally large: so many of
+    them are Megatron's and neuronx-distributed's `partition_stride`, for projections that are fused into one tensor."""
 
     def __post_init__(self) -> None:
         unknown = [a for a in self.axes if a not in SPLIT_AXES]
         if unknown or not self.axes or len(set(self.axes)) < len(self.axes):
             raise ValueError(f"{self.axes} are no mesh axes to split over; there are {', '.join(SPLIT_AXES)}")
-        if self.stride < 1:
-            raise ValueError(f"a partition stride of {self.stride}")
+        if not self.sections:
+            raise ValueError("a tensor dim of no sections")
+        if len({s.size is None for s in self.sections}) > 1:
+            raise ValueError("of the sections of a tensor dim either all have a size, or none")
+
+    @classmethod
+    def strided(cls, axes: tuple[str, ...], stride: int) -> Split:
+        """A split into `stride` sections of one size.
+
+        Raises:
+            ValueError: `stride` is below 1.
+        """
+        if stride < 1:
+            raise ValueError(f"a partition stride of {stride}")
+        return cls(axes, (Section(),) * stride)
+
+    @property
+    def plain(self) -> bool:
+        """Whether each rank holds a single chunk of the dim that nobody else holds."""
+        return self.sections == (Section(),)
+
+    @property
+    def copies(self) -> bool:
+        """Whether some section is held by several ranks."""
+        return any(s.copies > 1 for s in self.sections)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +90,28 @@ class Sharding:
         return tuple(a for split in self.dims if split is not None for a in split.axes)
 
     @property
+    def copies(self) -> bool:
+        """Whether a part of the array is held by several ranks of an axis that splits it."""
+        return any(split is not None and split.copies for split in self.dims)
+
+    @property
+    def in_sections(self) -> bool:
+        """Whether some tensor dim consists of sections that are divided one by one."""
+        return any(split is not None and not split.plain for split in self.dims)
+
+    @property
     def spec(self) -> tuple[object, ...]:
-        """As JSON can hold it: per tensor dim None, or the axes, with the stride last where there is one."""
+        """As JSON can hold it: per tensor dim None, or the axes, with the stride or the sections behind them."""
         return tuple(map(_spec_of, self.dims))
 
     @classmethod
     def parse(cls, spec: Any) -> Sharding:
         """The sharding that a spec in JAX's manner names: ``("tp", None)``, ``(("dp", "tp"), None)``, or None.
 
-        An integer after the axes is the stride: ``(("tp", 3), None)``.
+        An integer after the axes is the stride: ``(("tp", 3), None)``. A list after them has the sections: their sizes
+        in elements of the global array, with ``x4`` behind the size of one that four ranks hold alike, and ``x4
+        adjacent`` if neighbouring ranks do: ``(("tp", [4096, "1024x4", "1024x4"]), None)``. A single section needs no
+        size: ``(("tp", ["x4"]), None)``.
 
         Raises:
             ValueError: `spec` has another form.
@@ -100,19 +138,20 @@ class Sharding:
             raise ValueError(f"{len(self.dims)} dims are sharded, the tensor has {len(local)}")
         sizes = mesh.sizes
         shape: list[int] = []
-        blocks: list[list[_Block]] = []
+        blocks: list[list[Block]] = []
+        axes: list[tuple[str, ...]] = []
         for dim, (split, n) in enumerate(zip(self.over(len(local)), local, strict=True)):
-            ranks, index, stride = 1, 0, 1
-            if split is not None:
-                ranks, index, stride = parts(split.axes, sizes), position(split.axes, mesh, rank), split.stride
+            named, sections = ((), (Section(),)) if split is None else (split.axes, split.sections)
+            ranks = parts(named, sizes)
             declared = None if self.shape is None else self.shape[dim]
-            total = _checked_size(n * ranks if declared is None else declared)
+            total = global_size(n, ranks, sections) if declared is None else declared
             shape.append(total)
-            blocks.append(list(_blocks(n, ranks=ranks, index=index, stride=stride, total=total)))
+            blocks.append(blocks_of(n, ranks, position(named, mesh, rank), sections, total))
+            axes.append(named)
         replica, replicas, group = copies(self.axes, sizes, mesh.coordinates(rank))
         return LocalArray(
             shape=tuple(shape),
-            pieces=_pieces(blocks),
+            pieces=_pieces(blocks, axes),
             replica=replica,
             replicas=replicas,
             group=group,
@@ -123,21 +162,27 @@ class Sharding:
         """Where a rank's part of a global array of this shape lies. Dims that do not divide are cut into chunks.
 
         Raises:
-            ValueError: More dims are sharded than the array has, or a strided one does not divide.
+            ValueError: More dims are sharded than the array has, or one in sections does not divide.
         """
         if len(self.dims) > len(shape):
             raise ValueError(f"{len(self.dims)} dims are sharded, the array has {len(shape)}")
         dims = self.over(len(shape))
         ranks = [1 if split is None else parts(split.axes, mesh.sizes) for split in dims]
-        if all(n % count == 0 for n, count in zip(shape, ranks, strict=True)):
-            local = [n // count for n, count in zip(shape, ranks, strict=True)]
+        uneven = any(
+            split is not None and split.plain and n % count for split, n, count in zip(dims, shape, ranks, strict=True)
+        )
+        if not uneven:
+            local = [
+                n if split is None else local_size(n, count, split.sections)
+                for split, n, count in zip(dims, shape, ranks, strict=True)
+            ]
             return replace(self, shape=None).place(local, mesh, rank)
         bounds = []
         for split, n, count in zip(dims, shape, ranks, strict=True):
             if split is None:
                 bounds.append((0, n))
-            elif n % count and split.stride > 1:
-                raise ValueError(f"{n} elements in strided blocks do not divide by {count}")
+            elif not split.plain:
+                raise ValueError("one dim is cut into sections, and another one does not divide")
             else:
                 bounds.append(chunk(0, n, count, position(split.axes, mesh, rank)))
         box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
@@ -159,7 +204,7 @@ class Sharding:
         """
         full = self.place(local, mesh, rank)
         first = self.dims[0] if self.dims else None
-        split = Split(axes) if first is None else Split((*first.axes, *axes), first.stride)
+        split = Split(axes) if first is None else Split((*first.axes, *axes), first.sections)
         here = Sharding((split, *self.dims[1:]))
         # Zero padding goes behind the last row, so the last ranks hold fewer rows of the tensor than others, or none.
         low, high = chunk(0, local[0], parts(axes, mesh.sizes), position(axes, mesh, rank))
@@ -181,7 +226,9 @@ def _split(entry: Any) -> Split | None:
         case str(axis):
             return Split((axis,))
         case [*axes, int(stride)] if all(isinstance(a, str) for a in axes):
-            return Split(tuple(axes), stride)
+            return Split.strided(tuple(axes), stride)
+        case [*axes, [*sections]] if all(isinstance(a, str) for a in axes):
+            return Split(tuple(axes), tuple(map(parse_section, sections)))
         case [*axes] if all(isinstance(a, str) for a in axes):
             return Split(tuple(axes))
     raise ValueError(f"a tensor dim is split over a mesh axis, several, or None, not {entry!r}")
@@ -191,60 +238,37 @@ def _spec_of(split: Split | None) -> object:
     """One entry of `Sharding.spec`: what `_split` reads."""
     if split is None:
         return None
-    if split.stride > 1:
-        return (*split.axes, split.stride)
+    if any(s != Section() for s in split.sections):
+        return (*split.axes, tuple(s.spec for s in split.sections))
+    if len(split.sections) > 1:
+        return (*split.axes, len(split.sections))
     return split.axes[0] if len(split.axes) == 1 else split.axes
 
 
-def _checked_size(n: int) -> int:
-    if n < 0:
-        raise ValueError(f"a tensor dim of size {n}")
-    return n
+def _pieces(blocks: Sequence[Sequence[Block]], axes: Sequence[tuple[str, ...]]) -> tuple[Piece, ...]:
+    """The pieces of a local tensor that holds these blocks of each dim: one for each combination of blocks.
 
-
-_Block = tuple[int, int, int]
-"""(local start, local stop, global start) of neighbouring elements of one tensor dim."""
-
-
-def _blocks(n: int, *, ranks: int, index: int, stride: int, total: int) -> Iterator[_Block]:
-    """The blocks that one rank holds of a tensor dim.
-
-    Args:
-        n: Elements of the dim in the local tensor.
-        ranks: How many ranks the dim is split over.
-        index: Which of them this one is.
-        stride: Blocks that each rank holds (see `Split.stride`).
-        total: Elements of the dim in the global array: ``n * ranks``, or fewer if the last ones are padding.
+    `axes` are the mesh axes that split each dim.
     """
-    if n % stride:
-        raise ValueError(f"a dim of {n} elements on each rank does not consist of {stride} strided blocks")
-    if total != n * ranks:
-        # Padding lies behind the last element of the array. In strided blocks nobody could tell where that is.
-        if stride > 1 or total > n * ranks:
-            raise ValueError(
-                f"a dim of {total} elements cannot be {ranks} times {n} of which the last ones are padding"
-            )
-        low = min(index * n, total)
-        yield 0, min(low + n, total) - low, low
-    elif ranks == 1:
-        yield 0, n, 0  # the blocks of a single rank are neighbours
-    else:
-        size = n // stride
-        for k in range(stride):
-            yield k * size, (k + 1) * size, (k * ranks + index) * size
-
-
-def _pieces(blocks: Sequence[Sequence[_Block]]) -> tuple[Piece, ...]:
-    """The pieces of a local tensor that holds these blocks of each dim: one for each combination of blocks."""
     pieces = []
     for choice in product(*blocks):
-        local = Box(tuple(low for low, _, _ in choice), tuple(high for _, high, _ in choice))
-        start = tuple(first for _, _, first in choice)
-        stop = tuple(first + high - low for low, high, first in choice)
+        local = Box(tuple(b.start for b in choice), tuple(b.stop for b in choice))
+        start = tuple(b.first for b in choice)
+        stop = tuple(b.first + b.stop - b.start for b in choice)
         box = Box(start, stop)
         if box.size:
-            pieces.append(Piece(local, box))
+            pieces.append(Piece(local, box, copy=_copy(choice, axes)))
     return tuple(pieces)
+
+
+def _copy(choice: Sequence[Block], axes: Sequence[tuple[str, ...]]) -> Copy | None:
+    """Which copy a piece is, of the sections that it lies in; None if nobody else holds these sections."""
+    index, count, group = 0, 1, []
+    for block, named in zip(choice, axes, strict=True):
+        if block.copies > 1:
+            index, count = index * block.copies + block.copy, count * block.copies
+            group.append((named, block.copies, block.adjacent))
+    return Copy(index, count, tuple(group)) if count > 1 else None
 
 
 def parts(axes: Iterable[str], sizes: Mapping[str, int]) -> int:

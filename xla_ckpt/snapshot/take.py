@@ -53,7 +53,7 @@ class Snapshot:
 
     keep: list[Any] = field(default_factory=list)
     staging: Bytes | None = None
-    sampled: dict[str, Sample] = field(default_factory=dict)
+    sampled: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Samples of leaves whose memory may have changed since."""
 
     unsampled: list[tuple[Leaf, list[HostShard]]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Snapshot:
     loose: frozenset[str] = frozenset()
     """Leaves whose replicas need not be equal (buffers)."""
 
-    def samples(self) -> dict[str, Sample]:
+    def samples(self) -> dict[str, tuple[Sample, ...]]:
         """Samples of the leaves that other ranks hold, too, by leaf path."""
         return self.sampled | _samples(self.unsampled, self.loose)
 
@@ -88,6 +88,7 @@ def take(
     waits: bool,
     written: Collection[Key] | None = None,
     loose: frozenset[str] = frozenset(),
+    apart: Mapping[str, list[HostShard]] | None = None,
 ) -> Snapshot:
     """Freeze a state: hold its memory, or copy it where that is not enough.
 
@@ -97,6 +98,7 @@ def take(
         waits: The caller waits until the save is done, so nothing changes and nothing is copied.
         written: What this rank writes; None for all of it. What others write is only sampled here.
         loose: Leaves whose replicas need not be equal.
+        apart: The shards of leaves that `shards` has as one, where other ranks hold some of them and not the rest.
     """
     kept = {key: s for key, s in shards.items() if written is None or key in written}
     moving = [(key, s) for key, s in kept.items() if not lasts(s, waits=waits) and len(s.data)]
@@ -107,7 +109,7 @@ def take(
     for leaf in leaves:
         if not any(s.replicas > 1 for s in leaf.shards):
             continue
-        held = _of_leaf(leaf.path, shards)
+        held = (apart or {}).get(leaf.path) or _of_leaf(leaf.path, shards)
         if all(lasts(shard, waits=waits) for shard in held):
             snapshot.unsampled.append((leaf, held))  # sampled in the background: it stays as it is
         else:
@@ -126,12 +128,22 @@ def _of_leaf(path: str, shards: Mapping[Key, HostShard]) -> list[HostShard]:
     return found
 
 
-def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[str]) -> dict[str, Sample]:
+def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[str]) -> dict[str, tuple[Sample, ...]]:
+    """Samples of leaves: one for the shards of each set of holders, because others hold only those of that set."""
     found = {}
     for leaf, held in leaves:
-        place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
-        content = sample([shard.data for shard in held])
-        found[leaf.path] = Sample(place=to_hex(digest(place.encode())), content=content, loose=leaf.path in loose)
+        sets: dict[Any, list[int]] = {}
+        for i, shard in enumerate(leaf.shards):
+            sets.setdefault((shard.group, shard.replicas), []).append(i)
+        made = []
+        for (_, replicas), numbers in sets.items():
+            if replicas > 1:
+                boxes = " ".join(str(leaf.shards[i].box) for i in numbers)
+                place = to_hex(digest(f"{leaf.dtype.name} {leaf.shape} {boxes}".encode()))
+                # A layout may take the whole tensor in one: then all of its shards have the same holders.
+                data = [held[i].data for i in numbers] if len(held) == len(leaf.shards) else [s.data for s in held]
+                made.append(Sample(place, sample(data), leaf.path in loose))
+        found[leaf.path] = tuple(made)
     return found
 
 

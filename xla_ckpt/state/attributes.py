@@ -6,6 +6,7 @@ from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sections import Section, parse_section
 from xla_ckpt.sharding.sharding import Sharding, Split
 
 
@@ -13,7 +14,8 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
     """The sharding that a parameter's attributes name; None if they name none.
 
     They are ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``, ``num_partitions``,
-    ``expert_model_parallel`` (the first dim holds experts), and ``global_shape``, the true shape of a padded parameter.
+    ``expert_model_parallel`` (the first dim holds experts), and two of this library's own: ``global_shape``, the true
+    shape of a padded parameter, and ``partition_sections``, sections of different sizes as a rule spells them.
 
     Args:
         value: The parameter.
@@ -39,8 +41,9 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
                 found=f"partition_dim {dim}, partition_stride {stride}, num_partitions {partitions}",
                 hint="Check the mesh, or pass a shardings rule.",
             )
-        if mesh is None or (mesh.tp > 1 and partitions != 1):
-            dims[dim] = Split(("tp",), stride)
+        sections = _sections(value, path, stride)
+        if mesh is None or (mesh.tp > 1 and partitions != 1) or sections:
+            dims[dim] = Split(("tp",), sections) if sections else Split.strided(("tp",), stride)
     if getattr(value, "expert_model_parallel", False) and (mesh is None or mesh.ep > 1):
         if not dims or dims[0] is not None:
             raise UnsupportedStateError(
@@ -57,3 +60,24 @@ def true_shape(value: Any) -> tuple[int, ...] | None:
     """The global shape without padding, as a parameter's ``global_shape`` names it; None without one that fits."""
     named = getattr(value, "global_shape", None)
     return None if named is None or len(named) != len(value.shape) else tuple(named)
+
+
+def _sections(value: Any, path: str, stride: int) -> tuple[Section, ...]:
+    """The sections that a parameter's ``partition_sections`` name; none without it."""
+    named = getattr(value, "partition_sections", None)
+    if named is None:
+        return ()
+    try:
+        sections = tuple(map(parse_section, named))
+        Split(("tp",), sections)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedStateError(
+            f"the partition_sections of a parameter make no sense: {error}", leaf=path, found=repr(named)
+        ) from error
+    if stride not in (1, len(sections)):
+        raise UnsupportedStateError(
+            "a parameter has sections, and another number of strided blocks",
+            leaf=path,
+            found=f"partition_sections {list(named)}, partition_stride {stride}",
+        )
+    return sections

@@ -9,7 +9,7 @@ import json
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
@@ -17,8 +17,10 @@ from xla_ckpt.arrays.registry import array_kind, require
 from xla_ckpt.engine import pickles
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Leaf, leaf_of
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.take import HostShard
 from xla_ckpt.state.members import State
@@ -50,6 +52,11 @@ class HeldArray:
         if self.adapter.place(self.value, path) is not None:
             return self  # an array that knows its own place has no padding
         return HeldArray(self.value, whole(self.shape), self.adapter)
+
+    def apart(self, data: HostShard, itemsize: int) -> list[HostShard]:
+        """The pieces of this array, from its whole tensor: of a scattered one its first run of bytes."""
+        places = [runs(piece.local, Box.whole(self.shape), itemsize) for piece in self.local.pieces]
+        return [replace(data, data=data.data[at.offset : at.offset + at.nbytes]) for at in places]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +108,7 @@ def describe(state: State, placement: Placement, rules: Rules | None, *, structu
         UnsupportedStateError: Something in it cannot be stored.
         UsageError: A sharding rule makes no sense or does not fit.
     """
-    shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone)
+    shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone).of_model(state.model)
     flat = flatten(state.tree, array_kind, CODEC)
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
@@ -168,6 +175,18 @@ def host_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], HostShar
         for path, pieces in zip(batch, adapter.host(pairs), strict=True):
             shards |= {(path, i): shard for i, shard in enumerate(pieces)}
     return shards
+
+
+def shards_apart(
+    description: Description, whole: frozenset[str], shards: Mapping[tuple[str, int], HostShard]
+) -> dict[str, list[HostShard]]:
+    """The pieces of arrays that are taken whole (`whole`), where other ranks hold some of them and not the rest."""
+    itemsizes = {leaf.path: leaf.dtype.itemsize for leaf in description.leaves}
+    return {
+        path: held.apart(shards[path, 0], itemsizes[path])
+        for path, held in description.arrays.items()
+        if path in whole and any(piece.copy is not None for piece in held.local.pieces)
+    }
 
 
 def _common(skeleton: Json, part: str) -> Json:

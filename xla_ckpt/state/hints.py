@@ -21,7 +21,12 @@ from xla_ckpt.tree import schema
 
 
 def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
-    """What a model and an optimizer say about the arrays that they want."""
+    """What a model and an optimizer say about the arrays that they want.
+
+    Raises:
+        UnsupportedStateError: Attributes, or a layer of the model, contradict themselves.
+    """
+    shardings = shardings.of_model(model)
     held = {} if model is None else module.tree_of(model)
     arrays = {
         str(name): _hint(schema.weight(str(name)), value, shardings)
@@ -67,7 +72,7 @@ def _hint(path: str, value: Any, shardings: StateShardings) -> ArrayHint:
     adapter = require(value, path)
     # Where a rule decides, attributes are not looked at: they may be wrong.
     ruled = decided(shardings.rules, path, schema.below_member(path)) is not None
-    named = None if ruled else declared_sharding(value, path)
+    named = None if ruled else shardings.layers.get(id(value)) or declared_sharding(value, path)
     return ArrayHint(
         shape=shardings.local(path, value, adapter).shape,
         # A tensor on the meta device cannot be stored, but it says all that a description needs.

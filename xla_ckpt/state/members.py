@@ -7,7 +7,7 @@ into it, and what it knows about the arrays that it wants.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,9 @@ class State:
     """A state tree, and what is known about its members."""
 
     tree: Any
+    model: Any = None
+    """The module whose layers are asked how their parameters are split."""
+
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     """Leaf paths of buffers, which may differ between ranks."""
@@ -125,6 +128,7 @@ class Objects:
             alone.append(schema.USER_CONTENT)
         return State(
             tree=tree,
+            model=self.model,
             parameters=parameters,
             buffers=buffers,
             alone=tuple(alone),
@@ -150,6 +154,7 @@ class Objects:
             CheckpointError: Something stored cannot be loaded at all.
         """
         mistakes.check_members(self.model, self.optimizer, loading=True)
+        stored = replace(stored, shardings=stored.shardings.of_model(self.model))
         parts = []
         for path, load in self._members(stored):
             part = stored.at(path)

@@ -1,14 +1,14 @@
 """Where the arrays of a state lie in the global arrays, as one rank computes it alone.
 
 An array that knows its place (a DTensor, an SPMD tensor, a jax array) says so. For a plain tensor the first of these
-counts: a rule of the caller, neuronx-distributed's attributes on the tensor, the parameter that an optimizer state
-belongs to. Everything else is the same on all ranks of a pipeline stage.
+counts: a rule of the caller, the layer that the tensor is a parameter of, neuronx-distributed's attributes on the
+tensor, the parameter that an optimizer state belongs to. Everything else is the same on all ranks of a pipeline stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
@@ -22,6 +22,7 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.state.attributes import declared_sharding
+from xla_ckpt.state.layers import Layers, layer_shardings
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT, TORCH, Lies, OptimizerSchema, StateRule
 
@@ -57,6 +58,9 @@ class StateShardings:
     alone: tuple[str, ...] = ()
     """Leaf paths of what this rank alone holds: they begin the paths of its leaves."""
 
+    layers: Layers = field(default_factory=dict)
+    """What the layers of the model say."""
+
     _places: dict[tuple[Sharding, tuple[int, ...]], LocalArray] = field(default_factory=dict, init=False, repr=False)
     """Where tensors of a shape lie: a model has few kinds of them, and a save describes all while training waits."""
 
@@ -65,6 +69,14 @@ class StateShardings:
 
     _splits: dict[str, Sharding | None] = field(default_factory=dict, init=False, repr=False)
     """How each parameter is split, by name; None for one that knows its own place."""
+
+    def of_model(self, model: Any) -> StateShardings:
+        """The same, with what the layers of a model say.
+
+        Raises:
+            UnsupportedStateError: A layer contradicts itself.
+        """
+        return replace(self, layers=layer_shardings(model, self.placement.mesh))
 
     def local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
         """Where an array lies; `adapter` is its own.
@@ -194,4 +206,5 @@ class StateShardings:
         ruled = decided(self.rules, *names)
         if ruled is not None:
             return ruled
-        return declared_sharding(value, names[0], self.placement.mesh) or Sharding()
+        known = self.layers.get(id(value))
+        return known or declared_sharding(value, names[0], self.placement.mesh) or Sharding()

@@ -14,7 +14,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
-from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt.sharding.sharding import Sharding, Split, parts
 
 _FUSED = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c_attn|\bkv_proj", re.IGNORECASE)
 _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
@@ -23,8 +23,8 @@ _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 HINT = (
     "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
     "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like or --sharding. A stride, as "
-    "in (('tp', 3), None), is for fused parts of equal size only: with queries, keys and values of different sizes it "
-    "would give wrong rows without an error."
+    "in (('tp', 3), None), is for fused parts of equal size. Queries, keys and values of different sizes are sections: "
+    "(('tp', [4096, 1024, 1024]), None), or [4096, '1024x4', '1024x4'] where 4 ranks hold the same keys and values."
 )
 
 
@@ -40,19 +40,66 @@ def declared(local: tuple[int, ...], wish: ArrayHint) -> bool:
 def resolve(
     name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wish: ArrayHint
 ) -> Sharding | UnknownArray:
-    """How an array was split of which each rank of `mesh` has a tensor of the shape `local`."""
+    """How an array was split of which each rank of `mesh` has a tensor of the shape `local`.
+
+    Of sections that several ranks held alike (keys and values) the shapes say how many ranks did. Which of them did is
+    found out by `readings`.
+    """
     if wish.problem is not None:
         return wish.problem
     if wish.sharding is not None and declared(local, wish):
         sharding = wish.sharding
         if expert is False and not wish.ruled:
             sharding = Sharding(tuple(None if s is not None and "ep" in s.axes else s for s in sharding.dims))
-        return _true_size(sharding, local, wish)
+        return _true_size(sharding if wish.ruled or wish.told else _with_copies(sharding, local, mesh, wish), local, wish)
     if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
         return Sharding()
     if wish.shape is None:
         return _unknown(f"each rank has {list(local)}, and nothing says what the whole is")
     return _inferred(name, local, mesh, expert, wish.shape)
+
+
+def _with_copies(sharding: Sharding, local: tuple[int, ...], mesh: Mesh, wish: ArrayHint) -> Sharding:
+    """The same for the number of copies that the job had which wrote the tensors; the program may want another one.
+
+    Queries are held once, and keys and values behind them in equal numbers of copies. A single section may be one of
+    keys or values: then there is nothing else whose copies have to be counted.
+    """
+    dims = list(sharding.over(len(local)))
+    for dim, split in enumerate(dims):
+        if split is None or wish.shape is None or len(wish.shape) != len(local) or wish.padded:
+            continue
+        ranks, total = parts(split.axes, mesh.sizes), wish.shape[dim]
+        first, rest = ((), split.sections) if len(split.sections) == 1 else (split.sections[:1], split.sections[1:])
+        once = sum(s.size or 0 for s in first)
+        copies, left = divmod(local[dim] * ranks - once, total - once) if total > once else (0, 1)
+        if (first and once == 0) or left or copies < 1 or ranks % copies:
+            continue  # there is no such number: the sharding stays as it is, and what does not fit is told
+        made = tuple(replace(s, copies=copies, adjacent=s.adjacent and copies > 1) for s in rest)
+        dims[dim] = Split(split.axes, (*(replace(s, copies=1, adjacent=False) for s in first), *made))
+    return replace(sharding, dims=tuple(dims))
+
+
+def readings(sharding: Sharding, mesh: Mesh) -> list[Sharding]:
+    """The ways in which ranks may have held copies of sections: repeated as a whole, or on neighbouring ranks.
+
+    Where all ranks of an axis hold the same, both are one.
+    """
+    made = []
+    for adjacent in (False, True):
+        dims: list[Split | None] = []
+        for split in sharding.dims:
+            if split is None or not split.copies:
+                dims.append(split)
+                continue
+            ranks = parts(split.axes, mesh.sizes)
+            sections = (replace(s, adjacent=adjacent and 1 < s.copies < ranks) for s in split.sections)
+            dims.append(Split(split.axes, tuple(sections)))
+        found = replace(sharding, dims=tuple(dims))
+        if found not in made:
+            made.append(found)
+    # The order of the job that loads is the likelier one: it is looked at first.
+    return sorted(made, key=lambda found: found != sharding)
 
 
 def _inferred(
@@ -160,8 +207,56 @@ def record(
         CorruptCheckpointError: Tensors are missing, or do not fit together.
         IncompatibleCheckpointError: The sharding does not fit.
     """
+    return _record(scan, leaf, copies, mesh, sharding, rows, local)[0]
+
+
+def record_of_copies(
+    scan: Scan,
+    leaf: str,
+    copies: Copies,
+    mesh: Mesh,
+    sharding: Sharding,
+    rows: tuple[str, ...] = (),
+    local: tuple[int, ...] = (),
+) -> ArrayRecord | UnknownArray:
+    """The record of an array with sections that several ranks held, whose copies are compared.
+
+    Arguments and errors are those of `record`.
+    """
+    different = ""
+    for reading in readings(sharding, mesh):
+        made, twice = _record(scan, leaf, copies, mesh, reading, rows, local)
+        pair = next(((a, b) for a, b in twice if not scan.same_part(*a, *b)), None)
+        if pair is None:
+            return made
+        ((one, piece), (other, _)) = pair
+        different = different or f"rows {piece.box} differ between {one.file} and {other.file}"
+    return UnknownArray(
+        problem="ranks that should hold the same keys and values hold different ones",
+        expected=f"copies as in {sharding.spec}",
+        found=different,
+        hint="A rule with these sections takes the first copies. The copies may have drifted apart, or the keys may "
+        "have been repeated in an order that is neither trn1's (as a whole) nor trn2's (on neighbouring ranks).",
+    )
+
+
+_Part = tuple[StoredTensor, Piece]
+
+
+def _record(
+    scan: Scan,
+    leaf: str,
+    copies: Copies,
+    mesh: Mesh,
+    sharding: Sharding,
+    rows: tuple[str, ...],
+    local: tuple[int, ...],
+) -> tuple[ArrayRecord, list[tuple[_Part, _Part]]]:
+    """The record, and pairs of the first part and another one that has the same elements, where both are copies."""
     first = next(iter(copies.values()))
     shards: dict[Box, Shard] = {}
+    firsts: dict[Box, _Part] = {}
+    twice: list[tuple[_Part, _Part]] = []
     shape: tuple[int, ...] = first.shape
     spec: object = None
     for at, held in sorted(copies.items()):
@@ -177,9 +272,11 @@ def record(
         shape, spec = place.shape, place.spec
         for piece in place.pieces:
             if piece.box.size and piece.box not in shards:
-                shards[piece.box] = _shard(scan, held, piece)
+                shards[piece.box], firsts[piece.box] = _shard(scan, held, piece), (held, piece)
+            elif piece.copy is not None:
+                twice.append((firsts[piece.box], (held, piece)))
     try:
-        return array_record(first.dtype, shape, shards.values(), spec)
+        return array_record(first.dtype, shape, shards.values(), spec), twice
     except FormatError as error:
         raise CorruptCheckpointError(
             f"the rank files together do not hold this array exactly once: {error.problem}",

@@ -177,7 +177,9 @@ class NewJob:
             owner, theirs = self._owner(path)
             leaf = owner if theirs is not None and theirs.shape == self._record(path).shape else path
             try:
-                self._shardings[path] = without(sharding_of(leaf, self.manifest, self.rules), ("pp", *DEALT))
+                self._shardings[path] = without(
+                    sharding_of(leaf, self.manifest, self.rules, mesh=self.mesh), ("pp", *DEALT)
+                )
             except ValueError as error:
                 raise IncompatibleCheckpointError(str(error), leaf=path) from error
         return self._shardings[path]
@@ -224,7 +226,7 @@ class NewJob:
             if schema.member_of(path) == schema.MODEL:
                 shape = self._record(path).shape
                 for n, dim in zip(shape, sharding.over(len(shape)), strict=True):
-                    if dim is not None and n % parts(dim.axes, self.mesh.sizes):
+                    if dim is not None and dim.plain and n % parts(dim.axes, self.mesh.sizes):
                         uneven.append(path)
         if not uneven:
             return []

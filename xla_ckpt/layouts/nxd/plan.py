@@ -191,7 +191,13 @@ class RankPlan:
             sources += [RegionSource(leaf=tensor.leaf, shard=0, offset=a, nbytes=b - a) for a, b in pairwise(cuts)]
             region = {offset: first + i for i, offset in enumerate(cuts)}
             entries += [
-                Entry(leaf=tensor.leaf, box=p.box, region=region[at], frame=frame, copy=is_copy)
+                Entry(
+                    leaf=tensor.leaf,
+                    box=p.box,
+                    region=region[at],
+                    frame=frame,
+                    copy=is_copy or (p.copy is not None and p.copy.index > 0),
+                )
                 for p, frame, at in frames
             ]
         return tuple(lengths), tuple(sources), tuple(entries)

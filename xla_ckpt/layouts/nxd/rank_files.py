@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -16,6 +16,8 @@ from xla_ckpt.layouts.nxd.tags import LEGACY
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import Piece
+from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tree.nested import replaced_leaves
 
@@ -24,6 +26,9 @@ _NAME = re.compile(r"(?:dp_rank_(\d{2,})|full)(?:_ep_rank_(\d{2,}))?_tp_rank_(\d
 
 LISTED = 6
 """How many names an error lists before it says how many more there are."""
+
+_SAMPLE = 4096
+"""Bytes of a part of a tensor that are compared."""
 
 _CHUNK = 1 << 20
 """Bytes that are compared at a time."""
@@ -123,6 +128,30 @@ class Scan:
         if a.crc is not None and b.crc is not None:
             return a.crc == b.crc
         return self._same_bytes(a, b)
+
+    def same_part(self, one: StoredTensor, piece: Piece, other: StoredTensor, piece_of_other: Piece) -> bool:
+        """Whether parts of two tensors are the same: of whole tensors see `same`, of others some bytes are compared.
+
+        Both pieces have the same box. Copies that have drifted apart differ nearly everywhere.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, or holds another tensor.
+        """
+        if (one.dtype, one.shape) == (other.dtype, other.shape) and piece.local == Box.whole(one.shape) == (
+            piece_of_other.local
+        ):
+            return self.same(one, other)
+        samples = []
+        for held, of in ((one, piece), (other, piece_of_other)):
+            at = self.place(held)
+            where = runs(of.local, Box.whole(held.shape), held.dtype.itemsize)
+            with closing(self.directory.open(at.file)) as source:
+                data = bytearray(min(where.nbytes, _SAMPLE))
+                middle = (where.nbytes - len(data)) // 2
+                if source.read_into(memoryview(data), at.offset + where.offset + middle) < len(data):
+                    raise CorruptCheckpointError("a file ends inside of a tensor", file=at.file)
+            samples.append(data)
+        return samples[0] == samples[1]
 
     def _same_bytes(self, a: TensorAt, b: TensorAt) -> bool:
         """Whether two tensors of one type and shape are equal, read piece by piece."""

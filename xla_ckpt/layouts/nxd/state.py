@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.nxd.arrays import Copies, declared, record, resolve
+from xla_ckpt.layouts.nxd.arrays import Copies, declared, record, record_of_copies, resolve
 from xla_ckpt.layouts.nxd.copies import chosen, in_common
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.tree import schema
 
 Trees = Mapping[At, Mapping[Any, Any]]
@@ -159,7 +159,15 @@ class ScannedState:
             if isinstance(found, UnknownArray):
                 return found
             copies, own = found
-        made = record(self.scan, leaf, copies, mesh, split, rows=rows, local=local if rows else ())
+        whole = local if rows else ()
+        if split.copies and not wish.ruled:
+            compared = record_of_copies(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
+            if isinstance(compared, ArrayRecord) or (wish.sharding is not None and wish.sharding.in_sections):
+                return compared
+            # Nobody but the shapes said that there are copies. Without them the array is larger than the wanted one,
+            # and that is what the load will say.
+            split = Sharding(tuple(None if s is None else Split(s.axes) for s in split.dims))
+        made = record(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
         return replace(made, own=True) if own else made
 
 

@@ -1,0 +1,121 @@
+"""Layers that know better than their parameters how these are split.
+
+neuronx-distributed's `GQAQKVColumnParallelLinear` makes its fused parameter anew after it has set the attributes, and
+so loses them. No attribute could say, either, that its rows are queries, keys and values of different sizes, or that
+several ranks hold the same keys and values. The module has the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.job.mesh_source import neighbours_share_keys
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sections import Section
+from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt.tree import schema
+
+Layers = Mapping[int, Sharding]
+"""Identity of a parameter -> how its layer says that it is split."""
+
+_HINT = "Check the mesh and the arguments of the layer, or pass a shardings rule, which is asked first."
+
+
+def layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
+    """How the layers of a module say that their parameters are split.
+
+    A layer is recognised by what it has, whatever its class: `q_output_size_per_partition` and
+    `kv_output_size_per_partition` (rows of queries, and of keys or of values, on each rank), `kv_size_multiplier` (how
+    many ranks hold the same keys and values), and parameters ``weight_qkv``, or ``weight_q``, ``weight_k`` and
+    ``weight_v``, and biases of such names.
+
+    Args:
+        model: A module; of anything else nothing is known.
+        mesh: How the ranks of the job are arranged that holds it.
+
+    Raises:
+        UnsupportedStateError: The numbers of a layer contradict each other, its parameters, or the mesh.
+    """
+    found: dict[int, Sharding] = {}
+    for name, layer in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        q, kv = (getattr(layer, f"{part}_output_size_per_partition", None) for part in ("q", "kv"))
+        if type(q) is int and type(kv) is int:
+            found |= _of_layer(f"{name}." if name else "", layer, (q, kv), mesh.tp)
+    return found
+
+
+def _of_layer(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> dict[int, Sharding]:
+    """The parameters of one layer; `local` are the rows of queries, and of keys or values, that a rank has."""
+    q, kv = local
+    copies = getattr(layer, "kv_size_multiplier", 1)
+    parameters = dict(_parameters(layer))
+    leaf = schema.weight(prefix + next(iter(parameters), "weight_qkv"))
+    if type(copies) is not int or copies < 1 or tp % copies or kv * tp % copies:
+        raise _contradiction(
+            leaf, f"a kv_size_multiplier that divides tp={tp}, and {tp} times {kv} rows of keys", f"{copies}"
+        )
+    queries = Section(q * tp)
+    keys = Section(kv * tp // copies, copies, copies > 1 and _adjacent(layer))
+    _check_sizes(leaf, layer, (q * tp, kv * tp // copies))
+    of_rows = {"q": (q, (queries,)), "k": (kv, (keys,)), "v": (kv, (keys,)), "qkv": (q + 2 * kv, (queries, keys, keys))}
+    found = {}
+    for name, parameter in parameters.items():
+        rows, sections = of_rows[name.rpartition("_")[2]]
+        leaf, shape = schema.weight(prefix + name), tuple(parameter.shape)
+        if name.startswith("bias") and getattr(layer, "gather_output", False):
+            found[id(parameter)] = Sharding()  # it is added to the outputs of all ranks together
+            continue
+        if shape[:1] != (rows,):
+            raise _contradiction(leaf, f"{rows} rows, {q} of queries and {kv} of keys on each rank", f"{list(shape)}")
+        _check_attributes(leaf, parameter)
+        found[id(parameter)] = Sharding((Split(("tp",), sections), *(None,) * (len(shape) - 1)))
+    return found
+
+
+def _parameters(layer: Any) -> Iterator[tuple[str, Any]]:
+    for kind in ("weight", "bias"):
+        for part in ("qkv", "q", "k", "v"):
+            value = getattr(layer, f"{kind}_{part}", None)
+            if isinstance(value, torch.Tensor):
+                yield f"{kind}_{part}", value
+
+
+def _adjacent(layer: Any) -> bool:
+    """Whether neighbouring ranks hold the same keys: the layer says so, or the groups that neuronx-distributed made."""
+    own = getattr(layer, "kv_copies_adjacent", None)
+    return neighbours_share_keys() if own is None else bool(own)
+
+
+def _check_sizes(leaf: str, layer: Any, sizes: tuple[int, int]) -> None:
+    """Compare the sizes of the whole layer with what it says elsewhere."""
+    said = getattr(layer, "output_sizes", None)
+    if isinstance(said, list | tuple) and tuple(said) != sizes:
+        raise _contradiction(leaf, f"output_sizes {list(said)}, as the layer says", f"{list(sizes)} over all ranks")
+    q, kv = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if type(q) is int and type(kv) is int and min(q, kv) > 0:
+        rows, key_rows = sizes
+        if rows % q or key_rows % kv or rows // q != key_rows // kv:
+            raise _contradiction(leaf, f"{q} heads of queries and {kv} of keys, of one size", f"{list(sizes)} rows")
+
+
+def _check_attributes(leaf: str, parameter: Any) -> None:
+    """Compare a parameter's attributes with a split of its rows, where it has any."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return
+    dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", None) or 1
+    if dim not in (0, -len(parameter.shape)) or stride != 1:
+        raise _contradiction(leaf, "rows that are split, as the layer says", f"partition_dim {dim}, stride {stride}")
+
+
+def _contradiction(leaf: str, expected: str, found: str) -> UnsupportedStateError:
+    return UnsupportedStateError(
+        "what the layer says of its queries, keys and values does not fit",
+        leaf=leaf,
+        expected=expected,
+        found=found,
+        hint=_HINT,
+    )
