@@ -51,7 +51,9 @@ def resolve(
         sharding = wish.sharding
         if expert is False and not wish.ruled:
             sharding = Sharding(tuple(None if s is not None and "ep" in s.axes else s for s in sharding.dims))
-        return _true_size(sharding if wish.ruled or wish.told else _with_copies(sharding, local, mesh, wish), local, wish)
+        if not wish.ruled and not wish.told:
+            sharding = _with_copies(sharding, local, mesh, wish)
+        return _true_size(sharding, local, wish)
     if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
         return Sharding()
     if wish.shape is None:

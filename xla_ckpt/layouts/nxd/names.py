@@ -41,8 +41,8 @@ def names_of_stage(
         return _zipped([g["params"] for g in groups], [g["param_names"] for g in groups])
     stored = [g["params"] for g in groups]
     if wanted.groups is None and wanted.sequence:
-        held = {name: next(iter(model[name].values())).shape for name in wanted.sequence if name in (model or {})}
-        return only_names(stored, shapes, held)
+        held = {name: next(iter(copies.values())).shape for name, copies in (model or {}).items()}
+        return only_names(stored, shapes, {name: held[name] for name in wanted.sequence if name in held})
     if wanted.groups is None:
         return _zipped(stored, stored)  # without an optimizer that says more, a number is its own name
     mine = [_of_stage(names, wanted, model) for names in wanted.groups]
@@ -97,7 +97,7 @@ def only_names(
     if ways.get(at) != 1:
         return None
     found = {}
-    for name, step in zip(reversed(names), reversed(steps), strict=True):
+    for name, step in zip(reversed(list(names)), reversed(steps), strict=True):
         at, n = step[at]
         found[numbers[n][at[n]]] = name
     return found

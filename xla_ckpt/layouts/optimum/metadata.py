@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -170,7 +170,7 @@ class StageMetadata:
 
     @cached_property
     def _without_adapters(self) -> dict[str, str]:
-        return {_ADAPTER.sub(r".\1", name): name for name in reversed(self.parameters)}
+        return {_ADAPTER.sub(r".\1", name): name for name in reversed(list(self.parameters))}
 
     def parameter(self, name: str) -> str | None:
         """The parameter that is stored under a name; None if there is none: it is a buffer, or another name of one."""
@@ -424,4 +424,7 @@ def _lora(held: _Fields) -> bool:
     return kind is not None
 
 
-_KINDS = {"FusedLinearsSpec": _fused, "GQAQKVColumnParallelLinearSpec": _attention}
+_KINDS: Mapping[str, Callable[[_Fields, str], Fused | Attention]] = {
+    "FusedLinearsSpec": _fused,
+    "GQAQKVColumnParallelLinearSpec": _attention,
+}
