@@ -132,6 +132,8 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
     "api/save.py": "use_xser=, an argument of its own function",
     "cli/main.py": "the help of --zero1 and --like, which are for its tags",
     "job/mesh_source.py": "asks its parallel_state for the mesh, whatever the layout is",
+    "layouts/llama_manifest.py": "hints at the names of its examples",
+    "layouts/llama_names.py": "likewise",
     "layouts/registry.py": "the list of layouts",
     "plan/merge.py": "a hint at its attributes on parameters",
 }

@@ -23,6 +23,11 @@ class DType:
     safetensors: str | None
     """Its code in a safetensors header; None where the format has none, and payloads then hold raw ``U8``."""
 
+    @property
+    def floating(self) -> bool:
+        """Whether its values are floating-point numbers, one in each element."""
+        return self.name.startswith(("float", "bfloat")) and not self.name.endswith("_x2")
+
 
 _TABLE = {
     d.name: d
@@ -62,6 +67,8 @@ _TABLE = {
     )
 }
 
+_BY_CODE = {d.safetensors: d for d in _TABLE.values() if d.safetensors is not None}
+
 
 def dtype(name: str) -> DType:
     """The element type called `name`.
@@ -83,3 +90,12 @@ def dtype(name: str) -> DType:
 def known(name: str) -> bool:
     """Whether `dtype(name)` would succeed."""
     return name in _TABLE
+
+
+def of_safetensors(code: str) -> DType | None:
+    """The element type that safetensors calls `code`; None if it is not known here.
+
+    >>> of_safetensors("BF16").name
+    'bfloat16'
+    """
+    return _BY_CODE.get(code)

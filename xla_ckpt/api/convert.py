@@ -8,9 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.api.export import write_directory
-from xla_ckpt.api.opened import OpenState, check_split, opened
-from xla_ckpt.api.tags import chosen_tag
+from xla_ckpt.api.export import with_config, write_directory
+from xla_ckpt.api.llama import (
+    Config,
+    KnownModel,
+    form_of_job,
+    known_model,
+    name_as_hugging_face,
+    own_config,
+)
+from xla_ckpt.api.opened import OpenState, check_split, opened, source_of
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.save import new_head
@@ -18,8 +25,10 @@ from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError, naming, storage_errors
-from xla_ckpt.layouts.base import Rewriting, Topology
-from xla_ckpt.layouts.registry import named, tag_names
+from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, Topology
+from xla_ckpt.layouts.llama_manifest import to_fused
+from xla_ckpt.layouts.llama_names import Form, Projection
+from xla_ckpt.layouts.registry import find_foreign, named, tag_names
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.merge import Record, merge
@@ -65,6 +74,11 @@ def convert(
     as_tag: str | None = None,
     model: Any = None,
     optimizer: Any = None,
+    config: Config | None = None,
+    kv_size_multiplier: int | None = None,
+    hardware: str | None = None,
+    fuse_qkv: bool | None = None,
+    qkv_linear: bool = True,
     shardings: Rules | None = None,
     pipeline_cuts: Sequence[str] = (),
     zero1: bool | None = None,
@@ -77,8 +91,11 @@ def convert(
 
     Every byte is verified on the way. The new tag appears complete or not at all.
 
+    A directory of Hugging Face's is a source, too. In neuronx-distributed's layouts, and in others with `fuse_qkv`, a
+    Llama-like model gets the names and fused projections of neuronx-distributed's examples, split over tp as they are.
+
     Args:
-        source: Root directory of the tag: one of ours, or neuronx-distributed's.
+        source: Root directory of the tag: one of ours, or neuronx-distributed's. Or a directory of Hugging Face's.
         destination: Root directory of the new tag; for ``safetensors`` a directory that does not exist yet.
         tag: Which checkpoint; None takes the newest.
         to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts;
@@ -89,6 +106,15 @@ def convert(
         model: What neuronx-distributed's own tags do not say is taken from here: names, shapes and splits of the
             parameters. On the device ``meta`` it takes no memory. Our own tags do not need it.
         optimizer: An optimizer over its parameters: their order, which is all that names them there.
+        config: The config.json of a Llama-like model: its path, that of its directory, or what it holds. For
+            neuronx-distributed's own tags it says what `model` would; to ``"safetensors"`` it gives Hugging Face's
+            names (see `export_hf`). A directory of Hugging Face's has its own.
+        kv_size_multiplier: How many tensor-parallel ranks hold each key-value head of neuronx-distributed's
+            `GQAQKVColumnParallelLinear`.
+        hardware: ``"trn1"`` or ``"trn2"``: with several copies the order of the heads depends on it.
+        fuse_qkv: Of a directory of Hugging Face's: whether the job has queries, keys and values in one array.
+        qkv_linear: Of a directory of Hugging Face's: whether the job has neuronx-distributed's layer for grouped-query
+            attention; else queries, keys and values are separate layers.
         shardings: Rules as in `save_checkpoint`, found in leaf paths: how the new job splits arrays, where it is not
             as the old one did; for neuronx-distributed's own tags also how the old one did.
         pipeline_cuts: For several pipeline stages in neuronx-distributed's layouts: the modules after which a stage
@@ -111,16 +137,19 @@ def convert(
         ``convert("nxd_run", "run", to="native", model=model, optimizer=optimizer)``
     """
     began = time.monotonic()
-    store, layout = store_at(source), named(to)
+    layout = named(to)
     if max_memory < 1:
         raise UsageError("max_memory is a number of bytes", found=max_memory)
     topology = Topology(
         mesh=as_mesh(mesh) or Mesh(), rules=parse_rules(shardings), pipeline_cuts=pipeline_cuts, zero1=zero1
     )
-    tag = chosen_tag(store, tag)
+    store, tag = source_of(source, tag)
+    own = own_config(store, tag)
+    known = known_model(own if config is None else config, kv_size_multiplier, hardware)
+    form = _new_form(store, tag, layout, known, fuse_qkv, qkv_linear)
     called = tag if as_tag is None else as_tag
     with opened(
-        store, tag, topology.rules, model, optimizer, part=paths.ROOT if layout.tagged else schema.MODEL
+        store, tag, topology.rules, model, optimizer, part=paths.ROOT if layout.tagged else schema.MODEL, known=known
     ) as reader:
         stored = OpenState(reader, trust=trust_pickle)
         if layout.tagged:
@@ -135,7 +164,14 @@ def convert(
                 _check_arrays(reader, topology)
             else:
                 check_split(reader, schema.MODEL)
+            if known is not None and form is not None:
+                reader.manifest = to_fused(reader.manifest, known.config, form, topology.mesh)
+            to_hf = known is not None and layout.model_names is ModelNames.HUGGING_FACE
+            if known is not None and to_hf:
+                name_as_hugging_face(reader, schema.MODEL, known, max_memory=max_memory, workers=num_workers)
             made = layout.rewriting(stored, topology)
+            if known is not None and to_hf:
+                made = with_config(made, reader, known.config)
             with Progress(f"convert {tag}", made.nbytes, progress) as bar:
                 if layout.tagged:
                     _write_tag(stored, target, called, made, topology.mesh, max_memory, num_workers, bar)
@@ -150,6 +186,40 @@ def convert(
         nbytes=made.nbytes,
         seconds=time.monotonic() - began,
     )
+
+
+def _new_form(
+    store: Store, tag: str, layout: Layout, known: KnownModel | None, fuse_qkv: bool | None, qkv_linear: bool
+) -> Form | None:
+    """The form of a model of Hugging Face's in the new tag; None if the names stay.
+
+    Raises:
+        UsageError: It is no such model, and a form is asked for; or it is one, and needs its configuration or a form.
+    """
+    found = find_foreign(store, tag)
+    theirs = found is not None and found[0].model_names is ModelNames.HUGGING_FACE
+    asked = fuse_qkv is not None or not qkv_linear
+    if not theirs and asked:
+        raise UsageError(
+            "fuse_qkv and qkv_linear say how a job has the arrays of a model of Hugging Face's",
+            path=store.path,
+            tag=tag,
+            expected="a directory with model.safetensors, or model.safetensors.index.json",
+        )
+    if not theirs or layout.model_names is ModelNames.HUGGING_FACE:
+        return None
+    if known is None:
+        if not asked and layout.model_names is ModelNames.PROGRAM:
+            return None
+        raise UsageError(
+            "there is no config.json beside the model",
+            path=store.path,
+            tag=tag,
+            hint="Give it: config= (--config).",
+        )
+    if not asked and known.copies.count is None and layout.model_names is ModelNames.PROGRAM:
+        return Form(projection=Projection.SEPARATE, fuse_mlp=False)
+    return form_of_job(known.config, fuse_qkv, qkv_linear, known.copies)
 
 
 def _check_free(target: Store, called: str, source: Store, tag: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from xla_ckpt.api.llama import Config, known_model
 from xla_ckpt.api.opened import opened
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.tag_reader import TagReader
@@ -25,6 +26,9 @@ def explain(
     shardings: Rules | None = None,
     model: Any = None,
     optimizer: Any = None,
+    config: Config | None = None,
+    kv_size_multiplier: int | None = None,
+    hardware: str | None = None,
 ) -> Explanation:
     """Say what a restore over another mesh would read from where, how much, and every reason why it would fail.
 
@@ -38,6 +42,9 @@ def explain(
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
         model: For tags that another library wrote: what their files do not say, as for `convert`.
         optimizer: Likewise.
+        config: In place of `model`: the config.json of a Llama-like model, as for `export_hf`.
+        kv_size_multiplier: As for `export_hf`.
+        hardware: As for `export_hf`.
 
     Returns:
         An `Explanation`: `ok`, `problems`, `notes`, and per rank the bytes needed and read, by file.
@@ -54,7 +61,8 @@ def explain(
     over = as_mesh(mesh) or Mesh()
     rules = parse_rules(shardings)
     tag = chosen_tag(store, tag)
-    with opened(store, tag, rules, model, optimizer) as reader:
+    known = known_model(config, kv_size_multiplier, hardware)
+    with opened(store, tag, rules, model, optimizer, known=known) as reader:
         found = explain_manifest(reader.manifest, store.path, tag, over, rules)
         unknown = [str(array.error(leaf)) for leaf, array in reader.manifest.unknown.items()]
         more = [*unknown, *_broken_files(reader)]

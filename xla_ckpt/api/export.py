@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.api.opened import OpenState, check_split, opened
-from xla_ckpt.api.tags import chosen_tag
+from xla_ckpt import dtypes
+from xla_ckpt.api.llama import Config, known_model, name_as_hugging_face, own_config
+from xla_ckpt.api.opened import OpenState, check_split, opened, source_of
+from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.stream import MAX_MEMORY, partial_directory, stream_files
@@ -16,10 +18,14 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
+from xla_ckpt.layouts.llama_config import CONFIG, LlamaConfig, with_dtype
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import rename_durably, write_small
-from xla_ckpt.storage.door import PathLike, above, full_path, store_at
+from xla_ckpt.storage.door import PathLike, above, full_path
 from xla_ckpt.tree import schema
+
+FLOATING = ("bfloat16", "float16", "float32", "float64")
+"""Element types that arrays are exported in, where they are not as they are stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,10 @@ def export_hf(
     *,
     part: str = schema.MODEL,
     max_shard_bytes: int = MAX_FILE_BYTES,
+    config: Config | None = None,
+    dtype: str | None = None,
+    kv_size_multiplier: int | None = None,
+    hardware: str | None = None,
     model: Any = None,
     shardings: Rules | None = None,
     max_memory: int = MAX_MEMORY,
@@ -54,12 +64,21 @@ def export_hf(
     Every byte is verified on the way. The destination appears complete or not at all. Memory does not grow with the
     model: bytes go from file to file.
 
+    With a `config` the arrays of a Llama-like model get Hugging Face's names, shapes and order of heads, whatever
+    neuronx-distributed fused: transformers loads the directory. Without one they keep the names that they have.
+
     Args:
-        path: Root directory of the checkpoint.
+        path: Root directory of the checkpoint; or a directory of Hugging Face's, for another `dtype`.
         destination: Directory to make; it must not exist, or be empty.
         tag: Which checkpoint; None takes the newest.
         part: Leaf path of what is exported; names are relative to it.
         max_shard_bytes: A further file is begun when one would grow beyond this.
+        config: The model's config.json: its path, that of its directory, or what it holds. It is copied, and also says
+            what `model` would.
+        dtype: Element type of all floating-point arrays in the files, such as ``"bfloat16"``; by default as stored.
+        kv_size_multiplier: How many tensor-parallel ranks held each key-value head of neuronx-distributed's
+            `GQAQKVColumnParallelLinear`, which orders its heads; needed where the checkpoint does not say it.
+        hardware: ``"trn1"`` or ``"trn2"``: with several copies the order depends on it, too.
         model: For tags that another library wrote: what their files do not say, as for `convert`.
         shardings: Likewise: rules as in `save_checkpoint`.
         max_memory: Bytes of array data in memory at a time.
@@ -69,20 +88,27 @@ def export_hf(
     Raises:
         NoCheckpointError: There is no such tag.
         CorruptCheckpointError: It is damaged. Nothing was written.
-        IncompatibleCheckpointError: Nobody says how an array of another library's tag is split.
+        IncompatibleCheckpointError: Nobody says how an array of another library's tag is split, or the model is not the
+            one of `config`.
         UsageError: The destination exists, or there is nothing to export.
         UnsupportedStateError: An array has an element type that safetensors has no name for.
         StorageError: The destination cannot be written.
     """
     began = time.monotonic()
-    store = store_at(path)
-    tag = chosen_tag(store, tag)
+    cast = _floating(dtype)
+    store, tag = source_of(path, tag)
+    known = known_model(own_config(store, tag) if config is None else config, kv_size_multiplier, hardware)
     with (
-        opened(store, tag, parse_rules(shardings), model, part=part) as reader,
+        opened(store, tag, parse_rules(shardings), model, part=part, known=known) as reader,
         naming(path=reader.root, tag=reader.tag),
     ):
         check_split(reader, part)
-        made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes)
+        if known is not None:
+            name_as_hugging_face(reader, part, known, max_memory=max_memory, workers=num_workers)
+            part = schema.MODEL
+        made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
+        if known is not None:
+            made = with_config(made, reader, known.config)
         with Progress(f"export {tag}", made.nbytes, progress) as bar:
             write_directory(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
     files = [file for rank in made.files for file in rank]
@@ -94,6 +120,29 @@ def export_hf(
         nbytes=made.nbytes,
         seconds=time.monotonic() - began,
     )
+
+
+def _floating(name: str | None) -> DType | None:
+    """The element type that a caller names.
+
+    Raises:
+        UsageError: It is none that arrays are rounded to.
+    """
+    if name is not None and name not in FLOATING:
+        raise UsageError("arrays are not exported in this element type", expected=", ".join(FLOATING), found=name)
+    return None if name is None else dtypes.dtype(name)
+
+
+def with_config(made: Rewriting, reader: TagReader, config: LlamaConfig) -> Rewriting:
+    """The same files, and the config.json beside them, with the element type that the arrays have in them."""
+    entries = [entry for of_rank in made.files for file in of_rank for entry in file.entries]
+    types = [
+        entry.cast or record.dtype for entry in entries if (record := reader.manifest.array(entry.leaf)) is not None
+    ]
+    floats = sorted((dtype for dtype in types if dtype.floating), key=lambda dtype: dtype.itemsize)
+    # The widest: transformers gives all arrays this type, and none of them may lose anything.
+    text = with_dtype(config.content, floats[-1].name if floats else None)
+    return replace(made, marks={**made.marks, CONFIG: text})
 
 
 def write_directory(

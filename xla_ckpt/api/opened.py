@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from xla_ckpt.api.llama import KnownModel
+from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.layouts.registry import find_foreign, open_tag
+from xla_ckpt.errors import naming
+from xla_ckpt.layouts.llama_manifest import check_shapes, llama_hints
+from xla_ckpt.layouts.registry import find_foreign, open_tag, tag_directory
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths, objects_in
@@ -19,17 +24,59 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+def source_of(path: PathLike, tag: str | None) -> tuple[Store, str]:
+    """Where a tag lies and its name; or a directory of Hugging Face's, which a path names itself.
+
+    Raises:
+        NoCheckpointError: `tag` is None, and there is none.
+    """
+    if tag is None and (inside := tag_directory(full_path(path))) is not None:
+        found = find_foreign(*inside)
+        if found is not None and not found[0].tagged:
+            return inside
+    store = store_at(path)
+    return store, chosen_tag(store, tag)
+
+
 def opened(
-    store: Store, tag: str, rules: Parsed = (), model: Any = None, optimizer: Any = None, *, part: str = ""
+    store: Store,
+    tag: str,
+    rules: Parsed = (),
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    part: str = "",
+    known: KnownModel | None = None,
 ) -> TagReader:
     """A reader of a tag of any layout; model, optimizer and rules say what the files of some layouts do not.
 
-    `part` is the leaf path of what is wanted of it: without its optimizer a tag may be sound.
+    Args:
+        store: The root directory.
+        tag: Which tag.
+        rules: The caller's rules.
+        model: The program's model, or None.
+        optimizer: Its optimizer, or None.
+        part: The leaf path of what is wanted of it: without its optimizer a tag may be sound.
+        known: What a config.json says of a Llama-like model. It is compared with the shapes of what is stored.
 
     Raises:
         NoCheckpointError: There is no such tag.
-        CheckpointError: It is damaged, or model, optimizer and rules contradict it.
+        CheckpointError: It is damaged, or model, optimizer, rules or configuration contradict it.
     """
+    reader = _opened(store, tag, rules, model, optimizer, part, known)
+    if known is not None:
+        try:
+            with naming(path=reader.root, tag=reader.tag):
+                check_shapes(reader.manifest, known.config)
+        except BaseException:
+            reader.close()  # nobody else will
+            raise
+    return reader
+
+
+def _opened(
+    store: Store, tag: str, rules: Parsed, model: Any, optimizer: Any, part: str, known: KnownModel | None
+) -> TagReader:
     found = find_foreign(store, tag)
     if found is None or not found[0].asks:
         return open_tag(store, tag)
@@ -38,7 +85,11 @@ def opened(
 
     if optimizer is None and schema.member_of(part) in (paths.ROOT, schema.OPTIMIZER):
         optimizer = {}  # all of it, whoever it is for
-    return open_tag(store, tag, hints_of(model, optimizer, StateShardings(rules=rules)))
+    hints = hints_of(model, optimizer, StateShardings(rules=rules))
+    if known is not None:
+        # What a program says of an array itself counts more.
+        hints = replace(hints, arrays={**llama_hints(known.config, known.copies), **hints.arrays})
+    return open_tag(store, tag, hints)
 
 
 def check_split(reader: TagReader, part: str) -> None:

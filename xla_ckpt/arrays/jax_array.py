@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from xla_ckpt import dtypes
-from xla_ckpt.arrays.numpy_array import bytes_of, numpy_dtype
+from xla_ckpt.arrays.numpy_array import bytes_of
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box

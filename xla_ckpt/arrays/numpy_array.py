@@ -10,6 +10,7 @@ import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
@@ -20,21 +21,6 @@ from xla_ckpt.snapshot.take import HostShard
 def bytes_of(array: Any) -> memoryview:
     """The memory of a C-contiguous array, of any dtype."""
     return memoryview(array.reshape(-1).view(np.uint8)) if array.nbytes else memoryview(bytearray())
-
-
-def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Numpy's type of this name, from ml_dtypes for those that numpy does not know itself.
-
-    Raises:
-        TypeError: Neither knows it.
-    """
-    try:
-        return np.dtype(dtype.name)
-    except TypeError:
-        import ml_dtypes
-
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
-        return found
 
 
 class Numpy:

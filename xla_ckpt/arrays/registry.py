@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.numpy_array import Numpy, numpy_dtype
+from xla_ckpt.arrays.numpy_array import Numpy
 from xla_ckpt.arrays.numpy_array import fresh as fresh_numpy
 from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, torch_dtype
 from xla_ckpt.arrays.torch_host import fresh as fresh_torch
 from xla_ckpt.dtypes import DType, dtype
+from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.local_array import LocalArray

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from xla_ckpt.api.explain import explain
+from xla_ckpt.api.llama import Config, known_model
 from xla_ckpt.api.opened import opened
 from xla_ckpt.api.tags import chosen_tag, verify
 from xla_ckpt.errors import CheckpointError, UsageError
@@ -94,11 +95,21 @@ def _sizes(store: Store, name: str) -> list[int]:
 
 
 def show_facts(
-    root: str, tag: str, pattern: str | None, rules: Rules = (), model: Any = None, optimizer: Any = None
+    root: str,
+    tag: str,
+    pattern: str | None,
+    rules: Rules = (),
+    model: Any = None,
+    optimizer: Any = None,
+    *,
+    config: Config | None = None,
+    kv_size_multiplier: int | None = None,
+    hardware: str | None = None,
 ) -> dict[str, Any]:
     """Everything that the manifest of a tag says. `pattern` selects leaves, as in a shell."""
     store = store_at(root)
-    with opened(store, tag, parse_rules(rules), model, optimizer) as reader:
+    known = known_model(config, kv_size_multiplier, hardware)
+    with opened(store, tag, parse_rules(rules), model, optimizer, known=known) as reader:
         manifest = reader.manifest
     found = find_foreign(store, tag)
     unknown = {leaf: str(array.error(leaf)) for leaf, array in manifest.unknown.items()}
@@ -129,7 +140,7 @@ def show_facts(
         "nbytes": manifest.nbytes,
         "arrays": arrays,
         "unknown": {leaf: why for leaf, why in unknown.items() if _matches(leaf, pattern)},
-        "layout": layout_of(manifest).name if found is None else found[0].origin,
+        "layout": layout_of(manifest).name if found is None else found[0].origin or found[0].name,
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
         "files": [{"path": f.path, "size": f.size} for f in manifest.files],
@@ -196,10 +207,16 @@ def _split(word: str) -> Any:
 
 
 def explain_facts(
-    root: str, tag: str, mesh: str, rules: Rules, model: Any = None, optimizer: Any = None
+    root: str,
+    tag: str,
+    mesh: str,
+    rules: Rules,
+    model: Any = None,
+    optimizer: Any = None,
+    **known: Any,
 ) -> dict[str, Any]:
-    """What a restore over a mesh would do."""
-    found = explain(root, tag, mesh=mesh, shardings=rules, model=model, optimizer=optimizer)
+    """What a restore over a mesh would do; `known` is what `explain` takes about a Llama-like model."""
+    found = explain(root, tag, mesh=mesh, shardings=rules, model=model, optimizer=optimizer, **known)
     return {
         "path": root,
         "tag": tag,

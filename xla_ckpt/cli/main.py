@@ -14,7 +14,8 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from xla_ckpt.api.export import export_hf
+from xla_ckpt.api.export import FLOATING, export_hf
+from xla_ckpt.api.llama import HARDWARE
 from xla_ckpt.cli import facts, render
 from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.errors import CheckpointError
@@ -53,7 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     export = command("export", "Write the model of a tag as Hugging Face safetensors.", _export)
     export.add_argument("destination", metavar="DST", help="directory to make")
     export.add_argument(
-        "--hf", action="store_true", help="as Hugging Face safetensors: the default, and what there is so far"
+        "--hf",
+        action="store_true",
+        help="as Hugging Face safetensors: the default, and what there is so far; with --config also by its names",
+    )
+    export.add_argument(
+        "--dtype", choices=FLOATING, help="element type of all floating-point arrays (default: as stored)"
     )
     export.add_argument("--tag", help="which one (default: the newest)")
     export.add_argument("--part", default=schema.MODEL, help="leaf path of what is exported (default: %(default)s)")
@@ -81,6 +87,17 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="whether xser and pt have the optimizer dealt out over dp (default: as the old job did)",
     )
+    convert.add_argument(
+        "--fuse-qkv",
+        action=argparse.BooleanOptionalAction,
+        help="from a directory of Hugging Face's: whether the job has queries, keys and values in one array",
+    )
+    convert.add_argument(
+        "--qkv-linear",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="likewise: whether it has neuronx-distributed's layer for grouped-query attention (default: yes)",
+    )
     convert.add_argument("--trust-pickle", action="store_true", help="load pickled objects, which can run any code")
     for made in (export, convert, show, explain):
         made.add_argument(
@@ -88,6 +105,20 @@ def _parser() -> argparse.ArgumentParser:
             metavar="MODULE:FUNCTION",
             help="for tags that neuronx-distributed wrote: returns the model (its values do not matter), or "
             "(model, optimizer), which converting an optimizer's state needs",
+        )
+        made.add_argument(
+            "--config",
+            metavar="FILE",
+            help="the config.json of a Llama-like model, in place of --like; exports get Hugging Face's names by it",
+        )
+        made.add_argument(
+            "--kv-size-multiplier",
+            type=int,
+            metavar="N",
+            help="with --config: how many tensor-parallel ranks hold each key-value head",
+        )
+        made.add_argument(
+            "--hardware", choices=HARDWARE, help="with --kv-size-multiplier: trn1 and trn2 order the heads differently"
         )
         _add_rules(made)
     for made in (export, convert):
@@ -119,6 +150,15 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
     return [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
 
 
+def _model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says about a Llama-like model."""
+    return {
+        "config": args.config,
+        "kv_size_multiplier": args.kv_size_multiplier,
+        "hardware": args.hardware,
+    }
+
+
 def _convert(args: argparse.Namespace) -> int:
     from xla_ckpt.api.convert import convert
 
@@ -133,7 +173,10 @@ def _convert(args: argparse.Namespace) -> int:
         as_tag=args.as_tag,
         model=model,
         optimizer=optimizer,
+        fuse_qkv=args.fuse_qkv,
+        qkv_linear=args.qkv_linear,
         shardings=_rules(args),
+        **_model_of(args),
         pipeline_cuts=args.cut,
         zero1=args.zero1,
         max_memory=args.max_memory,
@@ -153,8 +196,10 @@ def _export(args: argparse.Namespace) -> int:
         tag,
         part=args.part,
         max_shard_bytes=args.max_shard_size,
+        dtype=args.dtype,
         model=model,
         shardings=_rules(args),
+        **_model_of(args),
         max_memory=args.max_memory,
         progress=False if args.json else None,
     )
@@ -171,7 +216,10 @@ def _export(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
-    answer = facts.explain_facts(root, facts.newest(root, tag), args.mesh, _rules(args), *facts.targets(args.like))
+    known = _model_of(args)
+    answer = facts.explain_facts(
+        root, facts.newest(root, tag), args.mesh, _rules(args), *facts.targets(args.like), **known
+    )
     _print(args, answer, render.explanation)
     return int(not answer["ok"])
 
@@ -187,7 +235,10 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
-    answer = facts.show_facts(root, facts.newest(root, tag), args.leaf, _rules(args), *facts.targets(args.like))
+    known = _model_of(args)
+    answer = facts.show_facts(
+        root, facts.newest(root, tag), args.leaf, _rules(args), *facts.targets(args.like), **known
+    )
     _print(args, answer, render.tag)
     return 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from xla_ckpt.engine.cast import Cast
 from xla_ckpt.engine.read import READERS, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.files.crc32 import crc32, joined
@@ -55,6 +56,18 @@ class _Span:
     nbytes: int
     wants: tuple[tuple[str, Box, Box], ...]
     """(leaf path, elements, the box that the bytes of the span are)."""
+    cast: Cast | None = None
+    """How they are made of what is stored, if their element type is not the stored one."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of what is read for it."""
+        return self.nbytes if self.cast is None else self.cast.stored_bytes(self.nbytes)
+
+    @property
+    def memory(self) -> int:
+        """Bytes in memory while it is written."""
+        return self.nbytes if self.cast is None else self.nbytes + self.stored_bytes
 
 
 def stream_files(
@@ -134,24 +147,31 @@ class _File:
                 continue
             leaf, box = entries[0].leaf, entries[0].box
             itemsize = nbytes // max(box.size, 1)
+            cast = self._cast(entries[0])
             at = offset
-            for part in pieces(box, box, itemsize, self.max_memory):
-                yield _Span(region=region, offset=at, nbytes=part.size * itemsize, wants=((leaf, part, part),))
+            for part in pieces(box, box, itemsize if cast is None else cast.memory, self.max_memory):
+                wants = ((leaf, part, part),)
+                yield _Span(region=region, offset=at, nbytes=part.size * itemsize, wants=wants, cast=cast)
                 at += part.size * itemsize
 
+    def _cast(self, entry: Entry) -> Cast | None:
+        record = None if entry.cast is None else self.reader.manifest.array(entry.leaf)
+        return None if entry.cast is None or record is None else Cast(record.dtype, entry.cast)
+
     def _write_batch(self, sink: Sink, batch: Sequence[_Span]) -> None:
-        memory = np.zeros(sum(s.nbytes for s in batch), np.uint8).data  # padding stays zero
+        memory = np.zeros(sum(s.stored_bytes for s in batch), np.uint8).data  # padding stays zero
         reads: list[Read] = []
         slots, at = [], 0
         for slot, span in enumerate(batch):
-            slots.append(memory[at : at + span.nbytes])
-            at += span.nbytes
+            slots.append(memory[at : at + span.stored_bytes])
+            at += span.stored_bytes
             for leaf, box, frame in span.wants:
                 found = plan_restore(self.reader.manifest, [Want(leaf, box, slot)])
                 reads += [replace(read, wanted=frame) for read in found.reads]
         reads.sort(key=lambda r: (r.file, r.offset, r.part))
         read_into(self.reader, RestorePlan(tuple(reads)), slots, workers=self.workers)
-        for span, data in zip(batch, slots, strict=True):
+        for span, stored in zip(batch, slots, strict=True):
+            data = stored if span.cast is None else span.cast(stored)
             self.digesters[span.region].update(data)
             if self.plan.codec.wants_crc32:
                 self.crcs[span.region].append((crc32(data), span.nbytes))
@@ -164,10 +184,10 @@ def _batches(spans: Iterator[_Span], max_memory: int) -> Iterator[list[_Span]]:
     batch: list[_Span] = []
     held = 0
     for span in spans:
-        if batch and held + span.nbytes > max_memory:
+        if batch and held + span.memory > max_memory:
             yield batch
             batch, held = [], 0
         batch.append(span)
-        held += span.nbytes
+        held += span.memory
     if batch:
         yield batch

@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import FormatError
+from xla_ckpt.dtypes import DType, of_safetensors
+from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.digest import BlockTable
@@ -151,6 +151,104 @@ class Safetensors:
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         ((_, head),) = glue
         return FileRecord(path=path, size=self.size, head=len(head), digest=digest.digest(head))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTensor:
+    """A whole array in a file that any program wrote."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+
+MAX_DIMS = 64
+"""An array of more tensor dims is refused."""
+
+
+def header_bytes(start: bytes, size: int) -> int:
+    """Bytes of the header of a file of `size` bytes that begins so, with the eight that say its length.
+
+    Raises:
+        FormatError: No safetensors file begins so.
+    """
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 or length < 2 or 8 + length > min(size, MAX_HEADER):
+        raise FormatError(
+            "the header of a safetensors file does not fit into it",
+            expected=f"at most {max(min(size, MAX_HEADER) - 8, 0)} bytes",
+            found=length,
+        )
+    return 8 + length
+
+
+def plain_tensors(head: bytes, size: int) -> list[PlainTensor]:
+    """The arrays of a file of `size` bytes that any program wrote, in the order of their bytes.
+
+    Every byte behind the header belongs to exactly one of them.
+
+    Raises:
+        FormatError: The header is broken, or does not fit to the file.
+        UnsupportedStateError: An element type is not known.
+    """
+    try:
+        entries = json.loads(head[8:], object_pairs_hook=_distinct)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the header of a safetensors file is no JSON: {error}") from error
+    if not isinstance(entries, dict):
+        raise FormatError("the header of a safetensors file is no JSON object", found=type(entries).__name__)
+    tensors = []
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            tensors.append(_plain_tensor(name, entry, len(head)))
+    tensors.sort(key=lambda pair: pair[1])
+    at = len(head)
+    for tensor, (first, last) in tensors:
+        if first != at:
+            raise FormatError(
+                "the arrays of a safetensors file overlap, or leave bytes between them",
+                leaf=tensor.name,
+                expected=f"the first byte at {at}",
+                found=first,
+            )
+        at = last
+    if at != size:
+        raise FormatError("the arrays of a safetensors file do not add up to it", expected=f"{at} bytes", found=size)
+    return [tensor for tensor, _ in tensors]
+
+
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a name stands in it twice")
+    return made
+
+
+def _plain_tensor(name: str, entry: object, head: int) -> tuple[PlainTensor, tuple[int, int]]:
+    """An entry of a header, and the bytes of the file that it speaks of (first, one past the last)."""
+    try:
+        code, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]  # type: ignore[index]
+        if type(code) is not str or type(shape) is not list or len(shape) > MAX_DIMS:
+            raise ValueError(f"{code!r} of shape {str(shape)[:80]}")
+        nbytes = _span(first, last)
+        if not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+            raise ValueError(f"impossible shape {str(shape)[:80]}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"a broken entry in the header of a safetensors file: {error}", leaf=name) from error
+    dtype = of_safetensors(code)
+    if dtype is None:
+        raise UnsupportedStateError("an element type of a safetensors file is not known", leaf=name, found=code[:80])
+    expected = Box.whole(shape).size * dtype.itemsize
+    if expected != nbytes:
+        raise FormatError(
+            "an array of a safetensors file does not have the bytes of its shape",
+            leaf=name,
+            expected=expected,
+            found=nbytes,
+        )
+    return PlainTensor(name, dtype, tuple(shape), head + first), (head + first, head + last)
 
 
 def parse_header(head: bytes) -> BlockTable:

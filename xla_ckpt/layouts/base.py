@@ -8,6 +8,7 @@ the layouts that there are. To add one, derive a class from `Layout`, answer wha
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     # Tags are listed and verified without torch, which a description needs.
     from xla_ckpt.engine.save import Writing
     from xla_ckpt.state.describe import Description
+
+
+class ModelNames(enum.Enum):
+    """Whose names the arrays of a model have."""
+
+    PROGRAM = "those of the program that saved it"
+    HUGGING_FACE = "Hugging Face's"
+    FUSED = "those of training scripts that fuse the projections"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +114,9 @@ class Layout:
 
     asks: bool = False
     """Whether its files leave open what only a program knows, so that opening one takes `Hints`."""
+
+    model_names: ModelNames = ModelNames.PROGRAM
+    """Whose names a Llama-like model has in it."""
 
     marks: frozenset[str] = frozenset()
     """Names of files that belong to its tags without being listed in the manifest."""

@@ -2,30 +2,150 @@
 
 from __future__ import annotations
 
-from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
-from xla_ckpt.plan.export_plan import INDEX, index, plan_export
+import json
+from collections.abc import Mapping
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming, storage_errors
+from xla_ckpt.files.safetensors import PlainTensor, header_bytes, plain_tensors
+from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.manifest.records import FileRecord, Head, Manifest, Shard, array_record
+from xla_ckpt.plan.export_plan import INDEX, SINGLE, index, plan_export
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.storage.base import Directory, Store, read_whole
+from xla_ckpt.tags.directory import TagEntry, may_be_foreign
 from xla_ckpt.tree import schema
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest file, unless a single array is larger: Hugging Face's own default."""
 
+MAX_INDEX = 100_000_000
+"""A larger index is not read (bytes)."""
+
 
 class HuggingFace(Layout):
-    """The model as Hugging Face safetensors. It is no tag: it has no manifest, and no optimizer."""
+    """The model as Hugging Face safetensors. It is no tag: it has no manifest, and no optimizer.
+
+    A directory of it that is named as a tag is opened, but no root lists it among its tags.
+    """
 
     name = "safetensors"
     tagged = False
+    model_names = ModelNames.HUGGING_FACE
+
+    def find(self, store: Store, tag: str) -> TagEntry | None:
+        if may_be_foreign(store, tag) and any(store.has(f"{tag}/{name}") for name in (SINGLE, INDEX)):
+            return TagEntry(tag=tag, directory=tag)
+        return None
+
+    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+        with storage_errors("opening a directory", path=store.path, tag=found.tag):
+            directory = store.open(found.directory, lock=False)
+        try:
+            with naming(path=store.path, tag=found.tag), storage_errors("reading a directory"):
+                return TagReader(directory, store.path, found.tag, scan(directory, found.tag), ())
+        except BaseException:
+            directory.close()  # nobody else will
+            raise
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         return model_files(stored, part=schema.MODEL, max_file_bytes=MAX_FILE_BYTES)
 
 
-def model_files(stored: StoredState, *, part: str, max_file_bytes: int) -> Rewriting:
+def model_files(stored: StoredState, *, part: str, max_file_bytes: int, dtype: DType | None = None) -> Rewriting:
     """The files of a part of a state, and their index where there are several.
+
+    Args:
+        stored: The state.
+        part: Leaf path of the part.
+        max_file_bytes: A further file is begun when one would grow beyond this.
+        dtype: The element type of all floating-point arrays in the files; None leaves each as it is.
 
     Raises:
         UsageError: There is nothing to export, or the size makes no sense.
         UnsupportedStateError: An array has an element type that safetensors has no name for.
     """
-    files = plan_export(stored.manifest, part, max_file_bytes)
+    files = plan_export(stored.manifest, part, max_file_bytes, dtype)
     return Rewriting([tuple(files)], marks={INDEX: index(files)} if len(files) > 1 else {})
+
+
+def scan(directory: Directory, tag: str) -> Manifest:
+    """The manifest of a directory of Hugging Face's. No array is read.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or damaged, or the index is not true of the files.
+        UnsupportedStateError: An element type is not known.
+    """
+    held = _files_of(directory)
+    arrays, files = {}, []
+    for number, (file, wanted) in enumerate(held.items()):
+        with naming(file=file):
+            size, tensors = _tensors(directory, file)
+        files.append(FileRecord(path=file, size=size, head=0, digest=0))
+        names = {tensor.name for tensor in tensors}
+        if wanted is not None and names != wanted:
+            raise CorruptCheckpointError(
+                "a file does not hold the arrays that the index says are in it",
+                file=file,
+                expected=f"{len(wanted)} arrays",
+                found=f"{len(names)}; the first that differs is {min(names ^ wanted)}",
+            )
+        for tensor in tensors:
+            shards = [Shard(Box.whole(tensor.shape), number, tensor.offset)]
+            arrays[tensor.name] = array_record(tensor.dtype, tensor.shape, shards)
+    return Manifest(
+        head=Head(tag=tag, sequence=0, pinned=False, created=""),
+        skeleton={schema.MODEL: {name: {"$array": "torch"} for name in arrays}},
+        arrays={schema.weight(name): record for name, record in arrays.items()},
+        files=tuple(files),
+    )
+
+
+def _files_of(directory: Directory) -> Mapping[str, set[str] | None]:
+    """Name of each file -> the arrays that the index says are in it; None where there is no index.
+
+    Raises:
+        FormatError: The index is broken, or names a file outside of the directory.
+    """
+    if SINGLE in directory.files():
+        return {SINGLE: None}
+    with naming(file=INDEX):
+        source = directory.open(INDEX)
+        size = source.size
+        source.close()
+        if size > MAX_INDEX:
+            raise FormatError("the index is too large", expected=f"at most {MAX_INDEX} bytes", found=size)
+        try:
+            content = json.loads(read_whole(directory, INDEX))
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"the index is no JSON: {error}") from error
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(places, dict) or not places:
+            raise FormatError("the index has no weight_map")
+        found: dict[str, set[str] | None] = {}
+        for name, file in places.items():
+            if type(file) is not str or "/" in file or "\\" in file or not file.endswith(".safetensors"):
+                raise FormatError("the index names a file that is not one beside it", leaf=name, found=str(file)[:80])
+            names = found.setdefault(file, set())
+            assert names is not None
+            names.add(name)
+        return dict(sorted(found.items()))
+
+
+def _tensors(directory: Directory, file: str) -> tuple[int, list[PlainTensor]]:
+    """(bytes of a file, the arrays in it)."""
+    try:
+        source = directory.open(file)
+    except FileNotFoundError:
+        raise CorruptCheckpointError("a file of the index is missing", file=file) from None
+    try:
+        start = bytearray(min(8, source.size))
+        got = source.read_into(memoryview(start), 0)
+        head = bytearray(header_bytes(bytes(start[:got]), source.size))
+        if source.read_into(memoryview(head), 0) < len(head):
+            raise CorruptCheckpointError("a file ends inside of its header", file=file)
+        return source.size, plain_tensors(bytes(head), source.size)
+    finally:
+        source.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.files.safetensors import Region, Safetensors, file_order
 from xla_ckpt.manifest.records import Manifest
@@ -19,8 +21,22 @@ INDEX = "model.safetensors.index.json"
 """Name of the list of files, where there are several."""
 
 
-def plan_export(manifest: Manifest, part: str, max_shard_bytes: int) -> list[FilePlan]:
+@dataclass(frozen=True, slots=True)
+class _Array:
+    leaf: str
+    region: Region
+    cast: DType | None
+    """The type that it is written in, if it is stored in another one."""
+
+
+def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DType | None = None) -> list[FilePlan]:
     """Deal the arrays of a part of a state (``model``) out to files, in their order. Shared arrays go once.
+
+    Args:
+        manifest: What is stored.
+        part: Leaf path of the part.
+        max_shard_bytes: A further file is begun when one would grow beyond this.
+        dtype: The element type of all floating-point arrays in the files; None leaves each as it is.
 
     Raises:
         UsageError: There is no array in that part, or the size makes no sense.
@@ -28,37 +44,39 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int) -> list[Fil
     """
     if max_shard_bytes < 1:
         raise UsageError("files of an export hold at least one byte", found=max_shard_bytes)
-    arrays: list[tuple[str, Region]] = []
+    arrays: list[_Array] = []
     for leaf, record in manifest.arrays.items():
         if not paths.is_under(leaf, part) or leaf == part:
             continue
         below = paths.split(leaf)[len(paths.split(part)) :]
         name = ".".join(paths.unescape(component) for component in below)
-        if record.dtype.safetensors is None:
-            raise UnsupportedStateError(f"safetensors has no element type {record.dtype.name}", leaf=leaf)
-        arrays.append((leaf, Region(name, record.dtype, Box.whole(record.shape))))
+        cast = dtype if dtype is not None and record.dtype.floating and record.dtype != dtype else None
+        written = cast or record.dtype
+        if written.safetensors is None:
+            raise UnsupportedStateError(f"safetensors has no element type {written.name}", leaf=leaf)
+        arrays.append(_Array(leaf, Region(name, written, Box.whole(record.shape)), cast))
     if not arrays:
         raise UsageError("the checkpoint holds no arrays there", leaf=part)
-    if len({region.name for _, region in arrays}) != len(arrays):
+    if len({array.region.name for array in arrays}) != len(arrays):
         raise UnsupportedStateError("two arrays would have the same name in the export", leaf=part)
-    groups: list[list[tuple[str, Region]]] = [[]]
+    groups: list[list[_Array]] = [[]]
     held = 0
-    for leaf, region in arrays:
-        if groups[-1] and held + region.nbytes > max_shard_bytes:
+    for array in arrays:
+        if groups[-1] and held + array.region.nbytes > max_shard_bytes:
             groups.append([])
             held = 0
-        groups[-1].append((leaf, region))
-        held += region.nbytes
+        groups[-1].append(array)
+        held += array.region.nbytes
     return [_file(_name(i, len(groups)), group) for i, group in enumerate(groups)]
 
 
-def _file(name: str, arrays: Sequence[tuple[str, Region]]) -> FilePlan:
-    ordered = [arrays[i] for i in file_order([region for _, region in arrays])]
-    codec = Safetensors(tuple(region for _, region in ordered), plain=True)
+def _file(name: str, arrays: Sequence[_Array]) -> FilePlan:
+    ordered = [arrays[i] for i in file_order([array.region for array in arrays])]
+    codec = Safetensors(tuple(array.region for array in ordered), plain=True)
     return FilePlan(
         path=name,
         codec=codec,
-        entries=tuple(Entry(leaf=leaf, box=r.box, region=i) for i, (leaf, r) in enumerate(ordered)),
+        entries=tuple(Entry(leaf=a.leaf, box=a.region.box, region=i, cast=a.cast) for i, a in enumerate(ordered)),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from xla_ckpt.dtypes import DType
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.files.codec import Codec
 from xla_ckpt.manifest.records import FileRecord, Shard
@@ -60,6 +61,9 @@ class Entry:
 
     copy: bool = False
     """Whether the manifest finds these elements elsewhere: some layouts store replicas."""
+
+    cast: DType | None = None
+    """In exports: the element type that they are written in, if they are stored in another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

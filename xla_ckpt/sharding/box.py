@@ -101,6 +101,23 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+@dataclass(frozen=True, slots=True)
+class Frame(Box):
+    """A box whose start may lie before the first element of the array.
+
+    The rows of one tensor that is stored may be those of several arrays: the second half of a stored tensor is a whole
+    array, and the box that all of the tensor would be in that array begins before it.
+
+    >>> str(Frame((-2, 0), (2, 3)))
+    '[-2:2, 0:3]'
+    """
+
+    def __post_init__(self) -> None:
+        for dim, (low, high) in enumerate(zip(self.start, self.stop, strict=True)):
+            if low > high:
+                raise ValueError(f"tensor dim {dim} of a frame runs from {low} to {high}")
+
+
 def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
     """Two boxes that share an element, or None if the boxes are disjoint.
 

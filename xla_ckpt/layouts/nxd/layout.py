@@ -15,7 +15,7 @@ from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.native import NativeWriting, native_files
 from xla_ckpt.layouts.nxd import tags
 from xla_ckpt.manifest.records import Manifest
@@ -47,6 +47,7 @@ class NeuronxDistributed(Layout):
     saves = True
     pickles = True
     asks = True
+    model_names = ModelNames.FUSED
     marks = frozenset(MARKS)
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:

@@ -1,0 +1,161 @@
+"""What Hugging Face's ``config.json`` says about the arrays of a Llama-like model. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt.errors import UsageError
+
+CONFIG = "config.json"
+"""Its name in a directory of Hugging Face's."""
+
+MAX_CONFIG = 1 << 20
+"""A larger one is not read (bytes): real ones have a few thousand."""
+
+MAX_NUMBER = 1 << 40
+"""No size in it can be larger. Sizes are multiplied, and each of a model's layers is gone through."""
+
+MAX_LAYERS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """The sizes of a Llama-like model (elements), and which of its arrays exist."""
+
+    hidden: int
+    heads: int
+    """Heads of the queries."""
+
+    kv_heads: int
+    """Heads of the keys, and of the values."""
+
+    head_dim: int
+    intermediate: int
+    vocab: int
+    layers: int
+    tied: bool
+    """Whether the embedding is the output layer, too."""
+
+    attention_bias: bool | None = None
+    """Whether queries, keys, values and output have biases; None if the model's class decides."""
+
+    mlp_bias: bool | None = None
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """All that the file says."""
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of the projection of queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of the projection of keys, and of that of values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def group(self) -> int:
+        """Heads of queries for each head of keys."""
+        return self.heads // self.kv_heads
+
+
+def parse_config(content: Any, file: str | None = None) -> LlamaConfig:
+    """The sizes that a configuration names.
+
+    Args:
+        content: The file's bytes, or what they hold: a mapping.
+        file: Where it is from, for errors.
+
+    Raises:
+        UsageError: It is no JSON object, a size is missing or impossible, or the heads do not divide.
+    """
+    if isinstance(content, bytes):
+        try:
+            content = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"a config.json is no JSON: {error}", path=file) from error
+    if not isinstance(content, Mapping):
+        raise UsageError("a config.json holds a JSON object", path=file, found=type(content).__name__)
+    read = _Sizes(content, file)
+    hidden, heads = read.size("hidden_size"), read.size("num_attention_heads")
+    kv_heads = read.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UsageError(
+            "the key-value heads do not divide the attention heads",
+            path=file,
+            expected="num_attention_heads is a multiple of num_key_value_heads",
+            found=f"{heads} and {kv_heads}",
+        )
+    if content.get("head_dim") is None and hidden % heads:
+        raise UsageError(
+            "the attention heads do not divide the hidden size, and no head_dim is given",
+            path=file,
+            found=f"num_attention_heads {heads}, hidden_size {hidden}",
+        )
+    layers = read.size("num_hidden_layers")
+    if layers > MAX_LAYERS:
+        raise UsageError("impossible number of layers in a config.json", path=file, found=layers)
+    return LlamaConfig(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=read.size("head_dim", hidden // heads),
+        intermediate=read.size("intermediate_size"),
+        vocab=read.size("vocab_size"),
+        layers=layers,
+        tied=bool(read.flag("tie_word_embeddings")),
+        attention_bias=read.flag("attention_bias"),
+        mlp_bias=read.flag("mlp_bias"),
+        content=content,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    content: Mapping[str, Any]
+    file: str | None
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A size; the default where the file does not name it.
+
+        Raises:
+            UsageError: It is missing without a default, or no size.
+        """
+        found = self.content.get(key)
+        if found is None and default is not None:
+            return default
+        if type(found) is not int or not 0 < found <= MAX_NUMBER:
+            raise UsageError(
+                f"a config.json of a Llama-like model needs {key}",
+                path=self.file,
+                expected="a number of at least 1",
+                found=repr(found)[:80],
+                hint="Give the config.json of the model in this checkpoint.",
+            )
+        return found
+
+    def flag(self, key: str) -> bool | None:
+        """Yes or no; None where the file does not say.
+
+        Raises:
+            UsageError: It is neither.
+        """
+        found = self.content.get(key)
+        if found is not None and type(found) is not bool:
+            raise UsageError(f"{key} of a config.json is true or false", path=self.file, found=repr(found)[:80])
+        return found
+
+
+def with_dtype(content: Mapping[str, Any], dtype: str | None) -> bytes:
+    """The file's text for a model whose arrays have this element type; None leaves what it says of that.
+
+    transformers has two names for it. The file keeps the name that it has.
+    """
+    made = dict(content)
+    if dtype is not None:
+        named = [key for key in ("dtype", "torch_dtype") if key in made] or ["torch_dtype"]
+        made |= dict.fromkeys(named, dtype)
+    return (json.dumps(made, indent=2) + "\n").encode()

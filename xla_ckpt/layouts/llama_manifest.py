@@ -1,0 +1,376 @@
+"""A stored Llama-like model under other names: a manifest that finds its bytes as the arrays of Hugging Face's, or of
+neuronx-distributed's. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.layouts.llama_config import LlamaConfig
+from xla_ckpt.layouts.llama_names import (
+    EMBEDDING,
+    HEAD,
+    Form,
+    Link,
+    Projection,
+    check_names,
+    check_shape,
+    hf_names,
+    links,
+    shape_of,
+    split_of,
+)
+from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.plan.hints import ArrayHint
+from xla_ckpt.plan.place import sharding_of
+from xla_ckpt.plan.rearrange import Part, Rearranged, rearranged
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """What the caller says about keys and values that several ranks hold."""
+
+    count: int | None = None
+    """How many ranks hold each head: neuronx-distributed's `kv_size_multiplier`; None if the caller does not say."""
+
+    adjacent: bool | None = None
+    """Whether neighbouring ranks hold the same, as on trn2; None if the caller does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renamed:
+    """A model under Hugging Face's names."""
+
+    manifest: Manifest
+    equal: tuple[str, str] | None = None
+    """Leaf paths of the *stored* manifest: two arrays of which only the first goes along, because they have to be
+    equal."""
+
+
+def names_of(manifest: Manifest, part: str) -> dict[str, str]:
+    """Leaf path of each array in a part of the state, shared ones under all their names, by its name there.
+
+    Raises:
+        IncompatibleCheckpointError: Nothing says how one of them was split.
+    """
+    depth = len(paths.split(part))
+    found = {}
+    for leaf in (*manifest.arrays, *manifest.aliases, *manifest.unknown):
+        if paths.is_under(leaf, part) and leaf != part:
+            manifest.array(leaf)  # this raises
+            found[".".join(map(paths.unescape, paths.split(leaf)[depth:]))] = leaf
+    if not found:
+        raise UsageError("the checkpoint holds no arrays there", leaf=part)
+    return found
+
+
+def check_shapes(manifest: Manifest, config: LlamaConfig) -> None:
+    """Compare the shapes of a stored model with a configuration.
+
+    Raises:
+        IncompatibleCheckpointError: One is another.
+    """
+    for leaf, record in manifest.arrays.items():
+        if schema.member_of(leaf) == schema.MODEL:
+            check_shape(paths.unescape(schema.below_member(leaf)), record.shape, config, leaf)
+
+
+def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: Copies) -> Renamed:
+    """A model under Hugging Face's names, with its arrays and the order of its heads.
+
+    Args:
+        manifest: What is stored.
+        part: Leaf path of the model in it.
+        config: The sizes.
+        copies: What the caller says.
+
+    Raises:
+        IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
+            the heads are.
+        UsageError: What the caller says contradicts the checkpoint.
+    """
+    leaves = names_of(manifest, part)
+    for name, leaf in leaves.items():
+        check_shape(name, _record(leaf, manifest).shape, config, leaf)
+    form = _form(leaves, manifest, config, copies)
+    made: dict[str, list[Link]] = {}
+    for name in leaves:
+        _, called = hf_names(name)
+        _check_sections(leaves[name], len(called), manifest)
+        for hf in called:
+            made[hf] = links(hf, config, replace(form, fuse_mlp=called != [name]))
+    arrays = _arrays(made, leaves, manifest, config, to_hf=True)
+    equal = None
+    if config.tied and HEAD in arrays and EMBEDDING in arrays:
+        del arrays[HEAD]
+        if manifest.aliases.get(leaves[HEAD], leaves[HEAD]) != manifest.aliases.get(
+            leaves[EMBEDDING], leaves[EMBEDDING]
+        ):
+            equal = leaves[EMBEDDING], leaves[HEAD]
+    check_names(arrays, config)
+    return Renamed(_manifest(manifest, arrays, {}), equal)
+
+
+def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) -> Manifest:
+    """A model of Hugging Face's under the names of neuronx-distributed's examples, as a job would have saved it.
+
+    Args:
+        manifest: What is stored, under Hugging Face's names.
+        config: The sizes.
+        form: How the job has the model.
+        mesh: The job's ranks.
+
+    Raises:
+        IncompatibleCheckpointError: Names or shapes are not those of the configuration.
+        UsageError: The copies do not fit the heads, or the ranks.
+    """
+    check_ranks(config, form, mesh)
+    leaves = names_of(manifest, schema.MODEL)
+    tied = config.tied and HEAD in leaves
+    there = {name: leaf for name, leaf in leaves.items() if not (tied and name == HEAD)}
+    for name, leaf in leaves.items():
+        check_shape(name, _record(leaf, manifest).shape, config, leaf)
+    check_names(there, config)
+    made: dict[str, list[Link]] = {}
+    for name in there:
+        for link in links(name, config, form):
+            made.setdefault(link.theirs, []).append(link)
+    arrays = _arrays(made, there, manifest, config, to_hf=False)
+    arrays = {name: replace(record, spec=split_of(name, config, form).spec) for name, record in arrays.items()}
+    renamed = _manifest(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
+    return replace(renamed, mesh=str(mesh), world=mesh.size)
+
+
+def check_ranks(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
+    """Compare heads and copies with a job: every rank has whole heads, and keys for its queries.
+
+    Raises:
+        UsageError: They do not fit.
+    """
+    ranks, copies = mesh.tp, form.copies
+    if ranks % copies:
+        raise UsageError(
+            "the copies of keys and values do not divide the tensor-parallel ranks",
+            expected=f"a kv_size_multiplier that divides tp={ranks}",
+            found=copies,
+        )
+    if config.heads % ranks:
+        raise UsageError(
+            "the attention heads do not divide over the tensor-parallel ranks",
+            expected=config.heads,
+            found=f"tp={ranks}",
+        )
+    if config.kv_heads * copies % ranks:
+        raise UsageError(
+            "the key-value heads do not divide over the tensor-parallel ranks",
+            expected=f"{config.kv_heads} heads, each held by {ranks // config.kv_heads or 1} of {ranks} ranks",
+            found=f"a kv_size_multiplier of {copies}",
+            hint=f"Give kv_size_multiplier={ranks // config.kv_heads} (--kv-size-multiplier)."
+            if ranks % config.kv_heads == 0
+            else "Choose another tp.",
+        )
+
+
+def _record(leaf: str, manifest: Manifest) -> ArrayRecord:
+    record = manifest.array(leaf)
+    assert record is not None, leaf
+    return record
+
+
+def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, copies: Copies) -> Form:
+    """In which form the projections are stored, and how often keys and values are held, which orders the heads.
+
+    Raises:
+        IncompatibleCheckpointError: Layers have different forms, or nothing says the order.
+        UsageError: What the caller says contradicts the checkpoint.
+    """
+    forms = {projection: name for name in leaves if (projection := hf_names(name)[0]) is not None}
+    if len(forms) > 1:
+        raise IncompatibleCheckpointError(
+            "the model has its projections in different forms",
+            leaf=leaves[next(iter(forms.values()))],
+            found=" and ".join(forms.values()),
+        )
+    projection = next(iter(forms), Projection.SEPARATE)
+    if projection is Projection.STRIDED and config.group > 1:
+        raise IncompatibleCheckpointError(
+            "queries, keys and values of different sizes in one array of this name may be arranged in several ways",
+            leaf=leaves[forms[projection]],
+            expected=f"as many key-value heads as attention heads in {forms[projection]}",
+            found=f"{config.heads} heads and {config.kv_heads} key-value heads",
+        )
+    if projection in (Projection.SEPARATE, Projection.STRIDED):
+        if copies.count not in (None, 1):
+            raise UsageError(
+                "copies of keys and values are stored as qkv_proj.weight_qkv, or weight_q, weight_k and weight_v",
+                expected="a kv_size_multiplier of 1",
+                found=copies.count,
+            )
+        return Form(projection=projection)
+    told = _stored_copies(leaves, manifest, config)
+    count = copies.count if told is None else told[0]
+    adjacent = copies.adjacent if told is None or told[1] is None else told[1]
+    if told is not None and (copies.count not in (None, count) or copies.adjacent not in (None, adjacent)):
+        raise UsageError(
+            "the checkpoint says otherwise how often keys and values are held",
+            expected=f"{count} copies{', neighbouring ranks alike (trn2)' if adjacent else ''}",
+            found=f"kv_size_multiplier {copies.count}{', trn2' if copies.adjacent else ''}",
+        )
+    if count is None and config.group > 1:
+        raise IncompatibleCheckpointError(
+            "nothing says in which order the attention heads are stored",
+            leaf=leaves[forms[projection]],
+            expected="the kv_size_multiplier of the job that neuronx-distributed's names come from",
+            hint="Give kv_size_multiplier= (--kv-size-multiplier): 1 if no rank held a copy of another rank's keys. "
+            "For a larger one trn2 is another order than trn1: hardware= (--hardware).",
+        )
+    if (count or 1) > 1 and adjacent is None:
+        raise UsageError(
+            "copies of keys and values are arranged otherwise on trn1 than on trn2",
+            expected="hardware= (--hardware): trn1 or trn2",
+            found=f"a kv_size_multiplier of {count}",
+        )
+    return Form(projection=projection, copies=count or 1, adjacent=bool(adjacent))
+
+
+def _stored_copies(
+    leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig
+) -> tuple[int, bool | None] | None:
+    """How many ranks held each head of keys, and whether neighbours did; None for what the checkpoint does not say.
+
+    Raises:
+        IncompatibleCheckpointError: Layers have different numbers.
+    """
+    found: dict[tuple[int, bool | None], str] = {}
+    ranks = Mesh.parse(manifest.mesh or "").tp
+    for name, leaf in leaves.items():
+        projection, called = hf_names(name)
+        if projection in (Projection.LINEAR, Projection.FUSED) and any(
+            ".k_proj." in hf or ".v_proj." in hf for hf in called
+        ):
+            split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
+            last = None if split is None else split.sections[-1]
+            if last is not None and last.copies > 1:
+                # Where all ranks hold all keys, the files of a job do not show how it repeats them.
+                shown = last.adjacent or last.copies < ranks or config.kv_heads == 1
+                found.setdefault((last.copies, last.adjacent if shown else None), leaf)
+    if len(found) > 1:
+        raise IncompatibleCheckpointError(
+            "the layers have keys and values in different numbers of copies",
+            leaf=next(iter(found.values())),
+            found=", ".join(f"{count} of {leaf}" for (count, _), leaf in found.items()),
+        )
+    return next(iter(found), None)
+
+
+def _check_sections(leaf: str, parts: int, manifest: Manifest) -> None:
+    """Refuse a fused array of which the checkpoint says that ranks had it in one piece: its rows are in their order.
+
+    Raises:
+        IncompatibleCheckpointError: It does.
+    """
+    split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
+    if parts > 1 and split is not None and Mesh.parse(manifest.mesh or "").tp > 1 and len(split.sections) != parts:
+        raise IncompatibleCheckpointError(
+            f"the array consists of {parts} fused ones, and was saved as if each rank had a single part of it",
+            leaf=leaf,
+            expected=f"a split into {parts} sections",
+            found=str(sharding_of(leaf, manifest, ()).spec),
+            hint="Its rows are in the order of the ranks. Save it with the right stride or sections.",
+        )
+
+
+def _arrays(
+    made: Mapping[str, Iterable[Link]],
+    leaves: Mapping[str, str],
+    manifest: Manifest,
+    config: LlamaConfig,
+    *,
+    to_hf: bool,
+) -> dict[str, ArrayRecord]:
+    """The records of the new arrays that links make, by their names.
+
+    Args:
+        made: New name -> the links that it consists of.
+        leaves: Leaf path of each stored array, by its name.
+        manifest: What is stored.
+        config: The sizes.
+        to_hf: Whether the new names are Hugging Face's.
+    """
+    found = {}
+    for name, parts in made.items():
+        olds = [link.theirs if to_hf else link.hf for link in parts]
+        missing = next((old for old in olds if old not in leaves), None)
+        if missing is not None:
+            raise IncompatibleCheckpointError("the checkpoint lacks a part of an array", leaf=name, expected=missing)
+        shape = shape_of(name, config) or _record(leaves[olds[0]], manifest).shape
+        whole = Box.whole(shape)
+        held = []
+        for link, old in zip(parts, olds, strict=True):
+            new_first, old_first = (link.here, link.there) if to_hf else (link.there, link.here)
+            if link.size is None:
+                held.append(Part(whole, leaves[old], whole))
+                continue
+            box = whole.along(link.dim, new_first, new_first + link.size)
+            held.append(Part(box, leaves[old], whole.along(link.dim, old_first, old_first + link.size)))
+        found[name] = rearranged(schema.weight(name), Rearranged(shape=shape, parts=tuple(held)), manifest)
+    return found
+
+
+def _manifest(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: Mapping[str, str]) -> Manifest:
+    """A manifest that has a model of these arrays and nothing else, in the files of another one.
+
+    `shared` has further names of arrays.
+    """
+    names = [*arrays, *shared]
+    skeleton: dict[str, Any] = {schema.MODEL: {name: {"$array": "torch"} for name in names}}
+    return replace(
+        manifest,
+        skeleton=skeleton,
+        arrays={schema.weight(name): record for name, record in arrays.items()},
+        aliases={schema.weight(name): schema.weight(of) for name, of in shared.items()},
+        objects=(),
+        unknown={},
+    )
+
+
+def llama_hints(config: LlamaConfig, copies: Copies) -> dict[str, ArrayHint]:
+    """What a configuration says about each array that such a model may have, by its name.
+
+    Most shapes show how an array was split. Of fused ones, and of keys and values that several ranks hold, it is said.
+    """
+    names = [EMBEDDING, HEAD, "model.norm.weight"]
+    for i in range(config.layers):
+        names += [f"model.layers.{i}.{name}" for name in _OF_LAYER]
+    found = {}
+    for name in names:
+        shape = shape_of(name, config)
+        projection, called = hf_names(name)
+        form = Form(
+            projection=projection or Projection.SEPARATE, copies=copies.count or 1, adjacent=bool(copies.adjacent)
+        )
+        said = len(called) > 1 or projection is Projection.LINEAR
+        found[name] = ArrayHint(shape=shape, sharding=split_of(name, config, form) if said else None)
+    return found
+
+
+_OF_LAYER = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    *(
+        f"{at}.{kind}"
+        for at in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.qkv_proj")
+        for kind in ("weight", "bias")
+    ),
+    *(f"self_attn.qkv_proj.{kind}_{what}" for kind in ("weight", "bias") for what in ("qkv", "q", "k", "v")),
+    *(f"mlp.{at}_proj.{kind}" for at in ("gate", "up", "gate_up", "down") for kind in ("weight", "bias")),
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+)

@@ -1,0 +1,287 @@
+"""The names of a Llama-like model's arrays: Hugging Face's, and those of neuronx-distributed's examples. Pure.
+
+neuronx-distributed fuses projections: ``gate_up_proj`` is gate and up, ``qkv_proj`` is queries, keys and values. With
+keys and values that several ranks hold (``kv_size_multiplier``) it also has the queries' heads, and the columns of
+``o_proj``, in another order: the ranks that hold a head of keys have its queries in turn.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
+from xla_ckpt.layouts.llama_config import LlamaConfig
+from xla_ckpt.sharding.sharding import Sharding
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+_QKV = re.compile(r"(?P<at>.*self_attn\.)(?P<what>[qkv])_proj\.(?P<kind>weight|bias)")
+_FUSED_QKV = re.compile(r"(?P<at>.*self_attn\.)qkv_proj\.(?P<kind>weight|bias)(?:_(?P<what>qkv|q|k|v))?")
+_GATE_UP = re.compile(r"(?P<at>.*mlp\.)(?P<what>gate|up)_proj\.(?P<kind>weight|bias)")
+_FUSED_GATE_UP = re.compile(r"(?P<at>.*mlp\.)gate_up_proj\.(?P<kind>weight|bias)")
+_OUTPUT = re.compile(r".*self_attn\.o_proj\.weight")
+_BUFFER = re.compile(r"(?:.*\.)?rotary_emb\.\w+")
+
+
+class Projection(enum.Enum):
+    """How the projections of queries, keys and values are stored."""
+
+    SEPARATE = "q_proj.weight, k_proj.weight, v_proj.weight"
+    STRIDED = "qkv_proj.weight"
+    LINEAR = "qkv_proj.weight_q, qkv_proj.weight_k, qkv_proj.weight_v"
+    FUSED = "qkv_proj.weight_qkv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How neuronx-distributed has a Llama-like model."""
+
+    projection: Projection
+    copies: int = 1
+    """How many ranks hold each head of keys and values: its `kv_size_multiplier`."""
+
+    adjacent: bool = False
+    """Whether neighbouring ranks hold the same head, as on trn2. Then the queries are in Hugging Face's order."""
+
+    fuse_mlp: bool = True
+    """Whether gate and up are one array."""
+
+
+def query_order(config: LlamaConfig, form: Form) -> list[tuple[int, int, int]]:
+    """(first row there, first row in Hugging Face's order, rows) of the queries that stay together.
+
+    Raises:
+        UsageError: The copies do not divide the queries of a head of keys.
+    """
+    if form.copies == 1 or form.adjacent:
+        return [(0, 0, config.q_rows)]
+    if config.group % form.copies:
+        raise UsageError(
+            "the queries of each key-value head cannot be divided among its copies",
+            expected=f"a kv_size_multiplier that divides {config.group}, the attention heads for each key-value head",
+            found=form.copies,
+        )
+    together = config.group // form.copies
+    rows = together * config.head_dim
+    firsts = [
+        (head * config.group + copy * together) * config.head_dim
+        for copy in range(form.copies)
+        for head in range(config.kv_heads)
+    ]
+    return [(i * rows, first, rows) for i, first in enumerate(firsts)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Elements that an array of Hugging Face's and one of neuronx-distributed's have in common."""
+
+    theirs: str
+    """neuronx-distributed's name."""
+
+    hf: str
+    """Hugging Face's name."""
+
+    dim: int = 0
+    """The tensor dim along which the arrays are cut; all others are whole in both."""
+
+    there: int = 0
+    """First element along that dim in neuronx-distributed's array."""
+
+    here: int = 0
+    """First element along that dim in Hugging Face's array."""
+
+    size: int | None = None
+    """Elements along that dim; None for all."""
+
+
+def links(hf: str, config: LlamaConfig, form: Form) -> list[Link]:
+    """Where neuronx-distributed has the parts of an array, by Hugging Face's name.
+
+    Args:
+        hf: Hugging Face's name.
+        config: The sizes.
+        form: How neuronx-distributed has the model.
+
+    Raises:
+        UsageError: As `query_order`.
+    """
+    if (found := _QKV.fullmatch(hf)) is not None and form.projection is not Projection.SEPARATE:
+        return list(_qkv_links(hf, found["at"], found["what"], found["kind"], config, form))
+    if (found := _GATE_UP.fullmatch(hf)) is not None and form.fuse_mlp:
+        first = config.intermediate if found["what"] == "up" else 0
+        name = f"{found['at']}gate_up_proj.{found['kind']}"
+        return [Link(theirs=name, hf=hf, there=first, size=config.intermediate)]
+    order = query_order(config, form)
+    if _OUTPUT.fullmatch(hf) is not None and len(order) > 1:
+        return [Link(theirs=hf, hf=hf, dim=1, there=a, here=b, size=n) for a, b, n in order]
+    return [Link(theirs=hf, hf=hf)]
+
+
+def _qkv_links(hf: str, at: str, what: str, kind: str, config: LlamaConfig, form: Form) -> Iterator[Link]:
+    first = {"q": 0, "k": config.q_rows, "v": config.q_rows + config.kv_rows}[what]
+    name = f"{at}qkv_proj.{kind}"
+    if form.projection is Projection.LINEAR:
+        name, first = f"{name}_{what}", 0
+    elif form.projection is Projection.FUSED:
+        name = f"{name}_qkv"
+    parts = query_order(config, form) if what == "q" else [(0, 0, config.kv_rows)]
+    for there, here, size in parts:
+        yield Link(theirs=name, hf=hf, there=first + there, here=here, size=size)
+
+
+def hf_names(name: str) -> tuple[Projection | None, list[str]]:
+    """Hugging Face's names of the parts of an array of neuronx-distributed's; none of a buffer that it does not store.
+
+    The projection is the form that the name is of; None for a name that has nothing to do with one.
+    """
+    if (found := _FUSED_QKV.fullmatch(name)) is not None:
+        at, kind, what = found["at"], found["kind"], found["what"]
+        if what in ("q", "k", "v"):
+            return Projection.LINEAR, [f"{at}{what}_proj.{kind}"]
+        projection = Projection.STRIDED if what is None else Projection.FUSED
+        return projection, [f"{at}{each}_proj.{kind}" for each in "qkv"]
+    if _QKV.fullmatch(name) is not None:
+        return Projection.SEPARATE, [name]
+    if (found := _FUSED_GATE_UP.fullmatch(name)) is not None:
+        return None, [f"{found['at']}{each}_proj.{found['kind']}" for each in ("gate", "up")]
+    return None, [] if _BUFFER.fullmatch(name) else [name]
+
+
+_SHAPES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
+    (re.compile(pattern), tuple(dims.split()))
+    for pattern, dims in (
+        (r"model\.embed_tokens\.weight|lm_head\.weight", "vocab hidden"),
+        (r"model\.norm\.weight|.*\.(?:input|post_attention)_layernorm\.weight", "hidden"),
+        (r".*self_attn\.(?:q_proj\.weight|qkv_proj\.weight_q)", "q hidden"),
+        (r".*self_attn\.(?:q_proj\.bias|qkv_proj\.bias_q)", "q"),
+        (r".*self_attn\.(?:[kv]_proj\.weight|qkv_proj\.weight_[kv])", "kv hidden"),
+        (r".*self_attn\.(?:[kv]_proj\.bias|qkv_proj\.bias_[kv])", "kv"),
+        (r".*self_attn\.qkv_proj\.weight(?:_qkv)?", "qkv hidden"),
+        (r".*self_attn\.qkv_proj\.bias(?:_qkv)?", "qkv"),
+        (r".*self_attn\.o_proj\.weight", "hidden q"),
+        (r".*self_attn\.[qk]_norm\.weight", "head"),
+        (r".*mlp\.(?:gate|up)_proj\.weight", "intermediate hidden"),
+        (r".*mlp\.(?:gate|up)_proj\.bias", "intermediate"),
+        (r".*mlp\.gate_up_proj\.weight", "gate_up hidden"),
+        (r".*mlp\.gate_up_proj\.bias", "gate_up"),
+        (r".*mlp\.down_proj\.weight", "hidden intermediate"),
+        (r".*(?:o|down)_proj\.bias", "hidden"),
+    )
+)
+"""The dims of each array of a Llama-like model, in either of the two ways to name them."""
+
+
+def _dims(name: str) -> tuple[str, ...] | None:
+    return next((dims for pattern, dims in _SHAPES if pattern.fullmatch(name)), None)
+
+
+def split_of(name: str, config: LlamaConfig, form: Form) -> Sharding:
+    """How the ranks of a tensor-parallel job divide an array of neuronx-distributed's name."""
+    copies = "" if form.copies == 1 else f"x{form.copies}{' adjacent' if form.adjacent else ''}"
+    kv = f"{config.kv_rows}{copies}" if copies else config.kv_rows
+    axes: dict[str, object] = dict.fromkeys(("vocab", "q", "intermediate"), "tp")
+    axes["kv"] = ("tp", [copies]) if copies else "tp"
+    axes["qkv"] = ("tp", 3) if form.projection is Projection.STRIDED else ("tp", [config.q_rows, kv, kv])
+    axes["gate_up"] = ("tp", 2)
+    dims = [axes.get(dim) for dim in _dims(name) or ()]
+    return Sharding.parse(dims if any(dim is not None for dim in dims) else None)
+
+
+def shape_of(name: str, config: LlamaConfig) -> tuple[int, ...] | None:
+    """The global shape of an array, keys and values counted once; None for a name that is not known."""
+    sizes = {
+        "vocab": config.vocab,
+        "hidden": config.hidden,
+        "q": config.q_rows,
+        "kv": config.kv_rows,
+        "qkv": config.q_rows + 2 * config.kv_rows,
+        "head": config.head_dim,
+        "intermediate": config.intermediate,
+        "gate_up": 2 * config.intermediate,
+    }
+    dims = _dims(name)
+    return None if dims is None else tuple(sizes[dim] for dim in dims)
+
+
+def check_shape(name: str, shape: tuple[int, ...], config: LlamaConfig, leaf: str) -> None:
+    """Compare the shape of an array with a configuration.
+
+    Raises:
+        IncompatibleCheckpointError: It is another one.
+    """
+    expected = shape_of(name, config)
+    if expected is not None and expected != shape:
+        raise IncompatibleCheckpointError(
+            "the array does not have the shape that config.json gives",
+            leaf=leaf,
+            expected=f"{list(expected)} (hidden_size {config.hidden}, {config.heads} heads and {config.kv_heads} "
+            f"key-value heads of {config.head_dim}, intermediate_size {config.intermediate}, vocab_size "
+            f"{config.vocab})",
+            found=list(shape),
+            hint="Give the config.json of the model in this checkpoint.",
+        )
+
+
+def required(config: LlamaConfig) -> Iterator[str]:
+    """Hugging Face's names of the arrays that such a model has in any case."""
+    yield EMBEDDING
+    biases = {
+        "q_proj": config.attention_bias,
+        "k_proj": config.attention_bias,
+        "v_proj": config.attention_bias,
+        "o_proj": config.attention_bias,
+        "gate_proj": config.mlp_bias,
+        "up_proj": config.mlp_bias,
+        "down_proj": config.mlp_bias,
+    }
+    for i in range(config.layers):
+        for layer, bias in biases.items():
+            at = f"model.layers.{i}.{'self_attn' if layer[0] in 'qkvo' else 'mlp'}.{layer}"
+            yield f"{at}.weight"
+            if bias:
+                yield f"{at}.bias"
+        yield f"model.layers.{i}.input_layernorm.weight"
+        yield f"model.layers.{i}.post_attention_layernorm.weight"
+    yield "model.norm.weight"
+    if not config.tied:
+        yield HEAD
+
+
+def check_names(names: Iterable[str], config: LlamaConfig) -> None:
+    """Compare Hugging Face's names with a configuration. Further arrays are the model's own affair.
+
+    Raises:
+        IncompatibleCheckpointError: One is missing, or is there although the configuration says that it is not, or
+            belongs to a layer that does not exist.
+    """
+    there = set(names)
+    missing = [name for name in required(config) if name not in there]
+    if missing:
+        raise IncompatibleCheckpointError(
+            "the model lacks arrays that config.json says it has",
+            expected=f"{missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
+            found=f"{len(there)} arrays, such as {', '.join(sorted(there)[:4])}",
+            hint="Give the config.json of the model in this checkpoint. Only models with the names of Hugging Face's "
+            "Llama, or of neuronx-distributed's Llama examples, are known.",
+        )
+    for name in sorted(there):
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) >= config.layers:
+            raise IncompatibleCheckpointError(
+                "the checkpoint has a layer that config.json does not have",
+                leaf=name,
+                expected=f"{config.layers} layers",
+                found=f"layer {layer[1]}",
+            )
+        attention = re.search(r"self_attn\.[qkvo]_proj\.bias$", name)
+        mlp = re.search(r"mlp\.(gate|up|down)_proj\.bias$", name)
+        if (attention and config.attention_bias is False) or (mlp and config.mlp_bias is False):
+            raise IncompatibleCheckpointError(
+                "the checkpoint has a bias that config.json says there is not",
+                leaf=name,
+                expected="attention_bias false" if attention else "mlp_bias false",
+            )
