@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import xla_ckpt
 from tests.layouts.optimum import (
     MOMENTS,
     Job,
     adapter_local,
+    adapter_of,
     changed,
     fused_names,
     metadata,
@@ -68,18 +70,57 @@ def test_it_is_read_without_a_model(job: Job, tmp_path: Path) -> None:
     assert found["user_content"]["trainer_state"]["global_step"] == 10
 
 
-def test_it_is_converted_and_exported_without_a_model(job: Job, tmp_path: Path) -> None:
-    write_checkpoint(job, tmp_path / "out", 10)
-    xla_ckpt.export_hf(tmp_path / "out", tmp_path / "export")
-    from safetensors.torch import load_file
+def files_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors in the safetensors of a directory."""
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
-    exported = {k: v for file in (tmp_path / "export").glob("*.safetensors") for k, v in load_file(file).items()}
-    equal({n: exported[n] for n in fused_names(job)}, job.whole())
+
+def test_it_is_converted_without_a_model(job: Job, tmp_path: Path) -> None:
+    write_checkpoint(job, tmp_path / "out", 10)
     xla_ckpt.convert(tmp_path / "out", tmp_path / "native", to="native", mesh="tp=1")
     assert xla_ckpt.list_tags(tmp_path / "native") == ["checkpoint-10"]
     converted = xla_ckpt.restore(tmp_path / "native").tree
     equal({n: converted["model"][n] for n in fused_names(job)}, job.whole())
     assert xla_ckpt.explain(tmp_path / "out", mesh="tp=1").ok
+
+
+def test_it_is_exported_as_hugging_face_has_it(job: Job, tmp_path: Path) -> None:
+    folder = write_checkpoint(job, tmp_path / "out", 10)
+    xla_ckpt.export_hf(tmp_path / "out", tmp_path / "export")
+    wanted = job.hugging_face()
+    exported = files_in(tmp_path / "export")
+    assert set(exported) == set(wanted)
+    equal({n: exported[n] for n in wanted}, wanted)
+    assert (tmp_path / "export/config.json").read_text() == (folder / "config.json").read_text()
+    xla_ckpt.convert(tmp_path / "out", tmp_path / "converted", to="safetensors")
+    equal({n: files_in(tmp_path / "converted")[n] for n in wanted}, wanted)
+    if job.bias:
+        return  # transformers' Llama has a bias in the output layer, too, if it has any
+    # A configuration that is given is compared, and takes the place of the checkpoint's own.
+    xla_ckpt.export_hf(tmp_path / "out", tmp_path / "again", config=folder / "config.json")
+    equal({n: t for n, t in files_in(tmp_path / "again").items() if n != "lm_head.weight"},
+          {n: t for n, t in exported.items() if n != "lm_head.weight"})  # fmt: skip
+
+
+def test_transformers_reads_the_export(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    job = Job(tp=4, copies=2)
+    write_checkpoint(job, tmp_path / "out", 10)
+    xla_ckpt.export_hf(tmp_path / "out", tmp_path / "export")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    made = transformers.AutoModelForCausalLM.from_config(loaded.config)
+    made.load_state_dict(job.hugging_face())
+    tokens = torch.arange(6)[None]
+    assert torch.equal(loaded.eval()(tokens).logits, made.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["fused_twice", "apart_twice", "linear", "strided"])
+def test_an_adapter_is_exported_as_hugging_face_has_it(name: str, tmp_path: Path) -> None:
+    adapter = write_adapter(JOBS[name], tmp_path / "checkpoint-10")
+    xla_ckpt.export_hf(adapter, tmp_path / "export")
+    exported, wanted = files_in(tmp_path / "export"), adapter_of(JOBS[name])
+    assert set(exported) == set(wanted)
+    equal({n: exported[n] for n in wanted}, wanted)
 
 
 def test_it_is_converted_back_as_it_was(job: Job, tmp_path: Path) -> None:

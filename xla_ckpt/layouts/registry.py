@@ -14,7 +14,7 @@ from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError
-from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.hugging_face import HuggingFace
 from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
@@ -158,6 +158,16 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     except NoCheckpointError as error:
         raise _better(error, store) from None
     return TagReader(directory, store.path, tag)
+
+
+def as_hugging_face(store: Store, reader: TagReader) -> HuggingFaceModel | None:
+    """The model of an open tag as Hugging Face has it; None if the tag does not say itself how that is.
+
+    Raises:
+        CheckpointError: It says it, and it does not fit.
+    """
+    found = find_foreign(store, reader.tag)
+    return None if found is None else found[0].as_hugging_face(store, found[1], reader)
 
 
 def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyReport:

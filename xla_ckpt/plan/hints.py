@@ -40,6 +40,11 @@ class ArrayHint:
     problem: UnknownArray | None = None
     """Why the array cannot be read for this program, where what it says contradicts what the tag says."""
 
+    @property
+    def of_program(self) -> bool:
+        """Whether a program has such an array, and not only a description of what is stored."""
+        return self.dtype is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:

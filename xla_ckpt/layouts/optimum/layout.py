@@ -14,7 +14,7 @@ from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
-from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.nxd import tags
 from xla_ckpt.layouts.nxd.tags import NxdTag
 from xla_ckpt.layouts.optimum.metadata import FILE
@@ -56,6 +56,11 @@ class OptimumNeuron(Layout):
 
         tag = _existing(store, found.tag)
         return open_scanned(store, tag, hints, CODEC, _beside(tag))
+
+    def as_hugging_face(self, store: Store, found: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
+        from xla_ckpt.layouts.optimum.tag import as_hugging_face
+
+        return as_hugging_face(reader, _existing(store, found.tag).below)
 
     def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.nxd.verify import verify_nxd

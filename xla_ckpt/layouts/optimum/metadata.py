@@ -24,7 +24,7 @@ T = TypeVar("T")
 FILE = re.compile(r"mp_metadata_pp_rank_(\d+)\.json")
 """Name of a metadata file; the number is that of the pipeline stage."""
 
-_ADAPTER = re.compile(r"\.(lora_(?:embedding_)?[AB])\.[^.]+(?=\.|$)")
+_ADAPTER = re.compile(r"(?<=\.lora_[AB])\.[^.]+(?=\.)|(?<=\.lora_embedding_[AB])\.[^.]+$")
 """The name of an adapter within the name of a parameter. Tags of adapters leave it out."""
 
 WITHOUT = (
@@ -170,7 +170,7 @@ class StageMetadata:
 
     @cached_property
     def _without_adapters(self) -> dict[str, str]:
-        return {_ADAPTER.sub(r".\1", name): name for name in reversed(list(self.parameters))}
+        return {_ADAPTER.sub("", name): name for name in reversed(list(self.parameters))}
 
     def parameter(self, name: str) -> str | None:
         """The parameter that is stored under a name; None if there is none: it is a buffer, or another name of one."""
@@ -182,7 +182,7 @@ class StageMetadata:
 
     def layer(self, name: str) -> tuple[Fused | Attention, str] | None:
         """The layer that a parameter is of, and its name below that; None if it is of no such layer."""
-        text = _ADAPTER.sub(r".\1", name)
+        text = _ADAPTER.sub("", name)
         for at in (m.start() for m in re.finditer(r"\.", text)):
             if (layer := self._layers.get(text[:at])) is not None:
                 return layer, text[at + 1 :]

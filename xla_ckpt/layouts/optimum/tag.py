@@ -8,14 +8,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.layouts.base import HuggingFaceModel
+from xla_ckpt.layouts.llama_manifest import model_alone, names_of
 from xla_ckpt.layouts.nxd.arrays import Copies
 from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
 from xla_ckpt.layouts.nxd.scan import Around, plain_file
 from xla_ckpt.layouts.nxd.state import Stage
 from xla_ckpt.layouts.optimum.metadata import FILE, WITHOUT, Attention, StageMetadata, parse
+from xla_ckpt.layouts.optimum.names import hugging_face
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
+from xla_ckpt.plan.rearrange import rearranged
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.storage.base import read_whole
@@ -58,6 +63,30 @@ class Beside(Around):
         if schema.USER_CONTENT not in found and files.below and TRAINER_STATE in files.names:
             found[schema.USER_CONTENT] = {"trainer_state": _json(files, TRAINER_STATE)}
         return found
+
+
+def as_hugging_face(reader: TagReader, below: str) -> HuggingFaceModel | None:
+    """The model of an open tag as Hugging Face has it; None if the tag has no metadata.
+
+    Raises:
+        CheckpointError: The metadata do not fit to what is stored, or nothing says how an array was split.
+    """
+    files, manifest = Scan(reader.directory, below), reader.manifest
+    stages = metadata_of(files, Mesh.parse(manifest.mesh or ""))
+    if not stages:
+        return None
+    leaves = names_of(manifest, schema.MODEL)
+    shapes = {name: record.shape for name, leaf in leaves.items() if (record := manifest.array(leaf)) is not None}
+    made = hugging_face(shapes, list(stages.values()))
+    arrays = {name: rearranged(schema.weight(name), new, manifest) for name, new in made.items()}
+    beside = {
+        name: read_whole(reader.directory, name) for name in CONFIGS if below == "shards/" and name in files.names
+    }
+    return HuggingFaceModel(model_alone(manifest, arrays, {}), beside)
+
+
+CONFIGS = ("config.json", "generation_config.json")
+"""What the trainer writes beside the rank files of a model, and transformers looks for beside the model's files."""
 
 
 def _json(files: Scan, file: str) -> Any:
@@ -207,9 +236,9 @@ class _Description:
     def _wanted_copies(self, layer: Attention) -> int | None:
         """How many ranks hold the same keys in the program; None if it does not say so."""
         for name in ("weight_qkv", "weight_k"):
-            sharding = self.wanted.hint(f"{layer.module}.{layer.name}.{name}".lstrip(".")).sharding
-            split = sharding.dims[0] if sharding is not None and sharding.dims else None
-            if split is not None:
+            known = self.wanted.hint(f"{layer.module}.{layer.name}.{name}".lstrip("."))
+            split = known.sharding.dims[0] if known.sharding is not None and known.sharding.dims else None
+            if split is not None and known.of_program:
                 return split.sections[-1].copies
         return None
 
