@@ -54,11 +54,8 @@ FOLDERS = _folders()
 
 
 def cases(fused: bool = False) -> list[tuple[str, str]]:
-    """(name, tag) of each fixture; of those whose attributes were lost, or of all others."""
-    if fused:
-        names = [name for name in FOLDERS if name.startswith(FUSED)]
-    else:
-        names = [n for n, f in FOLDERS.items() if not n.startswith(FUSED) and f.parent.name != "gold_gqa"]
+    """(name, tag) of each fixture; or only of those whose attributes were lost."""
+    names = [name for name in FOLDERS if name.startswith(FUSED) or not fused]
     return sorted((name, tag.name) for name in names for tag in (FOLDERS[name] / "ckpt").iterdir())
 
 
@@ -95,16 +92,25 @@ class Gold:
         info, at = self.infos[name], mesh.coordinates(rank)
         if info["expert_model_parallel"]:
             full = full.chunk(mesh.ep, 0)[at["ep"]]
-        if name.endswith(("weight_k", "weight_v")) and mesh.tp == 2:
-            return full.clone()  # each of two ranks has all of it
+        if name.endswith(("weight_k", "weight_v")):
+            return self.keys(full, mesh)[at["tp"]].clone()
         if name.endswith("weight_qkv"):  # each rank has its queries, then its keys, then its values
-            rows = full.shape[1], *[(full.shape[0] - full.shape[1]) // 2] * 2
-            return torch.cat([section.chunk(mesh.tp)[at["tp"]] for section in full.split(rows)]).contiguous()
+            q, k, v = full.split((full.shape[1], *[(full.shape[0] - full.shape[1]) // 2] * 2))
+            of_ranks = q.chunk(mesh.tp), self.keys(k, mesh), self.keys(v, mesh)
+            return torch.cat([parts[at["tp"]] for parts in of_ranks]).contiguous()
         dim, stride = info["partition_dim"], info["partition_stride"]
         if not info["tensor_model_parallel"] or mesh.tp == 1:
             return full.clone()
         blocks = full.chunk(mesh.tp * stride, dim)
         return torch.cat([blocks[at["tp"] + k * mesh.tp] for k in range(stride)], dim).contiguous()
+
+    def copies(self, mesh: Mesh) -> int:
+        """How many tensor-parallel ranks have the same keys and values: so many that each has those of one head."""
+        return max(1, mesh.tp // int(self.topology["config"]["v"].get("kv_heads", 1)))
+
+    def keys(self, full: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
+        """Keys or values of each tensor-parallel rank: repeated as a whole, and cut."""
+        return list(full.repeat(self.copies(mesh), 1).chunk(mesh.tp))
 
     def shard(self, name: str, full: torch.Tensor, mesh: Mesh, rank: int) -> torch.Tensor:
         """What a ZeRO-1 rank holds."""
@@ -119,7 +125,7 @@ class Target:
 
     def __init__(
         self, gold: Gold, mesh: Mesh | None = None, rank: int = 0, *, attributes: bool = True, dtype: Any = None,
-        stage: int | None = None, device: str = "cpu",
+        stage: int | None = None, device: str = "cpu", layers: bool = True,
     ) -> None:  # fmt: skip
         self.gold, self.mesh, self.rank = gold, mesh or Mesh(), rank
         self.model, self.parameters = torch.nn.Module(), {}
@@ -142,12 +148,30 @@ class Target:
                     parent.add_module(step, torch.nn.Module())
                 parent = getattr(parent, step)
             (parent.register_parameter if name in self.parameters else parent.register_buffer)(last, value)
+        if layers:
+            self._describe_layers()
         own = list({id(p): p for p in self.parameters.values()}.values())
         self.groups = [
             {"params": [p for p in own if p.ndim > 1], **HYPER},
             {"params": [p for p in own if p.ndim <= 1], **HYPER},
         ]
         self.optimizer = torch.optim.AdamW(self.groups)
+
+    def _describe_layers(self) -> None:
+        """Give the layers of grouped-query attention the numbers that neuronx-distributed's layer has."""
+        for name, layer in self.model.named_modules():
+            held = dict(layer.named_parameters(recurse=False))
+            if "weight_q" in held or "weight_qkv" in held:
+                rows, copies = (
+                    self.gold.truth["params"][f"{name}.{next(iter(held))}"].shape,
+                    self.gold.copies(self.mesh),
+                )
+                q = rows[1]
+                keys = self.gold.truth["params"].get(f"{name}.weight_k")
+                kv = (rows[0] - q) // 2 if keys is None else keys.shape[0]
+                layer.q_output_size_per_partition = q // self.mesh.tp
+                layer.kv_output_size_per_partition = kv * copies // self.mesh.tp
+                layer.kv_size_multiplier, layer.fuse_qkv, layer.output_sizes = copies, keys is None, [q, kv]
 
     def differences(self, weights: str = "params", *, buffers: bool = True) -> list[str]:
         """What is not bit for bit this rank's part of the truth."""

@@ -35,7 +35,7 @@ def test_a_job_over_the_same_tp_ranks_has_each_ranks_own(
     """Model, states and master weights, with ZeRO-1 and without."""
     gold, over = Gold(case, tag), Mesh.parse(mesh)
     for zero in (True, False):
-        states = [State(gold, over, rank, zero=zero) for rank in range(over.size)]
+        states = [State(gold, over, rank, zero=zero, layers=False) for rank in range(over.size)]
         with caplog.at_level(logging.WARNING):
             as_job(
                 monkeypatch,
@@ -58,7 +58,7 @@ def test_any_other_job_is_told_what_it_is_about(
 ) -> None:
     gold, over = Gold(case, tag), Mesh.parse(mesh)
     local = torch.zeros_like(gold.part(QKV, gold.truth["params"][QKV], Mesh(tp=2), 0))
-    targets = [Target(gold, Mesh(tp=2), 0) for _ in range(over.size)]
+    targets = [Target(gold, Mesh(tp=2), 0, layers=False) for _ in range(over.size)]
     errors: dict[int, Any] = {}
 
     def noted(rank: int, load: Callable[[int], Any]) -> None:
@@ -112,14 +112,14 @@ def test_specs_and_parts_of_larger_arrays_are_not_filled_rank_by_rank(
 def built_for_one_rank() -> Any:
     """As a program builds the model of one tp rank, for the command line."""
     (case, tag), *_ = cases(fused=True)
-    target = Target(Gold(case, tag), Mesh(tp=2), 0)
+    target = Target(Gold(case, tag), Mesh(tp=2), 0, layers=False)
     return target.model, target.optimizer
 
 
 @FUSED
 def test_tools_say_the_same(case: str, tag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gold = Gold(case, tag)
-    target = Target(gold, Mesh(tp=2), 0)
+    target = Target(gold, Mesh(tp=2), 0, layers=False)
     given: dict[str, Any] = {"model": target.model, "optimizer": target.optimizer}
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="different tensors of this name") as caught:
         xla_ckpt.convert(gold.root, tmp_path / "native", **given)

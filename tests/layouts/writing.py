@@ -109,10 +109,11 @@ def names(folder: Path) -> set[str]:
 class State:
     """What a rank had that wrote a fixture, or what it has that loads it: by code of the test's own."""
 
-    def __init__(self, gold: Gold, mesh: Mesh, rank: int, *, zero: bool | None = None) -> None:
+    def __init__(self, gold: Gold, mesh: Mesh, rank: int, *, zero: bool | None = None, layers: bool = True) -> None:
         config = gold.topology["config"]
         self.gold, self.mesh, self.rank = gold, mesh, rank
-        self.target = Target(gold, mesh, rank, stage=mesh.coordinates(rank)["pp"] if mesh.pp > 1 else None)
+        stage = mesh.coordinates(rank)["pp"] if mesh.pp > 1 else None
+        self.target = Target(gold, mesh, rank, stage=stage, layers=layers)
         self.model = self.target.model
         self.zero = config["zero1"] if zero is None else zero
         self.masters = self.zero and bool(config["master"])

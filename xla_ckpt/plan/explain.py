@@ -68,7 +68,7 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
     shardings: dict[str, Sharding] = {}
     for leaf in manifest.arrays:
         try:
-            shardings[leaf] = sharding_of(leaf, manifest, rules, unknown, mesh)
+            shardings[leaf] = sharding_of(leaf, manifest, rules, unknown)
         except ValueError as error:
             problems.append(f"{leaf}: {error}")
     notes = []

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
-from xla_ckpt.sharding.sections import local_size, over_other_ranks
+from xla_ckpt.sharding.sections import local_size
 from xla_ckpt.sharding.sharding import SPLIT_AXES, Sharding, Split, parts
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
@@ -36,9 +35,7 @@ def parameters_in(manifest: Manifest) -> frozenset[str] | None:
     return frozenset(component(name) for group in members for name in group.get(schema.PARAMS, ()))
 
 
-def sharding_of(
-    leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None, mesh: Mesh | None = None
-) -> Sharding:
+def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] | None = None) -> Sharding:
     """How an array is split: as a rule says, else as it was when it was saved.
 
     What a rule says of a parameter holds for its optimizer's states, in the dims that they have. Of a state of other
@@ -49,11 +46,9 @@ def sharding_of(
         manifest: What is stored.
         rules: The caller's rules.
         unknown: Receives names of axes that no mesh has: those of a DTensor's or a jax array's own mesh.
-        mesh: The ranks that it is to be split over, if they are not those that saved it: they may hold another number
-            of copies.
 
     Raises:
-        ValueError: A rule does not fit, or the ranks cannot hold equally many copies.
+        ValueError: A rule does not fit.
     """
     record = manifest.array(leaf)
     if record is None:
@@ -61,10 +56,7 @@ def sharding_of(
     owner = schema.parameter_of(leaf)
     if (ruled := rule_for(leaf, rules)) is not None:
         return _ruled(ruled, record, None if owner is None else manifest.array(owner), state=owner is not None)
-    stored = _stored(record, unknown)
-    if mesh is None or not stored.copies:
-        return stored
-    return over_mesh(stored, Mesh.parse(manifest.mesh or ""), mesh)
+    return _stored(record, unknown)
 
 
 def rule_for(leaf: str, rules: Parsed) -> Sharding | None:
@@ -94,24 +86,6 @@ def _stored(record: ArrayRecord, unknown: set[str] | None) -> Sharding:
         parts = [n for n in names if not isinstance(n, str)]
         dims += Sharding.parse([[*axes, *parts[:1]]]).dims if axes else [None]
     return Sharding(tuple(dims))
-
-
-def over_mesh(sharding: Sharding, before: Mesh, after: Mesh) -> Sharding:
-    """A stored array's sharding for the ranks of another mesh, which may hold other numbers of copies.
-
-    Raises:
-        ValueError: They cannot hold equally many.
-    """
-    dims = tuple(
-        split
-        if split is None or not split.copies
-        else Split(
-            split.axes,
-            over_other_ranks(split.sections, parts(split.axes, before.sizes), parts(split.axes, after.sizes)),
-        )
-        for split in sharding.dims
-    )
-    return replace(sharding, dims=dims)
 
 
 def place(leaf: str, sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, rank: int) -> LocalArray:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-_TEXT = re.compile(r"(\d*)\s*(?:x\s*(\d+)(?:\s+(adjacent))?)?")
+_TEXT = re.compile(r"(\d*)\s*(?:x\s*(\d+)(?:/(\d+))?(?:\s+(adjacent))?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,11 @@ class Section:
     adjacent: bool = False
     """Whether neighbouring ranks hold the same: rank `r` has part ``r // copies``, as on trn2."""
 
+    parts: int | None = None
+    """Into how many parts the section may be cut at most: there are no more heads. A stored array says so, for ranks
+    other than those that saved it: they hold as many copies as they have to, and `copies` is what the ranks held that
+    saved it."""
+
     def __post_init__(self) -> None:
         if self.size is not None and self.size < 1:
             raise ValueError(f"a section of {self.size} elements")
@@ -37,6 +42,8 @@ class Section:
             raise ValueError(f"a section that {self.copies} ranks hold")
         if self.adjacent and self.copies == 1:
             raise ValueError("a section that one rank holds has no adjacent copies")
+        if self.parts is not None and self.parts < 1:
+            raise ValueError(f"a section of {self.parts} parts")
 
     @property
     def spec(self) -> int | str:
@@ -44,25 +51,47 @@ class Section:
         size = "" if self.size is None else str(self.size)
         if self.copies == 1:
             return size if self.size is None else self.size
-        return f"{size}x{self.copies}{' adjacent' if self.adjacent else ''}"
+        parts = "" if self.parts is None else f"/{self.parts}"
+        return f"{size}x{self.copies}{parts}{' adjacent' if self.adjacent else ''}"
+
+    def held(self, ranks: int) -> int:
+        """How many of `ranks` ranks hold each element.
+
+        Raises:
+            ValueError: They cannot hold equally many copies.
+        """
+        copies = self.copies if self.parts is None else max(1, ranks // self.parts)
+        if ranks == 1:
+            return 1
+        if ranks % copies:
+            raise ValueError(f"{copies} copies of a section do not divide {ranks} ranks")
+        return copies
+
+    def stored(self, ranks: int) -> Section:
+        """The same section as `ranks` ranks that hold it say it to other ranks."""
+        if self.copies == 1 or self.parts is not None or ranks == 1:
+            return self
+        return replace(self, parts=ranks // self.copies)
 
 
 def parse_section(entry: Any) -> Section:
-    """A section as a person writes it: a size, a size and its copies, or copies alone.
+    """A section as a person writes it: a size, a size and its copies, or copies alone; ``/8`` are its parts.
 
     Raises:
         ValueError: `entry` has another form.
 
-    >>> parse_section(4096), parse_section("1024x4").copies, parse_section("x4 adjacent").adjacent
-    (Section(size=4096, copies=1, adjacent=False), 4, True)
+    >>> parse_section(4096).size, parse_section("1024x4").copies, parse_section("x4 adjacent").adjacent
+    (4096, 4, True)
     """
     if type(entry) is int:
         return Section(entry)
     found = _TEXT.fullmatch(entry.strip()) if isinstance(entry, str) else None
     if found is None:
         raise ValueError(f"a section is written like 4096, '1024x4' or '1024x4 adjacent', not {entry!r}")
-    size, copies, adjacent = found.groups()
-    return Section(int(size) if size else None, int(copies or 1), adjacent is not None)
+    size, copies, parts, adjacent = found.groups()
+    return Section(
+        int(size) if size else None, int(copies or 1), adjacent is not None, None if parts is None else int(parts)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +122,7 @@ def global_size(n: int, ranks: int, sections: Sequence[Section]) -> int:
     """
     if n < 0:
         raise ValueError(f"a tensor dim of size {n}")
-    held = _held(ranks, sections)
+    held = [s.held(ranks) for s in sections]
     sizes = [s.size for s in sections if s.size is not None]
     if sizes:
         expected = sum(size * copies for size, copies in zip(sizes, held, strict=True))
@@ -116,8 +145,8 @@ def local_size(total: int, ranks: int, sections: Sequence[Section]) -> int:
     Raises:
         ValueError: The sections do not add up to it, or do not divide.
     """
-    parts = zip(_sizes(total, sections), _held(ranks, sections), strict=True)
-    return sum(_part(size, ranks // copies) for size, copies in parts)
+    sizes = zip(_sizes(total, sections), sections, strict=True)
+    return sum(_part(size, ranks // section.held(ranks)) for size, section in sizes)
 
 
 def blocks_of(n: int, ranks: int, index: int, sections: Sequence[Section], total: int) -> list[Block]:
@@ -147,46 +176,14 @@ def blocks_of(n: int, ranks: int, index: int, sections: Sequence[Section], total
     if ranks == 1:
         return [Block(0, n, 0)]  # the sections of a single rank are neighbours
     blocks, at, first = [], 0, 0
-    for section, size, copies in zip(sections, _sizes(total, sections), _held(ranks, sections), strict=True):
+    for section, size in zip(sections, _sizes(total, sections), strict=True):
+        copies = section.held(ranks)
         parts = ranks // copies
         part, copy = divmod(index, copies) if section.adjacent else (index % parts, index // parts)
         width = _part(size, parts)
         blocks.append(Block(at, at + width, first + part * width, copy, copies, section.adjacent))
         at, first = at + width, first + size
     return blocks
-
-
-def over_other_ranks(sections: Sequence[Section], before: int, after: int) -> tuple[Section, ...]:
-    """The same sections for another number of ranks: none is cut into more parts than it was.
-
-    A section of which 32 ranks had 4 copies is cut into 8 parts, because there are no more heads. So 64 ranks have 8
-    copies of it, and 8 or fewer have one.
-
-    Raises:
-        ValueError: The ranks cannot hold equally many copies.
-    """
-    made = []
-    for section in sections:
-        parts = max(1, before // section.copies)
-        if section.copies == 1 or after <= parts:
-            made.append(replace(section, copies=1, adjacent=False))
-        elif after % parts:
-            raise ValueError(f"a section of {parts} parts cannot be held by {after} ranks in equal numbers of copies")
-        else:
-            made.append(replace(section, copies=after // parts))
-    return tuple(made)
-
-
-def _held(ranks: int, sections: Sequence[Section]) -> list[int]:
-    """How many of the ranks hold each element, by section.
-
-    Raises:
-        ValueError: The ranks do not divide by that.
-    """
-    for section in sections:
-        if ranks > 1 and ranks % section.copies:
-            raise ValueError(f"{section.copies} copies of a section do not divide {ranks} ranks")
-    return [1 if ranks == 1 else section.copies for section in sections]
 
 
 def _sizes(total: int, sections: Sequence[Section]) -> list[int]:

@@ -111,7 +111,7 @@ class Sharding:
         An integer after the axes is the stride: ``(("tp", 3), None)``. A list after them has the sections: their sizes
         in elements of the global array, with ``x4`` behind the size of one that four ranks hold alike, and ``x4
         adjacent`` if neighbouring ranks do: ``(("tp", [4096, "1024x4", "1024x4"]), None)``. A single section needs no
-        size: ``(("tp", ["x4"]), None)``.
+        size: ``(("tp", ["x4"]), None)``. Stored arrays also say into how many parts a section was cut, ``"1024x4/8"``.
 
         Raises:
             ValueError: `spec` has another form.
@@ -155,7 +155,7 @@ class Sharding:
             replica=replica,
             replicas=replicas,
             group=group,
-            spec=self.spec,
+            spec=self._stored(mesh).spec,
         )
 
     def part(self, shape: Sequence[int], mesh: Mesh, rank: int) -> LocalArray:
@@ -193,7 +193,7 @@ class Sharding:
             replica=replica,
             replicas=replicas,
             group=group,
-            spec=self.spec,
+            spec=self._stored(mesh).spec,
         )
 
     def zero1(self, local: Sequence[int], mesh: Mesh, rank: int, axes: tuple[str, ...]) -> LocalArray:
@@ -215,8 +215,21 @@ class Sharding:
             replica=replica,
             replicas=replicas,
             group=group,
-            spec=here.spec,
+            # What the sections have of copies is a matter of the ranks that split the parameter, without dp.
+            spec=Sharding((Split(split.axes, self._stored_sections(first, mesh)), *self._stored(mesh).dims[1:])).spec,
         )
+
+    def _stored(self, mesh: Mesh) -> Sharding:
+        """The same as a stored array says it to other ranks than those of `mesh`."""
+        dims = tuple(s if s is None else Split(s.axes, self._stored_sections(s, mesh)) for s in self.dims)
+        return replace(self, dims=dims)
+
+    @staticmethod
+    def _stored_sections(split: Split | None, mesh: Mesh) -> tuple[Section, ...]:
+        if split is None:
+            return (Section(),)
+        ranks = parts(split.axes, mesh.sizes)
+        return tuple(section.stored(ranks) for section in split.sections)
 
 
 def _split(entry: Any) -> Split | None:

@@ -14,6 +14,7 @@ import torch
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.job.mesh_source import neighbours_share_keys
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section
 from xla_ckpt.sharding.sharding import Sharding, Split
@@ -46,6 +47,33 @@ def layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
         if type(q) is int and type(kv) is int:
             found |= _of_layer(f"{name}." if name else "", layer, (q, kv), mesh.tp)
     return found
+
+
+def other_multiplier(model: Any, layers: Layers, manifest: Manifest) -> str | None:
+    """A warning if a tag holds the model of a job with another `kv_size_multiplier`; None if it does not.
+
+    The rows of queries are in the order of the job that saved them, in which each rank's queries stand beside its keys.
+    That order depends on the multiplier alone.
+    """
+    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
+        here, record = layers.get(id(parameter)), manifest.arrays.get(schema.weight(name))
+        if here is None or record is None or record.spec is None:
+            continue
+        copies = [_copies(sharding) for sharding in (Sharding.parse(record.spec), here)]
+        if copies[0] != copies[1]:
+            return (
+                f"{schema.weight(name)} was saved by a job with kv_size_multiplier={copies[0]}, and this one has "
+                f"{copies[1]}. Each rank gets its part, but the heads of the queries, and the columns of the output "
+                "projection, stay in the order of the other job. If the model does not take them in that order, "
+                "convert the checkpoint: xla-ckpt convert --config config.json --kv-size-multiplier ..."
+            )
+    return None
+
+
+def _copies(sharding: Sharding) -> int:
+    """How many ranks that are not neighbours hold the same part of an array: only their order matters to queries."""
+    sections = [s for split in sharding.dims if split is not None for s in split.sections]
+    return max((s.copies for s in sections if not s.adjacent), default=1)
 
 
 def _of_layer(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> dict[int, Sharding]:

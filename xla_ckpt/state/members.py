@@ -6,6 +6,7 @@ into it, and what it knows about the arrays that it wants.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,12 +19,15 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.hints import hints_of, hints_of_tree
+from xla_ckpt.state.layers import other_multiplier
 from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,9 @@ class Objects:
         """
         mistakes.check_members(self.model, self.optimizer, loading=True)
         stored = replace(stored, shardings=stored.shardings.of_model(self.model))
+        told = other_multiplier(self.model, stored.shardings.layers, stored.manifest)
+        if told is not None and stored.shardings.placement.rank == 0:
+            logger.warning("tag %s: %s", stored.manifest.head.tag, told)
         parts = []
         for path, load in self._members(stored):
             part = stored.at(path)

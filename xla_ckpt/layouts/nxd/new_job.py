@@ -177,9 +177,7 @@ class NewJob:
             owner, theirs = self._owner(path)
             leaf = owner if theirs is not None and theirs.shape == self._record(path).shape else path
             try:
-                self._shardings[path] = without(
-                    sharding_of(leaf, self.manifest, self.rules, mesh=self.mesh), ("pp", *DEALT)
-                )
+                self._shardings[path] = without(sharding_of(leaf, self.manifest, self.rules), ("pp", *DEALT))
             except ValueError as error:
                 raise IncompatibleCheckpointError(str(error), leaf=path) from error
         return self._shardings[path]

@@ -234,12 +234,15 @@ class _Description:
         )
 
     def _wanted_copies(self, layer: Attention) -> int | None:
-        """How many ranks hold the same keys in the program; None if it does not say so."""
+        """How many copies of the keys the program has that order its queries; None if it does not say so.
+
+        Copies on neighbouring ranks leave the queries in their order.
+        """
         for name in ("weight_qkv", "weight_k"):
             known = self.wanted.hint(f"{layer.module}.{layer.name}.{name}".lstrip("."))
             split = known.sharding.dims[0] if known.sharding is not None and known.sharding.dims else None
             if split is not None and known.of_program:
-                return split.sections[-1].copies
+                return 1 if split.sections[-1].adjacent else split.sections[-1].copies
         return None
 
 
