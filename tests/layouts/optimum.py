@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch_xla.utils.serialization import TensorReference
 
 HEAD, HIDDEN, INNER, VOCABULARY = 2, 16, 24, 32
 LORA_RANK = 3
@@ -215,6 +214,8 @@ def rank_file(job: Job, folder: Path, content: Any, *, tp: int, pp: int, dp: int
     if not job.xser:
         torch.save(content, file)
         return
+    from torch_xla.utils.serialization import TensorReference  # ranks that only load need no torch_xla
+
     tensors = Path(f"{file}.tensors")
     tensors.mkdir()
     info: dict[int, Any] = {}
@@ -290,7 +291,8 @@ def write_checkpoint(job: Job, root: Path, step: int, *, time: int | None = None
 
 
 def write_beside(job: Job, folder: Path, step: int) -> None:
-    torch.save({"last_epoch": step, "base_lrs": [0.5, 0.5], "_last_lr": [0.25, 0.25]}, folder / "scheduler.pt")
+    scheduler = {"base_lrs": [0.5, 0.5], "last_epoch": step, "_step_count": step + 1, "_last_lr": [0.25, 0.25]}
+    torch.save({**scheduler, "lr_lambdas": [{}, {}]}, folder / "scheduler.pt")
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": 0.5, "log_history": []}))
     (folder / "trn_config.json").write_text(json.dumps({"tensor_parallel_size": job.tp}))
     (folder / "config.json").write_text(json.dumps({

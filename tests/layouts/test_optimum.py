@@ -23,6 +23,7 @@ from tests.layouts.optimum import (
     write_checkpoint,
     write_shards,
 )  # fmt: skip
+from xla_ckpt.cli.main import main
 
 JOBS = {
     "fused": Job(),
@@ -176,8 +177,6 @@ def test_trained_on_in_the_root(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fused_twice", "linear", "strided", "zero1", "stages"])
 def test_verify_and_show(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from xla_ckpt.cli.main import main
-
     folder = write_checkpoint(JOBS[name], tmp_path, 10)
     assert xla_ckpt.verify(tmp_path).ok
     assert main(["ls", str(tmp_path)]) == 0
@@ -376,13 +375,17 @@ def test_adapters(name: str, tmp_path: Path) -> None:
     equal(xla_ckpt.restore(folder / "adapter_other").tree["model"], adapter_local(job, None, "other"))
 
 
-def test_adapters_beside_a_model(tmp_path: Path) -> None:
+def test_adapters_beside_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Job(layers=1)
     folder = write_checkpoint(job, tmp_path, 10, optimizer=False)
     write_adapter(job, folder)
     equal(xla_ckpt.restore(tmp_path).tree["model"], job.whole())
     equal(xla_ckpt.restore(folder / "adapter_default").tree["model"], adapter_local(job, None))
     assert xla_ckpt.list_tags(folder) == ["shards"]
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    assert [t["note"] for t in json.loads(capsys.readouterr().out)["tags"]] == ["with adapter_default"]
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "adapter_default" in capsys.readouterr().out
 
 
 def test_metadata_with_several_adapters_are_about_each(tmp_path: Path) -> None:

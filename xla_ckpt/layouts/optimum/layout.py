@@ -8,6 +8,7 @@ instead. With the metadata that lie in ``shards`` and ``adapter_shards`` no mode
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.read import READERS
@@ -44,11 +45,11 @@ class OptimumNeuron(Layout):
         # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
         numbered = sorted((t for t in found if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: _step(t.tag))
         others = sorted((t for t in found if not _CHECKPOINT.fullmatch(t.tag)), key=lambda t: (t.time, t.tag))
-        return [t.entry() for t in _merged(numbered, others)]
+        return [_entry(store, t) for t in _merged(numbered, others)]
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         found = _found(store, tag)
-        return None if found is None else found.entry()
+        return None if found is None else _entry(store, found)
 
     def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
         from xla_ckpt.layouts.nxd.scan import open_scanned
@@ -68,6 +69,12 @@ class OptimumNeuron(Layout):
 
         tag = _existing(store, found.tag)
         return verify_nxd(store, tag, CODEC, workers, _beside(tag))
+
+
+def _entry(store: Store, found: NxdTag) -> TagEntry:
+    """What a listing shows of a tag, and which adapters lie in it."""
+    folders = [adapter.below.split("/")[0] for adapter in _adapters(store, found.tag)]
+    return replace(found.entry(), note=f"with {', '.join(folders)}" if folders else "")
 
 
 def _beside(found: NxdTag) -> Beside:
