@@ -71,6 +71,16 @@ def test_it_is_read_without_a_model(job: Job, tmp_path: Path) -> None:
     assert found["user_content"]["trainer_state"]["global_step"] == 10
 
 
+def test_a_conversion_tells_of_heads_in_another_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without copies a job has the heads of the queries in another order, and the conversion does not move them."""
+    write_checkpoint(Job(tp=4, copies=2, layers=1), tmp_path / "out", 10, optimizer=False)
+    xla_ckpt.convert(tmp_path / "out", tmp_path / "nxd", to="xser", mesh="tp=4")
+    assert "kv_size_multiplier" not in caplog.text
+    xla_ckpt.convert(tmp_path / "out", tmp_path / "two", to="xser", mesh="tp=2")
+    assert "weight_qkv was saved with kv_size_multiplier=2" in caplog.text
+    assert "tp=2 it has 1: the heads of the queries" in caplog.text
+
+
 def files_in(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors in the safetensors of a directory."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
@@ -278,6 +288,8 @@ def test_metadata_that_are_damaged_or_of_another_model(
     assert caught.value.leaf == leaf
     assert caught.value.file.startswith("shards/mp_metadata_pp_rank_")
     assert model == {}
+    problems = xla_ckpt.verify(tmp_path, "checkpoint-10").problems
+    assert [str(p) for p in problems] == ([str(caught.value)] if error is xla_ckpt.CorruptCheckpointError else [])
 
 
 def parameter(shape: tuple[int, ...], dim: int | None = None, stride: int = 1) -> torch.nn.Parameter:
