@@ -1,9 +1,11 @@
 """Calls that PyTorch/XLA scripts already make, answered by `xla_ckpt`.
 
-- `neuron_compat.nxd` stands in for neuronx-distributed: its checkpoint functions, which are here, too, its parallel
-  state, layers, and ZeRO-1 optimizer. docs/from-nxd.md says what stays, what differs, and what is not there.
+- `neuron_compat.nxd` stands in for neuronx-distributed: its checkpoint functions and the calls that set a job up,
+  which are here, too, its parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md says what stays, what differs,
+  and what is not there.
 - `emulate` has torch_xla's collectives reach all processes of a torchrun job on CPUs, so that a script written for many
-  XLA devices runs in tests. ``NEURON_COMPAT_EMULATE=1`` in the environment calls it when this package is imported.
+  XLA devices runs in tests. ``NEURON_COMPAT_EMULATE=1`` in the environment calls it when this package is imported, and
+  leaves ``init_process_group`` to the program (docs/testing-on-cpus.md).
 """
 
 from __future__ import annotations
@@ -17,20 +19,28 @@ if TYPE_CHECKING:
     from neuron_compat import nxd as nxd
     from neuron_compat.emulation import Emulation as Emulation
     from neuron_compat.emulation import emulate as emulate
+    from neuron_compat.nxd import modules as modules
     from neuron_compat.nxd import optimizer as optimizer
     from neuron_compat.nxd import parallel_layers as parallel_layers
     from neuron_compat.nxd import trainer as trainer
+    from neuron_compat.nxd import utils as utils
     from neuron_compat.nxd.trainer.checkpoint import finalize_checkpoint as finalize_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
+    from neuron_compat.nxd.trainer.trainer import initialize_parallel_model as initialize_parallel_model
+    from neuron_compat.nxd.trainer.trainer import initialize_parallel_optimizer as initialize_parallel_optimizer
+    from neuron_compat.nxd.trainer.trainer import neuronx_distributed_config as neuronx_distributed_config
 
 __all__ = [
     "Emulation",
     "emulate",
     "finalize_checkpoint",
     "has_checkpoint",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
     "load_checkpoint",
+    "neuronx_distributed_config",
     "save_checkpoint",
 ]
 
@@ -39,15 +49,20 @@ _HOMES = {
     "nxd": (  # with its submodules, for `import neuron_compat as nxd`
         "finalize_checkpoint",
         "has_checkpoint",
+        "initialize_parallel_model",
+        "initialize_parallel_optimizer",
         "load_checkpoint",
+        "neuronx_distributed_config",
         "save_checkpoint",
+        "modules",
         "optimizer",
         "parallel_layers",
         "trainer",
+        "utils",
     ),
 }
 
 __getattr__, __dir__ = lazily(__name__, _HOMES, ["nxd"])
 
 if os.environ.get("NEURON_COMPAT_EMULATE") == "1":
-    __getattr__("emulate")()
+    __getattr__("emulate")(join=False)

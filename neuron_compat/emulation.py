@@ -9,7 +9,8 @@ Emulated are `torch_xla.runtime`'s ``global_ordinal``, ``world_size``, ``global_
 ``process_count``, ``local_ordinal`` and ``local_process_count``, and `torch_xla.core.xla_model`'s ``all_reduce``,
 ``all_gather``, ``reduce_scatter``, ``collective_permute``, ``collective_broadcast``, ``all_to_all`` and ``rendezvous``,
 with what torch_xla builds on them (`reduce_gradients`, `optimizer_step`, `mesh_reduce`, the bucketized forms,
-`ZeroRedundancyOptimizer`). Not emulated: ``send`` and ``recv``, and collectives inside of a compiled graph.
+`ZeroRedundancyOptimizer`, the process groups of ``init_process_group("xla")``, also with ``xla://`` and ``pjrt://``).
+Not emulated: ``send`` and ``recv``, and collectives inside of a compiled graph.
 """
 
 from __future__ import annotations
@@ -71,25 +72,58 @@ _current: list[Emulation] = []
 """The emulation in force, if any."""
 
 
-def emulate() -> Emulation:
+def emulate(*, join: bool = True) -> Emulation:
     """Have torch_xla answer for all processes of this torchrun job, from now on or for a ``with`` block.
 
-    Joins the process group (gloo) if the program has not done so yet. Calling it again changes nothing.
+    Calling it again replaces nothing a second time. The device is the CPU, unless ``PJRT_DEVICE`` says another one.
+
+    Args:
+        join: Join the process group (gloo) if the program has not done so yet. With False the program calls
+            ``init_process_group`` itself, with any backend and `init_method`; if it does not, the first collective
+            joins. ``NEURON_COMPAT_EMULATE=1`` means False.
 
     Raises:
-        RuntimeError: There is no process group, and no torchrun environment to make one from.
+        RuntimeError: There is no process group, and no torchrun environment to make one from; or a process group was
+            made before, by a torch_xla that did not know the other processes.
     """
-    if _current:
-        return _current[0]
+    distributed: Any = torch.distributed
+    if not _current:
+        if not distributed.is_initialized() and "RANK" not in os.environ:
+            raise RuntimeError("neuron_compat.emulate() needs torchrun, or an initialised torch.distributed")
+        _current.append(_replaced(*_place()))
+    if join:
+        _join()
+    return _current[0]
+
+
+def _place() -> tuple[int, int]:
+    """(this rank, number of ranks): of the process group, or what torchrun says before there is one."""
+    distributed: Any = torch.distributed
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if not distributed.is_initialized():
+        return int(os.environ["RANK"]), launched
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    if world == 1 and launched > 1 and "xla" in str(distributed.get_backend()):
+        raise RuntimeError(
+            f"the process group has 1 rank, and torchrun started {launched}: torch_xla did not know the others when "
+            "init_process_group was called; import neuron_compat (or call emulate) before that"
+        )
+    return rank, world
+
+
+def _join() -> None:
+    """Make the process group, if the program has not."""
+    distributed: Any = torch.distributed
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo")
+
+
+def _replaced(rank: int, world: int) -> Emulation:
+    """torch_xla's functions, replaced by ours."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
     import torch_xla.core.xla_model as xm
     import torch_xla.runtime as xr
 
-    distributed: Any = torch.distributed
-    if not distributed.is_initialized():
-        if "RANK" not in os.environ:
-            raise RuntimeError("neuron_compat.emulate() needs torchrun, or an initialised torch.distributed")
-        distributed.init_process_group("gloo")
-    rank, world = distributed.get_rank(), distributed.get_world_size()
     made = Emulation()
     made.replace(
         xr,
@@ -111,12 +145,12 @@ def emulate() -> Emulation:
         all_to_all=_all_to_all,
         rendezvous=_rendezvous,
     )
-    _current.append(made)
     return made
 
 
 def _group_of(groups: Groups) -> tuple[tuple[int, ...], Any]:
     """(ranks of this process' group in their order, process group) for XLA's list of replica groups."""
+    _join()
     distributed: Any = torch.distributed
     world, rank = distributed.get_world_size(), distributed.get_rank()
     known = tuple(tuple(g) for g in groups) if groups else (tuple(range(world)),)
@@ -210,8 +244,8 @@ def _reduce_scatter(
 @torch.no_grad()
 def _collective_permute(value: torch.Tensor, pairs: Sequence[Sequence[int]]) -> torch.Tensor:
     distributed: Any = torch.distributed
-    rank = distributed.get_rank()
     values = _gather(value, None)
+    rank = distributed.get_rank()
     source = next((a for a, b in pairs if b == rank), None)
     return (torch.zeros_like(values[rank]) if source is None else values[source]).to(value.device)
 

@@ -9,7 +9,10 @@ from typing import Any
 
 
 def lazily(
-    package: str, homes: Mapping[str, Iterable[str]], submodules: Iterable[str] = ()
+    package: str,
+    homes: Mapping[str, Iterable[str]],
+    submodules: Iterable[str] = (),
+    missing: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's ``__getattr__`` and ``__dir__``.
 
@@ -17,6 +20,8 @@ def lazily(
         package: Its ``__name__``.
         homes: Module, relative to the package -> the names that the package has from it.
         submodules: Modules that are names of the package without having been imported.
+        missing: Name of neuronx-distributed's that is not there -> what to use instead. To ask for one is a
+            `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from package import name``.)
 
     >>> load, names = lazily("neuron_compat.nxd", {"parallel_layers.groups": ["rank_groups"]}, ["trainer"])
     >>> load("rank_groups").__name__, "trainer" in names()
@@ -24,8 +29,13 @@ def lazily(
     """
     home_of = {name: home for home, names in homes.items() for name in names}
     known = {*home_of, *submodules}
+    instead = missing or {}
 
     def load(name: str) -> Any:
+        if name in instead:
+            from xla_ckpt import UsageError
+
+            raise UsageError(f"{package}.{name} is not there", hint=instead[name])
         if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if name not in home_of:

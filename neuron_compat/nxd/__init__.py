@@ -2,7 +2,7 @@
 
 ``import neuron_compat.nxd as nxd`` in place of ``import neuronx_distributed as nxd``. Checkpoints are written in
 neuronx-distributed's layouts with a manifest beside them, and load on any topology. Names and submodules are loaded
-when they are first used.
+when they are first used. docs/from-nxd.md has a table of the names that are there, and of those that are errors.
 """
 
 from __future__ import annotations
@@ -10,16 +10,42 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import FINALIZE
 
 if TYPE_CHECKING:
+    from neuron_compat.nxd import modules as modules
     from neuron_compat.nxd import optimizer as optimizer
     from neuron_compat.nxd import parallel_layers as parallel_layers
     from neuron_compat.nxd import trainer as trainer
+    from neuron_compat.nxd import utils as utils
     from neuron_compat.nxd.trainer.checkpoint import finalize_checkpoint as finalize_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
+    from neuron_compat.nxd.trainer.trainer import initialize_parallel_model as initialize_parallel_model
+    from neuron_compat.nxd.trainer.trainer import initialize_parallel_optimizer as initialize_parallel_optimizer
+    from neuron_compat.nxd.trainer.trainer import neuronx_distributed_config as neuronx_distributed_config
 
-__all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "finalize_checkpoint",
+    "has_checkpoint",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "neuronx_distributed_config",
+    "save_checkpoint",
+]
 
-__getattr__, __dir__ = lazily(__name__, {"trainer.checkpoint": __all__}, ["optimizer", "parallel_layers", "trainer"])
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "trainer.checkpoint": ("finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"),
+        "trainer.trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
+    },
+    ["lightning", "modules", "optimizer", "parallel_layers", "pipeline", "scripts", "trainer", "utils"],
+    missing={
+        "CheckpointIOState": FINALIZE,
+        "kernels": "They are for Trainium: use torch's own operations here.",
+        "trace": "It compiles models for Trainium's inference: call the model itself here.",
+    },
+)

@@ -102,7 +102,7 @@ def frozen(model: torch.nn.Module, optimizer: Any = None, scheduler: Any = None)
     found: dict[str, Any] = {f"model.{n}": v.detach().cpu().clone() for n, v in model.state_dict().items()}
     if optimizer is not None:
         for i, state in optimizer.state_dict()["base_state"].items():
-            found |= {f"state.{i}.{k}": v.detach().cpu().clone() for k, v in state.items()}
+            found |= {f"state.{i}.{k}": v.detach().cpu() if torch.is_tensor(v) else v for k, v in state.items()}
         found |= {
             f"group.{i}": {k: v for k, v in g.items() if k != "params"} for i, g in enumerate(optimizer.param_groups)
         }

@@ -11,4 +11,11 @@ if TYPE_CHECKING:
 
 __all__ = ["NeuronZero1Optimizer"]
 
-__getattr__, __dir__ = lazily(__name__, {"zero_redundancy_optimizer": __all__})
+__getattr__, __dir__ = lazily(
+    __name__,
+    {"zero_redundancy_optimizer": __all__},
+    missing={
+        "NeuronEPZero1Optimizer": "Give experts an optimizer of their own, with sharding_groups over the "
+        "expert-data-parallel groups.",
+    },
+)

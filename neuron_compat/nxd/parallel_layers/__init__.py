@@ -5,22 +5,58 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import JOIN_LOGITS
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.parallel_layers import checkpointing as checkpointing
+    from neuron_compat.nxd.parallel_layers import grads as grads
     from neuron_compat.nxd.parallel_layers import layers as layers
     from neuron_compat.nxd.parallel_layers import mappings as mappings
     from neuron_compat.nxd.parallel_layers import parallel_state as parallel_state
+    from neuron_compat.nxd.parallel_layers import random as random
+    from neuron_compat.nxd.parallel_layers import utils as utils
     from neuron_compat.nxd.parallel_layers.checkpointing import load as load
     from neuron_compat.nxd.parallel_layers.checkpointing import save as save
+    from neuron_compat.nxd.parallel_layers.grads import bucket_allreduce_gradients as bucket_allreduce_gradients
+    from neuron_compat.nxd.parallel_layers.grads import clip_grad_norm as clip_grad_norm
     from neuron_compat.nxd.parallel_layers.layers import ColumnParallelLinear as ColumnParallelLinear
     from neuron_compat.nxd.parallel_layers.layers import ParallelEmbedding as ParallelEmbedding
     from neuron_compat.nxd.parallel_layers.layers import RowParallelLinear as RowParallelLinear
+    from neuron_compat.nxd.parallel_layers.parallel_state import initialize_model_parallel as initialize_model_parallel
+    from neuron_compat.nxd.parallel_layers.random import get_xla_rng_tracker as get_xla_rng_tracker
+    from neuron_compat.nxd.parallel_layers.random import (
+        model_parallel_xla_manual_seed as model_parallel_xla_manual_seed,
+    )
+    from neuron_compat.nxd.parallel_layers.utils import move_model_to_device as move_model_to_device
 
-__all__ = ["ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear", "load", "save"]
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelEmbedding",
+    "RowParallelLinear",
+    "bucket_allreduce_gradients",
+    "clip_grad_norm",
+    "get_xla_rng_tracker",
+    "initialize_model_parallel",
+    "load",
+    "model_parallel_xla_manual_seed",
+    "move_model_to_device",
+    "save",
+]
 
 __getattr__, __dir__ = lazily(
     __name__,
-    {"layers": ("ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"), "checkpointing": ("load", "save")},
-    ["checkpointing", "layers", "mappings", "parallel_state"],
+    {
+        "layers": ("ColumnParallelLinear", "ParallelEmbedding", "RowParallelLinear"),
+        "checkpointing": ("load", "save"),
+        "grads": ("bucket_allreduce_gradients", "clip_grad_norm"),
+        "parallel_state": ("initialize_model_parallel",),
+        "random": ("get_xla_rng_tracker", "model_parallel_xla_manual_seed"),
+        "utils": ("move_model_to_device",),
+    },
+    ["checkpointing", "grads", "layers", "mappings", "parallel_state", "random", "utils"],
+    missing={
+        "parallel_cross_entropy": JOIN_LOGITS,
+        "loss_functions": JOIN_LOGITS,
+        "layer_norm": "torch.nn.LayerNorm and torch.nn.RMSNorm do here, where sequences are not split.",
+    },
 )

@@ -60,8 +60,8 @@ def save(
     try:
         path = _rank_path(output_dir, master_dp_only)
         _check_names(master_dp_only)
-        _materialize(checkpoint)
-        if not master_dp_only or (parallel_state.get_data_parallel_rank() == 0 and _axis("context")[1] == 0):
+        materialize_all(checkpoint)
+        if not master_dp_only or (parallel_state.get_data_parallel_rank() == 0 and axis("context")[1] == 0):
             write = functools.partial(
                 write_xser if save_xser else write_whole,
                 checkpoint,
@@ -71,13 +71,23 @@ def save(
             turn = int(os.environ.get("LOCAL_RANK", "0")) if save_serially and not save_xser else 0
     except Exception as problem:  # told to all ranks, which wait for this one
         error = problem
-    for now in range(1 + max(_meet(error, "saving", turn))):
+    write_in_turn(write, turn, error)
+
+
+def write_in_turn(write: Callable[[], None] | None, turn: int, error: Exception | None) -> None:
+    """Have all ranks write, one `turn` after the other. All come here, with None if they have nothing to write.
+
+    Raises:
+        xla_ckpt.RankFailedError: Another rank failed. (This rank's own error, `error` or one of `write`, is raised as
+            it is.)
+    """
+    for now in range(1 + max(meet(error, "saving", turn))):
         if now == turn and write is not None:
             try:
                 write()
             except Exception as problem:
                 error = problem
-        _meet(error, "saving")
+        meet(error, "saving")
 
 
 def load(
@@ -131,20 +141,20 @@ def load(
         found = read(path if load_xser or not sharded else f"{path}/checkpoint.pt", trust_pickle=trust_pickle)
     except Exception as problem:
         error = problem
-    _meet(error, "loading")
+    meet(error, "loading")
     try:
         if target is not None:
             found = _load_into(target, found, model_key, sharded=sharded, strict=strict)
     except Exception as problem:
         error = problem
-    _meet(error, "loading")
+    meet(error, "loading")
     return found
 
 
 # -- ranks
 
 
-def _axis(name: str) -> tuple[int, int]:
+def axis(name: str) -> tuple[int, int]:
     """(ranks, number of this one) along ``context`` or ``expert`` parallelism."""
     try:
         size: int = getattr(parallel_state, f"get_{name}_model_parallel_size")()
@@ -162,18 +172,18 @@ def _rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
 
 def _check_names(master_dp_only: bool) -> None:
     """Refuse what neuronx-distributed loses without a word: ranks that would share a file, and differ."""
-    if master_dp_only and _axis("expert")[0] > 1:
+    if master_dp_only and axis("expert")[0] > 1:
         raise UsageError(
             "with master_dp_only=True the experts of expert-parallel ranks other than the first are written nowhere",
             hint="Pass master_dp_only=False, or use nxd.save_checkpoint.",
         )
-    if not master_dp_only and _axis("context")[0] > 1:
+    if not master_dp_only and axis("context")[0] > 1:
         raise UsageError(
             "the names of these files do not tell context-parallel ranks apart", hint="Use nxd.save_checkpoint."
         )
 
 
-def _meet(error: Exception | None, doing: str, note: int = 0) -> list[int]:
+def meet(error: Exception | None, doing: str, note: int = 0) -> list[int]:
     """Wait for all ranks; the note of each.
 
     Raises:
@@ -208,7 +218,7 @@ def _gathered(mine: tuple[str | None, int]) -> list[tuple[str | None, int]]:
     return [tuple(json.loads(answer)) for answer in told]
 
 
-def _materialize(tree: Any) -> None:
+def materialize_all(tree: Any) -> None:
     """Have all XLA tensors computed. On every rank, because the pending graph may hold collectives."""
     tensors = xla_tensors(tree)
     if tensors:

@@ -37,3 +37,16 @@ def rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
         at = mesh.coordinates(rank)
         found.setdefault(tuple(at[axis] for axis in SHARED[kind]), []).append(rank)
     return list(found.values())
+
+
+def kv_groups(tp_groups: list[list[int]], copies: int, adjacent: bool) -> list[list[int]]:
+    """The ranks that hold copies of the same keys and values, one tensor-parallel group after the other.
+
+    Within a tensor-parallel group they are in the order of the parts of keys and values that they hold.
+
+    >>> kv_groups([[0, 1, 2, 3]], 2, adjacent=False), kv_groups([[0, 1, 2, 3]], 2, adjacent=True)
+    ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    """
+    parts = len(tp_groups[0]) // copies
+    held = [slice(i * copies, (i + 1) * copies) if adjacent else slice(i, None, parts) for i in range(parts)]
+    return [ranks[part] for ranks in tp_groups for part in held]

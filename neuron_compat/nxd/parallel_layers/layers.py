@@ -34,11 +34,43 @@ from xla_ckpt import UsageError
 Init = Callable[[torch.Tensor], Any]
 
 
-def _check_supported(sequence_parallel: bool, group: Any) -> None:
+def check_supported(sequence_parallel: bool, group: Any = None) -> None:
+    """Refuse what is not there.
+
+    Raises:
+        xla_ckpt.UsageError: Sequence parallelism, or a group that is not parallel_state's.
+    """
     if sequence_parallel:
         raise UsageError("sequence_parallel_enabled=True is not there yet")
     if group is not None and group is not parallel_state.get_tensor_model_parallel_group():
         raise UsageError("a tensor_model_parallel_group other than parallel_state's is not supported")
+
+
+def draw_weight(weight: torch.Tensor, init_method: Init | None) -> None:
+    """Give a weight its initial values: those of `torch.nn.Linear`, unless there is a method."""
+    if init_method is None:
+        torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    else:
+        init_method(weight)
+
+
+def whole_linear(
+    sizes: tuple[int, int], bias: bool, init_method: Init | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [out, in] and bias [out] of an unsplit layer of (in, out), drawn as `torch.nn.Linear` draws them.
+
+    They are drawn in float32 on the CPU, whatever the device, unless that is the meta device.
+    """
+    inputs, outputs = sizes
+    where = "meta" if device.type == "meta" else "cpu"
+    weight = torch.empty(outputs, inputs, device=where)
+    drawn = torch.empty(outputs, device=where) if bias else None
+    with torch.no_grad():
+        draw_weight(weight, init_method)
+        if drawn is not None:
+            bound = 1 / math.sqrt(inputs) if inputs else 0.0
+            torch.nn.init.uniform_(drawn, -bound, bound)
+    return weight, drawn
 
 
 class _ParallelLinear(PartitionedModule):
@@ -72,21 +104,13 @@ class _ParallelLinear(PartitionedModule):
         self.master_weight: torch.Tensor | None = None
 
     def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the unsplit layer, drawn as `torch.nn.Linear` draws them."""
-        where = "meta" if self.device.type == "meta" else "cpu"
-        weight = torch.empty(self.output_size, self.input_size, device=where)
-        bias = torch.empty(self.output_size, device=where) if self.add_bias else None
-        with torch.no_grad():
-            if self.arg_init_method is None:
-                torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-            else:
-                self.arg_init_method(weight)
-            if bias is not None:
-                bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
-                torch.nn.init.uniform_(bias, -bound, bound)
+        """Weight and bias of the unsplit layer."""
+        return whole_linear((self.input_size, self.output_size), self.add_bias, self.draw, self.device)
+
+    def draw(self, whole: torch.Tensor) -> None:
+        draw_weight(whole, self.arg_init_method)
         if self.keep_master_weight:
-            self.master_weight = weight.to(self.dtype)
-        return weight, bias
+            self.master_weight = whole.to(self.dtype)
 
     def _with_bias(self, output: torch.Tensor) -> Any:
         bias: Any = self.bias
@@ -124,7 +148,7 @@ class ColumnParallelLinear(_ParallelLinear):
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
+        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
         sizes = (input_size, output_size)
         super().__init__(
             sizes, bias, dtype, device, stride, init_method, keep_master_weight, skip_bias_add, pad, reduce_dtype
@@ -191,7 +215,7 @@ class RowParallelLinear(_ParallelLinear):
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
+        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
         if stride > 1 and not input_is_parallel:
             raise UsageError("a strided RowParallelLinear needs input_is_parallel=True")
         sizes = (input_size, output_size)
@@ -251,7 +275,7 @@ class ParallelEmbedding(PartitionedModule):
         tensor_model_parallel_group: Any = None,
         use_spmd_rank: bool = False,
     ) -> None:
-        _check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
+        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
         if max_norm is not None or use_spmd_rank:
             raise UsageError("max_norm and use_spmd_rank are not there yet")
         super().__init__()
@@ -268,10 +292,9 @@ class ParallelEmbedding(PartitionedModule):
         self.pad_size = padding(getattr(self, split), parts, 1, pad, split)
         where = true_device(device)
         full = torch.empty(num_embeddings, embedding_dim, device="meta" if where.type == "meta" else "cpu")
+        self.whole_padding_idx = padding_idx
         with torch.no_grad():
-            init_method(full)
-            if padding_idx is not None:
-                full[padding_idx].zero_()
+            self.draw(full)
         setattr(self, split, getattr(self, split) + self.pad_size)
         self.weight = parallel_parameter(full, dim, 1, self.pad_size, where, dtype)
         self.num_embeddings_per_partition, self.embedding_dim_per_partition = self.weight.shape
@@ -280,6 +303,11 @@ class ParallelEmbedding(PartitionedModule):
         self.start_index, self.end_index = first, first + rows
         index = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
         self.padding_idx = None if index is None or not first <= index < first + rows else index - first
+
+    def draw(self, whole: torch.Tensor) -> None:
+        self.init_method(whole)
+        if self.whole_padding_idx is not None:
+            whole[self.whole_padding_idx].zero_()
 
     def _rows(self, indices: torch.Tensor) -> torch.Tensor:
         return functional.embedding(

@@ -1,11 +1,15 @@
 """In and out of tensor-parallel regions: a collective forward, its counterpart backward.
 
+Weights that several ranks hold copies of have a region of their own, in which the gradients of the copies are summed.
+
 XLA tensors go through torch_xla's collectives (under `neuron_compat.emulate()` these reach all processes), others
 through the process group. With one tensor-parallel rank nothing is done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -16,24 +20,38 @@ from neuron_compat.process_group import gathered
 Tensor: TypeAlias = torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Group:
+    """The ranks that a sum is over, asked for when it is made."""
+
+    ranks: Callable[[], list[list[int]]]
+    process_group: Callable[[], Any]
+
+
+_TENSOR_PARALLEL = _Group(
+    parallel_state.get_tensor_model_parallel_replica_groups, parallel_state.get_tensor_model_parallel_group
+)
+_KV_SHARED = _Group(parallel_state.get_kv_shared_replica_groups, parallel_state.get_kv_shared_group)
+
+
 def _size() -> int:
     return parallel_state.get_tensor_model_parallel_size()
 
 
-def _summed(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The sum over the tensor-parallel group, made in `dtype`."""
-    if _size() == 1:
+def _summed(value: Tensor, dtype: torch.dtype | None, group: _Group = _TENSOR_PARALLEL) -> Tensor:
+    """The sum over the ranks of a group, made in `dtype`."""
+    groups = group.ranks()
+    if len(groups[0]) == 1:
         return value
     wide = value if dtype is None else value.to(dtype)
     if value.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
-        groups = parallel_state.get_tensor_model_parallel_replica_groups()
         total: Tensor = xm.all_reduce(xm.REDUCE_SUM, wide, groups=groups, pin_layout=False)
     else:
         total = wide.clone(memory_format=torch.contiguous_format)
         distributed: Any = torch.distributed
-        distributed.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+        distributed.all_reduce(total, group=group.process_group())
     return total.to(value.dtype)
 
 
@@ -67,6 +85,17 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return _summed(gradients[0], ctx.dtype), None
+
+
+class _CopyToSharing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.dtype = dtype
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _summed(gradients[0], ctx.dtype, _KV_SHARED), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -111,6 +140,14 @@ def _apply(function: Any, value: Tensor, argument: Any) -> Tensor:
 def copy_to_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """The same value; its gradients are summed over the group, in `reduce_dtype` if one is given."""
     return _apply(_Copy, input_, reduce_dtype)
+
+
+def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The same weight; its gradients are summed over the ranks that hold copies of it, which thus stay equal.
+
+    The gradient of what is multiplied by the weight is not touched: each rank's counts once.
+    """
+    return _apply(_CopyToSharing, weight, reduce_dtype)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:

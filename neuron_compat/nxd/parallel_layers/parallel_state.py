@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from neuron_compat.nxd.parallel_layers.groups import rank_groups
+from neuron_compat.nxd.parallel_layers.groups import kv_groups, rank_groups
 from xla_ckpt import Mesh, add_mesh_source
 from xla_ckpt.job.process_group import check_ranks
 
@@ -48,7 +48,21 @@ class _State:
         return next(g for g in self.replica_groups[kind] if self.rank in g)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KVState:
+    """Which ranks hold copies of the same keys and values."""
+
+    copies: int
+    adjacent: bool
+    replica_groups: list[list[int]]
+    process_group: Any
+    """This rank's; None if there is no torch.distributed."""
+
+
 _current: list[_State] = []
+
+_kv: list[_KVState] = []
+"""As `_current`: what `initialize_kv_group` made."""
 
 add_mesh_source(lambda: _current[0].mesh if _current else None)
 
@@ -101,11 +115,13 @@ def initialize_model_parallel(
     expert_model_parallel_size: int = 1,
     skip_collective_init: bool = False,  # noqa: ARG001  # neuronx-distributed's signature
     lnc_size: int = 1,  # noqa: ARG001
+    kv_shared_group_size: int | None = None,
 ) -> None:
     """Arrange the ranks of the job, and make their process groups (gloo). All ranks make the same call.
 
     Without an initialised torch.distributed the job is this process alone. What the sizes leave of the ranks is data
-    parallelism. `skip_collective_init` and `lnc_size` are accepted, and without effect.
+    parallelism. `skip_collective_init` and `lnc_size` are accepted, and without effect. With `kv_shared_group_size`
+    it calls `initialize_kv_group`, too; without it, the first `GQAQKVColumnParallelLinear` does.
 
     Raises:
         RuntimeError: It was called before, or the sizes do not divide the number of ranks.
@@ -123,6 +139,8 @@ def initialize_model_parallel(
         context_parallel_size,
         expert_model_parallel_size,
     )
+    if kv_shared_group_size is not None:
+        _check_copies(mesh.tp, kv_shared_group_size)
     replica_groups = {kind: rank_groups(mesh, kind) for kind in KINDS}
     state = _State(mesh=mesh, rank=rank, replica_groups=replica_groups, process_groups={})
     if joined:
@@ -130,14 +148,94 @@ def initialize_model_parallel(
         for kind in KINDS:
             mine = tuple(state.ranks(kind))
             if mine not in made:
-                # Only the members meet: all ranks go through the kinds in the same order, so none waits in vain.
-                # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
-                new_group = distributed.distributed_c10d.new_group
-                made[mine] = new_group(list(mine), backend="gloo", use_local_synchronization=True)
+                made[mine] = _new_group(list(mine))
             state.process_groups[kind] = made[mine]
         atexit.unregister(_leave)
         atexit.register(_leave)
     _current.append(state)
+    if kv_shared_group_size is not None:
+        initialize_kv_group(kv_shared_group_size)
+
+
+def _new_group(ranks: list[int]) -> Any:
+    """A process group of gloo. Only its members meet: all of them make their groups in the same order."""
+    # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
+    return distributed.distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def _check_copies(tp: int, copies: int) -> None:
+    if copies < 1 or tp % copies:
+        raise RuntimeError(
+            f"{tp} tensor-parallel ranks cannot be divided into groups of {copies} (kv_shared_group_size)"
+        )
+
+
+@_delegated
+def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
+    """Say how many tensor-parallel ranks hold copies of the same keys and values. All ranks make the same call.
+
+    With n tensor-parallel ranks and groups of m, keys and values are cut into n/m parts. Ranks r, r + n/m, r + 2n/m,
+    ... hold the same part, as on trn1; with `sequential_ranks_in_group` ranks m*r, m*r + 1, ..., m*r + m - 1 do, as on
+    trn2. All layers of a model share this arrangement; a further call for the same size changes nothing.
+
+    Raises:
+        AssertionError: `initialize_model_parallel` was not called.
+        RuntimeError: The size does not divide the tensor-parallel ranks, or other groups are there already.
+    """
+    state, copies, adjacent = _state(), kv_shared_group_size, sequential_ranks_in_group
+    if _kv:
+        known = _kv[0]
+        if known.copies != copies or (adjacent and not known.adjacent):
+            raise RuntimeError(
+                f"groups of {_words(known.copies, known.adjacent)} share keys and values already, not "
+                f"of {_words(copies, adjacent)}: all layers have the same kv_size_multiplier, and "
+                "destroy_kv_group() comes before the layers of another model"
+            )
+        return
+    _check_copies(state.mesh.tp, copies)
+    groups = kv_groups(state.replica_groups["tp"], copies, adjacent)
+    mine = next(g for g in groups if state.rank in g)
+    group = _new_group(mine) if state.process_groups else None
+    _kv.append(_KVState(copies=copies, adjacent=adjacent, replica_groups=groups, process_group=group))
+
+
+def _words(copies: int, adjacent: bool) -> str:
+    return f"{copies} {'neighbouring ' if adjacent else ''}rank{'' if copies == 1 else 's'}"
+
+
+def _kv_state() -> _KVState:
+    if not _kv:
+        raise AssertionError("there are no groups of keys and values: call initialize_kv_group() first")
+    return _kv[0]
+
+
+@_delegated
+def get_kv_shared_group(as_list: bool = False) -> Any:
+    """The process group of those that hold this rank's keys and values; with `as_list` the ranks of all such groups."""
+    state = _kv_state()
+    if as_list:
+        return state.replica_groups
+    if state.process_group is None:
+        raise AssertionError("there are no process groups: torch.distributed was not initialised")
+    return state.process_group
+
+
+@_delegated
+def get_kv_shared_replica_groups() -> list[list[int]]:
+    """The ranks of all groups that hold the same keys and values, as torch_xla's collectives take them."""
+    return _kv_state().replica_groups
+
+
+@_delegated
+def get_kv_shared_group_size() -> int:
+    """Number of ranks that hold copies of the same keys and values."""
+    return _kv_state().copies
+
+
+@_delegated
+def destroy_kv_group() -> None:
+    """Forget the groups of keys and values, so that others can be made. Process groups stay until the process ends."""
+    _kv.clear()
 
 
 def _mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
@@ -160,17 +258,20 @@ def model_parallel_is_initialized() -> bool:
 def destroy_model_parallel() -> None:
     """Forget the arrangement, so that another one can be made. Process groups stay until the process ends."""
     _current.clear()
+    _kv.clear()
 
 
 def _leave() -> None:
     """End the process groups on the CPU: threads of gloo that are left over abort the process now and then."""
     if "torch_xla" in sys.modules or not distributed.is_initialized():
         return  # with torch_xla loaded, jobs were seen to hang here; left alone, they end
-    for state in _current:
-        for group in {id(g): g for g in state.process_groups.values()}.values():
-            with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
-                distributed.destroy_process_group(group)
+    made = [group for state in _current for group in state.process_groups.values()]
+    made += [state.process_group for state in _kv if state.process_group is not None]
+    for group in {id(g): g for g in made}.values():
+        with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
+            distributed.destroy_process_group(group)
     _current.clear()
+    _kv.clear()
 
 
 @_delegated

@@ -11,8 +11,20 @@ from neuron_compat.nxd.parallel_layers import parallel_state
 
 Device: TypeAlias = torch.device | str | None
 
-ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride", "num_partitions", "global_shape")
-"""What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded."""
+ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "num_partitions",
+    "global_shape",
+    "partition_sections",
+)
+"""What a parameter carries. `xla_ckpt` reads them; ``global_shape`` is the true shape of one that is padded.
+
+``partition_sections`` are sections of different sizes, or such that several ranks hold, as a rule spells them:
+``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, of which 4 ranks hold the same keys and
+values.
+"""
 
 
 def padding(size: int, parts: int, stride: int, pad: bool, what: str) -> int:
@@ -79,6 +91,27 @@ class PartitionedModule(torch.nn.Module):
 
     torch makes new parameters on the way from the CPU to XLA, and would leave the attributes behind.
     """
+
+    weight: torch.nn.Parameter
+    pad_size: int
+
+    def draw(self, whole: torch.Tensor) -> None:
+        """Fill a whole weight with initial values."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def init_weight_cpu(self) -> None:
+        """Draw the weight anew: what ``param_init_fn`` of a model from the meta device calls, as in NxD.
+
+        With the same seed on all ranks it is a part of the same whole weight on each of them, as in the constructor.
+        """
+        said: Any = self.weight
+        dim, stride = said.partition_dim, said.partition_stride
+        shape = list(self.weight.shape)
+        shape[dim] = shape[dim] * parallel_state.get_tensor_model_parallel_size() - self.pad_size
+        whole = torch.empty(shape)
+        self.draw(whole)
+        self.weight.copy_(part_of(whole, dim, stride, self.pad_size))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModule:
         kept: dict[str, dict[str, Any]] = {

@@ -28,17 +28,17 @@ _GLOBAL = re.compile(r"GLOBAL (\S+)")
 _TENSOR_FILE = re.compile(r"tensor_(\d+)\.pt")
 
 
-def _mapped(value: Any, one: Callable[[torch.Tensor], Any]) -> Any:
+def mapped(value: Any, one: Callable[[torch.Tensor], Any]) -> Any:
     """The same containers with `one` of each tensor in them."""
     if isinstance(value, torch.Tensor):
         return one(value)
     if isinstance(value, dict):
         kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-        return kind((k, _mapped(v, one)) for k, v in value.items())
+        return kind((k, mapped(v, one)) for k, v in value.items())
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(v, one) for v in value))
+        return type(value)(*(mapped(v, one) for v in value))
     if type(value) in (list, tuple):
-        return type(value)(_mapped(v, one) for v in value)
+        return type(value)(mapped(v, one) for v in value)
     return value
 
 
@@ -50,7 +50,7 @@ def xla_tensors(tree: Any) -> list[torch.Tensor]:
         if value.device.type == "xla":
             found.setdefault(id(value), value)
 
-    _mapped(tree, note)
+    mapped(tree, note)
     return list(found.values())
 
 
@@ -74,7 +74,7 @@ def write_whole(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
         return held[id(value)]
 
     _make(os.path.dirname(path))
-    _write(_mapped(tree, to_host), path)
+    _write(mapped(tree, to_host), path)
 
 
 def write_xser(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
@@ -94,7 +94,7 @@ def write_xser(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
     references = {id(tensor): TensorReference(first + i) for i, tensor in enumerate(tensors)}
     for i, tensor in enumerate(tensors):
         _write(_host(tensor, down_cast_bf16), f"{folder}/tensor_{first + i}.pt")
-    _write(_mapped(tree, lambda value: references.get(id(value)) or _host(value, down_cast_bf16)), path)
+    _write(mapped(tree, lambda value: references.get(id(value)) or _host(value, down_cast_bf16)), path)
     for name in before.values():
         os.unlink(f"{folder}/{name}")
 

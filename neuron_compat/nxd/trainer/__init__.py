@@ -1,12 +1,41 @@
-"""Where neuronx-distributed's checkpoint functions live; ``neuron_compat.nxd`` has them, too."""
+"""How a job is set up, and its checkpoint functions; ``neuron_compat.nxd`` has them, too."""
 
 from __future__ import annotations
 
-from neuron_compat.nxd.trainer.checkpoint import (
-    finalize_checkpoint,
-    has_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from typing import TYPE_CHECKING
 
-__all__ = ["finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"]
+from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import NO_STAGES
+
+if TYPE_CHECKING:
+    from neuron_compat.nxd.trainer import checkpoint as checkpoint
+    from neuron_compat.nxd.trainer import model as model
+    from neuron_compat.nxd.trainer import optimizer as optimizer
+    from neuron_compat.nxd.trainer import trainer as trainer
+    from neuron_compat.nxd.trainer.checkpoint import finalize_checkpoint as finalize_checkpoint
+    from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
+    from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
+    from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
+    from neuron_compat.nxd.trainer.trainer import initialize_parallel_model as initialize_parallel_model
+    from neuron_compat.nxd.trainer.trainer import initialize_parallel_optimizer as initialize_parallel_optimizer
+    from neuron_compat.nxd.trainer.trainer import neuronx_distributed_config as neuronx_distributed_config
+
+__all__ = [
+    "finalize_checkpoint",
+    "has_checkpoint",
+    "initialize_parallel_model",
+    "initialize_parallel_optimizer",
+    "load_checkpoint",
+    "neuronx_distributed_config",
+    "save_checkpoint",
+]
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "checkpoint": ("finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"),
+        "trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
+    },
+    ["checkpoint", "checkpoint_storage", "config", "model", "optimizer", "trainer"],
+    missing={"hooks": NO_STAGES},
+)

@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import xla_ckpt
+from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import FINALIZE, TAGS
+
+__getattr__, __dir__ = lazily(__name__, {}, missing={"CheckpointIOState": FINALIZE, "create_checkpoint_storage": TAGS})
 
 PathLike = str | os.PathLike[str]
 

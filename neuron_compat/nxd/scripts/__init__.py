@@ -1,0 +1,1 @@
+"""Where neuronx-distributed has its converters."""

@@ -1,0 +1,16 @@
+"""What scripts for neuronx-distributed take from its ``utils`` for training and checkpoints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuron_compat.lazy import lazily
+
+if TYPE_CHECKING:
+    from neuron_compat.nxd.utils import adamw_fp32_optim_params as adamw_fp32_optim_params
+    from neuron_compat.nxd.utils import logger as logger
+    from neuron_compat.nxd.utils import model_utils as model_utils
+
+__all__: list[str] = []
+
+__getattr__, __dir__ = lazily(__name__, {}, ["adamw_fp32_optim_params", "logger", "model_utils"])

@@ -1,0 +1,35 @@
+"""The table of names in docs/from-nxd.md is true: each is there, or an error that says what to do."""
+
+from __future__ import annotations
+
+import importlib
+import re
+
+import pytest
+
+from tests.runs import ROOT
+from xla_ckpt import UsageError
+
+ROW = re.compile(r"^\| `(nxd[\w.]*)` \| (.*?) \| (there|error) \| (.*?) \|$", re.MULTILINE)
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """(module, name, there or error)."""
+    found = ROW.findall((ROOT / "docs/from-nxd.md").read_text())
+    return [(module, name, how) for module, names, how, _ in found for name in re.findall(r"`(\w+)`", names)]
+
+
+def test_there_are_names() -> None:
+    assert len(rows()) > 70
+
+
+@pytest.mark.parametrize(("module", "name", "how"), rows(), ids=lambda v: v)
+def test_a_name_is_what_the_table_says(module: str, name: str, how: str) -> None:
+    home = importlib.import_module(f"neuron_compat.{module}")
+    if how == "there":
+        assert getattr(home, name) is not None
+        return
+    with pytest.raises(UsageError, match=rf"neuron_compat\.{module}\.{name} is not there\. .") as caught:
+        getattr(home, name)
+    assert caught.value.hint
+    assert name not in dir(home)
