@@ -114,8 +114,8 @@ class FailingStore:
     def modified(self, path: str) -> int | None:
         return self.inner.modified(path)
 
-    def open(self, name: str, *, lock: bool = True) -> FailingDirectory:
-        return FailingDirectory(self.inner.open(name, lock=lock), self.faults)
+    def open(self, name: str, *, lock: bool = True, links: bool = False) -> FailingDirectory:
+        return FailingDirectory(self.inner.open(name, lock=lock, links=links), self.faults)
 
     def make(self, name: str) -> FailingDirectory:
         self.faults.change(f"make {name}")

@@ -27,7 +27,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, Topology
-from xla_ckpt.layouts.llama_manifest import to_fused
+from xla_ckpt.layouts.llama_manifest import reordered, to_fused
 from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import find_foreign, named, tag_names
 from xla_ckpt.manifest import manifest_json
@@ -110,8 +110,9 @@ def convert(
         config: The config.json of a Llama-like model: its path, that of its directory, or what it holds. For
             neuronx-distributed's own tags it says what `model` would; to ``"safetensors"`` it gives Hugging Face's
             names (see `export_hf`). A directory of Hugging Face's has its own.
-        kv_size_multiplier: How many tensor-parallel ranks hold each key-value head of neuronx-distributed's
-            `GQAQKVColumnParallelLinear`.
+        kv_size_multiplier: How many tensor-parallel ranks of the new job hold each key-value head of
+            neuronx-distributed's `GQAQKVColumnParallelLinear`. With `config`, the heads of a job with another one are
+            put into its order, in the optimizer's states, too.
         hardware: ``"trn1"`` or ``"trn2"``: with several copies the order of the heads depends on it.
         fuse_qkv: Of a directory of Hugging Face's: whether the job has queries, keys and values in one array.
         qkv_linear: Of a directory of Hugging Face's: whether the job has neuronx-distributed's layer for grouped-query
@@ -167,6 +168,8 @@ def convert(
                 check_split(reader, schema.MODEL)
             if known is not None and form is not None:
                 reader.manifest = to_fused(reader.manifest, known.config, form, topology.mesh)
+            elif known is not None and known.copies.count is not None and layout.tagged:
+                reader.manifest = reordered(reader.manifest, known.config, known.copies, topology.mesh)
             to_hf = known is not None and layout.model_names is ModelNames.HUGGING_FACE
             beside = {} if layout.tagged else name_as_told(store, reader)
             if known is not None and to_hf:

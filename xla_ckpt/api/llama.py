@@ -11,7 +11,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import ModelNames
 from xla_ckpt.layouts.llama_config import CONFIG, MAX_CONFIG, LlamaConfig, parse_config
-from xla_ckpt.layouts.llama_manifest import Copies, to_hugging_face
+from xla_ckpt.layouts.llama_manifest import Copies, to_hugging_face, unsaid_order
 from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import as_hugging_face, find_foreign
 from xla_ckpt.storage.base import Store
@@ -112,11 +112,7 @@ def form_of_job(config: LlamaConfig, fuse_qkv: bool | None, qkv_linear: bool, co
             hint="The job's own script has the flags fuse_qkv and qkv_linear.",
         )
     if count > 1 and copies.adjacent is None:
-        raise UsageError(
-            "copies of keys and values are arranged otherwise on trn1 than on trn2",
-            expected="hardware= (--hardware): trn1 or trn2",
-            found=f"a kv_size_multiplier of {count}",
-        )
+        raise unsaid_order(count)
     projection = Projection.FUSED if fuse_qkv else Projection.LINEAR
     return Form(projection=projection, copies=count, adjacent=count > 1 and bool(copies.adjacent))
 

@@ -88,7 +88,7 @@ def _opened(
     hints = hints_of(model, optimizer, StateShardings(rules=rules))
     if known is not None:
         # What a program says of an array itself counts more.
-        hints = replace(hints, arrays={**llama_hints(known.config, known.copies), **hints.arrays})
+        hints = replace(hints, arrays={**llama_hints(known.config), **hints.arrays})
     return open_tag(store, tag, hints)
 
 

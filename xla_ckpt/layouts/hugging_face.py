@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming, storage_errors
-from xla_ckpt.files.safetensors import PlainTensor, header_bytes, plain_tensors
+from xla_ckpt.files.safetensors import header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest, Shard, array_record
 from xla_ckpt.plan.export_plan import INDEX, SINGLE, index, plan_export
 from xla_ckpt.plan.hints import Hints
@@ -42,13 +45,18 @@ class HuggingFace(Layout):
 
     def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
         with storage_errors("opening a directory", path=store.path, tag=found.tag):
-            directory = store.open(found.directory, lock=False)
+            directory = store.open(found.directory, lock=False, links=True)
         try:
             with naming(path=store.path, tag=found.tag), storage_errors("reading a directory"):
                 return TagReader(directory, store.path, found.tag, scan(directory, found.tag), ())
         except BaseException:
             directory.close()  # nobody else will
             raise
+
+    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+        report = super().verify(store, found, workers)
+        report.strangers = []  # whatever else lies there is the model's: its configuration, a tokenizer
+        return report
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         return model_files(stored, part=schema.MODEL, max_file_bytes=MAX_FILE_BYTES)
@@ -82,8 +90,9 @@ def scan(directory: Directory, tag: str) -> Manifest:
     arrays, files = {}, []
     for number, (file, wanted) in enumerate(held.items()):
         with naming(file=file):
-            size, tensors = _tensors(directory, file)
-        files.append(FileRecord(path=file, size=size, head=0, digest=0))
+            size, head = _header(directory, file)
+            tensors = plain_tensors(head, size)
+        files.append(FileRecord(path=file, size=size, head=len(head), digest=digest(head)))
         names = {tensor.name for tensor in tensors}
         if wanted is not None and names != wanted:
             raise CorruptCheckpointError(
@@ -134,8 +143,8 @@ def _files_of(directory: Directory) -> Mapping[str, set[str] | None]:
         return dict(sorted(found.items()))
 
 
-def _tensors(directory: Directory, file: str) -> tuple[int, list[PlainTensor]]:
-    """(bytes of a file, the arrays in it)."""
+def _header(directory: Directory, file: str) -> tuple[int, bytes]:
+    """(bytes of a file, its header)."""
     try:
         source = directory.open(file)
     except FileNotFoundError:
@@ -146,6 +155,6 @@ def _tensors(directory: Directory, file: str) -> tuple[int, list[PlainTensor]]:
         head = bytearray(header_bytes(bytes(start[:got]), source.size))
         if source.read_into(memoryview(head), 0) < len(head):
             raise CorruptCheckpointError("a file ends inside of its header", file=file)
-        return source.size, plain_tensors(bytes(head), source.size)
+        return source.size, bytes(head)
     finally:
         source.close()

@@ -4,7 +4,7 @@ neuronx-distributed's. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,8 @@ from xla_ckpt.layouts.llama_names import (
     check_shape,
     hf_names,
     links,
+    query_dim,
+    query_order,
     shape_of,
     split_of,
 )
@@ -29,6 +31,8 @@ from xla_ckpt.plan.place import sharding_of
 from xla_ckpt.plan.rearrange import Part, Rearranged, rearranged
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sections import Section
+from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
@@ -103,7 +107,7 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
     made: dict[str, list[Link]] = {}
     for name in leaves:
         _, called = hf_names(name)
-        _check_sections(leaves[name], len(called), manifest)
+        _check_sections(name, leaves[name], called, manifest, config)
         for hf in called:
             made[hf] = links(hf, config, replace(form, fuse_mlp=called != [name]))
     arrays = _arrays(made, leaves, manifest, config, to_hf=True)
@@ -146,6 +150,98 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
     arrays = {name: replace(record, spec=split_of(name, config, form).spec) for name, record in arrays.items()}
     renamed = model_alone(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
     return replace(renamed, mesh=str(mesh), world=mesh.size)
+
+
+def reordered(manifest: Manifest, config: LlamaConfig, copies: Copies, mesh: Mesh) -> Manifest:
+    """The state of a job with its heads in the order of another `kv_size_multiplier`, optimizer states included.
+
+    Args:
+        manifest: What is stored, under the names of neuronx-distributed's examples.
+        config: The sizes.
+        copies: What the new job has; both are known.
+        mesh: The new job's ranks.
+
+    Raises:
+        IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
+            the heads are, or a state does not have the shape of its parameter.
+        UsageError: The copies do not fit the heads, or the ranks.
+    """
+    leaves = names_of(manifest, schema.MODEL)
+    old = _form(leaves, manifest, config, Copies())
+    count = copies.count or 1
+    if count > 1 and copies.adjacent is None:
+        raise unsaid_order(count)
+    new = replace(old, copies=count, adjacent=count > 1 and bool(copies.adjacent))
+    if new.copies > 1 and old.projection not in (Projection.LINEAR, Projection.FUSED):
+        raise _no_copies(new.copies)
+    check_ranks(config, new, mesh)
+    moves = _moves(config, old, new)
+    arrays = dict(manifest.arrays)
+    for leaf, record in manifest.arrays.items():
+        owner = schema.parameter_of(leaf) or leaf
+        if schema.member_of(owner) != schema.MODEL:
+            continue
+        name = paths.unescape(schema.below_member(owner))
+        dim = query_dim(name)
+        projection, called = hf_names(name)
+        if dim is None and (projection is None or len(called) != 1):
+            continue
+        shape = shape_of(name, config)
+        if shape is None or record.shape in ((), (1,)):
+            continue
+        if record.shape != shape:
+            raise IncompatibleCheckpointError(
+                "a state of another shape than its parameter cannot be put into another order of heads",
+                leaf=leaf,
+                expected=list(shape),
+                found=list(record.shape),
+            )
+        made = record if dim is None else _moved(leaf, record, dim, moves, manifest)
+        sharding = split_of(name, config, new)
+        is_weight = owner == leaf
+        arrays[leaf] = replace(made, spec=sharding.spec if is_weight else _respelled(leaf, made, sharding, manifest))
+    return replace(manifest, arrays=arrays)
+
+
+def _moves(config: LlamaConfig, old: Form, new: Form) -> list[tuple[int, int, int]]:
+    """(first row before, first row after, rows) of the queries, head by head."""
+    before, after = (_rows_by_head(config, form) for form in (old, new))
+    return [(before[head], after[head], config.head_dim) for head in range(config.heads)]
+
+
+def _rows_by_head(config: LlamaConfig, form: Form) -> dict[int, int]:
+    """The first row of each head of queries, by its number in Hugging Face's order."""
+    return {
+        (here + row) // config.head_dim: there + row
+        for there, here, size in query_order(config, form)
+        for row in range(0, size, config.head_dim)
+    }
+
+
+def _moved(
+    leaf: str, record: ArrayRecord, dim: int, moves: Sequence[tuple[int, int, int]], manifest: Manifest
+) -> ArrayRecord:
+    """The record of an array whose queries lie elsewhere; what is behind them, keys and values, stays."""
+    whole = Box.whole(record.shape)
+    queries = sum(size for _, _, size in moves)
+    parts = [
+        Part(whole.along(dim, after, after + size), leaf, whole.along(dim, before, before + size))
+        for before, after, size in moves
+    ]
+    if queries < record.shape[dim]:
+        rest = whole.along(dim, queries, record.shape[dim])
+        parts.append(Part(rest, leaf, rest))
+    return rearranged(leaf, Rearranged(shape=record.shape, parts=tuple(parts)), manifest)
+
+
+def _respelled(leaf: str, record: ArrayRecord, sharding: Sharding, manifest: Manifest) -> tuple[object, ...]:
+    """How a state of a parameter that is split like `sharding` is split: over the axes that it was before."""
+    ndim = len(record.shape)
+    dims = (
+        before if before is None or after is None else Split(before.axes, after.sections)
+        for before, after in zip(sharding_of(leaf, manifest, ()).over(ndim), sharding.over(ndim), strict=True)
+    )
+    return Sharding(tuple(dims)).spec
 
 
 def check_ranks(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
@@ -208,11 +304,7 @@ def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, co
         )
     if projection in (Projection.SEPARATE, Projection.STRIDED):
         if copies.count not in (None, 1):
-            raise UsageError(
-                "copies of keys and values are stored as qkv_proj.weight_qkv, or weight_q, weight_k and weight_v",
-                expected="a kv_size_multiplier of 1",
-                found=copies.count,
-            )
+            raise _no_copies(copies.count)
         return Form(projection=projection)
     told = _stored_copies(leaves, manifest, config)
     count = copies.count if told is None else told[0]
@@ -232,12 +324,25 @@ def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, co
             "For a larger one trn2 is another order than trn1: hardware= (--hardware).",
         )
     if (count or 1) > 1 and adjacent is None:
-        raise UsageError(
-            "copies of keys and values are arranged otherwise on trn1 than on trn2",
-            expected="hardware= (--hardware): trn1 or trn2",
-            found=f"a kv_size_multiplier of {count}",
-        )
+        raise unsaid_order(count)
     return Form(projection=projection, copies=count or 1, adjacent=bool(adjacent))
+
+
+def unsaid_order(count: int | None) -> UsageError:
+    """The error for copies of which nobody says which ranks hold the same."""
+    return UsageError(
+        "copies of keys and values are arranged otherwise on trn1 than on trn2",
+        expected="hardware= (--hardware): trn1 or trn2",
+        found=f"a kv_size_multiplier of {count}",
+    )
+
+
+def _no_copies(count: int | None) -> UsageError:
+    return UsageError(
+        "copies of keys and values are stored as qkv_proj.weight_qkv, or weight_q, weight_k and weight_v",
+        expected="a kv_size_multiplier of 1",
+        found=count,
+    )
 
 
 def _stored_copies(
@@ -250,17 +355,19 @@ def _stored_copies(
     """
     found: dict[tuple[int, bool | None], str] = {}
     ranks = Mesh.parse(manifest.mesh or "").tp
+    # The files of a job show how many of its ranks held the same. In a tag of ours sections do, which a layer named. A
+    # split without them says nothing: another kind of job may have loaded the model of one with copies.
+    of_job = manifest.head.sequence == 0
     for name, leaf in leaves.items():
         projection, called = hf_names(name)
-        if projection in (Projection.LINEAR, Projection.FUSED) and any(
-            ".k_proj." in hf or ".v_proj." in hf for hf in called
-        ):
-            split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
-            last = None if split is None else split.sections[-1]
-            if last is not None and last.copies > 1:
-                # Where all ranks hold all keys, the files of a job do not show how it repeats them.
-                shown = last.adjacent or last.copies < ranks or config.kv_heads == 1
-                found.setdefault((last.copies, last.adjacent if shown else None), leaf)
+        if projection is None or not any(".k_proj." in hf or ".v_proj." in hf for hf in called):
+            continue
+        split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
+        last = split.sections[-1] if split is not None else Section(copies=ranks)
+        if of_job or (split is not None and (last.size is not None or last.copies > 1)):
+            # Where all ranks hold all keys, the files of a job do not show how it repeats them.
+            shown = last.adjacent or last.copies == 1 or last.copies != ranks or config.kv_heads == 1
+            found.setdefault((last.copies, last.adjacent if shown else None), leaf)
     if len(found) > 1:
         raise IncompatibleCheckpointError(
             "the layers have keys and values in different numbers of copies",
@@ -270,20 +377,33 @@ def _stored_copies(
     return next(iter(found), None)
 
 
-def _check_sections(leaf: str, parts: int, manifest: Manifest) -> None:
-    """Refuse a fused array of which the checkpoint says that ranks had it in one piece: its rows are in their order.
+def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manifest, config: LlamaConfig) -> None:
+    """Refuse a fused array of which the checkpoint says that ranks had it otherwise: its rows are in another order.
+
+    Args:
+        name: Its name.
+        leaf: Its leaf path.
+        parts: Hugging Face's names of what it consists of.
+        manifest: What is stored.
+        config: The sizes.
 
     Raises:
         IncompatibleCheckpointError: It does.
     """
-    split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
-    if parts > 1 and split is not None and Mesh.parse(manifest.mesh or "").tp > 1 and len(split.sections) != parts:
+    sharding = sharding_of(leaf, manifest, ())
+    split = next(iter(sharding.dims), None)
+    if len(parts) < 2 or split is None or Mesh.parse(manifest.mesh or "").tp == 1:
+        return
+    rows = (shape_of(name, config) or (0,))[0]
+    expected = [(shape_of(part, config) or (0,))[0] for part in parts]
+    found = [rows // len(split.sections) if s.size is None else s.size for s in split.sections]
+    if found != expected:
         raise IncompatibleCheckpointError(
-            f"the array consists of {parts} fused ones, and was saved as if each rank had a single part of it",
+            f"the array is {' and '.join(parts)} in one, and was saved as if the ranks had other parts of it",
             leaf=leaf,
-            expected=f"a split into {parts} sections",
-            found=str(sharding_of(leaf, manifest, ()).spec),
-            hint="Its rows are in the order of the ranks. Save it with the right stride or sections.",
+            expected=f"sections of {expected} rows",
+            found=f"{sharding.spec}: {found} rows",
+            hint="Its rows are in another order than its parts. Save it with these sections.",
         )
 
 
@@ -341,21 +461,23 @@ def model_alone(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: M
     )
 
 
-def llama_hints(config: LlamaConfig, copies: Copies) -> dict[str, ArrayHint]:
+def llama_hints(config: LlamaConfig) -> dict[str, ArrayHint]:
     """What a configuration says about each array that such a model may have, by its name.
 
-    Most shapes show how an array was split. Of fused ones, and of keys and values that several ranks hold, it is said.
+    Most shapes show how an array was split. Of fused ones, and of keys and values, it is said. How many ranks held the
+    same keys and values, and which ones, is found out from the files.
     """
     names = [EMBEDDING, HEAD, "model.norm.weight"]
+    buffers = ["model.rotary_emb.inv_freq"]
     for i in range(config.layers):
         names += [f"model.layers.{i}.{name}" for name in _OF_LAYER]
-    found = {}
+        buffers.append(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
+    # Their shape is not in the configuration, and every rank has them whole.
+    found = {name: ArrayHint(sharding=Sharding(), ruled=True) for name in buffers}
     for name in names:
         shape = shape_of(name, config)
         projection, called = hf_names(name)
-        form = Form(
-            projection=projection or Projection.SEPARATE, copies=copies.count or 1, adjacent=bool(copies.adjacent)
-        )
+        form = Form(projection=projection or Projection.SEPARATE)
         said = len(called) > 1 or projection is Projection.LINEAR
         found[name] = ArrayHint(shape=shape, sharding=split_of(name, config, form) if said else None)
     return found

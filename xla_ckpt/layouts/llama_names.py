@@ -27,6 +27,17 @@ _OUTPUT = re.compile(r".*self_attn\.o_proj\.weight")
 _BUFFER = re.compile(r"(?:.*\.)?rotary_emb\.\w+")
 
 
+_QUERIES = re.compile(r".*self_attn\.qkv_proj\.(?:weight|bias)_(?:q|qkv)")
+
+
+def query_dim(name: str) -> int | None:
+    """The tensor dim of a neuronx-distributed array along which the heads of queries lie; None if it has none.
+
+    Queries come first there, if anything else follows.
+    """
+    return 0 if _QUERIES.fullmatch(name) is not None else 1 if _OUTPUT.fullmatch(name) is not None else None
+
+
 class Projection(enum.Enum):
     """How the projections of queries, keys and values are stored."""
 
@@ -183,8 +194,9 @@ def split_of(name: str, config: LlamaConfig, form: Form) -> Sharding:
     """How the ranks of a tensor-parallel job divide an array of neuronx-distributed's name."""
     copies = "" if form.copies == 1 else f"x{form.copies}{' adjacent' if form.adjacent else ''}"
     kv = f"{config.kv_rows}{copies}" if copies else config.kv_rows
+    linear = form.projection in (Projection.LINEAR, Projection.FUSED)
     axes: dict[str, object] = dict.fromkeys(("vocab", "q", "intermediate"), "tp")
-    axes["kv"] = ("tp", [copies]) if copies else "tp"
+    axes["kv"] = ("tp", [kv]) if linear else "tp"
     axes["qkv"] = ("tp", 3) if form.projection is Projection.STRIDED else ("tp", [config.q_rows, kv, kv])
     axes["gate_up"] = ("tp", 2)
     dims = [axes.get(dim) for dim in _dims(name) or ()]

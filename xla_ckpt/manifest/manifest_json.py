@@ -24,7 +24,6 @@ from xla_ckpt.manifest.digest import block_count, digest, pack_digests, to_hex, 
 from xla_ckpt.manifest.records import VERSION, ArrayRecord, FileRecord, Head, Manifest, ShardGrid
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.grid import Grid
-from xla_ckpt.sharding.sections import parse_section
 
 HEAD_BYTES = 4096
 """The first line of a manifest is shorter than this."""
@@ -246,7 +245,7 @@ def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]
 
 
 def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
-    """None, or for each tensor dim None, a name, or a list of names with perhaps an integer or sections at the end."""
+    """None, or for each tensor dim None, a name, or a list of names with perhaps an integer or a list at the end."""
     spec = entry.get("spec")
     if spec is None:
         return None
@@ -257,20 +256,17 @@ def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
         match split:
             case None | str():
                 found.append(split)
-            case [*names] if names and all(isinstance(n, str) or type(n) is int for n in names):
+            case [*names] if names and all(map(_is_word, names)):
                 found.append(tuple(names))
-            case [*names, [_, *_] as sections] if names and all(isinstance(n, str) for n in names):
-                found.append((*names, _parse_sections(sections)))
+            case [*names, [*sections]] if all(map(_is_word, (*names, *sections))):
+                found.append((*names, tuple(sections)))
             case _:
                 raise FormatError("broken spec", found=str(spec)[:80])
     return tuple(found)
 
 
-def _parse_sections(sections: list[Any]) -> tuple[int | str, ...]:
-    try:
-        return tuple(parse_section(section).spec for section in sections)
-    except ValueError as error:
-        raise FormatError("broken sections in a spec", found=str(sections)[:80]) from error
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) or type(value) is int
 
 
 def _as_list(cuts: Any) -> Any:

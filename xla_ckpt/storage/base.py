@@ -105,8 +105,12 @@ class Store(Protocol):
     def modified(self, path: str) -> int | None:
         """Time of the last change (ns since 1970) of what has this name or path; None if there is nothing."""
 
-    def open(self, name: str, *, lock: bool = True) -> Directory:
-        """Open a directory. With `lock`, nobody who asks `in_use` takes it for unused until it is closed."""
+    def open(self, name: str, *, lock: bool = True, links: bool = False) -> Directory:
+        """Open a directory. With `lock`, nobody who asks `in_use` takes it for unused until it is closed.
+
+        `links` says that files in it may be links to files elsewhere, as caches of other programs have them. Tags have
+        none: what a link points to is neither durable nor gone with the tag.
+        """
 
     def make(self, name: str) -> Directory:
         """Make a directory, locked as being written until it is closed or the process ends. It must not exist."""

@@ -106,8 +106,10 @@ class LocalSink:
 class LocalSource:
     """A file being read."""
 
-    def __init__(self, directory: int, path: str) -> None:
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    def __init__(self, directory: int, path: str, *, links: bool = False) -> None:
+        follow = 0 if links else os.O_NOFOLLOW
+        # A pipe that a link points to would block the opening until somebody writes to it.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow, dir_fd=directory)
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             self.close()
@@ -132,8 +134,9 @@ class LocalSource:
 class LocalDirectory:
     """A directory, held by its descriptor."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, links: bool = False) -> None:
         self.path = os.fspath(path)
+        self._links = links
         self.name = os.path.basename(self.path)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._touched = {""}
@@ -156,7 +159,7 @@ class LocalDirectory:
         return sink
 
     def open(self, path: str) -> LocalSource:
-        return LocalSource(self._fd, path)
+        return LocalSource(self._fd, path, links=self._links)
 
     def files(self) -> list[str]:
         found = []
@@ -221,8 +224,8 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def open(self, name: str, *, lock: bool = True, write: bool = False) -> LocalDirectory:
-        directory = LocalDirectory(self._at(name))
+    def open(self, name: str, *, lock: bool = True, links: bool = False, write: bool = False) -> LocalDirectory:
+        directory = LocalDirectory(self._at(name), links=links)
         if lock:
             _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
         return directory

@@ -274,7 +274,7 @@ class MemoryStore:
         found = self._find(path)
         return None if found is None else found.modified
 
-    def open(self, name: str, *, lock: bool = True) -> MemoryDirectory:
+    def open(self, name: str, *, lock: bool = True, links: bool = False) -> MemoryDirectory:
         with _LOCK:
             return MemoryDirectory(name.rpartition("/")[2], self._files.folder(self._at(name)), lock=lock)
 

@@ -27,7 +27,6 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 
-
 _OTHER_HEADS = (
     "{leaf} was saved with kv_size_multiplier={old}, and over {mesh} it has {new}: the heads of the queries, and the "
     "columns of the output projection, stay in the order of the old job. To change it, go over Hugging Face's names: "
