@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import FormatError as FormatError
     from xla_ckpt.errors import IncompatibleCheckpointError as IncompatibleCheckpointError
     from xla_ckpt.errors import InvalidTagError as InvalidTagError
+    from xla_ckpt.errors import LoadError as LoadError
     from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
     from xla_ckpt.errors import RankFailedError as RankFailedError
     from xla_ckpt.errors import RemoteError as RemoteError
@@ -95,6 +96,7 @@ _HOMES = {
         "FormatError",
         "IncompatibleCheckpointError",
         "InvalidTagError",
+        "LoadError",
         "NoCheckpointError",
         "RankFailedError",
         "RemoteError",

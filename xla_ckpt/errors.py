@@ -150,6 +150,10 @@ class RankFailedError(SaveError):
     """Another rank failed, died or did not answer in time. `rank` names it."""
 
 
+class LoadError(CheckpointError, RuntimeError):
+    """The stored state is sound and fits, but an object of the program did not take it. `leaf` names the object."""
+
+
 class UsageError(CheckpointError, ValueError):
     """An argument that makes no sense, or that ranks disagree about."""
 
@@ -201,6 +205,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         SaveError,
         DivergentReplicasError,
         RankFailedError,
+        LoadError,
         UsageError,
     )
 }

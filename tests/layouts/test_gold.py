@@ -144,7 +144,9 @@ def resumes_with_fsdp2(gold: Gold) -> None:
     optimizer = torch.optim.AdamW(
         [{"params": [sharded[n] for n, p in plain.parameters.items() if (p.ndim > 1) == big]} for big in (True, False)]
     )
-    xla_ckpt.load_checkpoint(gold.root, "step_40", plain.model, optimizer)
+    # A sharded parameter is another object, which has not the attributes of the one that it was.
+    rules = [(r"gate_up", (("tp", 2), None))] if "gqa" in gold.case else []
+    xla_ckpt.load_checkpoint(gold.root, "step_40", plain.model, optimizer, shardings=rules)
     for name, p in sharded.items():
         assert torch.equal(p.full_tensor(), gold.truth["params"][name]), name
         for what in ("exp_avg", "exp_avg_sq"):

@@ -117,7 +117,7 @@ def train_llama(flags: argparse.Namespace) -> tuple[list[float], list[float]]:
             flags.checkpoint_dir,
             tag=tag,
             model=model,
-            optimizer=flags.inner(optimizer),
+            optimizer=optimizer,
             scheduler=scheduler,
         )
         if user_content is not None:
@@ -153,7 +153,7 @@ def train_llama(flags: argparse.Namespace) -> tuple[list[float], list[float]]:
                     flags.checkpoint_dir,  # checkpoint directory
                     f"step_{global_step}",  # tag
                     model,  # model
-                    flags.inner(optimizer),  # optimizer
+                    optimizer,  # optimizer
                     scheduler,  # scheduler
                     {"epoch": 0, "global_step": global_step, "cli_args": {"lr": flags.lr}},  # user content
                     8,  # num_workers

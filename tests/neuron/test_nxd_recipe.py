@@ -25,10 +25,7 @@ def flags(root: str, **changed: Any) -> argparse.Namespace:
         "dtype": torch.float32, "weight_decay": 0.01, "lr": 0.05, "checkpoint_dir": root, "num_kept_checkpoint": -1,
         "checkpoint_freq": 2, "grad_accum_usteps": 2, "max_steps": STEPS, "batch_size": 4, "init_zero": False,
     }  # fmt: skip
-    asked = argparse.Namespace(**(usual | changed))
-    # Saves and loads do not see through the wrapper yet that ZeRO-1 is in.
-    asked.inner = lambda optimizer: optimizer.optimizer if asked.use_zero_1 else optimizer
-    return asked
+    return argparse.Namespace(**(usual | changed))
 
 
 class Whole(torch.nn.Module):

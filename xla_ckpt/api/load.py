@@ -95,6 +95,7 @@ def load_checkpoint(
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
             columns of the same rows, read a part each and send it to the others, so that the storage is read once.
+            Each rank reads itself what goes through a `load_state_dict` of an object.
         timeout: Seconds that a rank waits for another one.
 
     Returns:
@@ -104,6 +105,8 @@ def load_checkpoint(
         NoCheckpointError: There is no such tag, or none at all.
         IncompatibleCheckpointError: Something does not fit (and `strict`). Nothing was changed.
         CorruptCheckpointError: The tag is damaged. Nothing was changed.
+        LoadError: The `load_state_dict` of an object raised an exception, on some rank. Nothing was changed, but for a
+            module that is loaded through code of its own, and what its `details` name.
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False. Nothing was changed.
         UsageError: An argument is not what its place is for, or is on the meta device. Nothing was changed.
     """
@@ -266,17 +269,20 @@ class _Load:
                 unwanted = self._unwanted(loadings, exchange)
                 with agreed(exchange, "comparing"):
                     skipped = self._compare(reader, loadings, unwanted)
-            needed, read = fill(
-                reader,
-                loadings.targets,
-                exchange,
-                self.phases,
-                sharing=self.sharing,
-                workers=self.workers,
-                shown=self.shown,
-            )
-            with self.phases.timed("install"), agreed(exchange, "installing"):
-                value = loadings.install()
+            with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
+                needed, read = fill(
+                    reader,
+                    loadings.targets,
+                    exchange,
+                    self.phases,
+                    hand_over=hand_over,
+                    alone=loadings.alone,
+                    sharing=self.sharing,
+                    workers=self.workers,
+                    shown=self.shown,
+                )
+                with self.phases.timed("install"), agreed(exchange, "installing"):
+                    value = loadings.install()
         report = LoadReport(
             path=self.store.path,
             tag=tag,

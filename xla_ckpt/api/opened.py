@@ -82,7 +82,9 @@ def _opened(
         return open_tag(store, tag)
     from xla_ckpt.state.hints import hints_of
     from xla_ckpt.state.shardings import StateShardings
+    from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
 
+    model, optimizer = unwrapped_model(model, loading=True), unwrapped_optimizer(optimizer)
     if optimizer is None and schema.member_of(part) in (paths.ROOT, schema.OPTIMIZER):
         optimizer = {}  # all of it, whoever it is for
     hints = hints_of(model, optimizer, StateShardings(rules=rules))

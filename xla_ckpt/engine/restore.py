@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +50,8 @@ def fill(
     exchange: Round,
     phases: Phases,
     *,
+    hand_over: Callable[[], None] = lambda: None,
+    alone: Collection[str] = (),
     sharing: Sharing | None = None,
     workers: int = READERS,
     shown: bool | None = False,
@@ -64,6 +66,8 @@ def fill(
         targets: Leaf path -> where the array goes.
         exchange: Where the ranks meet.
         phases: Receives what is measured.
+        hand_over: Called on all ranks when everything is verified, and no memory that the program uses is overwritten.
+        alone: Leaf paths of targets of new memory that have to be filled by then: this rank reads them itself.
         sharing: Ranks that need the same bytes read them together; None if each reads its own.
         workers: Threads that read, at most.
         shown: Whether a progress bar is shown; None decides by itself.
@@ -82,7 +86,7 @@ def fill(
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
         shared: _SharedPart | None = None
         if sharing is not None and exchange.size > 1:
-            shared = _shared_part(reader, memory, plan, itemsize, sharing, exchange)
+            shared = _shared_part(reader, memory, plan, itemsize, sharing, exchange, frozenset(alone))
         slots = memory.slots if shared is None else shared.slots
         reads = plan.reads if shared is None else shared.reads
         in_use = RestorePlan(tuple(r for r in reads if r.slot in memory.live))
@@ -92,6 +96,8 @@ def fill(
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, fresh, slots, workers=workers, progress=bar, phases=phases)
             check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)
+        with phases.timed("install"):
+            hand_over()
         # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
         with agreed(exchange, "overwriting"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, in_use, slots, workers=workers, progress=bar, phases=phases)
@@ -122,13 +128,14 @@ def _shared_part(
     itemsize: Mapping[str, int],
     sharing: Sharing,
     exchange: Round,
+    alone: frozenset[str],
 ) -> _SharedPart:
-    """Agree with the other ranks on who reads what; `plan` is what this rank would read alone."""
+    """Agree with the other ranks on who reads what; `plan` is what this rank would read without them."""
     common = []
     for want in memory.wants:
         record = reader.manifest.array(want.leaf)
         # What each rank has of its own is not the same bytes, although leaf path and box are the same.
-        if record is not None and not record.own:
+        if record is not None and not record.own and want.leaf not in alone:
             common.append(want)
     share = sharing.agree(exchange, common)
     rows = share.rows(len(memory.slots))

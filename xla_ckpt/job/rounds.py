@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 
-from xla_ckpt.errors import RankFailedError
+from xla_ckpt.errors import LoadError, RankFailedError, SaveError
 from xla_ckpt.job.communicator import Communicator
 from xla_ckpt.job.verdict import Deadline, Round
 
@@ -35,9 +35,10 @@ class Rounds:
 
     def begin(self, doing: str, timeout: float) -> Round:
         """The next round: the same one on all ranks that make the same calls in the same order."""
+        failure = LoadError if doing == "load" else SaveError
         with self._lock:
             self.last += 1
-            made = Round(self.communicator, f"{doing}/{self.last}", timeout)
+            made = Round(self.communicator, f"{doing}/{self.last}", timeout, failure)
             if self.communicator.size > 1:
                 self._open[made.name] = self.last, made
             return made

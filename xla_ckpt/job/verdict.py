@@ -15,14 +15,19 @@ from xla_ckpt.job.communicator import Communicator
 Value = TypeVar("Value")
 
 
-def as_checkpoint_error(error: BaseException, doing: str, rank: int, **facts: Any) -> CheckpointError:
-    """Any exception as an error of ours that can travel; the original stays its cause."""
+def as_checkpoint_error(
+    error: BaseException, doing: str, rank: int, kind: type[CheckpointError] = SaveError, **facts: Any
+) -> CheckpointError:
+    """Any exception as an error of ours that can travel; the original stays its cause.
+
+    `kind` is what an exception becomes that is no error of ours, and none of the operating system.
+    """
     if isinstance(error, CheckpointError):
         made = error
     elif isinstance(error, OSError):
         made = StorageError.of(error, doing)
     else:
-        made = SaveError(f"{doing} failed: {type(error).__name__}: {error}")
+        made = kind(f"{doing} failed: {type(error).__name__}: {error}")
     if made is not error:
         made.__cause__ = error
     return made.at(rank=rank, **facts)
@@ -65,12 +70,16 @@ class Round:
         communicator: The job's store.
         name: The same on all ranks, and of no other round.
         timeout: Seconds that this rank waits for another one, once it has nothing to do itself.
+        failure: What an exception in it becomes that is no error of ours.
     """
 
-    def __init__(self, communicator: Communicator, name: str, timeout: float) -> None:
+    def __init__(
+        self, communicator: Communicator, name: str, timeout: float, failure: type[CheckpointError] = SaveError
+    ) -> None:
         self.communicator = communicator
         self.name = name
         self.timeout = timeout
+        self.failure = failure
         self.said: list[str] = []
         """The keys that this rank has put."""
 
@@ -126,7 +135,7 @@ class Round:
 
     def within(self, name: str) -> Round:
         """A round inside of this one."""
-        inner = Round(self.communicator, f"{self.name}/{name}", self.timeout)
+        inner = Round(self.communicator, f"{self.name}/{name}", self.timeout, self.failure)
         inner.said = self.said
         return inner
 
@@ -170,7 +179,7 @@ def agreed(exchange: Round, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         # Told to all ranks, and raised below on all of them.
-        mine = as_checkpoint_error(error, what, exchange.rank)
+        mine = as_checkpoint_error(error, what, exchange.rank, exchange.failure)
     exchange.say(f"{what}/{exchange.rank}", error=mine)
     if exchange.rank == 0:
         exchange.say(f"{what}/verdict", error=_first_error(exchange, what))

@@ -17,6 +17,7 @@ from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.attributes import declared_sharding, true_shape
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import StateShardings
+from xla_ckpt.state.wrappers import View
 from xla_ckpt.tree import schema
 
 
@@ -28,6 +29,8 @@ def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
     """
     shardings = shardings.of_model(model)
     held = {} if model is None else module.tree_of(model)
+    if isinstance(model, View):
+        held = {**held, **model.other_names()}
     arrays = {
         str(name): _hint(schema.weight(str(name)), value, shardings)
         for name, value in (held.items() if isinstance(held, Mapping) else ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.state.handover import Handover
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree import path as paths
@@ -116,8 +117,18 @@ class Loading:
     unwanted: list[Problem] = field(default_factory=list)
     """Stored, and not wanted by this rank: a problem unless another pipeline stage wants it."""
 
+    handover: Handover | None = None
+    """What code of the program takes, before anything else of the program is changed."""
+
     finish: Callable[[Mapping[str, Any]], None] = lambda arrays: None
     """Called with the restored arrays by leaf path, when all parts are read."""
+
+    @property
+    def handed_paths(self) -> Collection[str]:
+        """Leaf paths of the arrays that code of the program takes."""
+        if self.handover is None:
+            return ()
+        return self.targets if self.handover.paths is None else self.handover.paths
 
     def add_problem(self, leaf: str, text: str) -> None:
         """Note a difference."""

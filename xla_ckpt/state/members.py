@@ -6,24 +6,28 @@ into it, and what it knows about the arrays that it wants.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
 from xla_ckpt.engine.target import Target
+from xla_ckpt.job.verdict import Round
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
+from xla_ckpt.state.handover import Handing, changing
 from xla_ckpt.state.hints import hints_of, hints_of_tree
 from xla_ckpt.state.layers import other_multiplier
 from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
+from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave
 
@@ -68,17 +72,47 @@ class Loadings:
         """Leaf path -> where the array goes."""
         return {path: target for part in self.parts for path, target in part.targets.items()}
 
+    handed: dict[str, Any] = field(default_factory=dict, init=False)
+    """The arrays that code of the program has taken, by leaf path."""
+
+    @property
+    def alone(self) -> frozenset[str]:
+        """Leaf paths of arrays that code of the program takes before anything else is changed."""
+        return frozenset(path for part in self.parts for path in part.handed_paths)
+
+    @contextlib.contextmanager
+    def handing_over(self, exchange: Round) -> Iterator[Callable[[], None]]:
+        """Around the reading and the installation. Gives what hands over to code of the program what that takes.
+
+        It is called when the arrays `alone` are filled, and the memory that the program uses is not yet overwritten. If
+        that or anything after it fails, the members get back what they had.
+        """
+        handing = Handing([part.handover for part in self.parts if part.handover is not None])
+
+        def install() -> Mapping[str, Any]:
+            alone = self.alone
+            self.handed.update({p: t.install() for p, t in self.targets.items() if p in alone})
+            return self.handed
+
+        with handing.put_back_on_failure():
+            yield lambda: handing.run(install, exchange)
+
     def install(self) -> Any:
-        """Put everything in place, now that the memory of all targets is filled; returns the load's value."""
-        arrays = {path: target.install() for path, target in self.targets.items()}
-        for part in self.parts:
-            part.finish(arrays)
-        return self.result(arrays)
+        """Put everything in place, now that the memory of all targets is filled; returns the load's value.
+
+        Raises:
+            LoadError: That fails, which leaves a part of the objects changed.
+        """
+        with changing():
+            arrays = {p: self.handed[p] if p in self.handed else t.install() for p, t in self.targets.items()}
+            for part in self.parts:
+                part.finish(arrays)
+            return self.result(arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objects:
-    """The usual objects of a training run, each of them optional."""
+    """The usual objects of a training run, each of them optional. What wraps a model or an optimizer is looked into."""
 
     model: Any = None
     optimizer: Any = None
@@ -95,27 +129,28 @@ class Objects:
         """
         given = [self.model, self.optimizer, self.scheduler, self.user_content, *self.extras.values()]
         mistakes.check_something(given, placement)
-        mistakes.check_members(self.model, self.optimizer)
+        model, optimizer = unwrapped_model(self.model), unwrapped_optimizer(self.optimizer)
+        mistakes.check_members(model, optimizer)
         rank, world = placement.rank, placement.world
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
         by_name, axes = False, None
-        if self.model is not None:
-            tree[schema.MODEL] = module.tree_of(self.model)
-            buffers = frozenset(map(schema.weight, module.buffer_names(self.model)))
+        if model is not None:
+            tree[schema.MODEL] = module.tree_of(model)
+            buffers = frozenset(map(schema.weight, module.buffer_names(model)))
             parts.append(schema.MODEL)
-        if self.optimizer is not None:
-            names = module.parameter_names(self.model)
-            held = optimizers.tree_of(self.optimizer, names)
-            parameters = optimizers.parameters_of(self.optimizer, self.model, names, placement)
-            by_name = optimizers.is_by_name(self.optimizer, held)
-            states = schema_of(self.optimizer)
+        if optimizer is not None:
+            names = module.parameter_names(model)
+            held = optimizers.tree_of(optimizer, names)
+            parameters = optimizers.parameters_of(optimizer, model, names, placement)
+            by_name = optimizers.is_by_name(optimizer, held)
+            states = schema_of(optimizer)
             if by_name and states.per_rank:
                 held = rank_states.apart(held, states, placement)
                 alone.append(schema.of_rank(schema.own_states(), rank))
             tree[schema.OPTIMIZER] = held
-            axes = zero1.mesh_axes(self.optimizer, placement) if zero1.is_zero1(self.optimizer) else None
+            axes = zero1.mesh_axes(optimizer, placement) if zero1.is_zero1(optimizer) else None
             parts.append(schema.OPTIMIZER)
         if self.scheduler is not None:
             tree[schema.SCHEDULER] = stateful.tree_of(self.scheduler, schema.SCHEDULER)
@@ -132,7 +167,7 @@ class Objects:
             alone.append(schema.USER_CONTENT)
         return State(
             tree=tree,
-            model=self.model,
+            model=model,
             parameters=parameters,
             buffers=buffers,
             alone=tuple(alone),
@@ -147,8 +182,9 @@ class Objects:
         Raises:
             UsageError: One of them is not what its place is for.
         """
-        mistakes.check_members(self.model, self.optimizer, loading=True)
-        return hints_of(self.model, self.optimizer, shardings)
+        model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
+        mistakes.check_members(model, optimizer, loading=True)
+        return hints_of(model, optimizer, shardings)
 
     def loadings(self, stored: Stored) -> Loadings:
         """Compare a stored state with them. The value of the load is the stored user content.
@@ -157,13 +193,14 @@ class Objects:
             UsageError: One of them is not what its place is for.
             CheckpointError: Something stored cannot be loaded at all.
         """
-        mistakes.check_members(self.model, self.optimizer, loading=True)
-        stored = replace(stored, shardings=stored.shardings.of_model(self.model))
-        told = other_multiplier(self.model, stored.shardings.layers, stored.manifest)
+        model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
+        mistakes.check_members(model, optimizer, loading=True)
+        stored = replace(stored, shardings=stored.shardings.of_model(model))
+        told = other_multiplier(model, stored.shardings.layers, stored.manifest)
         if told is not None and stored.shardings.placement.rank == 0:
             logger.warning("tag %s: %s", stored.manifest.head.tag, told)
         parts = []
-        for path, load in self._members(stored):
+        for path, load in self._members(model, optimizer, stored.shardings.placement):
             part = stored.at(path)
             parts.append(absent(stored, path) if part is None else load(part))
         content = stored.at(schema.USER_CONTENT)
@@ -174,15 +211,14 @@ class Objects:
         content.build()  # an object that may not be loaded is found out before anything is changed
         return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]))
 
-    def _members(self, stored: Stored) -> list[tuple[str, Callable[[Stored], Loading]]]:
-        """(leaf path, how it is loaded) of each object."""
-        where = stored.shardings.placement
+    def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, Callable[[Stored], Loading]]]:
+        """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
         found: list[tuple[str, Callable[[Stored], Loading]]] = []
-        if self.model is not None:
-            found.append((schema.MODEL, lambda part: module.load(part, self.model)))
-        if self.optimizer is not None:
-            names = module.parameter_names(self.model)
-            found.append((schema.OPTIMIZER, lambda part: optimizer_load.load(part, self.optimizer, names, self.model)))
+        if model is not None:
+            found.append((schema.MODEL, lambda part: module.load(part, model)))
+        if optimizer is not None:
+            names = module.parameter_names(model)
+            found.append((schema.OPTIMIZER, lambda part: optimizer_load.load(part, optimizer, names, model)))
         if self.scheduler is not None:
             found.append((schema.SCHEDULER, lambda part: stateful.load(part, self.scheduler)))
         for name, member in self.extras.items():

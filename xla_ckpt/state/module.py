@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.registry import adapter_of, array_kind
+from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import ArrayAt, Loading, Problem, Stored, arrays_of, plan_arrays
+from xla_ckpt.state.wrappers import View
 from xla_ckpt.tree import path as paths
 
 
@@ -54,8 +56,8 @@ def load(stored: Stored, model: Any) -> Loading:
 def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     """Prepare to load a module: straight into its parameters and buffers where nothing speaks against it."""
     loading = Loading()
-    entries = tree_of(module)
     held = stored.build()
+    entries = module.wanted(held) if isinstance(module, View) else tree_of(module)
     _compare_keys(stored, loading, entries, held)
     owned = {id(t) for t in (*module.parameters(), *module.buffers())}
     direct = not _has_load_logic(module) and all(id(v) in owned for v in entries.values() if array_kind(v))
@@ -77,7 +79,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
         elif (part := stored.at(paths.escape(key))) is not None:  # extra state, which may have arrays inside
             plan_arrays(part, loading, {})
 
-    def finish(arrays: Mapping[str, Any]) -> None:
+    def take(arrays: Mapping[str, Any]) -> None:
         rest = {}
         for key, value in stored.build(lambda path, _: arrays.get(path)).items():
             is_array = isinstance(held[key], ArrayAt)
@@ -86,8 +88,23 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
         if rest:
             module.load_state_dict(rest, strict=False)
 
-    loading.finish = finish
+    plain = [k for k in entries if k in held and not isinstance(held[k], ArrayAt)]
+    if not direct:
+        loading.handover = Handover(leaf=stored.prefix, take=take, keep=None)
+    elif plain:
+        read_over = set(by_object.values())
+        loading.handover = Handover(
+            leaf=stored.prefix,
+            take=take,
+            keep=lambda: _kept(module, {k: entries[k] for k in plain}),
+            paths=[path for path in loading.targets if path not in read_over],
+        )
     return loading
+
+
+def _kept(module: torch.nn.Module, former: Mapping[str, Any]) -> PutBack:
+    copy = copied(former)
+    return lambda: module.load_state_dict(copy, strict=False)
 
 
 def _what(is_array: bool) -> str:
@@ -96,15 +113,24 @@ def _what(is_array: bool) -> str:
 
 def _has_load_logic(module: torch.nn.Module) -> bool:
     """Whether loading this module means more than overwriting its arrays."""
-    if type(module).load_state_dict is not torch.nn.Module.load_state_dict:
+    tops = module.parts if isinstance(module, View) else [module]
+    if any(type(top).load_state_dict is not torch.nn.Module.load_state_dict for top in tops):
         return True
     for part in module.modules():
         own = type(part)._load_from_state_dict
-        if part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks:
+        if (part._load_state_dict_pre_hooks and not _only_renames(part)) or part._load_state_dict_post_hooks:
             return True
         if own is not torch.nn.Module._load_from_state_dict and not own.__module__.startswith("torch.nn."):
             return True
     return False
+
+
+def _only_renames(part: torch.nn.Module) -> bool:
+    """Whether its one hook gives names back that its own state dict does not have: torch's activation checkpoints."""
+    home = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+    return len(part._load_state_dict_pre_hooks) == 1 and any(
+        (c.__module__, c.__name__) == (home, "ActivationWrapper") for c in type(part).__mro__
+    )
 
 
 def _compare_keys(stored: Stored, loading: Loading, wanted: Mapping[Any, Any], held: Mapping[Any, Any]) -> None:

@@ -77,7 +77,8 @@ def tree_of(optimizer: Any, names: Names) -> Any:
         }
         for g in packed[schema.GROUPS]
     ]
-    _check_shared(optimizer.base_optimizer if zero1.is_zero1(optimizer) else optimizer, called)
+    for holder in zero1.bases_of(optimizer) if zero1.is_zero1(optimizer) else [optimizer]:
+        _check_shared(holder, called)
     state = {called[i] if type(i) is int else i: v for i, v in packed[schema.STATE].items()}
     tree = {**packed, schema.STATE: state, schema.GROUPS: groups}
     if zero1.is_zero1(optimizer) and zero1.keeps_master(optimizer):
@@ -135,18 +136,18 @@ def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> d
     Raises:
         UsageError: It is a ZeRO-1 optimizer whose groups do not fit the mesh.
     """
-    axes: tuple[str, ...] = ()
+    axes: Mapping[int, tuple[str, ...]] = {}
     shards: Mapping[int, Any] = {}
     if zero1.is_zero1(optimizer):
         shards = zero1.shards_of(optimizer)
-        axes = zero1.mesh_axes(optimizer, placement)
+        axes = zero1.axes_by_parameter(optimizer, placement)
     states = schema_of(optimizer)
     return {
         component(name): Parameter(
             name=str(name),
             value=parameter,
-            zero1=axes,
-            shard=tuple(shards[id(parameter)].shape) if axes else None,
+            zero1=axes.get(id(parameter), ()),
+            shard=tuple(shards[id(parameter)].shape) if axes.get(id(parameter)) else None,
             states=states,
         )
         for name, (parameter, _) in zip(called, parameters_in_order(optimizer), strict=True)

@@ -1,6 +1,10 @@
 """Loading an optimizer: which stored parameter is which of the program's, where each array goes, and what is put in.
 
 Nothing of the optimizer is changed before all arrays are read: the last step, `Loading.finish`, does that.
+
+An optimizer with a `load_state_dict` of its own takes its state twice. It is handed over before anything else of the
+program is changed, because the optimizer may refuse it. It is given again at the end, because some optimizers copy the
+model's weights then, and these are the old ones before.
 """
 
 from __future__ import annotations
@@ -13,7 +17,10 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.registry import check_memory
+from xla_ckpt.engine.target import Target
+from xla_ckpt.manifest.records import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
+from xla_ckpt.state.handover import Handover, kept
 from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.optimizer import (
@@ -34,8 +41,8 @@ class _Match:
     """An optimizer of the program's beside the stored one."""
 
     optimizer: Any
-    inner: Any
-    """The optimizer that holds the states: the one that a ZeRO-1 optimizer wraps, else itself."""
+    holders: Sequence[Any]
+    """The optimizers that hold the states: those that a ZeRO-1 optimizer wraps, else itself."""
 
     order: Sequence[tuple[Any, str]]
     """(parameter, place) in the order of torch's packed ids."""
@@ -52,7 +59,12 @@ class _Match:
     @property
     def sharded(self) -> bool:
         """Whether it is a ZeRO-1 optimizer."""
-        return self.inner is not self.optimizer
+        return self.holders[0] is not self.optimizer
+
+    @property
+    def now(self) -> Mapping[Any, Any]:
+        """The state that the program has, by the tensor that it belongs to."""
+        return {key: state for holder in self.holders for key, state in holder.state.items()}
 
 
 def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loading:
@@ -76,9 +88,25 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
     groups = _match_groups(held, loading, match)
     bad = _plan(stored, held, match, groups, loading)
-    fill = rank_states.plan(whole, _program(match), loading)
-    loading.finish = _finishing(stored, match, groups, bad, fill, frozenset(loading.targets))
+    own = rank_states.plan(whole, _program(match), loading)
+    loading.finish = _finishing(stored, match, groups, bad, own, frozenset(loading.targets))
+    if _loads_itself(match):
+        _hand_over(loading, optimizer, schema.OPTIMIZER)
+    elif own.paths:
+        loading.handover = Handover(
+            leaf=schema.own_states(), take=own.make, keep=lambda: lambda: None, paths=frozenset(own.paths)
+        )
     return loading
+
+
+def _loads_itself(match: _Match) -> bool:
+    """Whether its state goes back through a `load_state_dict` of its own."""
+    return not match.sharded and type(match.optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict
+
+
+def _hand_over(loading: Loading, optimizer: Any, leaf: str) -> None:
+    """Have the end of a load happen before anything else is changed, too."""
+    loading.handover = Handover(leaf=leaf, take=loading.finish, keep=lambda: kept(optimizer))
 
 
 def _program(match: _Match) -> rank_states.Program:
@@ -86,7 +114,7 @@ def _program(match: _Match) -> rank_states.Program:
         states=schema_of(match.optimizer),
         by_name=match.by_name,
         parameters=match.group_of.keys(),
-        now=match.inner.state,
+        now=match.now,
     )
 
 
@@ -94,6 +122,7 @@ def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
     """An optimizer with a structure of its own: its state goes back through its own `load_state_dict`."""
     plan_arrays(stored, loading, {})
     loading.finish = lambda arrays: optimizer.load_state_dict(stored.build(lambda path, _: arrays[path]))
+    _hand_over(loading, optimizer, stored.prefix)
     return loading
 
 
@@ -124,7 +153,7 @@ def _matched(held: Any, optimizer: Any, names: Names) -> _Match:
     order, called = parameters_in_order(optimizer), _called(held, optimizer, names)
     return _Match(
         optimizer=optimizer,
-        inner=optimizer.base_optimizer if shards else optimizer,
+        holders=zero1.bases_of(optimizer) if shards else [optimizer],
         order=order,
         called=called,
         by_name={name: shards.get(id(p), p) for name, (p, _) in zip(called, order, strict=True)},
@@ -190,9 +219,16 @@ def _plan(stored: Stored, held: Any, match: _Match, groups: Sequence[int | None]
     fresh = StateTargets(stored, match.by_name, match.group_of, now)
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
-    overwritten = {path: value for path, value in now.items() if not fresh.is_shared(path)}
+    mine = {path: value for path, value in now.items() if not fresh.is_shared(path)}
     wanted = Loading()
-    plan_arrays(stored, wanted, overwritten, owned=True, new=fresh.target)
+    if _loads_itself(match):  # it may refuse its state: what it has is not overwritten
+
+        def new(path: str, record: ArrayRecord, kind: str) -> Target | None:
+            return stored.like(path, mine[path]) if path in mine else fresh.target(path, record, kind)
+
+        plan_arrays(stored, wanted, {}, new=new)
+    else:
+        plan_arrays(stored, wanted, mine, owned=True, new=fresh.target)
     loading.targets = {p: target for p, target in wanted.targets.items() if fresh.is_kept(p, masters=match.sharded)}
     loading.problems += [p for p in wanted.problems if fresh.is_kept(p.leaf, masters=match.sharded)]
     return frozenset(fresh.name(p.leaf) for p in wanted.problems)
@@ -200,7 +236,7 @@ def _plan(stored: Stored, held: Any, match: _Match, groups: Sequence[int | None]
 
 def _tree_now(held: Any, match: _Match, groups: Sequence[int | None]) -> dict[str, Any]:
     """What the program's optimizer has of the stored one's state, in the stored one's structure."""
-    state, stored_state = match.inner.state, held[schema.STATE]
+    state, stored_state = match.now, held[schema.STATE]
     owned = {name: state[p] for name, p in match.by_name.items() if p in state and name in stored_state}
     shared = {k: state[k] for k in stored_state if k not in match.group_of and k in state}
     tree: dict[str, Any] = {
@@ -230,8 +266,8 @@ def _finishing(
     match: _Match,
     groups: Sequence[int | None],
     bad: frozenset[Any],
-    fill: rank_states.Fill,
-    kept: frozenset[str],
+    own: rank_states.Own,
+    restored: frozenset[str],
 ) -> Callable[[Mapping[str, Any]], None]:
     """What puts the restored arrays into the optimizer.
 
@@ -240,13 +276,13 @@ def _finishing(
         match: Which parameter is which.
         groups: The stored group of each of the optimizer's.
         bad: Names of parameters whose state stays as it is.
-        fill: Adds the states that are this rank's own.
-        kept: Leaf paths of the arrays that are restored.
+        own: The states that are this rank's own.
+        restored: Leaf paths of the arrays that are restored.
     """
 
     def finish(arrays: Mapping[str, Any]) -> None:
         tree = stored.build(lambda path, _: arrays.get(path))
-        fill(tree[schema.STATE], arrays)
+        own.fill(tree[schema.STATE], arrays)
         state = _new_state(tree, match, bad)
         values = [None if g is None else tree[schema.GROUPS][g] for g in groups]
         if not match.sharded:
@@ -254,7 +290,7 @@ def _finishing(
             _install(match, state, values, others)
             return
         _install_sharded(match, state, values)
-        if not all(schema.master(name) in kept for name in match.called):
+        if not all(schema.master(name) in restored for name in match.called):
             zero1.take_weights(match.optimizer)  # no master weights are stored: the parameters are what there is
 
     return finish
@@ -262,7 +298,7 @@ def _finishing(
 
 def _new_state(tree: Any, match: _Match, bad: frozenset[Any]) -> dict[Any, Any]:
     """The optimizer's state as it will be: that of each parameter by its tensor, and shared state by its key."""
-    before, state = match.inner.state, collections.defaultdict[Any, Any](dict)
+    before, state = match.now, collections.defaultdict[Any, Any](dict)
     for name, parameter in match.by_name.items():
         if name in bad or name not in match.group_of:
             if parameter in before:  # not strict: what does not fit stays as it is
@@ -273,12 +309,18 @@ def _new_state(tree: Any, match: _Match, bad: frozenset[Any]) -> dict[Any, Any]:
     return state
 
 
-def _install_sharded(match: _Match, state: Any, groups: Sequence[Any]) -> None:
-    """Put state and hyper-parameters into a ZeRO-1 optimizer: both it and the one that it wraps have groups."""
-    for outer, mine, new in zip(match.optimizer.param_groups, match.inner.param_groups, groups, strict=True):
-        outer.update({} if new is None else _hyper(new))
-        mine.update({} if new is None else _hyper(new))
-    match.inner.__setstate__({schema.STATE: state, schema.GROUPS: match.inner.param_groups})
+def _install_sharded(match: _Match, state: Mapping[Any, Any], groups: Sequence[Any]) -> None:
+    """Put state and hyper-parameters into a ZeRO-1 optimizer: both it and those that it wraps have groups."""
+    values = [{} if new is None else _hyper(new) for new in groups]
+    for part in zero1.parts_of(match.optimizer):
+        holder = part.base_optimizer
+        for theirs in (match.optimizer.param_groups, part.param_groups, holder.param_groups):
+            for group, new in zip(theirs, values, strict=True):
+                group.update(new)
+        own = {shard for group in holder.param_groups for shard in group["params"]}
+        mine = collections.defaultdict[Any, Any](dict)
+        mine.update({k: v for k, v in state.items() if k in own or not isinstance(k, torch.Tensor)})
+        holder.__setstate__({schema.STATE: mine, schema.GROUPS: holder.param_groups})
 
 
 def _install(match: _Match, state: Any, groups: Sequence[Any], others: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.state import stateful
+from xla_ckpt.state.handover import Handover, kept
 from xla_ckpt.state.loading import Loading, Stored, plan_arrays
 from xla_ckpt.state.rng import RNGState
 from xla_ckpt.tree import path as paths
@@ -94,9 +95,10 @@ def _load_resharded(parts: dict[int, Stored], member: PerRank, rank: int, world:
     reshard = member.reshard
     assert reshard is not None
 
-    def finish(arrays: Any) -> None:
+    def take(arrays: Any) -> None:
         states = [parts[r].build(lambda path, _: arrays[path]) for r in sorted(parts)]
         member.member.load_state_dict(reshard(states, rank, world))
 
-    loading.finish = finish
+    leaf = next((part.prefix for part in parts.values()), schema.EXTRAS)
+    loading.handover = Handover(leaf=leaf, take=take, keep=lambda: kept(member.member))
     return loading

@@ -20,10 +20,34 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.optimizer_schema import OptimizerSchema
-from xla_ckpt.tree.skeleton import children
+from xla_ckpt.tree.skeleton import array_paths, children
 
-Fill = Callable[[dict[Any, Any], Mapping[str, Any]], None]
-"""Puts this rank's own states, made of restored arrays, into a tree of states by parameter."""
+
+@dataclass(slots=True)
+class Own:
+    """This rank's own states, which are made of restored arrays, and of those that it keeps."""
+
+    paths: list[str] = field(default_factory=list)
+    """Leaf paths of the arrays that they are made of."""
+
+    makes: dict[tuple[Any, ...], Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    """(parameter, key), or (key,) of a shared one -> what makes the state of restored arrays."""
+
+    kept: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """The states that stay as they are."""
+
+    _made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+
+    def make(self, arrays: Mapping[str, Any]) -> None:
+        """Make the states. Functions that somebody registered do it, and may raise."""
+        self._made = {keys: make(arrays) for keys, make in self.makes.items()}
+
+    def fill(self, tree: dict[Any, Any], arrays: Mapping[str, Any]) -> None:
+        """Put them into a tree of states by parameter."""
+        if self._made.keys() != self.makes.keys():
+            self.make(arrays)
+        for keys, value in {**self.kept, **self._made}.items():
+            _put(tree, keys, value)
 
 
 def apart(tree: Mapping[str, Any], states: OptimizerSchema, placement: Placement) -> dict[str, Any]:
@@ -69,12 +93,12 @@ class Program:
     """The state that it has."""
 
 
-def plan(stored: Stored, program: Program, loading: Loading) -> Fill:
+def plan(stored: Stored, program: Program, loading: Loading) -> Own:
     """Want this rank's own states, or those that its own are made of; differences become problems of the loading."""
     part = stored.at(schema.OWN)
     saved_by = None if part is None else schema.saved_by(part.skeleton)
     if part is None or saved_by is None:
-        return lambda tree, arrays: None
+        return Own()
     placement = stored.shardings.placement
     # A number of a rank means another part of the parameters in another mesh of as many ranks.
     alike = schema.same_ranks(part.skeleton, placement.world, str(placement.mesh))
@@ -104,19 +128,13 @@ class _Wanted:
     """Whether the ranks were arranged as they are now."""
 
     loading: Loading
-    fills: list[Fill] = field(default_factory=list)
+    own: Own = field(default_factory=Own)
 
-    def plan(self) -> Fill:
+    def plan(self) -> Own:
         """See the function of this name."""
         for keys in dict.fromkeys(keys for part in self.parts.values() for keys in self._keys(part)):
             self._plan_one(keys)
-        fills = self.fills
-
-        def fill(tree: dict[Any, Any], arrays: Mapping[str, Any]) -> None:
-            for one in fills:
-                one(tree, arrays)
-
-        return fill
+        return self.own
 
     def _keys(self, part: Stored) -> Iterator[tuple[Any, ...]]:
         """(parameter, key) of each state that a rank saved and this program can use; (key,) where it is shared."""
@@ -153,19 +171,20 @@ class _Wanted:
         for part in parts:
             plan_arrays(part, self.loading, {}, new=lambda _, r, kind: new_array(r.dtype, whole(r.shape), kind, device))
             part.build()  # what may not be loaded is found out before anything is changed
+            self.own.paths += array_paths(part.skeleton, part.prefix)
 
-        def fill(tree: dict[Any, Any], arrays: Mapping[str, Any]) -> None:
+        def made(arrays: Mapping[str, Any]) -> Any:
             value = make([part.build(lambda path, _: arrays[path]) for part in parts])
-            _put(tree, keys, value.to(self._device(keys)) if isinstance(value, torch.Tensor) else value)
+            return value.to(self._device(keys)) if isinstance(value, torch.Tensor) else value
 
-        self.fills.append(fill)
+        self.own.makes[keys] = made
 
     def _keep(self, keys: tuple[Any, ...], why: str) -> None:
         """Leave the optimizer what it has; strict loads fail for it."""
         self.loading.add_problem(schema.state(*keys), why)
         held = self._now(keys)
         if keys[-1] in held:
-            self.fills.append(lambda tree, arrays: _put(tree, keys, held[keys[-1]]))
+            self.own.kept[keys] = held[keys[-1]]
 
     def _now(self, keys: tuple[Any, ...]) -> Mapping[Any, Any]:
         """The members of the optimizer's state beside which the last of the keys stands."""

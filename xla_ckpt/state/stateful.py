@@ -8,8 +8,10 @@ from typing import Any
 from xla_ckpt.arrays.registry import new_array
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.state.handover import Handover, kept
 from xla_ckpt.state.loading import Loading, Stored, arrays_of
 from xla_ckpt.state.module import load_dict
+from xla_ckpt.state.rng import RNGState
 from xla_ckpt.tree.skeleton import array_paths
 
 
@@ -42,5 +44,12 @@ def load(stored: Stored, member: Any) -> Loading:
         fits = like is not None and (like.shape, like.dtype) == (record.shape, record.dtype)
         # Such state may have grown or changed since: the object itself knows best whether it fits.
         loading.want(path, like if fits and like else new_array(record.dtype, whole(record.shape), kind), record)
-    loading.finish = lambda arrays: member.load_state_dict(stored.build(lambda path, _: arrays[path]))
+
+    def take(arrays: Mapping[str, Any]) -> None:
+        member.load_state_dict(stored.build(lambda path, _: arrays[path]))
+
+    if isinstance(member, RNGState):
+        loading.finish = take  # last of all: whatever else is loaded may draw random numbers
+    else:
+        loading.handover = Handover(leaf=stored.prefix, take=take, keep=lambda: kept(member))
     return loading

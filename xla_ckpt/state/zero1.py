@@ -3,6 +3,9 @@
 It wraps an optimizer whose parameters are shards: each parameter, zero-padded along dim 0 to a multiple of the group,
 cut into as many chunks. The states of the wrapped optimizer belong to those shards, and here they are put back to the
 parameters' names. torch_xla is not needed to recognise one.
+
+neuronx-distributed's `NeuronEPZero1Optimizer` consists of two of them: one deals the experts out over the ranks that
+hold the same experts, the other one deals out all other parameters. Its own wrapped optimizer never steps.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 
 from xla_ckpt.arrays.registry import require
 from xla_ckpt.arrays.torch_host import bytes_of
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import axes_of
@@ -29,26 +32,57 @@ def is_zero1(optimizer: Any) -> bool:
     return any(c.__module__ == _HOME for c in type(optimizer).__mro__)
 
 
+def parts_of(optimizer: Any) -> list[Any]:
+    """The ZeRO-1 optimizers that hold the shards: one for experts and one for the rest, or the optimizer itself."""
+    names = ("non_ep_zero_optimizer", "ep_zero_optimizer")
+    has_experts = all(hasattr(optimizer, name) for name in names)
+    parts = [getattr(optimizer, name) for name in names] if has_experts else [optimizer]
+    for part in parts:
+        if not part.inited:
+            part.init_zero()
+    return parts
+
+
+def bases_of(optimizer: Any) -> list[Any]:
+    """The wrapped optimizers, which hold the states."""
+    return [part.base_optimizer for part in parts_of(optimizer)]
+
+
 def shards_of(optimizer: Any) -> dict[int, Any]:
-    """Identity of each parameter -> the shard of it that the wrapped optimizer steps."""
-    if not optimizer.inited:
-        optimizer.init_zero()
+    """Identity of each parameter -> the shard of it that a wrapped optimizer steps."""
     return {
         id(p): s
-        for outer, inner in zip(optimizer.param_groups, optimizer.base_optimizer.param_groups, strict=True)
+        for part in parts_of(optimizer)
+        for outer, inner in zip(part.param_groups, part.base_optimizer.param_groups, strict=True)
         for p, s in zip(outer["params"], inner["params"], strict=True)
     }
+
+
+def axes_by_parameter(optimizer: Any, placement: Placement) -> dict[int, tuple[str, ...]]:
+    """Identity of each parameter -> the mesh axes over which the rows of its states are dealt out.
+
+    Raises:
+        UsageError: The sharding groups do not lie along the mesh.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    for part in parts_of(optimizer):
+        axes = mesh_axes(part, placement)
+        found.update({id(p): axes for group in part.param_groups for p in group["params"]})
+    return found
 
 
 def mesh_axes(optimizer: Any, placement: Placement) -> tuple[str, ...]:
     """The mesh axes over which the rows of its states are dealt out; none if its group is a single rank.
 
+    Of an optimizer with a part for experts, those of the other part.
+
     Raises:
         UsageError: Its sharding groups do not lie along the mesh.
     """
-    if optimizer.local_world_size == 1:
+    first = parts_of(optimizer)[0]
+    if first.local_world_size == 1:
         return ()
-    groups = [list(g) for g in optimizer.sharding_groups]
+    groups = [list(g) for g in first.sharding_groups]
     group = next((g for g in groups if placement.rank in g), None)
     axes = None if group is None else axes_of(group, placement.mesh, placement.rank)
     if axes is None:
@@ -66,7 +100,8 @@ def keeps_master(optimizer: Any) -> bool:
     """Whether the shards hold more than the parameters do: they are asked for, or of a higher precision."""
     pairs = shards_of(optimizer)
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    return bool(optimizer.save_master_weights) or any(pairs[id(p)].dtype != p.dtype for p in parameters)
+    asked = any(part.save_master_weights for part in parts_of(optimizer))
+    return asked or any(pairs[id(p)].dtype != p.dtype for p in parameters)
 
 
 def take_weights(optimizer: Any) -> None:
@@ -75,12 +110,12 @@ def take_weights(optimizer: Any) -> None:
     neuronx-distributed's loader leaves this out after it loads the model, and the next step puts the old weights back.
     """
     shards = shards_of(optimizer)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    for part in parts_of(optimizer):
+        for parameter in (p for group in part.param_groups for p in group["params"]):
             shard = shards[id(parameter)]
             host = _on_host(parameter)
             size = shard.shape[0]
-            rows = host[optimizer.local_rank * size : (optimizer.local_rank + 1) * size]
+            rows = host[part.local_rank * size : (part.local_rank + 1) * size]
             put(shard, rows.to(shard.dtype))
 
 
@@ -103,6 +138,30 @@ def _on_host(value: torch.Tensor) -> torch.Tensor:
 
 
 def outer_state(optimizer: Any) -> Mapping[str, Any]:
-    """The state dict of the wrapper's own class: its groups, which hold the current hyper-parameters."""
+    """A state dict of torch's own structure: the wrapper's groups, which hold the current hyper-parameters, and states.
+
+    The states of two parts are numbered as the parameters of the whole are.
+
+    Raises:
+        UnsupportedStateError: Both parts keep state of their own under one key.
+    """
     packed: Mapping[str, Any] = torch.optim.Optimizer.state_dict(optimizer)
-    return {**packed, schema.STATE: optimizer.base_optimizer.state_dict()[schema.STATE]}
+    number = {id(p): i for i, p in enumerate(_parameters(optimizer))}
+    states: dict[Any, Any] = {}
+    for part in parts_of(optimizer):
+        own = _parameters(part)
+        for key, state in part.base_optimizer.state_dict()[schema.STATE].items():
+            called = number[id(own[key])] if type(key) is int else key
+            if called in states:
+                raise UnsupportedStateError(
+                    "the optimizer of experts and that of the rest keep state of their own under one key",
+                    leaf=schema.OPTIMIZER,
+                    found=repr(key),
+                )
+            states[called] = state
+    return {**packed, schema.STATE: states}
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    """Its parameters in the order of torch's packed ids."""
+    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())

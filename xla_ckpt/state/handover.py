@@ -1,0 +1,145 @@
+"""State that goes back through code of the program, which may refuse it.
+
+Such code gets its state before anything else of the program is changed, and on all ranks: what one member refuses is
+found out while the model is still as it was. The members that have taken their state by then get their former one back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xla_ckpt.errors import CheckpointError, LoadError
+from xla_ckpt.job.verdict import Round, agreed
+from xla_ckpt.tree.nested import replaced_leaves
+
+logger = logging.getLogger(__name__)
+
+PutBack = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """What a member of the program is given to take. The targets of its arrays are new arrays."""
+
+    leaf: str
+    """Leaf path of the member."""
+
+    take: Callable[[Mapping[str, Any]], object]
+    """Called with the restored arrays by leaf path."""
+
+    keep: Callable[[], PutBack] | None
+    """Copies the member's state of now, and returns what puts it back. None for a model: it is too large to copy."""
+
+    paths: Collection[str] | None = None
+    """Leaf paths of the arrays that it takes; None for all of its part."""
+
+
+def kept(member: Any) -> PutBack:
+    """Copy what a member's `state_dict` says, and return what puts it back."""
+    former = copied(member.state_dict())
+    return lambda: member.load_state_dict(former)
+
+
+def copied(state: Any) -> Any:
+    """A copy of a state dict. Tensors are copied to host memory: a device may have no room for them."""
+    return replaced_leaves(state, lambda _, leaf: _copied(leaf), "")
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        plain = leaf.detach()
+        return plain.clone() if leaf.device.type == "cpu" else plain.cpu()
+    return copy.deepcopy(leaf)
+
+
+class Handing:
+    """Hands over what several members are to take, in their order, and can put back what they had."""
+
+    def __init__(self, handovers: Sequence[Handover]) -> None:
+        # What cannot be put back comes last: by then all the others have taken theirs.
+        self._handovers = sorted(handovers, key=lambda h: h.keep is None)
+        self._taken: list[tuple[Handover, PutBack | None]] = []
+
+    def run(self, install: Callable[[], Mapping[str, Any]], exchange: Round) -> None:
+        """Hand over to all members, on all ranks; `install` makes the arrays, by leaf path.
+
+        Raises:
+            LoadError: A member of this rank, or of another one, refuses its state.
+        """
+        with agreed(exchange, "handing over"):
+            arrays = install()
+            for handover in self._handovers:
+                self._taken.append((handover, _kept(handover)))
+                with refusal(handover.leaf):
+                    handover.take(arrays)
+
+    @contextlib.contextmanager
+    def put_back_on_failure(self) -> Iterator[None]:
+        """Around the rest of a load: if it fails, the members get back what they had."""
+        try:
+            yield
+        except BaseException as error:
+            lost = [problem for problem in map(_put_back, reversed(self._taken)) if problem]
+            if lost and isinstance(error, CheckpointError):
+                error.details = "\n".join(filter(None, [error.details, *lost]))
+            raise
+        finally:
+            self._taken.clear()
+
+
+def _kept(handover: Handover) -> PutBack | None:
+    if handover.keep is None:
+        return None
+    try:
+        return handover.keep()
+    except Exception as error:  # a load must not fail for a copy that is needed only if it fails
+        logger.warning("%s cannot be copied, so that it is not put back if the load fails: %s", handover.leaf, error)
+        return None
+
+
+def _put_back(taken: tuple[Handover, PutBack | None]) -> str | None:
+    """Put back what a member had; why that is not possible."""
+    handover, put_back = taken
+    if put_back is None:
+        return f"{handover.leaf} is changed in part, or has its new state already"
+    try:
+        put_back()
+    except Exception as error:  # it becomes a part of the error that is being raised
+        logger.exception("%s cannot be put back", handover.leaf)
+        return f"{handover.leaf} is changed in part: it does not take back what it had: {type(error).__name__}: {error}"
+    return None
+
+
+@contextlib.contextmanager
+def refusal(leaf: str) -> Iterator[None]:
+    """Raise what the program's code raises as an error of this library; such errors pass as they are."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"the program's own code refuses its stored state: {type(error).__name__}: {error}",
+            leaf=leaf,
+            hint="Its load_state_dict() raised that. All other objects are as they were.",
+        ) from error
+
+
+@contextlib.contextmanager
+def changing() -> Iterator[None]:
+    """Around what changes the program, when nothing should fail any more: an exception says what that means."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise LoadError(
+            f"installing failed: {type(error).__name__}: {error}; a part of the objects has its new state already"
+        ) from error

@@ -1,0 +1,237 @@
+"""Wrappers around models and optimizers, neuronx-distributed's among them: what is in them is what is saved and loaded.
+
+A wrapper is known by what it offers, so that its package need not be there. One that adds something to the state of
+what it wraps is left as it is, so that nothing of a state is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from xla_ckpt.state import zero1
+from xla_ckpt.tree import schema
+
+logger = logging.getLogger(__name__)
+
+_LORA_CONFIG = "lora_config"
+_ADAPTER = "lora_"
+"""What the names of adapters' weights contain, and no other names."""
+
+_BASE = ".base_layer"
+"""What an adapter adds to the name of the layer that it is for."""
+
+
+# Optimizers.
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is."""
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    if getattr(optimizer, schema.GROUPS, None) is not inner.param_groups or _adds_state(optimizer, inner):
+        return optimizer
+    return unwrapped_optimizer(inner)
+
+
+def _adds_state(wrapper: Any, inner: Any) -> bool:
+    """Whether the state dict of a wrapper has other members than that of what it wraps."""
+    if zero1.is_zero1(inner):
+        zero1.parts_of(inner)  # it has no state dict before it has its shards
+    held, own = wrapper.state_dict(), inner.state_dict()
+    return not isinstance(held, Mapping) or held.keys() != own.keys()
+
+
+# Models.
+
+
+class View(torch.nn.Module):
+    """A wrapped model as an ordinary module: its state under the names that the wrapper gives it.
+
+    It holds the parameters and buffers of the model itself, so that a load reaches the model.
+
+    Args:
+        entries: What is saved, by name.
+        parameters: All parameters, by name: an optimizer's state is called by these names.
+        parts: The modules whose state this is.
+        put: Takes a state dict, or a part of one, into the model.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, Any],
+        *,
+        parameters: Sequence[tuple[str, Any]],
+        parts: Sequence[torch.nn.Module],
+        put: Callable[[Mapping[str, Any]], object],
+    ) -> None:
+        super().__init__()
+        self._entries = dict(entries)
+        self._named = tuple(parameters)
+        self.parts = tuple(parts)
+        self._put = put
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:  # type: ignore[override]  # only ever one form of it
+        """The model's own parameters and buffers, and plain values, by name."""
+        return dict(self._entries)
+
+    def wanted(self, stored: Container[str]) -> dict[str, Any]:
+        """What a load fills, by the name that it has in a tag; `stored` are the names in the tag."""
+        return dict(self._entries)
+
+    def other_names(self) -> dict[str, Any]:
+        """What a tag may hold under other names than those of `state_dict`, by such a name."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+        """Put what could not be read straight into the model's arrays into it, as the wrapper does."""
+        return self._put(state_dict)
+
+    def named_parameters(
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, Any]]:
+        """All parameters, by name."""
+        return _named(self._named, prefix, once=remove_duplicate)
+
+    def named_buffers(
+        self,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors in the state that are no parameters, by name."""
+        parameters = {id(p) for _, p in self._named}
+        others = [(n, v) for n, v in self._entries.items() if isinstance(v, torch.Tensor) and id(v) not in parameters]
+        return _named(others, prefix, once=remove_duplicate)
+
+    def named_modules(
+        self, memo: set[torch.nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The modules whose state this is, under the names that they have inside of the wrapper."""
+        memo = set() if memo is None else memo
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+
+class Adapted(View):
+    """neuronx-distributed's `LoraModel`: a base model, and adapters for some of its layers."""
+
+    def wanted(self, stored: Container[str]) -> dict[str, Any]:
+        """See `View`. A tag holds the adapters, with the base model or without it; or the base model alone.
+
+        If it holds no adapters, the base model has to be there, and the adapters stay as they are. Its layers have the
+        names then that they had without adapters.
+        """
+        live = {name: value for name, value in self._entries.items() if name != _LORA_CONFIG}
+        trained = {id(p) for _, p in self._named if p.requires_grad}
+        if any(_ADAPTER in name and name in stored for name in live):
+            found = {n: v for n, v in live.items() if n in stored or id(v) in trained}
+        else:
+            found = {n: v for n, v in live.items() if _ADAPTER not in n and n.replace(_BASE, "") not in stored}
+            found |= {called: value for called, value in self.other_names().items() if called in stored}
+            logger.info("no adapters are stored: they stay as they are")
+        if _LORA_CONFIG in stored:
+            found[_LORA_CONFIG] = self._entries[_LORA_CONFIG]
+        return found
+
+    def other_names(self) -> dict[str, Any]:
+        """See `View`: what the base model was called before it got adapters."""
+        return {n.replace(_BASE, ""): v for n, v in self._entries.items() if n != _LORA_CONFIG and _ADAPTER not in n}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
+        """See `View`. The configuration of the adapters stays that of the model; a difference is a warning."""
+        names = {name.replace(_BASE, ""): name for name in self._entries}
+        held = {names.get(n, n): v for n, v in state_dict.items() if n != _LORA_CONFIG}
+        mine, theirs = self._entries[_LORA_CONFIG], state_dict.get(_LORA_CONFIG)
+        if isinstance(theirs, Mapping):
+            differing = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
+            if differing:
+                logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
+        return self._put(held) if held else None
+
+
+def unwrapped_model(model: Any, *, loading: bool = False) -> Any:
+    """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
+
+    What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `View`.
+
+    Args:
+        model: A module, or anything else, which is returned as it is.
+        loading: Whether it is loaded into. A `LoraModel` that is saved decides itself what is saved of it.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return model
+    if callable(getattr(type(model), "local_state_dict", None)):
+        return _stage(model)
+    inner = model._modules.get("module")
+    if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
+        return model
+    if _LORA_CONFIG in vars(model):
+        return _adapted(model, inner, loading)
+    seen = unwrapped_model(inner, loading=loading)
+    return seen if _is_alike(model, seen) else model
+
+
+def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:
+    """Whether a wrapper has nothing but what it wraps, and gives it the same names."""
+    if len(wrapper._modules) > 1 or wrapper._parameters or wrapper._buffers:
+        return False
+    if isinstance(seen, Adapted):
+        return True  # asking a LoraModel for its state may merge its adapters into it
+    held, own = wrapper.state_dict(keep_vars=True), seen.state_dict(keep_vars=True)
+    return held.keys() == own.keys() and all(_is_same(v, own[k]) for k, v in held.items())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or not (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor))
+
+
+def _stage(model: Any) -> View:
+    """What this rank has of a pipeline.
+
+    neuronx-distributed's `local_named_parameters` and `local_named_buffers` do not take `remove_duplicate`, and the
+    latter raises KeyError for buffers that are not saved. So the state dict says the names of both.
+    """
+    entries = model.local_state_dict(keep_vars=True)
+    return View(
+        entries,
+        parameters=[(n, v) for n, v in entries.items() if isinstance(v, torch.nn.Parameter)],
+        parts=[*model.local_modules()],
+        put=lambda state_dict: model.load_state_dict(state_dict, strict=False),
+    )
+
+
+def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
+    base = unwrapped_model(inner, loading=loading)
+    live = base.state_dict(keep_vars=True)
+    entries = dict(live) if loading else _live_of(model.state_dict(), live)
+    config = model.lora_config
+    if loading:
+        entries[_LORA_CONFIG] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
+    return Adapted(
+        entries,
+        parameters=list(base.named_parameters(remove_duplicate=False)),
+        parts=[base],
+        put=lambda state_dict: base.load_state_dict(state_dict, strict=False),
+    )
+
+
+def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with the model's own tensors in place of aliases of them, which have lost their attributes."""
+    bare = {name.replace(_BASE, ""): value for name, value in live.items()}
+    return {n: live.get(n, bare.get(n, v)) if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
+
+
+def _named(found: Sequence[tuple[str, Any]], prefix: str, *, once: bool) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for name, value in found:
+        if not once or id(value) not in seen:
+            seen.add(id(value))
+            yield f"{prefix}.{name}" if prefix else name, value
