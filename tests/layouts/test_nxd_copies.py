@@ -273,6 +273,49 @@ def test_equal_copies_are_one_array_for_any_job(
     assert len([r for r in caplog.records if "each rank gets its own" in r.getMessage()]) == 1
 
 
+def test_norms_that_drifted_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As neuronx-distributed lets them, over tp. The same job gets each rank's own; any other one has to choose."""
+    for tp in range(2):
+        model = {"up": torch.full((2, 3), float(tp)), "norm": torch.full((3,), float(tp)), "same": torch.ones(3)}
+        rank_file(tmp_path / "a/model", model, tp=tp)
+    (tmp_path / "a/done").write_text("1")
+    up, norm = ("up", ("tp", None)), ("norm|same", None)
+
+    def loaded(mesh: Mesh, *rules: Any) -> tuple[list[Any], list[str]]:
+        caplog.clear()
+        models = [
+            {"up": torch.zeros(4 // mesh.tp, 3), "norm": torch.zeros(3), "same": torch.zeros(3)}
+            for _ in range(mesh.size)
+        ]
+        with caplog.at_level(logging.WARNING):
+            as_job(
+                monkeypatch, mesh, "load",
+                lambda r: xla_ckpt.load_checkpoint(tmp_path, "a", models[r], shardings=rules).report,
+            )  # fmt: skip
+        return models, [r.getMessage() for r in caplog.records]
+
+    models, told = loaded(Mesh(dp=2, tp=2), up)
+    assert [model["norm"].tolist() for model in models] == [[0] * 3, [1] * 3] * 2
+    assert [("each rank gets its own" in line, "model/norm" in line) for line in told] == [(True, True)]
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"\(tp 1\) differs from \(tp 0\)") as caught:
+        loaded(Mesh(dp=2), up)
+    assert caught.value.leaf == "model/norm"
+    assert "the rule None" in str(caught.value.hint)
+    for mesh in (Mesh(dp=2), Mesh(tp=2)):
+        models, told = loaded(mesh, up, norm)
+        assert [model["norm"].tolist() for model in models] == [[0] * 3] * 2
+        assert len(told) == 1
+        assert "the replicas of 1 array differed, and the bytes of the first are stored: model/norm" in told[0]
+    assert [n for n in xla_ckpt.explain(tmp_path, mesh="tp=1", shardings=[up, norm]).notes if "model/norm" in n]
+    xla_ckpt.convert(tmp_path, tmp_path / "native", shardings=[up, norm])
+    with caplog.at_level(logging.WARNING):
+        caplog.clear()
+        assert xla_ckpt.restore(tmp_path / "native").tree["model"]["norm"].tolist() == [0] * 3
+    assert "the replicas of 1 array differed" in caplog.text
+
+
 def test_states_that_are_not_split_as_their_parameter_is_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

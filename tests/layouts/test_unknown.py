@@ -25,7 +25,9 @@ def test_errors_do_not_share_what_is_added_to_them(tmp_path: Path) -> None:
     assert not isinstance(why, BaseException)
     caught = []
     for tag in ("first", "second"):
-        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"ambiguous.*each rank has \[2, 3\]") as error:
+        with pytest.raises(
+            xla_ckpt.IncompatibleCheckpointError, match=r"ambiguous.*found \[2, 3\] on each rank"
+        ) as error:
             manifest.array("model/w")
         assert (error.value.leaf, error.value.tag) == ("model/w", None)
         error.value.at(tag=tag)

@@ -74,6 +74,10 @@ class FailingDirectory:
         self.faults.change(f"create {path}")
         return FailingSink(self.inner.create(path, size), path, self.faults)
 
+    def make(self, path: str) -> None:
+        self.faults.change(f"make {path}")
+        self.inner.make(path)
+
     def open(self, path: str) -> Source:
         return self.inner.open(path)
 

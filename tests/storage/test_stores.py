@@ -128,6 +128,11 @@ def test_files_of_a_directory(store: Store) -> None:
         directory.open("sub")
     with pytest.raises(NotADirectoryError):
         directory.create("empty/x", 1)
+    directory.make("sub/bare/deep")
+    directory.make("sub/bare/deep")
+    with pytest.raises((NotADirectoryError, FileExistsError)):
+        directory.make("empty/x")
+    assert store.is_directory("a/sub/bare/deep")
     assert directory.files() == ["empty", "sub/deep/file"]
     assert (read_whole(directory, "sub/deep/file"), read_whole(directory, "empty")) == (b"abcdef", b"")
     directory.sync()

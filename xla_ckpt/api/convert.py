@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.api.export import with_config, with_files, write_directory
@@ -18,7 +18,7 @@ from xla_ckpt.api.llama import (
     name_as_told,
     own_config,
 )
-from xla_ckpt.api.opened import OpenState, check_split, opened, source_of
+from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.save import new_head
@@ -166,6 +166,8 @@ def convert(
                 _check_arrays(reader, topology)
             else:
                 check_split(reader, schema.MODEL)
+            tell_divergent(reader)
+            _tell_left_out(reader)
             if known is not None and form is not None:
                 reader.manifest = to_fused(reader.manifest, known.config, form, topology.mesh)
             elif known is not None and known.copies.count is not None and layout.tagged:
@@ -255,6 +257,18 @@ def _check_arrays(reader: TagReader, to: Topology) -> None:
         logger.warning("%s", message)
 
 
+def _tell_left_out(reader: TagReader) -> None:
+    """Log what the new tag will lack, because the old one names it and does not hold it."""
+    leaves = reader.manifest.left_out
+    if leaves:
+        logger.warning(
+            "tag %s has no bytes of %s: whoever saved it left them out (avoid_saving_lower_precision_weights). The new "
+            "tag lacks them, and a load with strict=True refuses it",
+            reader.tag,
+            paths.listed(leaves),
+        )
+
+
 def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
     """Refuse optimizer states whose parameter is not known, if arrays are split over tp or ep.
 
@@ -305,6 +319,8 @@ def _write_tag(
             objects=tuple(range(len(written.files), len(records))),
         )
         manifest = merge([record], mesh).manifest(new_head(tag, draft.sequence, pinned=False), mesh, mesh.size)
+        marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in old.divergent}
+        manifest = replace(manifest, arrays={**manifest.arrays, **marked})
         write_small(draft.directory, MANIFEST, manifest_json.dump(manifest))
         draft.directory.sync()
         for name, data in made.marks.items():

@@ -10,11 +10,12 @@ from xla_ckpt.api.opened import opened
 from xla_ckpt.api.tags import chosen_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.explain import Explanation, explain_manifest
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
 
@@ -64,12 +65,26 @@ def explain(
     known = known_model(config, kv_size_multiplier, hardware)
     with opened(store, tag, rules, model, optimizer, known=known) as reader:
         found = explain_manifest(reader.manifest, store.path, tag, over, rules)
-        unknown = [str(array.error(leaf)) for leaf, array in reader.manifest.unknown.items()]
-        more = [*unknown, *_broken_files(reader)]
+        more = [*_unknown(reader.manifest), *_broken_files(reader)]
         notes = [*found.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]
+        if (told := reader.manifest.divergence()) is not None:
+            notes.append(told)
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
     return replace(found, problems=(*found.problems, *more), notes=tuple(notes))
+
+
+def _unknown(manifest: Manifest) -> list[str]:
+    """Arrays of which it is not known how they were split: each reason once, with the arrays that it is true of."""
+    problems = []
+    for group in UnknownArray.by_reason(manifest.unknown):
+        leaf, array = next(iter(group.items()))
+        told = str(array.error(leaf))
+        if len(group) > 1:
+            named = f"{len(group)} arrays: {paths.listed(list(group))}"
+            told = f"{array.problem} [{named}]" + (f". {array.hint}" if array.hint else "")
+        problems.append(told)
+    return problems
 
 
 def _broken_files(reader: TagReader) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.api.llama import Config, known_model, name_as_hugging_face, name_as_told, own_config
-from xla_ckpt.api.opened import OpenState, check_split, opened, source_of
+from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
@@ -104,6 +104,7 @@ def export_hf(
         naming(path=reader.root, tag=reader.tag),
     ):
         check_split(reader, part)
+        tell_divergent(reader)
         beside = name_as_told(store, reader) if part == schema.MODEL else {}
         if known is not None:
             name_as_hugging_face(reader, part, known, max_memory=max_memory, workers=num_workers)

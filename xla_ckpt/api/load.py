@@ -269,6 +269,7 @@ class _Load:
                 unwanted = self._unwanted(loadings, exchange)
                 with agreed(exchange, "comparing"):
                     skipped = self._compare(reader, loadings, unwanted)
+                self._tell_divergent(reader, loadings)
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
                 needed, read = fill(
                     reader,
@@ -369,6 +370,14 @@ class _Load:
                 mine = {leaf: p for leaf, p in mine.items() if leaf in theirs}
             exchange.say("unwanted", [[p.leaf, p.text] for p in mine.values()])
         return [Problem(leaf, text) for leaf, text in exchange.hear("unwanted", 0)]
+
+    def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
+        """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
+        placement = self.job.placement
+        at = placement.mesh.coordinates(placement.rank)
+        told = reader.manifest.divergence(loadings.targets)
+        if told is not None and not any(place for axis, place in at.items() if axis != "pp"):
+            logger.warning("tag %s: %s", reader.tag, told)
 
     def _compare(self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem]) -> tuple[str, ...]:
         """What does not fit, and is left alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ from xla_ckpt.tree.skeleton import array_paths, objects_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+logger = logging.getLogger(__name__)
 
 
 def source_of(path: PathLike, tag: str | None) -> tuple[Store, str]:
@@ -92,6 +96,13 @@ def _opened(
         # What a program says of an array itself counts more.
         hints = replace(hints, arrays={**llama_hints(known.config), **hints.arrays})
     return open_tag(store, tag, hints)
+
+
+def tell_divergent(reader: TagReader) -> None:
+    """Log which arrays of a tag were stored from replicas that differed."""
+    told = reader.manifest.divergence()
+    if told is not None:
+        logger.warning("tag %s: %s", reader.tag, told)
 
 
 def check_split(reader: TagReader, part: str) -> None:

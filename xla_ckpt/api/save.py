@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.phases import Phases
@@ -15,6 +15,7 @@ from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import named, saved
+from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
@@ -48,6 +49,7 @@ def save_checkpoint(
     shardings: Rules | None = None,
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
+    replicas: Replicas = "equal",
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -80,6 +82,10 @@ def save_checkpoint(
         pinned: Exempt this tag from retention, now and later.
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; or several of them, of which
             the first that can hold the state is written.
+        replicas: ``"equal"``: what several ranks hold alike is compared, by samples, and a difference is an error.
+            ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
+            and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
+            array that nobody declared as such look like drifted replicas, and all but the first would be lost.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         timeout: Seconds that a rank which is done waits for the others before all that are left give up.
 
@@ -88,6 +94,7 @@ def save_checkpoint(
 
     Raises:
         UsageError: There is nothing to save, or an argument is not what its place is for. Nothing was written.
+        DivergentReplicasError: Replicas differ, and `replicas` is ``"equal"``. The tag is as it was before.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
@@ -102,6 +109,7 @@ def save_checkpoint(
         mesh=mesh,
         shardings=shardings,
         pinned=pinned,
+        replicas=replicas,
         progress=progress,
         timeout=timeout,
     )
@@ -120,6 +128,7 @@ def save(
     shardings: Rules | None = None,
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
+    replicas: Replicas = "equal",
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -143,6 +152,7 @@ def save(
         mesh=mesh,
         shardings=shardings,
         pinned=pinned,
+        replicas=replicas,
         progress=progress,
         timeout=timeout,
     )
@@ -160,11 +170,14 @@ def _save(
     mesh: Mesh | str | None,
     shardings: Rules | None,
     pinned: bool,
+    replicas: Replicas,
     progress: bool | None,
     timeout: float,
 ) -> SaveHandle:
     """A save, from the call to the thread that writes: freeze the state, then start."""
     began = time.monotonic()
+    if replicas not in get_args(Replicas):
+        raise UsageError("there is no such choice for replicas", expected="'equal' or 'first'", found=repr(replicas))
     store, phases = store_at(path), Phases()
     install_exit_hook()
     with SAVES.turn(store.path) as untold:
@@ -179,7 +192,7 @@ def _save(
                 state = content.state(job.placement)  # mistakes are found before the root directory is made
             if job.exchange.rank == 0:
                 _prepare(store)
-            part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save)
+            part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas)
         except Exception as error:
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
             if job.exchange.size == 1:
@@ -192,6 +205,7 @@ def _save(
             part=part,
             pinned=pinned,
             num_kept=num_kept,
+            replicas=replicas,
             workers=max(1, num_workers),
             shown=False if async_save and progress is None else job.shows(progress),
             phases=phases,
@@ -217,11 +231,12 @@ def _freeze(
     phases: Phases,
     *,
     waits: bool,
+    replicas: Replicas,
 ) -> Part:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
     with phases.timed("describe"):
         structure = any(layout.pickles for layout in layouts)
-        description = describe(state, placement, shardings, structure=structure)
+        description = describe(state, placement, shardings, structure=structure, replicas=replicas)
         writing = _first_that_can(layouts, description)
     with phases.timed("snapshot"):
         arrays = {

@@ -16,12 +16,13 @@ from xla_ckpt.api.tags import chosen_tag, verify
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, find_foreign, layout_of, no_tag, open_tag, tag_directory
-from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.directory import TagEntry
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import is_array, leaves_below
 
 
@@ -65,8 +66,9 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
     }
     try:
         if layout is not None:  # it has no index: its directory says what there is
-            sizes = _sizes(store, entry.directory)
-            return {**facts, "nbytes": sum(sizes), "files": len(sizes), "layout": layout.origin}
+            files = _files(store, entry.directory)
+            nbytes = sum(size for _, size in files)
+            return {**facts, "nbytes": nbytes, "files": len(files), "layout": layout.origin}
         with open_tag(store, entry.tag) as reader:
             manifest = reader.manifest
     except CheckpointError as error:
@@ -81,16 +83,16 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
     }
 
 
-def _sizes(store: Store, name: str) -> list[int]:
-    """Bytes of each file of a directory."""
+def _files(store: Store, name: str) -> list[tuple[str, int]]:
+    """Path and bytes of each file of a directory."""
     directory = store.open(name)
     try:
-        sizes = []
+        found = []
         for path in directory.files():
             source = directory.open(path)
-            sizes.append(source.size)
+            found.append((path, source.size))
             source.close()
-        return sizes
+        return found
     finally:
         directory.close()
 
@@ -113,12 +115,13 @@ def show_facts(
     with opened(store, tag, parse_rules(rules), model, optimizer, known=known) as reader:
         manifest = reader.manifest
     found = find_foreign(store, tag)
-    unknown = {leaf: str(array.error(leaf)) for leaf, array in manifest.unknown.items()}
-    leaves = [*manifest.arrays, *unknown, *manifest.aliases, *plain_values(manifest)]
+    leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest)]
     if not any(_matches(leaf, pattern) for leaf in leaves):
         raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern)
     head = manifest.head
     chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
+    unknown = {leaf: u for leaf, u in manifest.unknown.items() if _matches(leaf, pattern)}
+    files = [(f.path, f.size) for f in manifest.files] if found is None else _files(store, found[1].directory)
     arrays = [
         {
             "leaf": leaf,
@@ -138,14 +141,52 @@ def show_facts(
         "version": head.version,
         "mesh": manifest.mesh,
         "ranks": manifest.world,
-        "nbytes": manifest.nbytes,
+        # Of a tag without an index the bytes of all arrays are not known: its files say what is stored.
+        "nbytes": manifest.nbytes if found is None else sum(size for _, size in files),
         "arrays": arrays,
-        "unknown": {leaf: why for leaf, why in unknown.items() if _matches(leaf, pattern)},
+        "parts": _parts([*chosen.items(), *unknown.items()]),
+        "unknown": [_unknown_facts(group) for group in UnknownArray.by_reason(unknown)],
         "layout": layout_of(manifest).name if found is None else found[0].origin or found[0].name,
+        "divergent": [leaf for leaf in chosen if chosen[leaf].divergent],
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
-        "files": [{"path": f.path, "size": f.size} for f in manifest.files],
+        "files": [{"path": path, "size": size} for path, size in files],
     }
+
+
+def _parts(arrays: list[tuple[str, ArrayRecord | UnknownArray]]) -> list[dict[str, Any]]:
+    """Number and bytes of the arrays of each part of the state: of known ones each byte once, of others as stored."""
+    parts: dict[str, dict[str, Any]] = {}
+    for leaf, array in sorted(arrays, key=lambda pair: _place(pair[0])):
+        if isinstance(array, ArrayRecord) or array.tensors:
+            part = parts.setdefault(leaf.split("/")[0], {"arrays": 0, "nbytes": 0})
+            part["arrays"] += 1
+            part["nbytes"] += array.nbytes
+    return [{"part": name, **facts} for name, facts in parts.items()]
+
+
+def _place(leaf: str) -> int:
+    """Where the part of a leaf stands in a training state."""
+    part = leaf.split("/", maxsplit=1)[0]
+    return schema.MEMBERS.index(part) if part in schema.MEMBERS else len(schema.MEMBERS)
+
+
+def _unknown_facts(group: dict[str, UnknownArray]) -> dict[str, Any]:
+    """Arrays of which it is not known, for the same reason, how they were split."""
+    first = next(iter(group.values()))
+    arrays = [
+        {
+            "leaf": leaf,
+            "dtype": None if array.dtype is None else array.dtype.name,
+            "rank_shape": None if array.shape is None else list(array.shape),
+            "tensors": array.tensors,
+            "nbytes": array.nbytes,
+            "expected": array.expected,
+            "found": array.found,
+        }
+        for leaf, array in group.items()
+    ]
+    return {"problem": first.problem, "hint": first.hint, "arrays": arrays}
 
 
 def _matches(leaf: str, pattern: str | None) -> bool:

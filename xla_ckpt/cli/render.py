@@ -90,12 +90,21 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         + (", pinned" if facts["pinned"] else "")
     )
     parts: list[RenderableType] = [Text.from_markup(about)]
+    if facts["parts"]:
+        sums = [f"{p['part']}: {count(p['arrays'], 'array')}, {size(p['nbytes'])}" for p in facts["parts"]]
+        parts.append(Text("; ".join(sums)))
     if facts["arrays"]:
         table = _table(f"\n{len(facts['arrays'])} arrays", "leaf", "dtype", ">shape", ">size", ">shards")
         for a in facts["arrays"]:
-            shape = " x ".join(map(str, a["shape"])) or "scalar"
-            table.add_row(escape(a["leaf"]), a["dtype"], shape, size(a["nbytes"]), str(a["shards"]))
+            table.add_row(escape(a["leaf"]), a["dtype"], _shape(a["shape"]), size(a["nbytes"]), str(a["shards"]))
         parts.append(table)
+    if facts["divergent"]:
+        names = escape(", ".join(facts["divergent"]))
+        parts.append(
+            Text.from_markup(f"\n[yellow]replicas differed, and the bytes of the first are stored:[/yellow] {names}")
+        )
+    for group in facts["unknown"]:
+        parts += _unknown(group)
     if facts["aliases"]:
         table = _table(f"\n{len(facts['aliases'])} shared arrays", "leaf", "is stored as")
         for alias, target in facts["aliases"].items():
@@ -106,12 +115,34 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         for leaf, text in _collapsed(facts["values"]):
             table.add_row(escape(leaf), escape(text))
         parts.append(table)
-    if facts["unknown"]:
-        table = _table(f"\n{len(facts['unknown'])} arrays of which it is not known how they were split", "leaf", "why")
-        for leaf, why in facts["unknown"].items():
-            table.add_row(escape(leaf), escape(why))
-        parts.append(table)
     return Group(*parts)
+
+
+def _unknown(group: dict[str, Any]) -> list[RenderableType]:
+    """Arrays of which it is not known how they were split, and once the reason and the way out."""
+    why = Text.from_markup(f"[yellow]why:[/yellow] {escape(group['problem'])}. {escape(group['hint'] or '')}")
+    if not any(a["tensors"] for a in group["arrays"]):
+        names = ", ".join(a["leaf"] for a in group["arrays"])
+        return [Text(f"\n{names}: not known what is in it", style="bold"), why]
+    number = count(len(group["arrays"]), "array")
+    title = Text(f"\n{number} of which it is not known how the ranks had them split", style="bold")
+    differ = any(a["found"] or a["expected"] for a in group["arrays"])
+    table = _table("", "leaf", "dtype", ">each rank has", ">tensors", ">stored", *(["found"] if differ else []))
+    table.title = None
+    for a in group["arrays"]:
+        row = [escape(a["leaf"]), a["dtype"] or "-", _shape(a["rank_shape"]), str(a["tensors"]), size(a["nbytes"])]
+        wanted = f"wanted {a['expected']}" if a["expected"] and not a["found"] else a["found"] or ""
+        table.add_row(*row, *([escape(wanted)] if differ else []))
+    return [title, table, why]
+
+
+def _shape(shape: list[int] | None) -> str:
+    """A shape for people.
+
+    >>> _shape([2, 3]), _shape([]), _shape(None)
+    ('2 x 3', 'scalar', '-')
+    """
+    return "-" if shape is None else " x ".join(map(str, shape)) or "scalar"
 
 
 def _origin(facts: dict[str, Any]) -> str:

@@ -280,7 +280,7 @@ def _verify(tag: TagReader, extent: _Extent, data: memoryview) -> None:
                 tag=tag.tag,
                 expected=f"digest {to_hex(table[b])}",
                 found=to_hex(found),
-                hint="Load another tag, or restore this file from a copy.",
+                hint=tag.hint,
             )
 
 

@@ -10,7 +10,7 @@ import datetime
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from xla_ckpt.engine.phases import Phases, as_line
@@ -32,7 +32,7 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf
-from xla_ckpt.plan.merge import Duplicate, Record, merge
+from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.take import Snapshot
@@ -103,6 +103,7 @@ class Save:
 
     pinned: bool = False
     num_kept: int | None = None
+    replicas: Replicas = "equal"
     workers: int = WRITERS
     shown: bool | None = None
     """Whether a progress bar is shown; None decides by itself."""
@@ -174,7 +175,7 @@ class Save:
             with self.phases.timed("commit"):
                 draft = tags.begin(self.store, self.tag)
             directory = draft.directory
-            exchange.say("begin", [self.tag, directory.name, str(self.mesh)])
+            exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas])
             plan = self._plan(part)
             mine = self._write(part, plan, directory)
             with self.phases.timed("meet"):
@@ -217,9 +218,9 @@ class Save:
         key = f"record/{exchange.rank}"
         try:
             part = self._ready()
-            theirs, name, mesh = exchange.hear("begin", 0)
-            if (theirs, mesh) != (self.tag, str(self.mesh)):
-                out_of_step = _out_of_step(self, theirs, mesh)
+            theirs, name, mesh, replicas = exchange.hear("begin", 0)
+            if (theirs, mesh, replicas) != (self.tag, str(self.mesh), self.replicas):
+                out_of_step = _out_of_step(self, theirs, mesh, replicas)
                 raise out_of_step
             directory = self._open(name)
             try:
@@ -305,7 +306,7 @@ class Save:
         ]
 
     def _manifest(self, records: Sequence[Record], directory: Directory, sequence: int) -> Manifest:
-        merged = merge(records, self.mesh)
+        merged = merge(records, self.mesh, self.replicas)
         for warning in merged.warnings:
             logger.warning("tag %s: %s", self.tag, warning)
         head = new_head(self.tag, sequence, pinned=self.pinned)
@@ -313,18 +314,36 @@ class Save:
         if merged.duplicates:
             reader = TagReader(directory, self.store.path, self.tag, manifest)
             try:
-                _check_copies(reader, merged.duplicates)
+                different = _different_copies(reader, merged.duplicates)
             finally:
                 reader.close_files()
+            manifest = self._with_first(manifest, different)
         return manifest
 
+    def _with_first(self, manifest: Manifest, different: Sequence[Duplicate]) -> Manifest:
+        """The manifest, in which arrays are marked of which two ranks wrote different copies. It has the first one.
 
-def _out_of_step(save: Save, tag: str, mesh: str) -> UsageError:
+        Raises:
+            DivergentReplicasError: There are such arrays, and replicas have to be equal.
+        """
+        if not different:
+            return manifest
+        if self.replicas == "equal":
+            raise _differ(different[0])
+        ranks = {twice.leaf: twice.ranks for twice in reversed(different)}
+        lines = [f"  {leaf}: rank {a} against rank {b}" for leaf, (a, b) in ranks.items()]
+        logger.warning("tag %s: %s", self.tag, "\n".join([first_stored(len(lines)), *lines]))
+        marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in ranks}
+        return replace(manifest, arrays={**manifest.arrays, **marked})
+
+
+def _out_of_step(save: Save, tag: str, mesh: str, replicas: str) -> UsageError:
+    same = replicas == save.replicas
     return UsageError(
         "the ranks make different calls",
         rank=save.exchange.rank,
-        expected=f"a save of tag {tag} over {mesh}",
-        found=f"tag {save.tag} over {save.mesh}",
+        expected=f"a save of tag {tag} over {mesh}" + ("" if same else f" with replicas={replicas!r}"),
+        found=f"tag {save.tag} over {save.mesh}" + ("" if same else f" with replicas={save.replicas!r}"),
         hint="All ranks must make the same calls in the same order. If a rank left one out, this job stays out of "
         "step: restart it.",
     )
@@ -370,15 +389,20 @@ def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
     return Head(tag=tag, sequence=sequence, pinned=pinned, created=now)
 
 
-def _check_copies(reader: TagReader, duplicates: Sequence[Duplicate]) -> None:
-    """Ranks that did not know of each other may write the same region, but not different bytes."""
-    for twice in duplicates:
-        tables = [reader.digests(f, at, twice.nbytes) for f, at in zip(twice.files, twice.offsets, strict=True)]
-        if tables[0] != tables[1]:
-            raise DivergentReplicasError(
-                f"two ranks hold different values of the region {twice.box}",
-                leaf=twice.leaf,
-                expected=f"the bytes of rank {twice.ranks[0]}",
-                found=f"others on rank {twice.ranks[1]}",
-                hint="Check mesh and shardings: one of them is likely not what the rank really holds.",
-            )
+def _different_copies(reader: TagReader, duplicates: Sequence[Duplicate]) -> list[Duplicate]:
+    """Those regions of which ranks that did not know of each other wrote different bytes."""
+    return [
+        twice
+        for twice in duplicates
+        if len({reader.digests(f, at, twice.nbytes) for f, at in zip(twice.files, twice.offsets, strict=True)}) > 1
+    ]
+
+
+def _differ(twice: Duplicate) -> DivergentReplicasError:
+    return DivergentReplicasError(
+        f"two ranks hold different values of the region {twice.box}",
+        leaf=twice.leaf,
+        expected=f"the bytes of rank {twice.ranks[0]}",
+        found=f"others on rank {twice.ranks[1]}",
+        hint=f"Check mesh and shardings: one of them is likely not what the rank really holds. {DRIFTED}",
+    )

@@ -117,6 +117,8 @@ class _File:
     def write(self, directory: Directory) -> FileRecord:
         """Write all of it; what the manifest says of it."""
         codec = self.plan.codec
+        if self.plan.folder is not None:
+            directory.make(self.plan.folder)
         sink = directory.create(self.plan.path, codec.size)
         try:
             for batch in _batches(self._spans(), self.max_memory):

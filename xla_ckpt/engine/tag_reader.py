@@ -18,6 +18,9 @@ from xla_ckpt.tags.directory import MANIFEST
 MAX_MANIFEST = 1 << 30
 """A larger manifest is not read."""
 
+DAMAGED = "Load another tag, or restore this file from a copy."
+"""What to do about a file that is not as it was saved."""
+
 
 class ForeignObject(Protocol):
     """An object that another library stored its own way."""
@@ -51,6 +54,8 @@ class TagReader:
         self.tag = tag
         self.foreign_objects = foreign_objects
         """The objects of a tag that another library wrote, by their index in the skeleton; None in tags of ours."""
+        self.hint = DAMAGED
+        """What errors say about a file that is not as it was saved."""
         self._lock = threading.Lock()
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, BlockTable | None] = {}
@@ -119,7 +124,7 @@ class TagReader:
                     file=record.path,
                     expected=f"{record.size} bytes",
                     found=source.size,
-                    hint="It was cut off or replaced. Load another tag, or restore this file from a copy.",
+                    hint=f"It was cut off or replaced. {self.hint}",
                 )
             return source
 
@@ -143,6 +148,7 @@ class TagReader:
                 file=record.path,
                 expected=f"digest {to_hex(record.digest)}",
                 found=to_hex(found),
+                hint=self.hint,
             )
         return bytes(data)
 

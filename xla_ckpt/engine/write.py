@@ -72,6 +72,8 @@ class _File:
         """The file, created when its first segment is written: a layout may have thousands of them."""
         with self.lock:
             if self.sink is None:
+                if self.plan.folder is not None:
+                    directory.make(self.plan.folder)
                 self.sink = directory.create(self.plan.path, self.size)
             return self.sink
 

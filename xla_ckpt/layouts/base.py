@@ -129,6 +129,9 @@ class Layout:
     model_names: ModelNames = ModelNames.PROGRAM
     """Whose names a Llama-like model has in it."""
 
+    saved_over: str = ""
+    """For tags of ours whose files another library may have written over: how to have them read as its own."""
+
     marks: frozenset[str] = frozenset()
     """Names of files that belong to its tags without being listed in the manifest."""
 

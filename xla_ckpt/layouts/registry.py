@@ -157,7 +157,9 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         directory = open_own(store, tag)
     except NoCheckpointError as error:
         raise _better(error, store) from None
-    return TagReader(directory, store.path, tag)
+    reader = TagReader(directory, store.path, tag)
+    reader.hint = " ".join(filter(None, (reader.hint, layout_of(reader.manifest).saved_over)))
+    return reader
 
 
 def as_hugging_face(store: Store, reader: TagReader) -> HuggingFaceModel | None:

@@ -83,6 +83,7 @@ def _array_json(record: ArrayRecord) -> dict[str, Any]:
         "dtype": record.dtype.name,
         "shape": list(record.shape),
         **({"spec": record.spec} if split else {}),
+        **({"divergent": True} if record.divergent else {}),
         "grids": [
             [
                 [intseq.pack_ints(c) for c in g.grid.cuts],
@@ -224,6 +225,7 @@ def _parse_array(entry: Any, budget: int) -> ArrayRecord:
         shape=shape,
         grids=tuple(grids),
         spec=_parse_spec(entry, len(shape)),
+        divergent="divergent" in entry and _get(entry, "divergent", bool),
     )
 
 

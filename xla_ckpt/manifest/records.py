@@ -17,6 +17,7 @@ from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.manifest.digest import block_count
 from xla_ckpt.sharding.box import Box, overlapping_pair
 from xla_ckpt.sharding.grid import Grid, fit_all
+from xla_ckpt.tree import path as paths
 
 VERSION = 1
 """The format version that this library writes; it reads this and all older ones."""
@@ -155,6 +156,9 @@ class ArrayRecord:
     """In foreign layouts: whether this is what one rank had of its own. Other ranks find other bytes under the same
     leaf path."""
 
+    divergent: bool = False
+    """Whether the ranks had different bytes in place of equal replicas. Those of the first replica are stored."""
+
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
         boxes = [g.grid.whole for g in self.grids]
@@ -195,11 +199,34 @@ class UnknownArray:
     expected: str | None = None
     found: str | None = None
 
+    dtype: DType | None = None
+    """Element type of what the ranks have stored; None if it is no tensor on each of them."""
+
+    shape: tuple[int, ...] | None = None
+    """Shape of what each rank has stored."""
+
+    tensors: int = 0
+    """How many such tensors are stored, copies included. 0: it is not one array, but a whole part of the state."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all these tensors."""
+        return 0 if self.dtype is None else self.tensors * Box.whole(self.shape or ()).size * self.dtype.itemsize
+
     def error(self, leaf: str) -> IncompatibleCheckpointError:
         """A new error each time: an error collects facts and frames on its way up, so it must not be raised twice."""
+        stored = None if self.shape is None else f"{list(self.shape)} on each rank"
         return IncompatibleCheckpointError(
-            self.problem, leaf=leaf, expected=self.expected, found=self.found, hint=self.hint
+            self.problem, leaf=leaf, expected=self.expected, found=self.found or stored, hint=self.hint
         )
+
+    @staticmethod
+    def by_reason(unknown: Mapping[str, UnknownArray]) -> list[dict[str, UnknownArray]]:
+        """Some unknown arrays by leaf path, in groups that have problem and hint in common."""
+        groups: dict[tuple[str, str | None], dict[str, UnknownArray]] = {}
+        for leaf, array in unknown.items():
+            groups.setdefault((array.problem, array.hint), {})[leaf] = array
+        return list(groups.values())
 
 
 def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], spec: Any = None) -> ArrayRecord:
@@ -252,6 +279,9 @@ class Manifest:
     unknown: Mapping[str, UnknownArray] = field(default_factory=dict)
     """In foreign layouts: arrays that are stored, but of which nothing says how they were split, by leaf path."""
 
+    left_out: tuple[str, ...] = ()
+    """In foreign layouts: leaf paths of arrays that the tag names, and whose bytes were never written."""
+
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
         if len(set(names)) != len(names):
@@ -276,6 +306,23 @@ class Manifest:
         if leaf in self.unknown:
             raise self.unknown[leaf].error(leaf)
         return self.arrays.get(self.aliases.get(leaf, leaf))
+
+    @property
+    def divergent(self) -> tuple[str, ...]:
+        """Leaf paths of the arrays whose replicas differed (see `ArrayRecord.divergent`)."""
+        return tuple(leaf for leaf, record in self.arrays.items() if record.divergent)
+
+    def divergence(self, leaves: Iterable[str] | None = None) -> str | None:
+        """Which arrays have the bytes of a first replica, as a sentence; None if there are none.
+
+        `leaves` are the leaf paths that are asked about, None all of them.
+        """
+        asked = None if leaves is None else {self.aliases.get(leaf, leaf) for leaf in leaves}
+        found = [leaf for leaf in self.divergent if asked is None or leaf in asked]
+        if not found:
+            return None
+        arrays = f"{len(found)} array{'s' if len(found) > 1 else ''}"
+        return f"the replicas of {arrays} differed, and the bytes of the first are stored: {paths.listed(found)}"
 
     @property
     def nbytes(self) -> int:

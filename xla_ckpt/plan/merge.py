@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
@@ -24,11 +24,21 @@ _UNDECLARED = (
     "(tensor_model_parallel, partition_dim), or pass mesh= and shardings=. If it is meant to be the same everywhere, "
     "the ranks have drifted apart."
 )
+DRIFTED = (
+    "If the ranks have really drifted apart, as replicas may that nothing keeps equal: replicas='first' saves one of "
+    "them, the first, and the tag says of which arrays. Parts of an array must not be saved so: only the first part "
+    "would be kept."
+)
+"""What a hint says of the way out for replicas that are no longer equal."""
+
 _OWN_MEMBER = "Wrap a member of extras that every rank has its own of in xla_ckpt.PerRank."
 _OWN_STATE = (
     "If an optimizer's state lies otherwise than its parameter, or every rank has its own of it, say so: "
     "xla_ckpt.register_optimizer."
 )
+
+Replicas = Literal["equal", "first"]
+"""What a save asks of replicas: that they are equal, or nothing, and then it stores the first one's bytes."""
 
 MAX_NAMED = 8
 """Leaves or ranks that a message names before it only counts."""
@@ -158,14 +168,14 @@ class Merged:
         )
 
 
-def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
-    """Put the records of all ranks together.
+def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -> Merged:
+    """Put the records of all ranks together. Arrays whose replicas may and do differ are marked in the result.
 
     Raises:
         DivergentReplicasError: Ranks that should hold the same hold different values.
         SaveError: The ranks together did not write every element exactly once, or disagree about the structure.
     """
-    warnings = compare(records, mesh)
+    warnings, divergent = compare(records, mesh, replicas)
     files: list[FileRecord] = []
     shards: dict[str, dict[Box, tuple[int, Shard]]] = {}
     facts: dict[str, tuple[str, tuple[int, ...], Any]] = {}
@@ -199,6 +209,7 @@ def merge(records: Sequence[Record], mesh: Mesh) -> Merged:
             mine = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = mine if skeleton is None else _united(skeleton, mine, "", record.rank)
     arrays = {leaf: _array(leaf, fact, [s for _, s in shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
+    arrays |= {leaf: replace(arrays[leaf], divergent=True) for leaf in divergent if leaf in arrays}
     aliases = {alias: target for alias, target in aliases.items() if alias not in arrays}
     twice = tuple(
         Duplicate(
@@ -236,11 +247,14 @@ def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Iterable[S
         ) from error
 
 
-def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
-    """Compare what ranks have in common; the differences that are worth a warning only.
+def compare(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -> tuple[list[str], tuple[str, ...]]:
+    """Compare what ranks have in common.
+
+    Returns:
+        Warnings, and the leaf paths of arrays whose replicas differ and may differ. Buffers are not among them.
 
     Raises:
-        DivergentReplicasError: A difference that is not.
+        DivergentReplicasError: Ranks differ in what has to be equal.
     """
     warnings: list[str] = []
     first: dict[tuple[str, str], tuple[int, Sample]] = {}
@@ -260,7 +274,7 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
             rank, known = seen.setdefault((part, stage if part in schema.STAGED else 0), (record.rank, text))
             if known != text:
                 plain.setdefault(part, (rank, []))[1].append(record.rank)
-    if bad:
+    if bad and replicas == "equal":
         leaf, (rank, ranks) = next(iter(bad.items()))
         raise DivergentReplicasError(
             f"{len(bad)} replicated {'arrays differ' if len(bad) > 1 else 'array differs'} between ranks, and no copy "
@@ -282,7 +296,19 @@ def compare(records: Sequence[Record], mesh: Mesh) -> list[str]:
         )
     for leaf, (rank, ranks) in loose.items():
         warnings.append(f"the buffer {leaf} of rank {rank} differs from that of {_ranks(ranks)}; rank {rank}'s is kept")
-    return warnings
+    if bad:
+        warnings.append("\n".join([first_stored(len(bad)), *_listed(bad)]))
+    return warnings, tuple(bad)
+
+
+def first_stored(count: int) -> str:
+    """That the replicas of so many arrays differ, and what is stored of them.
+
+    >>> first_stored(1)
+    "the replicas of 1 array differ, and the bytes of the first are stored (replicas='first'):"
+    """
+    arrays = f"{count} array{'s' if count > 1 else ''}"
+    return f"the replicas of {arrays} differ, and the bytes of the first are stored (replicas='first'):"
 
 
 def _hint(leaf: str, mesh: Mesh) -> str:
@@ -290,7 +316,7 @@ def _hint(leaf: str, mesh: Mesh) -> str:
     if schema.member_of(leaf) == schema.EXTRAS:
         return _OWN_MEMBER
     state = f" {_OWN_STATE}" if schema.owner_of(leaf) is not None else ""
-    return f"{_UNDECLARED}{state} The mesh of this save was {mesh}."
+    return f"{_UNDECLARED}{state} The mesh of this save was {mesh}. {DRIFTED}"
 
 
 def _listed(bad: Mapping[str, tuple[int, Sequence[int]]]) -> list[str]:

@@ -82,6 +82,9 @@ class FilePlan:
     entries: tuple[Entry, ...] = ()
     """What elements it holds. Regions may have more: padding."""
 
+    folder: str | None = None
+    """A directory that is made along with it, and may stay empty."""
+
     @property
     def data_bytes(self) -> int:
         """Bytes of all regions."""

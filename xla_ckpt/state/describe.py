@@ -17,6 +17,7 @@ from xla_ckpt.arrays.registry import array_kind, require
 from xla_ckpt.engine import pickles
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Leaf, leaf_of
+from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
@@ -90,6 +91,9 @@ class Description:
     parts: Mapping[str, str]
     """Part of the state -> digest of its plain values, which all ranks have in common."""
 
+    replicas: Replicas
+    """Whether replicas have to be equal, or the first one of each array is stored whole, whatever the others are."""
+
     def tree(self, part: str, array: Any) -> Any:
         """A part of the state as a tree, with what `array` makes of (leaf path, kind) in place of each array."""
 
@@ -101,7 +105,14 @@ class Description:
         )
 
 
-def describe(state: State, placement: Placement, rules: Rules | None, *, structure: bool = False) -> Description:
+def describe(
+    state: State,
+    placement: Placement,
+    rules: Rules | None,
+    *,
+    structure: bool = False,
+    replicas: Replicas = "equal",
+) -> Description:
     """Describe a state. `structure`: with all its objects, for layouts that pickle the structure of a state.
 
     Raises:
@@ -113,7 +124,9 @@ def describe(state: State, placement: Placement, rules: Rules | None, *, structu
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
             logger.warning("%s", message)
-    leaves, arrays, aliases = describe_arrays(flat.arrays, shardings, state.buffers)
+    # Which arrays differ is known only when all is written. So with "first" one rank writes all of each array.
+    together = frozenset(flat.arrays) if replicas == "first" else state.buffers
+    leaves, arrays, aliases = describe_arrays(flat.arrays, shardings, together)
     stage = placement.mesh.coordinates(placement.rank)["pp"]
     speaks = placement.rank == placement.mesh.rank({"pp": stage})
     own = flat if speaks else _own_part(flat, state.alone)
@@ -133,6 +146,7 @@ def describe(state: State, placement: Placement, rules: Rules | None, *, structu
         structure_objects=all_objects,
         speaks=speaks,
         parts={p: _digest(_common(flat.skeleton, p)) for p in state.parts} if placement.world > 1 else {},
+        replicas=replicas,
     )
 
 

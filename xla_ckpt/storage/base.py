@@ -58,6 +58,12 @@ class Directory(Protocol):
     def create(self, path: str, size: int) -> Sink:
         """Begin a new file that will have `size` bytes; its parents are made. It must not exist."""
 
+    def make(self, path: str) -> None:
+        """Make a directory below, and its parents, unless it is there. It may stay empty; `sync` makes it durable.
+
+        A store that has no directories of its own, only names of files, has nothing to do.
+        """
+
     def open(self, path: str) -> Source:
         """Open a file for reading. FileNotFoundError if there is none."""
 
@@ -65,7 +71,7 @@ class Directory(Protocol):
         """Paths of all files below, sorted."""
 
     def sync(self) -> None:
-        """Make the names of all files that were created through this object durable."""
+        """Make the names of all files and directories that were made through this object durable."""
 
     def close(self) -> None:
         """Release the directory, and the lock that it was opened with."""

@@ -147,16 +147,26 @@ class LocalDirectory:
         return self._fd
 
     def create(self, path: str, size: int) -> LocalSink:
-        parents = [""]
-        for part in path.split("/")[:-1]:
-            parents.append(f"{parents[-1]}/{part}" if parents[-1] else part)
-            try:
-                os.mkdir(parents[-1], dir_fd=self._fd)
-            except FileExistsError:
-                pass  # another writer of the same save was here first
+        parents = self._make(path.split("/")[:-1])
         sink = LocalSink(self._fd, path, size)
         self._touched.update(parents)
         return sink
+
+    def make(self, path: str) -> None:
+        made = self._make(path.split("/"))
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd))  # a file is no directory
+        self._touched.update(made)
+
+    def _make(self, parts: list[str]) -> list[str]:
+        """Make a directory and its parents; the paths of all of them."""
+        made: list[str] = []
+        for part in parts:
+            made.append(f"{made[-1]}/{part}" if made else part)
+            try:
+                os.mkdir(made[-1], dir_fd=self._fd)
+            except FileExistsError:
+                pass  # another writer of the same save was here first
+        return made
 
     def open(self, path: str) -> LocalSource:
         return LocalSource(self._fd, path, links=self._links)

@@ -166,6 +166,10 @@ class MemoryDirectory:
 
         return MemorySink(publish, path, size)
 
+    def make(self, path: str) -> None:
+        with _LOCK:
+            self._held(path).folder(path, make=True)
+
     def open(self, path: str) -> MemorySource:
         with _LOCK:
             found = self._held(path).at(path)

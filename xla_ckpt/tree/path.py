@@ -7,8 +7,13 @@ other dict key is ``~(`` its JSON ``)``, which no string key can look like.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 ROOT = ""
 """The path of the tree itself."""
+
+MAX_LISTED = 8
+"""Leaf paths that a sentence names before it only counts."""
 
 
 def escape(key: str) -> str:
@@ -54,6 +59,16 @@ def unescape(component: str) -> str:
     'a/b~c'
     """
     return "" if component == "~e" else component.replace("~1", "/").replace("~0", "~")
+
+
+def listed(leaves: Sequence[str]) -> str:
+    """Some leaf paths as a sentence names them: the first ones, and how many more there are.
+
+    >>> listed(["a", "b"])
+    'a, b'
+    """
+    more = len(leaves) - MAX_LISTED
+    return ", ".join(leaves[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_under(path: str, prefix: str) -> bool:

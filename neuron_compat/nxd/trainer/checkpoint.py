@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import xla_ckpt
 from neuron_compat.lazy import lazily
@@ -36,6 +36,7 @@ def save_checkpoint(
     avoid_saving_lower_precision_weights: bool = False,  # noqa: ARG001
     *,
     layout: str | Sequence[str] | None = None,
+    replicas: Literal["equal", "first"] = "equal",
 ) -> None:
     """Save a training state under ``<checkpoint_dir_str>/<tag>``. All ranks make the same call.
 
@@ -58,6 +59,8 @@ def save_checkpoint(
         layout: ``"native"`` writes xla_ckpt's own format instead: fewer files, and work dealt out evenly. By default it
             is written, with a warning in the log, only where neuronx-distributed's layout has no place for the state:
             ZeRO-1 shards over context-parallel ranks, DTensors, SPMD arrays.
+        replicas: ``"first"`` saves a job whose replicas have drifted apart: of each array the first replica counts, and
+            the tag says of which arrays it was so. By default that is an error, and nothing is saved.
 
     Raises:
         xla_ckpt.UsageError: An argument makes no sense.
@@ -76,6 +79,7 @@ def save_checkpoint(
         async_save=async_save,
         zero1_optimizer=zero1_optimizer,
         layout=(theirs, "native") if layout is None else layout,
+        replicas=replicas,
     )
 
 

@@ -57,7 +57,7 @@ def resolve(
     if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
         return Sharding()
     if wish.shape is None:
-        return _unknown(f"each rank has {list(local)}, and nothing says what the whole is")
+        return _unknown("nothing says what the whole is")
     return _inferred(name, local, mesh, expert, wish.shape)
 
 
@@ -121,7 +121,9 @@ def _inferred(
         if _united_shape(local, mesh, ep_dim, tp_dim) == wanted
     ]
     if not found:
-        return _unknown(f"each of {mesh.tp} tp (and {mesh.ep} ep) ranks has {list(local)}, wanted {list(wanted)}")
+        return _unknown(
+            f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of theirs", str(list(wanted))
+        )
     if len(found) > 1:
         return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(found)} ways")
     ((ep_dim, tp_dim),) = found
@@ -162,8 +164,18 @@ def _united_shape(local: tuple[int, ...], mesh: Mesh, ep_dim: int | None, tp_dim
     return tuple(shape)
 
 
-def _unknown(why: str) -> UnknownArray:
-    return UnknownArray(problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT)
+def _unknown(why: str, expected: str | None = None) -> UnknownArray:
+    return UnknownArray(
+        problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT, expected=expected
+    )
+
+
+def as_stored(unknown: UnknownArray, copies: Copies) -> UnknownArray:
+    """The same, with what is stored of it on the ranks."""
+    first = next(iter(copies.values()))
+    # Ranks may name the same file: what all expert-parallel ranks have alike lies with the first of them.
+    places = {(held.file, None if held.at is None else held.at.offset) for held in copies.values()}
+    return replace(unknown, dtype=first.dtype, shape=first.shape, tensors=len(places))
 
 
 def _true_size(sharding: Sharding, local: tuple[int, ...], wish: ArrayHint) -> Sharding:
@@ -240,6 +252,23 @@ def record_of_copies(
         hint="A rule with these sections takes the first copies. The copies may have drifted apart, or the keys may "
         "have been repeated in an order that is neither trn1's (as a whole) nor trn2's (on neighbouring ranks).",
     )
+
+
+def copies_differ(
+    scan: Scan,
+    leaf: str,
+    copies: Copies,
+    mesh: Mesh,
+    sharding: Sharding,
+    rows: tuple[str, ...] = (),
+    local: tuple[int, ...] = (),
+) -> bool:
+    """Whether sections that several ranks held are not equal, where a rule says that `sharding` is how they held them.
+
+    Arguments and errors are those of `record`.
+    """
+    _, twice = _record(scan, leaf, copies, mesh, sharding, rows, local)
+    return any(not scan.same_part(*a, *b) for a, b in twice)
 
 
 _Part = tuple[StoredTensor, Piece]

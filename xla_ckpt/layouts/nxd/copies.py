@@ -43,7 +43,7 @@ def chosen(
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
-    at = {key: mesh.coordinates(rank_of(key, mesh, dealt=dealt)) for key in copies}
+    at = _places(copies, mesh, dealt=dealt)
     pairs = _different(scan, copies, at, split)
     if not pairs:
         return copies, False
@@ -62,6 +62,20 @@ def chosen(
         hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
         "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
     )
+
+
+def differ(scan: Scan, copies: Copies, mesh: Mesh, *, split: Sequence[str], dealt: bool) -> bool:
+    """Whether copies of one part are not equal; the arguments are those of `chosen`.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or holds another tensor.
+    """
+    return bool(_different(scan, copies, _places(copies, mesh, dealt=dealt), split))
+
+
+def _places(copies: Copies, mesh: Mesh, *, dealt: bool) -> dict[_Key, dict[str, int]]:
+    """The mesh coordinates of the rank that stored each copy."""
+    return {key: mesh.coordinates(rank_of(key, mesh, dealt=dealt)) for key in copies}
 
 
 _Key = tuple[int, int, int]

@@ -24,7 +24,7 @@ from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import AXES
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry
 from xla_ckpt.tree import schema
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class NeuronxDistributed(Layout):
     asks = True
     model_names = ModelNames.FUSED
     marks = frozenset(MARKS)
+    saved_over = (
+        f"If neuronx-distributed has saved a tag of this name since, remove {MANIFEST} and {COMMITTED} from the tag: "
+        "then it is read as neuronx-distributed's."
+    )
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -116,7 +120,7 @@ class NxdWriting:
         trees = {
             part: about.tree(part, lambda path, _: LeafAt(path)) for part in PARTS if part in (about.structure or {})
         }
-        theirs = RankPlan(about.placement.mesh, about.placement.rank, self.xser)
+        theirs = RankPlan(about.placement.mesh, about.placement.rank, self.xser, first=about.replicas == "first")
         return SavePlan((*self.rest.plan.files, *theirs.files(replace(self.state, parts=trees))))
 
 
@@ -182,7 +186,10 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
     dealt = deals_rows(manifest) if to.zero1 is None else to.zero1
     target = NewJob(manifest=manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=dealt)
-    for message in target.doubts():
+    doubts = target.doubts()
+    if manifest.left_out and not layout.xser:  # from xser files with master weights it reads no model at all
+        doubts.append("neuronx-distributed, too, refuses a pt tag that lacks names of its model, unless strict=False")
+    for message in doubts:
         logging.getLogger(__name__).warning("%s", message)
     files = []
     for rank in range(to.mesh.size):

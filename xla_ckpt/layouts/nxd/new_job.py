@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
+from xla_ckpt.layouts.nxd.names import in_stage
 from xla_ckpt.layouts.nxd.plan import PARTS, RankState, RankTensor, with_experts
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
@@ -150,11 +151,13 @@ class NewJob:
         tree = self.trees[schema.OPTIMIZER]
         if self.mesh.pp == 1 or not self._by_name():
             return tree
-        mine = {self._stored_name(name) for name, of in self._stages.items() if of == stage}
-        groups = [
-            {**g, schema.PARAMS: [name for name in g[schema.PARAMS] if name in mine]} for g in tree[schema.GROUPS]
-        ]
-        others = {name for g in tree[schema.GROUPS] for name in g[schema.PARAMS]} - mine
+        mine: dict[str, str] = {}
+        for name, of in self._stages.items():
+            if of == stage:
+                mine.setdefault(self._stored_name(name), name)
+        order = {name: i for i, name in enumerate(self._stages)}
+        groups = [{**g, schema.PARAMS: in_stage(g[schema.PARAMS], mine, order)} for g in tree[schema.GROUPS]]
+        others = {name for g in tree[schema.GROUPS] for name in g[schema.PARAMS]} - mine.keys()
         made = {**tree, schema.GROUPS: groups}
         for key in (schema.STATE, schema.MASTER):
             if key in tree:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
-from xla_ckpt.layouts.nxd.arrays import check_rows, resolve
+from xla_ckpt.layouts.nxd.arrays import as_stored, check_rows, resolve
 from xla_ckpt.layouts.nxd.copies import in_common
 from xla_ckpt.layouts.nxd.names import names_of_stage
 from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor
@@ -180,7 +180,7 @@ class _StageOptimizer:
         sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.hint(str(name)))
         if isinstance(sharding, UnknownArray):
             if first.shape:
-                return sharding
+                return as_stored(sharding, copies)
             sharding = Sharding()  # nobody knows how the parameter was split, but a single number has no parts
         if self.zero and not has_rows:
             # A single number is the same on all ranks that share the rows of a parameter.

@@ -86,6 +86,8 @@ class RankPlan:
     mesh: Mesh
     rank: int
     xser: bool
+    first: bool = False
+    """Whether the first of the ranks that share a rank file writes all of its tensors: they may not be equal."""
 
     def files(self, state: RankState) -> tuple[FilePlan, ...]:
         """The files that this rank writes.
@@ -134,7 +136,7 @@ class RankPlan:
 
         pickled = dumps(_plain(tree), part, reference)
         files = []
-        ranks = prod(self.mesh.sizes[axis] for axis in sharing)
+        ranks = 1 if self.first else prod(self.mesh.sizes[axis] for axis in sharing)
         for tid, writer in enumerate(_dealt([t.nbytes for _, t in tensors], ranks)):
             leaf, tensor = tensors[tid]
             # What is no expert's lies with the expert-parallel rank 0 alone: that is where readers look for it.
@@ -147,7 +149,9 @@ class RankPlan:
                 files.append(FilePlan(path=f"{path}.tensors/{name}.pt", codec=codec, sources=sources, entries=entries))
         if mine == 0:
             info = {tid: _info(tensor) for tid, (_, tensor) in enumerate(tensors)}
-            files.append(FilePlan(path=path, codec=TorchFile(stem=_stem(path), pickled=pickled)))
+            # neuronx-distributed has this directory of every rank file, without tensors, too: programs look for it.
+            codec = TorchFile(stem=_stem(path), pickled=pickled)
+            files.append(FilePlan(path=path, codec=codec, folder=f"{path}.tensors"))
             files.append(
                 FilePlan(
                     path=f"{path}.info.pt", codec=TorchFile(stem=_stem(f"{path}.info.pt"), pickled=dumps(info, part))

@@ -12,7 +12,7 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
-from xla_ckpt.layouts.nxd.tags import LEGACY
+from xla_ckpt.layouts.nxd.tags import LEGACY, LEGACY_OPTIMIZER
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.sharding.box import Box
@@ -241,6 +241,32 @@ class Scan:
                 paths[At(pp=pp, dp=dp, ep=0, tp=tp)] = name
         grid = RankFiles(paths, _sizes(paths))
         check_grid("tag", grid)
+        return grid
+
+    def legacy_optimizer(self) -> RankFiles | None:
+        """The files that a ZeRO-1 optimizer wrote beside those of the older layout; None if there are none.
+
+        Raises:
+            CorruptCheckpointError: Some are missing, or pipeline stages wrote over each other's.
+        """
+        paths: dict[At, str] = {}
+        for name in self.names:
+            if (match := LEGACY_OPTIMIZER.fullmatch(name)) is not None:
+                dp, tp = map(int, match.groups())
+                paths[At(dp=dp, tp=tp)] = name
+        if not paths:
+            return None
+        model = self.legacy_files().sizes
+        if model.pp > 1:
+            raise CorruptCheckpointError(
+                "the names of these optimizer files do not say the pipeline stage, so that the stages wrote over each "
+                "other's: the states of all stages but one are lost",
+                file=min(paths.values()),
+                found=f"{model.pp} pipeline stages",
+                hint="Load the model without the optimizer. nxd.save_checkpoint saves all of it.",
+            )
+        grid = RankFiles(paths, replace(_sizes(paths), tp=max(model.tp, _sizes(paths).tp)))
+        check_grid("optim.dp_rank_*", grid)
         return grid
 
     def tree(self, path: str, at: At) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -138,31 +138,51 @@ def scan(
     files: Scan, found: NxdTag, wanted: Hints, codec: ValueCodec, around: Around = AS_NXD
 ) -> tuple[Manifest, list[Refused]]:
     """The manifest of a tag, and the objects that its skeleton numbers."""
-    parts, mesh = _legacy(files, wanted) if found.legacy else _current(files, wanted, around)
-    flat = flatten({part: _plain(files, value) for part, value in parts.items()}, _kind, codec)
+    content = _legacy(files, wanted) if found.legacy else _current(files, wanted, around)
+    flat = flatten({part: _plain(files, value) for part, value in content.parts.items()}, _kind, codec)
     stray = next(((leaf, v) for leaf, v in flat.objects if not isinstance(v, Refused)), None)
     if stray is not None:
         raise UnsupportedStateError(f"a {type(stray[1]).__name__} is neither array nor plain value", leaf=stray[0])
     known = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, ArrayRecord)}
     unknown = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, UnknownArray)}
-    _report_own(found.tag, [leaf for leaf, record in known.items() if record.own], wanted)
+    _report(found.tag, [leaf for leaf, record in known.items() if record.own], content.apart, wanted)
+    aliases = _shared(known)
     head = Head(tag=found.tag, sequence=0, pinned=False, created="")
     manifest = Manifest(
         head=head,
         skeleton=flat.skeleton,
-        arrays=known,
+        arrays={leaf: record for leaf, record in known.items() if leaf not in aliases},
+        aliases=aliases,
         files=tuple(files.files),
-        mesh=str(mesh),
-        world=mesh.size,
+        mesh=str(content.mesh),
+        world=content.mesh.size,
         unknown=unknown,
+        left_out=content.left_out,
     )
     return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
 
 
-def _report_own(tag: str, own: list[str], wanted: Hints) -> None:
-    """Say once for each pipeline stage which arrays each rank gets its own of, and what that means."""
+def _shared(known: Mapping[str, ArrayRecord]) -> dict[str, str]:
+    """Leaf paths of the model that have the same record as one before them, with that one."""
+    first: dict[int, str] = {}
+    model = {leaf: record for leaf, record in known.items() if schema.member_of(leaf) == schema.MODEL}
+    return {leaf: same for leaf, record in model.items() if (same := first.setdefault(id(record), leaf)) != leaf}
+
+
+def _report(tag: str, own: list[str], apart: Mapping[str, str], wanted: Hints) -> None:
+    """Say once for each pipeline stage which arrays each rank gets its own of, and which ties have come apart."""
     at = wanted.mesh.coordinates(wanted.rank)
-    if own and not any(at[axis] for axis in ("dp", "cp", "tp")):
+    if any(at[axis] for axis in ("dp", "cp", "tp")):
+        return
+    for name, first in apart.items():
+        logger.warning(
+            "tag %s: %s and %s are one parameter of the model, and are stored with different values: the one that is "
+            "loaded last counts",
+            tag,
+            schema.weight(first),
+            schema.weight(name),
+        )
+    if own:
         logger.warning(
             "tag %s: the ranks hold different tensors, and nothing says how they were split; each rank gets its own. "
             "They are parts of arrays, or copies that have drifted apart: %s",
@@ -175,19 +195,37 @@ def _kind(value: Any) -> str | None:
     return "torch" if isinstance(value, ArrayRecord | UnknownArray) else None
 
 
-def _current(files: Scan, wanted: Hints, around: Around) -> tuple[dict[str, Any], Mesh]:
-    """The parts of a tag of the present layout, and how the ranks were arranged that wrote it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Content:
+    """What a tag holds."""
+
+    parts: dict[str, Any]
+    """Members of the state, with a record or an `UnknownArray` for each tensor."""
+
+    mesh: Mesh
+    """How the ranks were arranged that wrote it, as far as the files show it."""
+
+    left_out: tuple[str, ...]
+    """Leaf paths of tensors of the model that were not written, and that nothing stands for."""
+
+    apart: Mapping[str, str]
+    """Names of the model that should be tied to another one, with that one, and that hold other values."""
+
+
+def _current(files: Scan, wanted: Hints, around: Around) -> _Content:
+    """A tag of the present layout."""
     if wanted.optimizer:
         files.check_optimizer()
     grids = files.rank_files()
     model = stages(trees(files, grids["model"], dp=0)) if "model" in grids else {}
     wanted = around.hints(files, model, _mesh(grids), wanted)
-    parts = _parts(files, wanted, grids, model, lambda: trees(files, grids["optim"]))
-    return {**parts, **around.parts(files)}, _mesh(grids)
+    content = _content(files, wanted, grids, model, lambda: trees(files, grids["optim"]))
+    content.parts.update(around.parts(files))
+    return content
 
 
-def _legacy(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
-    """The parts of a tag of the older layout, in which a rank has one file for all of them."""
+def _legacy(files: Scan, wanted: Hints) -> _Content:
+    """A tag of the older layout, in which a rank has one file for all parts."""
     grid = files.legacy_files()
     held = trees(files, grid)
     first = held[min(held)]
@@ -203,13 +241,16 @@ def _legacy(files: Scan, wanted: Hints) -> tuple[dict[str, Any], Mesh]:
     grids = {"model": grid}
     if optim:
         grids["optim"] = grid
-    parts = _parts(files, wanted, grids, stages(models), lambda: optim)
+    elif wanted.optimizer and (beside := files.legacy_optimizer()) is not None:
+        optim = trees(files, beside)
+        grids["optim"] = beside
+    content = _content(files, wanted, grids, stages(models), lambda: optim)
     rest = {k: v for k, v in first.items() if k not in ("model", "optimizer")}
     if "scheduler" in rest:
-        parts[schema.SCHEDULER] = rest.pop("scheduler")
+        content.parts[schema.SCHEDULER] = rest.pop("scheduler")
     if rest:
-        parts[schema.USER_CONTENT] = rest
-    return parts, _mesh(grids)
+        content.parts[schema.USER_CONTENT] = rest
+    return content
 
 
 def _mesh(grids: Mapping[str, RankFiles]) -> Mesh:
@@ -220,9 +261,9 @@ def _mesh(grids: Mapping[str, RankFiles]) -> Mesh:
     return Mesh(pp=pp, dp=dp if dp % ep == 0 else ep, ep=ep, tp=tp)
 
 
-def _parts(
+def _content(
     files: Scan, wanted: Hints, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Any
-) -> dict[str, Any]:
+) -> _Content:
     """Model and optimizer, with a record or an `UnknownArray` for each tensor."""
     mesh = _mesh(grids)
     state = ScannedState(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
@@ -238,10 +279,15 @@ def _parts(
             parts[schema.OPTIMIZER] = optimizer_of(state, optim(), grids["optim"].sizes.dp)
     optimizer = parts.get(schema.OPTIMIZER)
     masters = optimizer.get(schema.MASTER, {}) if isinstance(optimizer, dict) else {}
+    weights: dict[str, Any] = {}
+    apart: dict[str, str] = {}
     if model:
         weights = {name: _weights(name, stored, masters, wanted) for name, stored in parts[schema.MODEL].items()}
+        tied, apart = state.ties()
+        weights |= {name: weights[first] for name, first in tied.items()}  # one object: this is how `scan` knows them
         parts[schema.MODEL] = {name: value for name, value in weights.items() if value is not None}
-    return parts
+    left_out = tuple(schema.weight(name) for name, value in weights.items() if value is None)
+    return _Content(parts=parts, mesh=mesh, left_out=left_out, apart=apart)
 
 
 def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.nxd.arrays import Copies, declared, record, record_of_copies, resolve
-from xla_ckpt.layouts.nxd.copies import chosen, in_common
+from xla_ckpt.layouts.nxd.arrays import Copies, as_stored, copies_differ, declared, record, record_of_copies, resolve
+from xla_ckpt.layouts.nxd.copies import chosen, differ, in_common
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -95,6 +95,41 @@ class ScannedState:
             made = {**{name: in_common(self.scan, stage.plain, name) for name in names}, **made}
         return made
 
+    def ties(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Names of shared parameters that are stored under several, with the first of these names.
+
+        The program says which parameters are shared. Their copies are compared: a tie may have come apart.
+
+        Returns:
+            The names whose tensors are those of the first name, and the names whose tensors are others.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, or holds another tensor.
+        """
+        stored = {name: copies for _, stage in sorted(self.stages.items()) for name, copies in stage.copies.items()}
+        tied: dict[str, str] = {}
+        apart: dict[str, str] = {}
+        for names in self.wanted.aliases.values():
+            first, *others = [name for name in names if name in stored] or [""]
+            for name in others:
+                (tied if self._same(stored[first], stored[name]) else apart)[name] = first
+        return tied, apart
+
+    def _same(self, one: Copies, other: Copies) -> bool:
+        """Whether the tensors of two names are equal on every rank, or none of their files was written."""
+        if one.keys() != other.keys():
+            return False
+        for key, a in one.items():
+            b = other[key]
+            if (a.shape, a.dtype, self._is_missing(a)) != (b.shape, b.dtype, self._is_missing(b)):
+                return False
+            if not self._is_missing(a) and not self.scan.same(a, b):
+                return False
+        return True
+
+    def _is_missing(self, held: StoredTensor) -> bool:
+        return held.at is None and held.file not in self.scan.names
+
     def _parameter(self, leaf: str, name: str, copies: Copies) -> ArrayRecord | UnknownArray | Missing:
         """What stands for a parameter of the model.
 
@@ -102,7 +137,7 @@ class ScannedState:
             CorruptCheckpointError: The file of one of its tensors is missing, and others of that rank are there.
         """
         held = next(iter(copies.values()))
-        lost = [h.file for h in copies.values() if h.at is None and h.file not in self.scan.names]
+        lost = [h.file for h in copies.values() if self._is_missing(h)]
         if lost:
             # A job may leave out all files of its tensors on purpose (avoid_saving_lower_precision_weights): then not
             # even their folder is there.
@@ -111,7 +146,7 @@ class ScannedState:
             raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0])
         sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.hint(name))
         if isinstance(sharding, UnknownArray):
-            return sharding
+            return as_stored(sharding, copies)
         return self.record(leaf, name, copies, self.mesh, sharding=sharding, local=held.shape)
 
     def record(
@@ -141,7 +176,7 @@ class ScannedState:
             dealt: Whether each dp rank has a file of its own, as ZeRO-1 writes them.
         """
         wish = self.wanted.hint(name)
-        own = False
+        own = divergent = False
         split = sharding if state is None else state
         # Copies are compared unless the program has said how the array was split. What it says of a parameter does not
         # count for a state of another shape, which may not be split like the parameter.
@@ -157,18 +192,25 @@ class ScannedState:
                 alone=fits,
             )
             if isinstance(found, UnknownArray):
-                return found
+                return as_stored(found, copies)
             copies, own = found
         whole = local if rows else ()
         if split.copies and not wish.ruled:
             compared = record_of_copies(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
-            if isinstance(compared, ArrayRecord) or (wish.sharding is not None and wish.sharding.in_sections):
+            if isinstance(compared, ArrayRecord):
                 return compared
+            if wish.sharding is not None and wish.sharding.in_sections:
+                return as_stored(compared, copies)
             # Nobody but the shapes said that there are copies. Without them the array is larger than the wanted one,
             # and that is what the load will say.
             split = Sharding(tuple(None if s is None else Split(s.axes) for s in split.dims))
         made = record(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
-        return replace(made, own=True) if own else made
+        if wish.ruled and not own:
+            # A rule is taken at its word, and the first copies count. That others differ is told, and recorded.
+            divergent = differ(self.scan, copies, mesh, split=(*split.axes, *rows), dealt=dealt) or (
+                split.copies and copies_differ(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
+            )
+        return replace(made, own=own, divergent=divergent) if own or divergent else made
 
 
 @dataclass(frozen=True, slots=True)

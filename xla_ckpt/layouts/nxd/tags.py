@@ -16,6 +16,9 @@ from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_
 LEGACY = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 """Name of a rank's file or directory in the older layout."""
 
+LEGACY_OPTIMIZER = re.compile(r"optim\.dp_rank_(\d{2,})\.tp_rank_(\d{2,})")
+"""Name of a file that `save_sharded_state_dict` of a ZeRO-1 optimizer leaves beside them. It names no stage."""
+
 _DIGITS = re.compile(r"(\d+)")
 
 

@@ -22,7 +22,7 @@ from xla_ckpt.errors import (
 )
 from xla_ckpt.layouts.nxd.rank_files import RankFiles, Scan, StoredTensor, check_grid
 from xla_ckpt.layouts.nxd.scan import AS_NXD, Around, scan
-from xla_ckpt.layouts.nxd.tags import NxdTag
+from xla_ckpt.layouts.nxd.tags import LEGACY_OPTIMIZER, NxdTag
 from xla_ckpt.layouts.torch_save.zip_reader import check_zip, read
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
@@ -52,7 +52,7 @@ def verify_nxd(
         files = Scan(directory, found.below)
         _noted(report, files.check_optimizer)
         _noted(report, lambda: _check_trees(files, found, report))
-        zips = sorted(name for name in files.names if name.endswith(".pt") or (found.legacy and "." not in name))
+        zips = sorted(name for name in files.names if name.endswith(".pt") or (found.legacy and _is_legacy(name)))
 
         sizes: list[int] = []
 
@@ -82,7 +82,7 @@ def _noted(report: VerifyReport, action: Callable[[], object]) -> None:
 
 def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
     """Check that every rank has its files, and that every tensor that they name is there."""
-    grids = {"tag": files.legacy_files()} if found.legacy else files.present()
+    grids = _legacy_grids(files, report) if found.legacy else files.present()
     for kind, grid in grids.items():
         _noted(report, partial(check_grid, kind, grid))
         for tree in _trees(files, grid, report):
@@ -96,6 +96,22 @@ def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
     for name in ("scheduler.pt", "user_content.pt"):
         for path in {name, f"{files.below}{name}"} & files.names:
             _noted(report, partial(_check_pickle, files, path))
+
+
+def _is_legacy(name: str) -> bool:
+    """Whether a file of the older layout is a rank's, or that of a ZeRO-1 optimizer beside it."""
+    return "." not in name or LEGACY_OPTIMIZER.fullmatch(name) is not None
+
+
+def _legacy_grids(files: Scan, report: VerifyReport) -> dict[str, RankFiles]:
+    grids = {"tag": files.legacy_files()}
+
+    def add_optimizer() -> None:
+        if (optimizer := files.legacy_optimizer()) is not None:
+            grids["optim"] = optimizer
+
+    _noted(report, add_optimizer)
+    return grids
 
 
 def _check_sums(files: Scan, found: NxdTag, codec: ValueCodec, around: Around) -> None:
