@@ -141,11 +141,15 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
 }
 
 
+ABOUT_IT = [ROOT / "xla_ckpt/layouts" / name for name in ("nxd", "optimum")]
+"""Its own package, and that of optimum-neuron's checkpoints, in which its rank files lie."""
+
+
 def test_only_its_own_package_knows_neuronx_distributed() -> None:
     found = {
         str(path.relative_to(ROOT / "xla_ckpt"))
         for path in LIBRARY
-        if not path.is_relative_to(ROOT / "xla_ckpt/layouts/nxd")
+        if not any(path.is_relative_to(folder) for folder in ABOUT_IT)
         for node in code_of(path)
         if any(re.search(r"nxd|neuronx|xser", word, re.IGNORECASE) for word in words_of(node))
     }

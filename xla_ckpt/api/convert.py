@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.api.export import with_config, write_directory
+from xla_ckpt.api.export import with_config, with_files, write_directory
 from xla_ckpt.api.llama import (
     Config,
     KnownModel,
     form_of_job,
     known_model,
     name_as_hugging_face,
+    name_as_told,
     own_config,
 )
 from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
@@ -172,9 +173,10 @@ def convert(
             elif known is not None and known.copies.count is not None and layout.tagged:
                 reader.manifest = reordered(reader.manifest, known.config, known.copies, topology.mesh)
             to_hf = known is not None and layout.model_names is ModelNames.HUGGING_FACE
+            beside = {} if layout.tagged else name_as_told(store, reader)
             if known is not None and to_hf:
                 name_as_hugging_face(reader, schema.MODEL, known, max_memory=max_memory, workers=num_workers)
-            made = layout.rewriting(stored, topology)
+            made = with_files(layout.rewriting(stored, topology), beside)
             if known is not None and to_hf:
                 made = with_config(made, reader, known.config)
             with Progress(f"convert {tag}", made.nbytes, progress) as bar:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt import dtypes
-from xla_ckpt.api.llama import Config, known_model, name_as_hugging_face, own_config
+from xla_ckpt.api.llama import Config, known_model, name_as_hugging_face, name_as_told, own_config
 from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.progress import Progress
@@ -65,7 +65,8 @@ def export_hf(
     model: bytes go from file to file.
 
     With a `config` the arrays of a Llama-like model get Hugging Face's names, shapes and order of heads, whatever
-    neuronx-distributed fused: transformers loads the directory. Without one they keep the names that they have.
+    neuronx-distributed fused: transformers loads the directory. Without one they keep the names that they have, but for
+    checkpoints of optimum-neuron's, whose metadata say all that.
 
     Args:
         path: Root directory of the checkpoint; or a directory of Hugging Face's, for another `dtype`.
@@ -104,10 +105,12 @@ def export_hf(
     ):
         check_split(reader, part)
         tell_divergent(reader)
+        beside = name_as_told(store, reader) if part == schema.MODEL else {}
         if known is not None:
             name_as_hugging_face(reader, part, known, max_memory=max_memory, workers=num_workers)
             part = schema.MODEL
         made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
+        made = with_files(made, beside)
         if known is not None:
             made = with_config(made, reader, known.config)
         with Progress(f"export {tag}", made.nbytes, progress) as bar:
@@ -132,6 +135,11 @@ def _floating(name: str | None) -> DType | None:
     if name is not None and name not in FLOATING:
         raise UsageError("arrays are not exported in this element type", expected=", ".join(FLOATING), found=name)
     return None if name is None else dtypes.dtype(name)
+
+
+def with_files(made: Rewriting, files: Mapping[str, bytes]) -> Rewriting:
+    """The same files, and small ones beside them."""
+    return replace(made, marks={**made.marks, **files})
 
 
 def with_config(made: Rewriting, reader: TagReader, config: LlamaConfig) -> Rewriting:

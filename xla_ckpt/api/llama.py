@@ -13,7 +13,7 @@ from xla_ckpt.layouts.base import ModelNames
 from xla_ckpt.layouts.llama_config import CONFIG, MAX_CONFIG, LlamaConfig, parse_config
 from xla_ckpt.layouts.llama_manifest import Copies, to_hugging_face, unsaid_order
 from xla_ckpt.layouts.llama_names import Form, Projection
-from xla_ckpt.layouts.registry import find_foreign
+from xla_ckpt.layouts.registry import as_hugging_face, find_foreign
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above, full_path
 
@@ -123,6 +123,19 @@ def own_config(store: Store, tag: str) -> str | None:
     if found is None or found[0].model_names is not ModelNames.HUGGING_FACE or not store.has(f"{tag}/{CONFIG}"):
         return None
     return f"{store.path.rstrip('/')}/{tag}"
+
+
+def name_as_told(store: Store, reader: TagReader) -> Mapping[str, bytes]:
+    """Let a reader find its model under Hugging Face's names, if the tag itself says how; files that belong to it.
+
+    Raises:
+        CheckpointError: It says it, and it does not fit.
+    """
+    told = as_hugging_face(store, reader)
+    if told is None:
+        return {}
+    reader.manifest = told.manifest
+    return told.files
 
 
 def name_as_hugging_face(reader: TagReader, part: str, known: KnownModel, *, max_memory: int, workers: int) -> None:

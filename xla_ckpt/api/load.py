@@ -79,7 +79,8 @@ def load_checkpoint(
     that would be overwritten in place.
 
     Args:
-        path: Root directory; one that neuronx-distributed wrote to will do, too (see docs/from-nxd.md).
+        path: Root directory; one that neuronx-distributed or optimum-neuron wrote to will do, too (see
+            docs/from-nxd.md).
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
             and the newest good one is taken instead.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.

@@ -14,7 +14,7 @@ def list_tags(path: PathLike) -> list[str]:
     """Names of the committed tags in `path`, oldest commit first (by commit sequence, never by time stamps).
 
     Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
-    stamps).
+    stamps; optimum-neuron's: by the numbers in their names).
 
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)

@@ -62,6 +62,7 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
         "ranks": None,
         "problem": None,
         "layout": None,
+        "note": entry.note,
     }
     try:
         if layout is not None:  # it has no index: its directory says what there is

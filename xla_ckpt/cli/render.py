@@ -65,6 +65,7 @@ def tag_table(facts: dict[str, Any]) -> RenderableType:
         marks = ["newest"] if i == len(facts["tags"]) - 1 else []
         marks += ["pinned"] if t["pinned"] else []
         marks += [t["layout"]] if t["layout"] not in (None, "native") else []
+        marks += [escape(t["note"])] if t["note"] else []
         note = f"[red]{escape(t['problem'])}[/red]" if t["problem"] else ", ".join(marks)
         count = ["?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks")]
         table.add_row(

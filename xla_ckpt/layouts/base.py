@@ -88,6 +88,17 @@ class Rewriting:
         return sum(file.data_bytes for of_rank in self.files for file in of_rank)
 
 
+@dataclass(frozen=True, slots=True)
+class HuggingFaceModel:
+    """The model of a tag as Hugging Face has it."""
+
+    manifest: Manifest
+    """One that finds it under those names, and nothing else."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files that belong to it."""
+
+
 class Layout:
     """One form on disk. What a layout cannot do stays as it is here, and is refused by name."""
 
@@ -101,7 +112,10 @@ class Layout:
     """Who writes tags of it without our manifest; listings show it. Empty where nobody does."""
 
     saves: bool = False
-    """Whether a job can save in it; conversions make it in any case."""
+    """Whether a job can save in it."""
+
+    converts: bool = True
+    """Whether conversions make it. If not, it is only read."""
 
     tagged: bool = True
     """Whether it is a tag. If not, it is a directory of files for other programs, which `export` makes."""
@@ -143,6 +157,14 @@ class Layout:
             CheckpointError: It is damaged, or `hints` contradict it.
         """
         raise UsageError(f"tags of the layout {self.name} are not read without a manifest", path=store.path)
+
+    def as_hugging_face(self, store: Store, found: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
+        """The model of such a tag as Hugging Face has it; None if the tag does not say how that is.
+
+        Raises:
+            CheckpointError: It says it, and it does not fit.
+        """
+        return None
 
     def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
         """Read all of such a tag, and compare what its files say themselves: by default only their sizes and headers.

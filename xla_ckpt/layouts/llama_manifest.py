@@ -119,7 +119,7 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
         ):
             equal = leaves[EMBEDDING], leaves[HEAD]
     check_names(arrays, config)
-    return Renamed(_manifest(manifest, arrays, {}), equal)
+    return Renamed(model_alone(manifest, arrays, {}), equal)
 
 
 def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) -> Manifest:
@@ -148,7 +148,7 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
             made.setdefault(link.theirs, []).append(link)
     arrays = _arrays(made, there, manifest, config, to_hf=False)
     arrays = {name: replace(record, spec=split_of(name, config, form).spec) for name, record in arrays.items()}
-    renamed = _manifest(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
+    renamed = model_alone(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
     return replace(renamed, mesh=str(mesh), world=mesh.size)
 
 
@@ -444,7 +444,7 @@ def _arrays(
     return found
 
 
-def _manifest(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: Mapping[str, str]) -> Manifest:
+def model_alone(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: Mapping[str, str]) -> Manifest:
     """A manifest that has a model of these arrays and nothing else, in the files of another one.
 
     `shared` has further names of arrays.

@@ -14,10 +14,11 @@ from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError
-from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.hugging_face import HuggingFace
 from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
+from xla_ckpt.layouts.optimum.layout import OptimumNeuron
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
@@ -31,6 +32,7 @@ NATIVE = Native()
 
 _layouts: list[Layout] = [
     NATIVE,
+    OptimumNeuron(),  # before neuronx-distributed's, which would find the rank files in its tags, too
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     HuggingFace(),
@@ -65,7 +67,7 @@ def saved() -> tuple[str, ...]:
 
 def converted() -> tuple[str, ...]:
     """Names of the layouts that a conversion makes, other names included."""
-    return tuple(name for layout in _layouts for name in (layout.name, *layout.other_names))
+    return tuple(name for layout in _layouts if layout.converts for name in (layout.name, *layout.other_names))
 
 
 def named(name: str, *, among: Sequence[str] | None = None) -> Layout:
@@ -95,14 +97,17 @@ def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
     """
     ours = entries(store)
     names = {e.tag for e in ours}
-    found: list[tuple[Layout | None, TagEntry]] = []
+    found: list[tuple[float, Layout, TagEntry]] = []
     for layout in _layouts:
+        latest = 0.0
         for entry in layout.tags(store):
             if entry.tag not in names:
                 names.add(entry.tag)
-                found.append((layout, entry))
-    found.sort(key=lambda pair: _time(pair[1]) if pair[1].created else 0.0)  # those of one layout keep its own order
-    return [*found, *((None, entry) for entry in ours)]
+                # Those of one layout keep its own order, which need not be that of the time stamps.
+                latest = max(latest, _time(entry) if entry.created else 0.0)
+                found.append((latest, layout, entry))
+    found.sort(key=lambda of_tag: of_tag[0])
+    return [*((layout, entry) for _, layout, entry in found), *((None, entry) for entry in ours)]
 
 
 def tag_names(store: Store) -> list[str]:
@@ -155,6 +160,16 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     reader = TagReader(directory, store.path, tag)
     reader.hint = " ".join(filter(None, (reader.hint, layout_of(reader.manifest).saved_over)))
     return reader
+
+
+def as_hugging_face(store: Store, reader: TagReader) -> HuggingFaceModel | None:
+    """The model of an open tag as Hugging Face has it; None if the tag does not say itself how that is.
+
+    Raises:
+        CheckpointError: It says it, and it does not fit.
+    """
+    found = find_foreign(store, reader.tag)
+    return None if found is None else found[0].as_hugging_face(store, found[1], reader)
 
 
 def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
@@ -33,6 +34,17 @@ class ArrayHint:
     alone: bool = False
     """Whether each rank has a tensor of its own, which need not be what other ranks have: no part of a DTensor, say."""
 
+    told: bool = False
+    """Whether the tag itself says that it was split by `sharding`. Then it was, whatever the shapes are."""
+
+    problem: UnknownArray | None = None
+    """Why the array cannot be read for this program, where what it says contradicts what the tag says."""
+
+    @property
+    def of_program(self) -> bool:
+        """Whether a program has such an array, and not only a description of what is stored."""
+        return self.dtype is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
@@ -45,6 +57,10 @@ class Hints:
 
     groups: Sequence[Sequence[str]] | None = None
     """Names of the parameters of the optimizer, by group; None without an optimizer that has them."""
+
+    sequence: Sequence[str] = ()
+    """Names of the parameters in the order of the model that was saved, where the tag itself says so. Without `groups`
+    it names the parameters of the stored optimizer, if there is only one way to do so."""
 
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """All names of a shared parameter, in the model's order, by the first of them."""

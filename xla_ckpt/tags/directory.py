@@ -47,6 +47,9 @@ class TagEntry:
     complete: bool = True
     """Whether its save ended. Tags of ours exist only complete."""
 
+    note: str = ""
+    """What a listing says of it besides."""
+
     damage: CheckpointError | None = None
     """Why its manifest could not be read; the sequence then comes from orbax's metadata, or is 0."""
 

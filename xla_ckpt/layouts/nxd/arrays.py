@@ -29,12 +29,12 @@ HINT = (
 
 
 def declared(local: tuple[int, ...], wish: ArrayHint) -> bool:
-    """Whether a rule or attributes say how an array was split. A shape alone says only how it may have been split.
+    """Whether a rule, attributes or the tag say how an array was split. A shape alone says only how it may have been.
 
     Attributes also stay on weights that every rank has whole. So they say nothing about a tensor that already has the
     wanted shape.
     """
-    return wish.sharding is not None and (wish.ruled or wish.shape != local)
+    return wish.sharding is not None and (wish.ruled or wish.told or wish.shape != local)
 
 
 def resolve(
@@ -45,11 +45,15 @@ def resolve(
     Of sections that several ranks held alike (keys and values) the shapes say how many ranks did. Which of them did is
     found out by `readings`.
     """
+    if wish.problem is not None:
+        return wish.problem
     if wish.sharding is not None and declared(local, wish):
         sharding = wish.sharding
         if expert is False and not wish.ruled:
             sharding = Sharding(tuple(None if s is not None and "ep" in s.axes else s for s in sharding.dims))
-        return _true_size(sharding if wish.ruled else _with_copies(sharding, local, mesh, wish), local, wish)
+        if not wish.ruled and not wish.told:
+            sharding = _with_copies(sharding, local, mesh, wish)
+        return _true_size(sharding, local, wish)
     if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
         return Sharding()
     if wish.shape is None:

@@ -19,8 +19,8 @@ def names_of_stage(
     model: Mapping[str, Mapping[Any, StoredTensor]] | None,
     shapes: Mapping[int, tuple[int, ...] | None],
     is_expert: Callable[[str], bool],
-) -> dict[int, Any]:
-    """The name of each number of one pipeline stage's optimizer.
+) -> dict[int, Any] | None:
+    """The name of each number of one pipeline stage's optimizer; None if nobody can tell.
 
     Numbers run through the groups. The parameters of the program's optimizer come in the same order, if those are left
     out that this stage does not have. The sizes of the groups and the shapes of the parameters are compared to be sure.
@@ -40,6 +40,9 @@ def names_of_stage(
         # torch names them for optimizers that were made with named parameters.
         return _zipped([g["params"] for g in groups], [g["param_names"] for g in groups])
     stored = [g["params"] for g in groups]
+    if wanted.groups is None and wanted.sequence:
+        held = {name: next(iter(copies.values())).shape for name, copies in (model or {}).items()}
+        return only_names(stored, shapes, {name: held[name] for name in wanted.sequence if name in held})
     if wanted.groups is None:
         return _zipped(stored, stored)  # without an optimizer that says more, a number is its own name
     mine = [_of_stage(names, wanted, model) for names in wanted.groups]
@@ -59,6 +62,49 @@ def names_of_stage(
         if copies is not None:
             _check_shape(number, name, shapes.get(number), next(iter(copies.values())).shape)
     return found
+
+
+def only_names(
+    numbers: Sequence[Sequence[int]], shapes: Mapping[int, tuple[int, ...] | None], names: Mapping[str, tuple[int, ...]]
+) -> dict[int, str] | None:
+    """The names of the numbers of some groups, if the order and the shapes of the parameters leave only one choice.
+
+    A group has its parameters in the order of the model, and each parameter is in one of them. So the model's order is
+    that of the groups, mixed; a parameter fits to the next number of a group if their shapes are the same.
+
+    Args:
+        numbers: The numbers of each group.
+        shapes: Local shape of each number, where known.
+        names: Local shape of each parameter, in the order of the model.
+    """
+    begin = (0,) * len(numbers)
+    steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int]]] = []
+    ways = {begin: 1}  # how many numbers of each group are taken -> in how many ways (2 stands for more)
+    for shape in names.values():
+        after: dict[tuple[int, ...], int] = {}
+        step: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+        for taken, count in ways.items():
+            for n, group in enumerate(numbers):
+                if taken[n] < len(group) and shapes.get(group[taken[n]]) == shape:
+                    now = (*taken[:n], taken[n] + 1, *taken[n + 1 :])
+                    after[now] = min(2, after.get(now, 0) + count)
+                    step[now] = (taken, n)
+        if not after or len(after) > _MOST_WAYS:
+            return None
+        ways = after
+        steps.append(step)
+    at = tuple(len(group) for group in numbers)
+    if ways.get(at) != 1:
+        return None
+    found = {}
+    for name, step in zip(reversed(list(names)), reversed(steps), strict=True):
+        at, n = step[at]
+        found[numbers[n][at[n]]] = name
+    return found
+
+
+_MOST_WAYS = 10_000
+"""Beyond so many possible beginnings nobody looks for the only end."""
 
 
 def _zipped(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[Any]]) -> dict[int, Any]:

@@ -28,6 +28,12 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
 
+_OTHER_HEADS = (
+    "{leaf} was saved with kv_size_multiplier={old}, and over {mesh} it has {new}: the heads of the queries, and the "
+    "columns of the output projection, stay in the order of the old job. To change it, go over Hugging Face's names: "
+    "export the model, and convert that"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewJob:
@@ -229,10 +235,28 @@ class NewJob:
                 for n, dim in zip(shape, sharding.over(len(shape)), strict=True):
                     if dim is not None and dim.plain and n % parts(dim.axes, self.mesh.sizes):
                         uneven.append(path)
-        if not uneven:
-            return []
-        more = f" and {len(uneven) - 5} more" if len(uneven) > 5 else ""
-        return [f"padded, because they do not divide over {self.mesh}: {', '.join(uneven[:5])}{more}"]
+        found = self._other_heads(split)
+        if uneven:
+            more = f" and {len(uneven) - 5} more" if len(uneven) > 5 else ""
+            found.append(f"padded, because they do not divide over {self.mesh}: {', '.join(uneven[:5])}{more}")
+        return found
+
+    def _other_heads(self, split: Mapping[str, Sharding]) -> list[str]:
+        """A warning if other ranks will hold other numbers of copies of the keys, which order the heads of the queries.
+
+        Raises:
+            IncompatibleCheckpointError: They cannot hold equally many copies.
+        """
+        for path, sharding in split.items():
+            for dim in sharding.dims:
+                for section in () if dim is None else dim.sections:
+                    try:
+                        held = section.held(1 if dim is None else parts(dim.axes, self.mesh.sizes))
+                    except ValueError as error:
+                        raise IncompatibleCheckpointError(str(error), leaf=path) from error
+                    if held != section.copies and not section.adjacent:
+                        return [_OTHER_HEADS.format(leaf=path, old=section.copies, new=held, mesh=self.mesh)]
+        return []
 
     def spec(self, path: str) -> tuple[object, ...] | None:
         """How an array will be split, for the manifest."""

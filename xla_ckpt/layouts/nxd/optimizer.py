@@ -18,9 +18,14 @@ from xla_ckpt.sharding.sharding import Sharding, parts
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT
 
+NAMELESS = UnknownArray(
+    problem="the stored optimizer numbers its parameters, and nothing says for certain what the numbers mean",
+    hint="Load with model= and optimizer=: their names and groups say so.",
+)
 
-def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any]:
-    """The optimizer by name: states, groups and, if there are any, master weights.
+
+def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any] | UnknownArray:
+    """The optimizer by name: states, groups and, if there are any, master weights. Unknown if nobody can name them.
 
     Args:
         state: The models that its parameters belong to.
@@ -34,8 +39,10 @@ def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any]:
     tree: dict[str, Any] = {schema.STATE: {}, schema.GROUPS: []}
     master: dict[str, Any] = {}
     for pp in sorted({at.pp for at in files}):
-        stage = {at: held for at, held in files.items() if at.pp == pp}
-        _StageOptimizer(state, pp, stage, dp).add_to(tree, master)
+        stage = _StageOptimizer(state, pp, {at: held for at, held in files.items() if at.pp == pp}, dp)
+        if stage.nameless:
+            return NAMELESS
+        stage.add_to(tree, master)
     return {**tree, schema.MASTER: master} if master else tree
 
 
@@ -62,7 +69,7 @@ class _StageOptimizer:
             {**g, "params": [number + (self.experts_from if n >= ordinary else 0) for number in g["params"]]}
             for n, g in enumerate(groups)
         ]
-        self.names = names_of_stage(
+        names = names_of_stage(
             self.groups,
             ordinary=ordinary,
             wanted=state.wanted,
@@ -70,6 +77,9 @@ class _StageOptimizer:
             shapes={number: self.local_shape(number) for g in self.groups for number in g["params"]},
             is_expert=self.is_expert,
         )
+        self.nameless = names is None
+        """Whether nobody can tell which parameters the numbers are."""
+        self.names = names or {}
 
     def is_expert(self, name: str) -> bool:
         """Whether a parameter differs between expert-parallel ranks."""

@@ -70,10 +70,16 @@ class RankFiles:
 
 
 class Scan:
-    """A tag directory: its files by name, and by number for a manifest."""
+    """A tag directory: its files by name, and by number for a manifest.
 
-    def __init__(self, directory: Directory) -> None:
+    Args:
+        directory: The directory.
+        below: Where in it the files of the ranks lie (see `NxdTag.below`).
+    """
+
+    def __init__(self, directory: Directory, below: str = "") -> None:
         self.directory = directory
+        self.below = below
         self.names = frozenset(directory.files())
         self.folders = frozenset(name.rpartition("/")[0] for name in self.names)
         self.files: list[FileRecord] = []
@@ -198,7 +204,9 @@ class Scan:
         """The rank files under ``model`` and ``optim``; a kind of which there are none is left out."""
         found: dict[str, dict[At, str]] = {"model": {}, "optim": {}}
         for name in self.names:
-            kind, _, base = name.partition("/")
+            if not name.startswith(self.below):
+                continue
+            kind, _, base = name.removeprefix(self.below).partition("/")
             match = _NAME.fullmatch(base)
             if kind in found and match is not None:
                 dp, ep, tp, pp = (int(number or 0) for number in match.groups())
@@ -211,10 +219,10 @@ class Scan:
         Raises:
             UnsupportedStateError: It was saved in torch's distributed format.
         """
-        if "optim/.metadata" in self.names:
+        if (file := f"{self.below}optim/.metadata") in self.names:
             raise UnsupportedStateError(
                 "the optimizer was saved with use_zero1_dcp, which neuronx-distributed itself cannot load",
-                file="optim/.metadata",
+                file=file,
                 hint="Load the model without it.",
             )
 

@@ -46,7 +46,53 @@ _NAMELESS = UnknownArray(
 )
 
 
-def open_scanned(store: Store, found: NxdTag, hints: Hints, codec: ValueCodec) -> TagReader:
+class Around:
+    """What lies around the files of the ranks, and is known of the arrays in them."""
+
+    def hints(self, files: Scan, model: Mapping[int, Stage], mesh: Mesh, wanted: Hints) -> Hints:
+        """What is known of the arrays: here only what the program says that wants them.
+
+        Args:
+            files: The tag's directory.
+            model: What the ranks hold of the model, by pipeline stage.
+            mesh: How the ranks were arranged that wrote it.
+            wanted: What the program says.
+
+        Raises:
+            CheckpointError: What the tag says of them is damaged, or is not about this tag.
+        """
+        return wanted
+
+    def parts(self, files: Scan) -> dict[str, Any]:
+        """The parts of the state that have a file of their own.
+
+        Raises:
+            CorruptCheckpointError: One of them is damaged.
+        """
+        return {
+            part: plain_file(files, file)
+            for part in (schema.SCHEDULER, schema.USER_CONTENT)
+            if (file := f"{files.below}{part}.pt") in files.names
+        }
+
+
+def plain_file(files: Scan, file: str) -> Any:
+    """What a file of plain values holds; a `Refused` if it names classes of the program.
+
+    Raises:
+        CorruptCheckpointError: It is damaged.
+    """
+    try:
+        return read(files.directory, file)
+    except UntrustedObjectError as error:
+        return Refused(files.directory, file, error)
+
+
+AS_NXD = Around()
+"""What neuronx-distributed writes around its rank files."""
+
+
+def open_scanned(store: Store, found: NxdTag, hints: Hints, codec: ValueCodec, around: Around = AS_NXD) -> TagReader:
     """A reader of a tag, for the restore engine.
 
     Raises:
@@ -60,7 +106,7 @@ def open_scanned(store: Store, found: NxdTag, hints: Hints, codec: ValueCodec) -
         directory = store.open(found.tag)
     try:
         with naming(path=store.path, tag=found.tag), storage_errors("reading a tag"):
-            manifest, objects = scan(Scan(directory), found, hints, codec)
+            manifest, objects = scan(Scan(directory, found.below), found, hints, codec, around)
             return TagReader(directory, store.path, found.tag, manifest, objects)
     except BaseException:
         directory.close()  # nobody else will: it would count as being read for as long as the program runs
@@ -88,9 +134,11 @@ class Refused:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def scan(files: Scan, found: NxdTag, wanted: Hints, codec: ValueCodec) -> tuple[Manifest, list[Refused]]:
+def scan(
+    files: Scan, found: NxdTag, wanted: Hints, codec: ValueCodec, around: Around = AS_NXD
+) -> tuple[Manifest, list[Refused]]:
     """The manifest of a tag, and the objects that its skeleton numbers."""
-    content = (_legacy if found.legacy else _current)(files, wanted)
+    content = _legacy(files, wanted) if found.legacy else _current(files, wanted, around)
     flat = flatten({part: _plain(files, value) for part, value in content.parts.items()}, _kind, codec)
     stray = next(((leaf, v) for leaf, v in flat.objects if not isinstance(v, Refused)), None)
     if stray is not None:
@@ -164,19 +212,15 @@ class _Content:
     """Names of the model that should be tied to another one, with that one, and that hold other values."""
 
 
-def _current(files: Scan, wanted: Hints) -> _Content:
+def _current(files: Scan, wanted: Hints, around: Around) -> _Content:
     """A tag of the present layout."""
     if wanted.optimizer:
         files.check_optimizer()
     grids = files.rank_files()
     model = stages(trees(files, grids["model"], dp=0)) if "model" in grids else {}
+    wanted = around.hints(files, model, _mesh(grids), wanted)
     content = _content(files, wanted, grids, model, lambda: trees(files, grids["optim"]))
-    for part in (schema.SCHEDULER, schema.USER_CONTENT):
-        if f"{part}.pt" in files.names:
-            try:
-                content.parts[part] = read(files.directory, f"{part}.pt")
-            except UntrustedObjectError as error:
-                content.parts[part] = Refused(files.directory, f"{part}.pt", error)
+    content.parts.update(around.parts(files))
     return content
 
 
@@ -229,7 +273,7 @@ def _content(
     if "optim" in grids:
         if not wanted.optimizer:
             parts[schema.OPTIMIZER] = UnknownArray(problem="the optimizer was not asked for")
-        elif wanted.groups is None and grids["optim"].sizes.pp > 1:
+        elif wanted.groups is None and not wanted.sequence and grids["optim"].sizes.pp > 1:
             parts[schema.OPTIMIZER] = _NAMELESS
         else:
             parts[schema.OPTIMIZER] = optimizer_of(state, optim(), grids["optim"].sizes.dp)

@@ -34,6 +34,9 @@ class NxdTag:
     time: int
     """Time stamp (ns) by which neuronx-distributed orders tags."""
 
+    below: str = ""
+    """Where in the tag's directory the files of the ranks lie: empty, or a path that ends with ``/``."""
+
     def entry(self) -> TagEntry:
         """What a listing shows of it."""
         created = datetime.datetime.fromtimestamp(self.time / 1e9, datetime.UTC).isoformat(timespec="microseconds")
@@ -44,11 +47,8 @@ def find_tag(store: Store, tag: str) -> NxdTag | None:
     """The tag of this name; None if it is no tag of neuronx-distributed's, or one of ours."""
     if not may_be_foreign(store, tag):
         return None
-    done, begun = _time(store, f"{tag}/done"), _time(store, f"{tag}/checkpoint")
-    if any(store.is_directory(f"{tag}/{part}") for part in ("model", "optim")):
-        if done is None and begun is None:
-            return None
-        return NxdTag(tag=tag, complete=done is not None, legacy=False, time=done or begun or 0)
+    if (found := marked_tag(store, tag)) is not None:
+        return found
     try:
         ranks = [name for name in store.names(tag) if LEGACY.fullmatch(name)]
     except OSError:
@@ -57,6 +57,17 @@ def find_tag(store: Store, tag: str) -> NxdTag | None:
         return None
     time = max(_time(store, f"{tag}/{name}") or 0 for name in ranks)
     return NxdTag(tag=tag, complete=True, legacy=True, time=time)
+
+
+def marked_tag(store: Store, tag: str, below: str = "") -> NxdTag | None:
+    """The tag of the present layout in a directory, or below a path in it; None if there is none."""
+    folder = f"{tag}/{below}".rstrip("/")
+    if not any(store.is_directory(f"{folder}/{part}") for part in ("model", "optim")):
+        return None
+    done, begun = (_time(store, f"{folder}/{mark}") for mark in ("done", "checkpoint"))
+    if done is None and begun is None:
+        return None
+    return NxdTag(tag=tag, complete=done is not None, legacy=False, time=done or begun or 0, below=below)
 
 
 def existing(store: Store, tag: str) -> NxdTag:

@@ -21,7 +21,7 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.layouts.nxd.rank_files import RankFiles, Scan, StoredTensor, check_grid
-from xla_ckpt.layouts.nxd.scan import scan
+from xla_ckpt.layouts.nxd.scan import AS_NXD, Around, scan
 from xla_ckpt.layouts.nxd.tags import LEGACY_OPTIMIZER, NxdTag
 from xla_ckpt.layouts.torch_save.zip_reader import check_zip, read
 from xla_ckpt.plan.hints import Hints
@@ -31,7 +31,9 @@ from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.nested import leaves
 
 
-def verify_nxd(store: Store, found: NxdTag, codec: ValueCodec, workers: int = READERS) -> VerifyReport:
+def verify_nxd(
+    store: Store, found: NxdTag, codec: ValueCodec, workers: int = READERS, around: Around = AS_NXD
+) -> VerifyReport:
     """Read every file of a tag.
 
     The files of all ranks and all tensors have to be there, the zips have to agree with their CRCs, and the parts of
@@ -47,7 +49,7 @@ def verify_nxd(store: Store, found: NxdTag, codec: ValueCodec, workers: int = RE
     with storage_errors("opening a tag", path=store.path, tag=found.tag):
         directory = store.open(found.tag)
     try:
-        files = Scan(directory)
+        files = Scan(directory, found.below)
         _noted(report, files.check_optimizer)
         _noted(report, lambda: _check_trees(files, found, report))
         zips = sorted(name for name in files.names if name.endswith(".pt") or (found.legacy and _is_legacy(name)))
@@ -60,7 +62,7 @@ def verify_nxd(store: Store, found: NxdTag, codec: ValueCodec, workers: int = RE
         work_off(zips, read_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
         report.files, report.nbytes = len(zips), sum(sizes)
         if not report.problems:
-            _noted(report, partial(_check_sums, files, found, codec))
+            _noted(report, partial(_check_sums, files, found, codec, around))
     finally:
         directory.close()
     for problem in report.problems:
@@ -92,8 +94,8 @@ def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
                 if held.at is None and held.file.rpartition("/")[0] in files.folders:
                     _noted(report, partial(files.place, held))
     for name in ("scheduler.pt", "user_content.pt"):
-        if name in files.names:
-            _noted(report, partial(_check_pickle, files, name))
+        for path in {name, f"{files.below}{name}"} & files.names:
+            _noted(report, partial(_check_pickle, files, path))
 
 
 def _is_legacy(name: str) -> bool:
@@ -112,9 +114,9 @@ def _legacy_grids(files: Scan, report: VerifyReport) -> dict[str, RankFiles]:
     return grids
 
 
-def _check_sums(files: Scan, found: NxdTag, codec: ValueCodec) -> None:
+def _check_sums(files: Scan, found: NxdTag, codec: ValueCodec, around: Around) -> None:
     try:
-        scan(files, found, Hints(), codec)
+        scan(files, found, Hints(), codec, around)
     except (IncompatibleCheckpointError, UnsupportedStateError):
         return  # the tag alone does not say how its arrays were split, which is no damage
 

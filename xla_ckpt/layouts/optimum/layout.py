@@ -1,0 +1,149 @@
+"""optimum-neuron's checkpoints as a layout that is read.
+
+Its trainer writes ``<root>/checkpoint-<step>/shards``, in which neuronx-distributed's rank files lie, and beside them a
+scheduler and its own state. A job that trains adapters writes ``checkpoint-<step>/adapter_<name>/adapter_shards``
+instead. With the metadata that lie in ``shards`` and ``adapter_shards`` no model is needed to read them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import UsageError
+from xla_ckpt.layouts.base import HuggingFaceModel, Layout
+from xla_ckpt.layouts.nxd import tags
+from xla_ckpt.layouts.nxd.tags import NxdTag
+from xla_ckpt.layouts.optimum.metadata import FILE
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_tag
+
+if TYPE_CHECKING:
+    from xla_ckpt.layouts.optimum.tag import Beside
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_ADAPTER = re.compile(r"adapter_.+")
+_SHARDS = "shards"
+_ADAPTER_SHARDS = "adapter_shards"
+
+
+class OptimumNeuron(Layout):
+    """optimum-neuron's layout: read, verified and converted from, and never written."""
+
+    name = "optimum-neuron"
+    origin = "optimum-neuron"
+    asks = True
+    converts = False
+
+    def tags(self, store: Store) -> list[TagEntry]:
+        found = [t for name in names_in(store) if (t := _found(store, name)) is not None and t.complete]
+        # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
+        numbered = sorted((t for t in found if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: _step(t.tag))
+        others = sorted((t for t in found if not _CHECKPOINT.fullmatch(t.tag)), key=lambda t: (t.time, t.tag))
+        return [_entry(store, t) for t in _merged(numbered, others)]
+
+    def find(self, store: Store, tag: str) -> TagEntry | None:
+        found = _found(store, tag)
+        return None if found is None else _entry(store, found)
+
+    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.nxd.scan import open_scanned
+        from xla_ckpt.state.values import CODEC
+
+        tag = _existing(store, found.tag)
+        return open_scanned(store, tag, hints, CODEC, _beside(tag))
+
+    def as_hugging_face(self, store: Store, found: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
+        from xla_ckpt.layouts.optimum.tag import as_hugging_face
+
+        return as_hugging_face(reader, _existing(store, found.tag).below)
+
+    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+        from xla_ckpt.layouts.nxd.verify import verify_nxd
+        from xla_ckpt.state.values import CODEC
+
+        tag = _existing(store, found.tag)
+        return verify_nxd(store, tag, CODEC, workers, _beside(tag))
+
+
+def _entry(store: Store, found: NxdTag) -> TagEntry:
+    """What a listing shows of a tag, and which adapters lie in it."""
+    folders = [adapter.below.split("/")[0] for adapter in _adapters(store, found.tag)]
+    return replace(found.entry(), note=f"with {', '.join(folders)}" if folders else "")
+
+
+def _beside(found: NxdTag) -> Beside:
+    from xla_ckpt.layouts.optimum.tag import Beside
+
+    return Beside(adapter=found.tag == _ADAPTER_SHARDS or found.below.endswith(f"{_ADAPTER_SHARDS}/"))
+
+
+def _found(store: Store, tag: str) -> NxdTag | None:
+    """The tag of this name: a checkpoint, or the rank files of one with metadata beside them; None if it is none."""
+    if not may_be_foreign(store, tag):
+        return None
+    if _CHECKPOINT.fullmatch(tag):
+        return _checkpoint(store, tag)
+    if any(FILE.fullmatch(name) for name in store.names(tag)):
+        return tags.marked_tag(store, tag)
+    return None
+
+
+def _checkpoint(store: Store, tag: str) -> NxdTag | None:
+    """A checkpoint of the trainer: its rank files, or those of its only adapter."""
+    if (found := tags.marked_tag(store, tag, f"{_SHARDS}/")) is not None:
+        return found
+    adapters = _adapters(store, tag)
+    return adapters[0] if adapters else None
+
+
+def _adapters(store: Store, tag: str) -> list[NxdTag]:
+    """The adapters of a checkpoint, by name."""
+    found = (
+        tags.marked_tag(store, tag, f"{name}/{_ADAPTER_SHARDS}/")
+        for name in store.names(tag)
+        if _ADAPTER.fullmatch(name)
+    )
+    return [adapter for adapter in found if adapter is not None]
+
+
+def _existing(store: Store, tag: str) -> NxdTag:
+    """The tag of this name, which was there a moment ago.
+
+    Raises:
+        NoCheckpointError: It is gone.
+        UsageError: It has several adapters and no model, so that nobody can tell what is meant.
+    """
+    found = _found(store, tag)
+    if found is None:
+        raise no_such_tag(store, tag)
+    if found.below.endswith(f"{_ADAPTER_SHARDS}/"):
+        folders = [adapter.below.split("/")[0] for adapter in _adapters(store, tag)]
+        if len(folders) > 1:
+            raise UsageError(
+                "this checkpoint holds several adapters",
+                path=store.path,
+                tag=tag,
+                expected="one of them",
+                found=", ".join(folders),
+                hint=f"Name one by its own directory: path {store.path}/{tag}/{folders[0]}, tag {_ADAPTER_SHARDS}.",
+            )
+    return found
+
+
+def _step(tag: str) -> int:
+    return int(tag.rpartition("-")[2])
+
+
+def _merged(numbered: list[NxdTag], others: list[NxdTag]) -> list[NxdTag]:
+    """Two lists as one, in which each keeps its order: one of the others comes before checkpoints that are newer."""
+    merged = list(numbered)
+    for other in reversed(others):
+        at = next((i for i in range(len(merged), 0, -1) if merged[i - 1].time <= other.time), 0)
+        merged.insert(at, other)
+    return merged
