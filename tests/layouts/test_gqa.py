@@ -13,6 +13,7 @@ import xla_ckpt
 from tests.layouts.gold import Gold, Target, cases
 from tests.layouts.writing import as_job, save_as_job
 from xla_ckpt import Mesh
+from xla_ckpt.cli.main import main
 from xla_ckpt.job import mesh_source
 from xla_ckpt.state.layers import layer_shardings
 
@@ -179,7 +180,9 @@ def test_another_multiplier_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not caplog.records
 
 
-def test_a_rule_says_it_without_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_says_it_without_a_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Plain dicts have no layers: a rule with sections is all that is needed."""
     mesh, rules = Mesh(tp=4), [("qkv", (("tp", [QUERIES, f"{KEYS}x2", f"{KEYS}x2"]), None))]
     save_as_job(
@@ -193,6 +196,11 @@ def test_a_rule_says_it_without_a_layer(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.ok, found.problems
     assert found.split["model/weight_qkv"] == (("tp", (64, "32x2/2", "32x2/2")), None)
     assert {r.needed_bytes for r in found.readings} == {4 * HIDDEN * (QUERIES + 2 * KEYS) // 2}
+    assert main(["explain", str(tmp_path), "--mesh", "tp=8"]) == 0
+    assert "dim 0 over tp in sections of 64 + 32x2/2 + 32x2/2: model/weight_qkv" in capsys.readouterr().out
+    wrong = ["--sharding", "qkv", "tp:64/16/16,_"]
+    assert main(["explain", str(tmp_path), "--mesh", "tp=2", *wrong]) == 1
+    assert "sections of 64 + 16 + 16 elements are 96, and the dim has 128" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,26 @@ def explanation(facts: dict[str, Any]) -> RenderableType:
     if (more := len(facts["ranks"]) - MAX_RANKS) > 0:
         parts.append(Text(f"and {more} ranks more (--json lists them all)"))
     reads = [r["read_bytes"] for r in facts["ranks"]]
-    parts.append(Text(f"all ranks together read {size(sum(reads))}; {len(facts['split'])} arrays are split"))
+    split = f"{count(len(facts['split']), 'array')} {'is' if len(facts['split']) == 1 else 'are'} split"
+    parts.append(Text(f"all ranks together read {size(sum(reads))}; {split}"))
+    parts += map(Text, _in_sections(facts["split"]))
     return Group(*parts)
+
+
+def _in_sections(split: dict[str, list[Any]]) -> list[str]:
+    """A line for each way in which arrays are split into sections.
+
+    >>> _in_sections({"model/a": [("tp", (8, "4x2/2")), None], "model/b": [("tp", (8, "4x2/2"))], "model/c": ["tp"]})
+    ['  dim 0 over tp in sections of 8 + 4x2/2: model/a and 1 more']
+    """
+    found: dict[str, list[str]] = {}
+    for leaf, dims in split.items():
+        for dim, how in enumerate(dims):
+            if isinstance(how, list | tuple) and isinstance(how[-1], list | tuple):
+                *axes, sections = how
+                text = f"  dim {dim} over {' and '.join(axes)} in sections of {' + '.join(map(str, sections))}"
+                found.setdefault(text, []).append(leaf)
+    return [f"{text}: {of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}" for text, of in found.items()]
 
 
 def conversion(facts: dict[str, Any]) -> RenderableType:
