@@ -193,7 +193,7 @@ def test_verify_and_show(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "optimum-neuron" in capsys.readouterr().out
     assert main(["show", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["tag"], facts["layout"], facts["unknown"]) == ("checkpoint-10", "optimum-neuron", {})
+    assert (facts["tag"], facts["layout"], facts["unknown"]) == ("checkpoint-10", "optimum-neuron", [])
     assert all((folder / file["path"]).is_file() for file in facts["files"])
     victim = max((folder / "shards/model").rglob("*.pt"))
     data = bytearray(victim.read_bytes())

@@ -82,7 +82,11 @@ def _unknown(manifest: Manifest) -> list[str]:
         told = str(array.error(leaf))
         if len(group) > 1:
             named = f"{len(group)} arrays: {paths.listed(list(group))}"
-            told = f"{array.problem} [{named}]" + (f". {array.hint}" if array.hint else "")
+            alike = len({(other.expected, other.found) for other in group.values()}) == 1
+            facts = [("expected", array.expected), ("found", array.found)] if alike else []
+            compared = ", ".join(f"{word} {fact}" for word, fact in facts if fact is not None)
+            told = f"{array.problem} [{named}]" + (f": {compared}" if compared else "")
+            told += f". {array.hint}" if array.hint else ""
         problems.append(told)
     return problems
 
