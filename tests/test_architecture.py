@@ -138,6 +138,7 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
     "layouts/llama_names.py": "likewise",
     "layouts/registry.py": "the list of layouts",
     "plan/merge.py": "a hint at its attributes on parameters",
+    "state/wrappers.py": "an attribute of its wrappers, by which they are told from others",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 
 import xla_ckpt
 from tests.layouts.same import as_theirs, content, differences, rank_files
+from tests.layouts.writing import as_kwargs, save_as_job, toy
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 
@@ -111,6 +112,15 @@ def test_zero1_files_as_the_optimizer_itself_deals_rows_out(tmp_path: Path) -> N
         assert torch.equal(torch.cat(held)[: shape[0]], optimizer.state[parameter]["exp_avg"])
         assert not torch.cat(held)[shape[0] :].any()  # padding
     assert parts[0]["state"] == {}
+
+
+def test_master_weights_of_one_dp_rank_become_zero1_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such an optimizer deals out no rows, but its master weights have a place in ZeRO-1 files only."""
+    mesh = Mesh(tp=2)
+    save_as_job(monkeypatch, mesh, tmp_path, "a", lambda r: as_kwargs(toy(mesh, r, zero=True)))
+    xla_ckpt.convert(tmp_path, tmp_path / "b", to="pt", mesh="tp=2")
+    held = content(tmp_path / "b/a/optim/dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    assert held["sharded_master_weights"].keys() == held["base_state"].keys()
 
 
 def test_stages_hold_their_own_layers_and_shared_ones_both(tmp_path: Path) -> None:

@@ -171,6 +171,15 @@ def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
                 assert torch.equal(states[i]["exp_avg_sq"], 3 * wanted[name]), name
         xla_ckpt.export_hf(tmp_path / "c", tmp_path / f"hf{copies}", f"{copies}", config=directory)
         same_model(tmp_path / f"hf{copies}", model)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"not all there.*3, called like.*found 2"):
+        xla_ckpt.convert(
+            tmp_path / "b", tmp_path / "d", config={**model.config.to_dict(), "num_hidden_layers": 3},
+            kv_size_multiplier=1, mesh="tp=2", to="pt",
+        )  # fmt: skip
+    wrong = {**model.config.to_dict(), "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
+    with pytest.raises(xla_ckpt.CheckpointError):
+        xla_ckpt.export_hf(tmp_path / "a", tmp_path / "d", config=wrong)
+    assert not (tmp_path / "d").exists()
     xla_ckpt.save_checkpoint(tmp_path / "b", "unsaid", job)
     with pytest.raises(xla_ckpt.CheckpointError, match="kv-size-multiplier"):
         xla_ckpt.convert(tmp_path / "b", tmp_path / "d", config=directory, kv_size_multiplier=1, mesh="tp=2")

@@ -180,6 +180,80 @@ def test_another_multiplier_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not caplog.records
 
 
+def test_sections_of_another_kind_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain split of what was saved as queries, keys and values would give every rank other rows."""
+    mesh = Mesh(tp=2)
+    save_as_job(monkeypatch, mesh, tmp_path, "t", lambda r: {"model": Attention(mesh, r, copies=1)})
+    for spec in (("tp", None), (("tp", [KEYS, KEYS, QUERIES]), None), (("tp", 4), None)):
+        held = [dict(Attention(mesh, r, copies=1, blank=True).named_parameters()) for r in range(2)]
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="other sections than it is wanted") as caught:
+            as_job(
+                monkeypatch,
+                mesh,
+                "load",
+                lambda r: xla_ckpt.load_checkpoint(tmp_path, "t", held[r], shardings=[("qkv", spec)]),  # noqa: B023
+            )
+        assert caught.value.leaf == "model/weight_qkv"
+        assert all((p == 0).all() for model in held for p in model.values())
+    alone = {"weight_qkv": torch.zeros(QUERIES + 2 * KEYS, HIDDEN)}
+    xla_ckpt.load_checkpoint(tmp_path, "t", alone)  # of a single rank no rows can be exchanged
+    assert differences(Attention(Mesh(), 0, copies=1), Attention(Mesh(), 0, copies=1)) == []
+    assert torch.equal(alone["weight_qkv"], Attention(Mesh(), 0, copies=1).weight_qkv)
+
+
+def test_two_orders_that_both_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that are equal in pairs on 8 ranks: as trn1 has A, A, B, B, or as trn2 has A, B, A, B."""
+    mesh = Mesh(tp=8)
+    parts = [torch.full((2, 3), float(v)) for v in (1, 1, 2, 2, 1, 1, 2, 2)]
+
+    def state(rank: int) -> dict[str, Any]:
+        value = torch.nn.Parameter(parts[rank].clone())
+        value.tensor_model_parallel, value.partition_dim, value.partition_stride = True, 0, 1
+        value.partition_sections = ["8x2"]
+        return {"model": {"weight_k": value}}
+
+    save_as_job(monkeypatch, mesh, tmp_path, "t", state, layout="pt")
+    for file in ("manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"):
+        (tmp_path / "t" / file).unlink(missing_ok=True)
+    target = torch.nn.Parameter(torch.zeros(8, 3))
+    target.tensor_model_parallel, target.partition_dim, target.partition_stride = True, 0, 1
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="two ways"):
+        xla_ckpt.load_checkpoint(tmp_path, "t", {"weight_k": target})
+    for text, expected in (("8x2", [1, 1, 2, 2]), ("8x2 adjacent", [1, 2, 1, 2])):
+        xla_ckpt.load_checkpoint(tmp_path, "t", {"weight_k": target}, shardings=[("weight_k", (("tp", [text]), None))])
+        assert target[::2, 0].tolist() == expected
+
+
+def test_only_keys_are_taken_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal parts of any other array are no copies: the model is another one."""
+    mesh = Mesh(tp=4)
+
+    def part(rows: int) -> dict[str, Any]:
+        value = torch.nn.Parameter(torch.zeros(rows, 3))
+        value.tensor_model_parallel, value.partition_dim, value.partition_stride = True, 0, 1
+        return {"up_proj.weight": value}
+
+    save_as_job(monkeypatch, mesh, tmp_path, "t", lambda r: {"model": part(16)}, layout="pt")
+    for file in ("manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"):
+        (tmp_path / "t" / file).unlink(missing_ok=True)
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"\[64, 3\] is stored, \[32, 3\] wanted"):
+        xla_ckpt.load_checkpoint(tmp_path, "t", part(32))
+
+
+@pytest.mark.parametrize("layout", ["native", "pt"])
+def test_drifted_columns_are_not_saved(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections of the second dim are scattered in memory: more than their first row is compared."""
+    mesh, rules = Mesh(tp=4), [("w", (None, ("tp", [64, "32x2"])))]
+
+    def state(rank: int) -> dict[str, Any]:
+        queries, keys = torch.zeros(300, 16), torch.zeros(300, 16)
+        keys[1:] += rank // 2
+        return {"model": {"w": torch.cat([queries, keys], 1)}}
+
+    with pytest.raises(xla_ckpt.DivergentReplicasError, match="kv_size_multiplier"):
+        save_as_job(monkeypatch, mesh, tmp_path, "t", state, layout=layout, shardings=rules)
+
+
 def test_a_rule_says_it_without_a_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,10 +269,10 @@ def test_a_rule_says_it_without_a_layer(
     found = xla_ckpt.explain(tmp_path, "t", mesh="tp=2")
     assert found.ok, found.problems
     assert found.split["model/weight_qkv"] == (("tp", (64, "32x2/2", "32x2/2")), None)
-    assert {r.needed_bytes for r in found.readings} == {4 * HIDDEN * (QUERIES + 2 * KEYS) // 2}
+    assert {r.needed_bytes for r in found.readings} == {4 * HIDDEN * (QUERIES // 2 + 2 * KEYS)}
     assert main(["explain", str(tmp_path), "--mesh", "tp=8"]) == 0
     assert "dim 0 over tp in sections of 64 + 32x2/2 + 32x2/2: model/weight_qkv" in capsys.readouterr().out
-    wrong = ["--sharding", "qkv", "tp:64/16/16,_"]
+    wrong = ["--sharding", "qkv", "tp:64+16+16,_"]
     assert main(["explain", str(tmp_path), "--mesh", "tp=2", *wrong]) == 1
     assert "sections of 64 + 16 + 16 elements are 96, and the dim has 128" in capsys.readouterr().out
 
@@ -221,6 +295,29 @@ def test_a_layer_that_contradicts_itself(change: dict[str, Any], words: str) -> 
         layer_shardings(model, Mesh(tp=4))
     assert caught.value.leaf == "model/weight_qkv"
     assert "shardings" in str(caught.value.hint)
+
+
+def test_a_parameter_of_two_layers_that_contradict() -> None:
+    one, other = Attention(Mesh(tp=4), 0, copies=2), Attention(Mesh(tp=4), 0, copies=2)
+    other.weight_qkv, other.kv_size_multiplier, other.output_sizes = one.weight_qkv, 1, [QUERIES, 2 * KEYS]
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="as another layer says"):
+        layer_shardings(torch.nn.ModuleList([one, other]), Mesh(tp=4))
+
+
+class Moody(torch.nn.Module):
+    """Answers what it does not have with an exception of its own."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("per_partition"):
+            raise KeyError(name)
+        return super().__getattr__(name)
+
+
+def test_modules_that_answer_oddly_are_no_layers(tmp_path: Path) -> None:
+    model = Moody()
+    model.weight = torch.nn.Parameter(torch.ones(2))
+    xla_ckpt.save_checkpoint(tmp_path, "t", model)
+    assert layer_shardings(model, Mesh()) == {}
 
 
 def test_attributes_that_contradict_the_layer() -> None:

@@ -168,6 +168,51 @@ def test_a_wrapper_that_adds_state_is_stored_as_it_is(tmp_path: Path) -> None:
     assert same(states(mine.optimizer), states(optimizer.optimizer))
 
 
+def test_a_wrapper_with_a_state_of_its_own_is_no_mere_wrapper(tmp_path: Path) -> None:
+    """As Lookahead is written: its slow weights are in its own `state`, which torch's `state_dict` saves."""
+
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: Any) -> None:
+            super().__init__(inner.param_groups, {})
+            self.optimizer, self.param_groups = inner, inner.param_groups
+
+        def slow(self, value: float) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p]["slow"] = torch.full_like(p, value)
+
+    model = build(0)
+    optimizer = Lookahead(trained(model))
+    optimizer.slow(3.0)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer)
+    fresh = build(1)
+    mine = Lookahead(trained(fresh))
+    xla_ckpt.load_checkpoint(tmp_path, "a", fresh, mine)
+    assert [float(s["slow"].mean()) for s in mine.state.values()] == [3.0] * len(mine.state)
+    assert len(mine.state) > 0
+
+
+def test_a_wrapper_with_a_load_of_its_own_is_asked(tmp_path: Path) -> None:
+    class Refusing(torch.nn.Module):
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.module = module
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module.state_dict(*args, **kwargs)
+
+        def load_state_dict(self, state_dict: Any, *_: Any, **__: Any) -> Any:
+            raise ValueError("not mine")
+
+    model = build(0)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    fresh = build(1)
+    before = {n: p.clone() for n, p in fresh.state_dict().items()}
+    with pytest.raises(xla_ckpt.LoadError, match="not mine"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", Refusing(fresh))
+    assert same(fresh.state_dict(), before)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stage_of_a_pipeline_has_the_names_of_the_whole_model(tmp_path: Path, layout: str) -> None:
     whole = build(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.layouts.llama_config import CONFIG, LlamaConfig, with_dtype
+from xla_ckpt.plan.order import is_grouped
+from xla_ckpt.plan.place import stored_sharding
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import rename_durably, write_small
 from xla_ckpt.storage.door import PathLike, above, full_path
@@ -26,6 +29,8 @@ from xla_ckpt.tree import schema
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 """Element types that arrays are exported in, where they are not as they are stored."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +114,12 @@ def export_hf(
         if known is not None:
             name_as_hugging_face(reader, part, known, max_memory=max_memory, workers=num_workers)
             part = schema.MODEL
+        elif not beside and any(is_grouped(stored_sharding(r)) for r in reader.manifest.arrays.values()):
+            logger.warning(
+                "tag %s: queries, keys and values stay fused, or as often as ranks held them, as in the training. "
+                "transformers does not load that: give the model's config.json (config=, --config)",
+                tag,
+            )
         made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
         made = with_files(made, beside)
         if known is not None:

@@ -223,7 +223,7 @@ def spec(text: str) -> tuple[Any, ...]:
 
     Sections stand behind a colon (`xla_ckpt.sharding.sections`):
 
-    >>> spec("tp:4096/1024x4/1024x4,_"), spec("tp:x2")
+    >>> spec("tp:4096+1024x4+1024x4,_"), spec("tp:x2")
     ((('tp', [4096, '1024x4', '1024x4']), None), (('tp', ['x2']),))
 
     Where no dim is split, arrays of any number of dims are meant.
@@ -238,11 +238,11 @@ def spec(text: str) -> tuple[Any, ...]:
 def _split(word: str) -> Any:
     if word.lower() in ("_", "-", "none", ""):
         return None
-    word, _, sections = word.partition(":")
+    word, colon, sections = word.partition(":")
     names, _, stride = word.partition("*")
     axes: tuple[Any, ...] = tuple(names.split("+"))
-    if sections:
-        return (*axes, [int(s) if s.isdigit() else s for s in map(str.strip, sections.split("/"))])
+    if colon:
+        return (*axes, [int(s) if s.isdigit() else s for s in map(str.strip, sections.split("+"))])
     if stride.isdigit():
         return (*axes, int(stride))
     return axes if len(axes) > 1 else word

@@ -175,6 +175,7 @@ def reordered(manifest: Manifest, config: LlamaConfig, copies: Copies, mesh: Mes
     if new.copies > 1 and old.projection not in (Projection.LINEAR, Projection.FUSED):
         raise _no_copies(new.copies)
     check_ranks(config, new, mesh)
+    check_layers(leaves, config)
     moves = _moves(config, old, new)
     arrays = dict(manifest.arrays)
     for leaf, record in manifest.arrays.items():
@@ -312,8 +313,17 @@ def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, co
     if told is not None and (copies.count not in (None, count) or copies.adjacent not in (None, adjacent)):
         raise UsageError(
             "the checkpoint says otherwise how often keys and values are held",
-            expected=f"{count} copies{', neighbouring ranks alike (trn2)' if adjacent else ''}",
-            found=f"kv_size_multiplier {copies.count}{', trn2' if copies.adjacent else ''}",
+            expected=_called(count, adjacent),
+            found=_called(copies.count, copies.adjacent),
+        )
+    ranks = Mesh.parse(manifest.mesh or "").tp
+    if told is not None and ranks > 1 and (config.heads % ranks or config.kv_heads * (count or 1) % ranks):
+        raise IncompatibleCheckpointError(
+            "the heads of config.json do not divide over the ranks that saved this",
+            leaf=leaves[forms[projection]],
+            expected=f"heads, and key-value heads with {count} copies, that divide over tp={ranks}",
+            found=f"{config.heads} heads and {config.kv_heads} key-value heads",
+            hint="Give the config.json of the model in this checkpoint.",
         )
     if count is None and config.group > 1:
         raise IncompatibleCheckpointError(
@@ -332,9 +342,34 @@ def unsaid_order(count: int | None) -> UsageError:
     """The error for copies of which nobody says which ranks hold the same."""
     return UsageError(
         "copies of keys and values are arranged otherwise on trn1 than on trn2",
-        expected="hardware= (--hardware): trn1 or trn2",
+        expected="hardware= (--hardware): trn1 or trn2, of the job that has them",
         found=f"a kv_size_multiplier of {count}",
     )
+
+
+def check_layers(leaves: Mapping[str, str], config: LlamaConfig) -> None:
+    """Check that every layer of the configuration has its queries and its output projection there, and no other has.
+
+    Raises:
+        IncompatibleCheckpointError: It has not: they would stay in another order without a word.
+    """
+    there = [name for name in leaves if query_dim(name) is not None and name.endswith(("weight", "_q", "_qkv"))]
+    for dim, what in ((0, "queries"), (1, "output projections")):
+        count = sum(query_dim(name) == dim and "weight" in name.rpartition(".")[2] for name in there)
+        if count != config.layers:
+            raise IncompatibleCheckpointError(
+                f"the {what} of the layers of config.json are not all there under the names of neuronx-distributed's "
+                "Llama examples",
+                leaf=schema.MODEL,
+                expected=f"{config.layers}, called like model.layers.0.self_attn.qkv_proj.weight_q and o_proj.weight",
+                found=count,
+            )
+
+
+def _called(count: int | None, adjacent: bool | None) -> str:
+    """Copies as a caller names them."""
+    hardware = "" if adjacent is None else ", trn2" if adjacent else ", trn1"
+    return f"{'any' if count is None else count} kv_size_multiplier{hardware}"
 
 
 def _no_copies(count: int | None) -> UsageError:

@@ -12,7 +12,7 @@ from xla_ckpt.plan.place import place, sharding_of
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
-from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.sharding.sharding import Sharding, parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,7 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
             f"some arrays were split over {', '.join(sorted(unknown))}, which is no axis of this mesh: those dims are "
             "taken as whole; say otherwise with rules"
         )
+    notes += _other_heads(shardings, mesh)
     if mesh.pp > 1:
         notes.append(f"over {mesh.pp} pipeline stages each rank reads its own layers' part of these bytes only")
     readings = []
@@ -103,6 +104,23 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
         notes=tuple(notes),
         split=split,
     )
+
+
+def _other_heads(shardings: Mapping[str, Sharding], mesh: Mesh) -> list[str]:
+    """A note if the ranks would hold another number of copies of the keys than those that saved them."""
+    for leaf, sharding in shardings.items():
+        for split in sharding.dims:
+            for section in () if split is None else split.sections:
+                try:
+                    held = section.held(parts(split.axes, mesh.sizes)) if split is not None else 1
+                except ValueError:
+                    continue  # it is told as a problem of the array
+                if held != section.copies and not section.adjacent:
+                    told = (
+                        f"was saved with kv_size_multiplier={section.copies}, and over this mesh it would have {held}"
+                    )
+                    return [f"{leaf} {told}: the heads of the queries stay in the order of the job that saved them"]
+    return []
 
 
 def _reading(manifest: Manifest, wants: Sequence[Want], rank: int, problems: list[str]) -> RankReading:

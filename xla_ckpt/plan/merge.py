@@ -282,7 +282,7 @@ def compare(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal")
             leaf=leaf,
             expected=f"the bytes of rank {rank}",
             found=f"others on {_ranks(ranks)}",
-            hint=_hint(leaf, mesh),
+            hint=_hint(leaf, mesh, next((r.arrays[leaf][2] for r in records if leaf in r.arrays), None)),
             details="\n".join(_listed(bad)),
         )
     if plain:
@@ -311,8 +311,16 @@ def first_stored(count: int) -> str:
     return f"the replicas of {arrays} differ, and the bytes of the first are stored (replicas='first'):"
 
 
-def _hint(leaf: str, mesh: Mesh) -> str:
+_COPIES = (
+    "The array is declared in sections that several ranks hold: they may hold another number of copies "
+    "(kv_size_multiplier), or those of other ranks ('x4' against 'x4 adjacent')."
+)
+
+
+def _hint(leaf: str, mesh: Mesh, spec: Any = None) -> str:
     """What is the likely cause of a difference."""
+    if any(isinstance(how, list | tuple) and isinstance(how[-1], list | tuple) for how in spec or ()):
+        return f"{_COPIES} The mesh of this save was {mesh}. {DRIFTED}"
     if schema.member_of(leaf) == schema.EXTRAS:
         return _OWN_MEMBER
     state = f" {_OWN_STATE}" if schema.owner_of(leaf) is not None else ""

@@ -56,7 +56,7 @@ def sharding_of(leaf: str, manifest: Manifest, rules: Parsed, unknown: set[str] 
     owner = schema.parameter_of(leaf)
     if (ruled := rule_for(leaf, rules)) is not None:
         return _ruled(ruled, record, None if owner is None else manifest.array(owner), state=owner is not None)
-    return _stored(record, unknown)
+    return stored_sharding(record, unknown)
 
 
 def rule_for(leaf: str, rules: Parsed) -> Sharding | None:
@@ -72,11 +72,12 @@ def _ruled(ruled: Sharding, record: ArrayRecord, parameter: ArrayRecord | None, 
     if len(ruled.dims) > len(shape):
         raise ValueError(f"a rule splits {len(ruled.dims)} dims, the array has {len(shape)}")
     if state and all(d is None for d in BY_SHAPE.dims_over(shape, record.shape)):
-        return _stored(record, None)
+        return stored_sharding(record)
     return state_sharding(ruled, BY_SHAPE, shape, record.shape)
 
 
-def _stored(record: ArrayRecord, unknown: set[str] | None) -> Sharding:
+def stored_sharding(record: ArrayRecord, unknown: set[str] | None = None) -> Sharding:
+    """How an array was split when it was saved, over the axes that a mesh has; `unknown` receives all others."""
     dims: list[Split | None] = []
     for entry in record.spec or ():
         names: tuple[Any, ...] = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

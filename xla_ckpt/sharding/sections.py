@@ -60,9 +60,12 @@ class Section:
         Raises:
             ValueError: They cannot hold equally many copies.
         """
-        copies = self.copies if self.parts is None else max(1, ranks // self.parts)
         if ranks == 1:
             return 1
+        copies = self.copies
+        # The same number of copies keeps the heads of the queries in their order; but no part may be cut any further.
+        if self.parts is not None and (ranks % copies or ranks // copies > self.parts):
+            copies = max(1, ranks // self.parts)
         if ranks % copies:
             raise ValueError(f"{copies} copies of a section do not divide {ranks} ranks")
         return copies
@@ -129,7 +132,7 @@ def global_size(n: int, ranks: int, sections: Sequence[Section]) -> int:
         if expected != n * ranks:
             raise ValueError(
                 f"sections of {_named(sections)} elements are {expected} with all copies, and {ranks} times {n} are "
-                f"{n * ranks}"
+                f"{n * ranks}; their sizes are those of the whole array"
             )
         return sum(sizes)
     if len(sections) > 1 and n % sum(held):

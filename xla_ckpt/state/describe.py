@@ -21,7 +21,7 @@ from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.sharding.ranges import runs
+from xla_ckpt.sharding.ranges import Runs, runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.take import HostShard
 from xla_ckpt.state.members import State
@@ -33,6 +33,13 @@ from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
 from xla_ckpt.tree.skeleton import only, part_at, renumbered
 
 logger = logging.getLogger(__name__)
+
+
+SAMPLED_RUNS = 64
+"""Of a piece that is scattered over its tensor about so many runs of bytes are compared with other ranks' copies."""
+
+SAMPLED_BYTES = 256
+"""So much of each run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +62,21 @@ class HeldArray:
         return HeldArray(self.value, whole(self.shape), self.adapter)
 
     def apart(self, data: HostShard, itemsize: int) -> list[HostShard]:
-        """The pieces of this array, from its whole tensor: of a scattered one its first run of bytes."""
+        """The pieces of this array, from its whole tensor: of a scattered one copies of some of its runs of bytes."""
         places = [runs(piece.local, Box.whole(self.shape), itemsize) for piece in self.local.pieces]
-        return [replace(data, data=data.data[at.offset : at.offset + at.nbytes]) for at in places]
+        return [_cut_out(data, at) for at in places]
+
+
+def _cut_out(data: HostShard, at: Runs) -> HostShard:
+    """A piece of a tensor, to be compared with other ranks' copies of it."""
+    if at.contiguous:
+        return replace(data, data=data.data[at.offset : at.offset + at.nbytes])
+    taken = bytearray()
+    step = max(1, at.counts[0] // SAMPLED_RUNS)
+    for i in range(0, at.counts[0], step):
+        first = at.offset + i * at.strides[0]
+        taken += data.data[first : first + min(at.nbytes, SAMPLED_BYTES)]
+    return HostShard(data=memoryview(bytes(taken)), keep=None, immutable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

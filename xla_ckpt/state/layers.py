@@ -7,6 +7,7 @@ several ranks hold the same keys and values. The module has the numbers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.job.mesh_source import neighbours_share_keys
-from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section
 from xla_ckpt.sharding.sharding import Sharding, Split
@@ -43,46 +43,34 @@ def layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
     """
     found: dict[int, Sharding] = {}
     for name, layer in model.named_modules() if isinstance(model, torch.nn.Module) else ():
-        q, kv = (getattr(layer, f"{part}_output_size_per_partition", None) for part in ("q", "kv"))
-        if type(q) is int and type(kv) is int:
-            found |= _of_layer(f"{name}." if name else "", layer, (q, kv), mesh.tp)
+        q, kv = (_number(layer, f"{part}_output_size_per_partition") for part in ("q", "kv"))
+        if q is None or kv is None:
+            continue
+        prefix = f"{name}." if name else ""
+        for parameter, (leaf, sharding) in _of_layer(prefix, layer, (q, kv), mesh.tp).items():
+            if found.setdefault(parameter, sharding) != sharding:
+                raise _contradiction(leaf, f"{found[parameter].spec}, as another layer says of it", f"{sharding.spec}")
     return found
 
 
-def other_multiplier(model: Any, layers: Layers, manifest: Manifest) -> str | None:
-    """A warning if a tag holds the model of a job with another `kv_size_multiplier`; None if it does not.
+def _number(layer: Any, name: str) -> int | None:
+    """A number that a layer may have."""
+    try:
+        return operator.index(getattr(layer, name))
+    except Exception:
+        return None  # modules answer what they do not have with exceptions of all kinds
 
-    The rows of queries are in the order of the job that saved them, in which each rank's queries stand beside its keys.
-    That order depends on the multiplier alone.
+
+def _of_layer(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> dict[int, tuple[str, Sharding]]:
+    """(leaf path, how it is split) of the parameters of one layer, by identity.
+
+    `local` are the rows of queries, and of keys or values, that a rank has.
     """
-    for name, parameter in model.named_parameters() if isinstance(model, torch.nn.Module) else ():
-        here, record = layers.get(id(parameter)), manifest.arrays.get(schema.weight(name))
-        if here is None or record is None or record.spec is None:
-            continue
-        copies = [_copies(sharding) for sharding in (Sharding.parse(record.spec), here)]
-        if copies[0] != copies[1]:
-            return (
-                f"{schema.weight(name)} was saved by a job with kv_size_multiplier={copies[0]}, and this one has "
-                f"{copies[1]}. Each rank gets its part, but the heads of the queries, and the columns of the output "
-                "projection, stay in the order of the other job. If the model does not take them in that order, "
-                "convert the checkpoint: xla-ckpt convert --config config.json --kv-size-multiplier ..."
-            )
-    return None
-
-
-def _copies(sharding: Sharding) -> int:
-    """How many ranks that are not neighbours hold the same part of an array: only their order matters to queries."""
-    sections = [s for split in sharding.dims if split is not None for s in split.sections]
-    return max((s.copies for s in sections if not s.adjacent), default=1)
-
-
-def _of_layer(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> dict[int, Sharding]:
-    """The parameters of one layer; `local` are the rows of queries, and of keys or values, that a rank has."""
     q, kv = local
-    copies = getattr(layer, "kv_size_multiplier", 1)
+    copies = _number(layer, "kv_size_multiplier") or 1
     parameters = dict(_parameters(layer))
     leaf = schema.weight(prefix + next(iter(parameters), "weight_qkv"))
-    if type(copies) is not int or copies < 1 or tp % copies or kv * tp % copies:
+    if copies < 1 or tp % copies or kv * tp % copies:
         raise _contradiction(
             leaf, f"a kv_size_multiplier that divides tp={tp}, and {tp} times {kv} rows of keys", f"{copies}"
         )
@@ -90,25 +78,25 @@ def _of_layer(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> dict[
     keys = Section(kv * tp // copies, copies, copies > 1 and _adjacent(layer))
     _check_sizes(leaf, layer, (q * tp, kv * tp // copies))
     of_rows = {"q": (q, (queries,)), "k": (kv, (keys,)), "v": (kv, (keys,)), "qkv": (q + 2 * kv, (queries, keys, keys))}
-    found = {}
+    found: dict[int, tuple[str, Sharding]] = {}
     for name, parameter in parameters.items():
         rows, sections = of_rows[name.rpartition("_")[2]]
         leaf, shape = schema.weight(prefix + name), tuple(parameter.shape)
         if name.startswith("bias") and getattr(layer, "gather_output", False):
-            found[id(parameter)] = Sharding()  # it is added to the outputs of all ranks together
+            found[id(parameter)] = leaf, Sharding()  # it is added to the outputs of all ranks together
             continue
         if shape[:1] != (rows,):
             raise _contradiction(leaf, f"{rows} rows, {q} of queries and {kv} of keys on each rank", f"{list(shape)}")
         _check_attributes(leaf, parameter)
-        found[id(parameter)] = Sharding((Split(("tp",), sections), *(None,) * (len(shape) - 1)))
+        found[id(parameter)] = leaf, Sharding((Split(("tp",), sections), *(None,) * (len(shape) - 1)))
     return found
 
 
 def _parameters(layer: Any) -> Iterator[tuple[str, Any]]:
     for kind in ("weight", "bias"):
         for part in ("qkv", "q", "k", "v"):
-            value = getattr(layer, f"{kind}_{part}", None)
-            if isinstance(value, torch.Tensor):
+            value = layer._parameters.get(f"{kind}_{part}")
+            if value is not None and not torch.nn.parameter.is_lazy(value):
                 yield f"{kind}_{part}", value
 
 
@@ -123,8 +111,8 @@ def _check_sizes(leaf: str, layer: Any, sizes: tuple[int, int]) -> None:
     said = getattr(layer, "output_sizes", None)
     if isinstance(said, list | tuple) and tuple(said) != sizes:
         raise _contradiction(leaf, f"output_sizes {list(said)}, as the layer says", f"{list(sizes)} over all ranks")
-    q, kv = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if type(q) is int and type(kv) is int and min(q, kv) > 0:
+    q, kv = (_number(layer, name) for name in ("num_attention_heads", "num_key_value_heads"))
+    if q is not None and kv is not None and min(q, kv) > 0:
         rows, key_rows = sizes
         if rows % q or key_rows % kv or rows // q != key_rows // kv:
             raise _contradiction(leaf, f"{q} heads of queries and {kv} of keys, of one size", f"{list(sizes)} rows")

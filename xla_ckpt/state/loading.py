@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.casting import cast
 from xla_ckpt.arrays.registry import array_kind, check_memory, new_array, require
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
-from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.state.handover import Handover
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC
@@ -74,7 +75,7 @@ class Stored:
         """
         check_memory(value, path)
         adapter = require(value, path)
-        return adapter.into(value, self.shardings.local(path, value, adapter), owned=owned)
+        return adapter.into(value, self._local(path, value, adapter), owned=owned)
 
     def like(self, path: str, value: Any) -> Target:
         """A target that makes a new array like one of the program.
@@ -84,7 +85,19 @@ class Stored:
         """
         check_memory(value, path)
         adapter = require(value, path)
-        return adapter.like(value, self.shardings.local(path, value, adapter))
+        return adapter.like(value, self._local(path, value, adapter))
+
+    def _local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
+        """Where an array of the program lies, compared with how the stored one was split.
+
+        Raises:
+            IncompatibleCheckpointError: The ranks would get other rows than those that they mean.
+        """
+        local = self.shardings.local(path, value, adapter)
+        record = self.manifest.arrays.get(self.manifest.aliases.get(path, path))
+        if record is not None and record.spec is not None and record.shape == local.shape:
+            self.shardings.compare(path, record, local, self.manifest, own=adapter.place(value, path) is not None)
+        return local
 
     def at(self, path: str) -> Stored | None:
         """The part at a path below this one; None if it is not stored."""

@@ -7,7 +7,6 @@ into it, and what it knows about the arrays that it wants.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +21,6 @@ from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_stat
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.handover import Handing, changing
 from xla_ckpt.state.hints import hints_of, hints_of_tree
-from xla_ckpt.state.layers import other_multiplier
 from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter, StateShardings
@@ -30,8 +28,6 @@ from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +192,6 @@ class Objects:
         model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
         mistakes.check_members(model, optimizer, loading=True)
         stored = replace(stored, shardings=stored.shardings.of_model(model))
-        told = other_multiplier(model, stored.shardings.layers, stored.manifest)
-        if told is not None and stored.shardings.placement.rank == 0:
-            logger.warning("tag %s: %s", stored.manifest.head.tag, told)
         parts = []
         for path, load in self._members(model, optimizer, stored.shardings.placement):
             part = stored.at(path)

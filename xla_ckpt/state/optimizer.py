@@ -94,7 +94,7 @@ def _check_shared(optimizer: Any, called: Sequence[str]) -> None:
     Raises:
         UnsupportedStateError: There is such a key.
     """
-    for key in optimizer.state:
+    for key in getattr(optimizer, schema.STATE, ()):
         if isinstance(key, torch.Tensor):
             continue
         if isinstance(key, int):

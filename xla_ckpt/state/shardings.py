@@ -7,6 +7,7 @@ tensor, the parameter that an optimizer state belongs to. Everything else is the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +16,11 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import require
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
-from xla_ckpt.manifest.records import ArrayRecord
-from xla_ckpt.plan.place import state_sharding
+from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.plan.order import other_heads, other_sections
+from xla_ckpt.plan.place import state_sharding, stored_sharding
 from xla_ckpt.sharding.local_array import LocalArray, whole
+from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sharding import Sharding
@@ -25,6 +28,8 @@ from xla_ckpt.state.attributes import declared_sharding
 from xla_ckpt.state.layers import Layers, layer_shardings
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT, TORCH, Lies, OptimizerSchema, StateRule
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,9 @@ class StateShardings:
     layers: Layers = field(default_factory=dict)
     """What the layers of the model say."""
 
+    _told: set[str] = field(default_factory=set, init=False, repr=False)
+    """Leaf paths of which a warning said that their heads are in another order: once a load."""
+
     _places: dict[tuple[Sharding, tuple[int, ...]], LocalArray] = field(default_factory=dict, init=False, repr=False)
     """Where tensors of a shape lie: a model has few kinds of them, and a save describes all while training waits."""
 
@@ -95,6 +103,44 @@ class StateShardings:
             return self._state(path, adapter.shape(value), parameter)
         sharding = self._sharding((path, schema.below_member(path)), value)
         return self._placed(path, sharding, adapter.shape(value))
+
+    def compare(self, path: str, record: ArrayRecord, local: LocalArray, manifest: Manifest, *, own: bool) -> None:
+        """Compare the order of the rows that a stored array has with the one that this job expects.
+
+        Args:
+            path: Leaf path.
+            record: What is stored.
+            local: Where the program's array lies.
+            manifest: The manifest that the record is from.
+            own: Whether the program's array knows its own place: then it has the rows of the global array in order.
+
+        Raises:
+            IncompatibleCheckpointError: The array was saved in other sections than it is wanted in.
+        """
+        if schema.member_of(path) != schema.MODEL:
+            return
+        stored, wanted = stored_sharding(record), Sharding() if own else Sharding.parse(local.spec)
+        mesh, saved = self.placement.mesh, Mesh.parse(manifest.mesh or "")
+        different = other_sections(stored, wanted, record.shape) if mesh.tp > 1 and saved.tp > 1 else None
+        if different is not None:
+            raise IncompatibleCheckpointError(
+                f"the array was saved in other sections than it is wanted in: {different}",
+                leaf=path,
+                expected=f"{stored.spec}, as it was saved",
+                found=f"{wanted.spec}",
+                hint="Say so by a rule of shardings=, by partition_sections on the parameter, or by the layer.",
+            )
+        heads = other_heads(stored, wanted)
+        if heads is not None and not self._told and not any(mesh.coordinates(self.placement.rank).values()):
+            logger.warning(
+                "tag %s: %s %s. The heads of the queries, and the columns of the output projection, stay in the order "
+                "of the other job: a model that takes them in another order computes something else. To reorder them: "
+                "xla-ckpt convert --config config.json --kv-size-multiplier N (docs/parallelism.md)",
+                manifest.head.tag,
+                path,
+                heads,
+            )
+            self._told.add(path)
 
     def parameter(self, path: str) -> Parameter | None:
         """The parameter that an optimizer's state belongs to; None for any other leaf."""

@@ -18,6 +18,9 @@ from xla_ckpt.tree import schema
 logger = logging.getLogger(__name__)
 
 _LORA_CONFIG = "lora_config"
+_CONFIG = "nxd_config"
+"""What neuronx-distributed's own wrappers have, whose `load_state_dict` is that of what they wrap."""
+
 _ADAPTER = "lora_"
 """What the names of adapters' weights contain, and no other names."""
 
@@ -31,19 +34,28 @@ _BASE = ".base_layer"
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is."""
     inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer):
+    if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
         return optimizer
-    if getattr(optimizer, schema.GROUPS, None) is not inner.param_groups or _adds_state(optimizer, inner):
+    shares = getattr(optimizer, schema.GROUPS, None) is inner.param_groups
+    # A wrapper with a state of its own (Lookahead's slow weights) would lose it.
+    if not shares or getattr(optimizer, schema.STATE, inner.state) is not inner.state or _adds_state(optimizer, inner):
         return optimizer
     return unwrapped_optimizer(inner)
 
 
 def _adds_state(wrapper: Any, inner: Any) -> bool:
-    """Whether the state dict of a wrapper has other members than that of what it wraps."""
+    """Whether the state dict of a wrapper holds anything else than that of what it wraps."""
     if zero1.is_zero1(inner):
         zero1.parts_of(inner)  # it has no state dict before it has its shards
     held, own = wrapper.state_dict(), inner.state_dict()
-    return not isinstance(held, Mapping) or held.keys() != own.keys()
+    return not _same_members(held, own)
+
+
+def _same_members(held: Any, own: Any) -> bool:
+    """Whether two state dicts have the same keys on all levels."""
+    if not isinstance(own, Mapping):
+        return not isinstance(held, Mapping)
+    return isinstance(held, Mapping) and held.keys() == own.keys() and all(_same_members(held[k], own[k]) for k in own)
 
 
 # Models.
@@ -168,7 +180,7 @@ def unwrapped_model(model: Any, *, loading: bool = False) -> Any:
     """
     if not isinstance(model, torch.nn.Module):
         return model
-    if callable(getattr(type(model), "local_state_dict", None)):
+    if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
     inner = model._modules.get("module")
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
@@ -185,7 +197,13 @@ def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:
         return False
     if isinstance(seen, Adapted):
         return True  # asking a LoraModel for its state may merge its adapters into it
-    held, own = wrapper.state_dict(keep_vars=True), seen.state_dict(keep_vars=True)
+    loads = type(wrapper).load_state_dict is not torch.nn.Module.load_state_dict
+    if loads and not isinstance(seen, View) and _CONFIG not in vars(wrapper):
+        return False  # nobody knows what else its own load_state_dict does
+    try:
+        held, own = wrapper.state_dict(keep_vars=True), seen.state_dict(keep_vars=True)
+    except TypeError:  # it does not take what torch's own takes: it is no such wrapper
+        return False
     return held.keys() == own.keys() and all(_is_same(v, own[k]) for k, v in held.items())
 
 

@@ -14,17 +14,22 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
+from xla_ckpt.sharding.sections import global_size
 from xla_ckpt.sharding.sharding import Sharding, Split, parts
 
 _FUSED = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c_attn|\bkv_proj", re.IGNORECASE)
+_KEYS = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_proj)?\.")
+"""Keys and values, of which several ranks may hold the same. Of any other array a shape that does not fit is one."""
+
 _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 """Parts of neuronx-distributed's `GQAQKVColumnParallelLinear`, whose name only looks fused."""
 
 HINT = (
     "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
-    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like or --sharding. A stride, as "
-    "in (('tp', 3), None), is for fused parts of equal size. Queries, keys and values of different sizes are sections: "
-    "(('tp', [4096, 1024, 1024]), None), or [4096, '1024x4', '1024x4'] where 4 ranks hold the same keys and values."
+    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like, --config or --sharding. A "
+    "stride, as in (('tp', 3), None), is for fused parts of equal size. Queries, keys and values of different sizes "
+    "are sections: (('tp', [4096, 1024, 1024]), None), or [4096, '1024x4', '1024x4'] where 4 ranks hold the same keys "
+    "and values."
 )
 
 
@@ -52,7 +57,7 @@ def resolve(
         if expert is False and not wish.ruled:
             sharding = Sharding(tuple(None if s is not None and "ep" in s.axes else s for s in sharding.dims))
         if not wish.ruled and not wish.told:
-            sharding = _with_copies(sharding, local, mesh, wish)
+            sharding = _with_copies(name, sharding, local, mesh, wish)
         return _true_size(sharding, local, wish)
     if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
         return Sharding()
@@ -61,7 +66,15 @@ def resolve(
     return _inferred(name, local, mesh, expert, wish.shape)
 
 
-def _with_copies(sharding: Sharding, local: tuple[int, ...], mesh: Mesh, wish: ArrayHint) -> Sharding:
+def _fits(split: Split, n: int, ranks: int, total: int) -> bool:
+    """Whether each rank has `n` of `total` elements with the copies that the program has."""
+    try:
+        return global_size(n, ranks, split.sections) == total
+    except ValueError:
+        return False
+
+
+def _with_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, wish: ArrayHint) -> Sharding:
     """The same for the number of copies that the job had which wrote the tensors; the program may want another one.
 
     Queries are held once, and keys and values behind them in equal numbers of copies. A single section may be one of
@@ -72,6 +85,8 @@ def _with_copies(sharding: Sharding, local: tuple[int, ...], mesh: Mesh, wish: A
         if split is None or wish.shape is None or len(wish.shape) != len(local) or wish.padded:
             continue
         ranks, total = parts(split.axes, mesh.sizes), wish.shape[dim]
+        if (split.plain and not _KEYS.search(name)) or _fits(split, local[dim], ranks, total):
+            continue
         first, rest = ((), split.sections) if len(split.sections) == 1 else (split.sections[:1], split.sections[1:])
         once = sum(s.size or 0 for s in first)
         copies, left = divmod(local[dim] * ranks - once, total - once) if total > once else (0, 1)
@@ -238,13 +253,25 @@ def record_of_copies(
     Arguments and errors are those of `record`.
     """
     different = ""
+    fitting: list[tuple[ArrayRecord, dict[Box, _Part]]] = []
     for reading in readings(sharding, mesh):
-        made, twice = _record(scan, leaf, copies, mesh, reading, rows, local)
+        made, firsts, twice = _record(scan, leaf, copies, mesh, reading, rows, local)
         pair = next(((a, b) for a, b in twice if not scan.same_part(*a, *b)), None)
         if pair is None:
-            return made
+            fitting.append((made, firsts))
+            continue
         ((one, piece), (other, _)) = pair
         different = different or f"rows {piece.box} differ between {one.file} and {other.file}"
+    # Heads that are equal in pairs fit both orders. That is no matter if both give the same array (zeros, say).
+    if len(fitting) == 2 and not _same_parts(scan, *(parts_ for _, parts_ in fitting)):
+        return UnknownArray(
+            problem="keys and values are equal on several ranks in two ways, which give different arrays",
+            expected="copies on neighbouring ranks (trn2), or repeated as a whole (trn1)",
+            found="both fit",
+            hint="Say which by a rule: (('tp', [4096, '1024x4', '1024x4']), None), or '1024x4 adjacent' for trn2.",
+        )
+    if fitting:
+        return fitting[0][0]
     return UnknownArray(
         problem="ranks that should hold the same keys and values hold different ones",
         expected=f"copies as in {sharding.spec}",
@@ -252,6 +279,11 @@ def record_of_copies(
         hint="A rule with these sections takes the first copies. The copies may have drifted apart, or the keys may "
         "have been repeated in an order that is neither trn1's (as a whole) nor trn2's (on neighbouring ranks).",
     )
+
+
+def _same_parts(scan: Scan, one: Mapping[Box, _Part], other: Mapping[Box, _Part]) -> bool:
+    """Whether two readings find the same in each box."""
+    return one.keys() == other.keys() and all(scan.same_part(*one[box], *other[box]) for box in one)
 
 
 def copies_differ(
@@ -267,7 +299,7 @@ def copies_differ(
 
     Arguments and errors are those of `record`.
     """
-    _, twice = _record(scan, leaf, copies, mesh, sharding, rows, local)
+    _, _, twice = _record(scan, leaf, copies, mesh, sharding, rows, local)
     return any(not scan.same_part(*a, *b) for a, b in twice)
 
 
@@ -282,8 +314,8 @@ def _record(
     sharding: Sharding,
     rows: tuple[str, ...],
     local: tuple[int, ...],
-) -> tuple[ArrayRecord, list[tuple[_Part, _Part]]]:
-    """The record, and pairs of the first part and another one that has the same elements, where both are copies."""
+) -> tuple[ArrayRecord, dict[Box, _Part], list[tuple[_Part, _Part]]]:
+    """(record, the part that each box is read from, pairs of such a part and another copy of it)."""
     first = next(iter(copies.values()))
     shards: dict[Box, Shard] = {}
     firsts: dict[Box, _Part] = {}
@@ -307,7 +339,7 @@ def _record(
             elif piece.copy is not None:
                 twice.append((firsts[piece.box], (held, piece)))
     try:
-        return array_record(first.dtype, shape, shards.values(), spec), twice
+        return array_record(first.dtype, shape, shards.values(), spec), firsts, twice
     except FormatError as error:
         raise CorruptCheckpointError(
             f"the rank files together do not hold this array exactly once: {error.problem}",

@@ -184,7 +184,9 @@ def _rewriting(stored: StoredState, to: Topology, layout: NeuronxDistributed) ->
         raise UsageError(f"the tag holds nothing that {layout.name} has a place for", expected=", ".join(PARTS))
     check_common(held)
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
-    dealt = deals_rows(manifest) if to.zero1 is None else to.zero1
+    # A ZeRO-1 optimizer of one dp rank deals out nothing, but its master weights have a place in ZeRO-1 files only.
+    has_masters = schema.MASTER in (trees.get(schema.OPTIMIZER) or {})
+    dealt = deals_rows(manifest) or has_masters if to.zero1 is None else to.zero1
     target = NewJob(manifest=manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=dealt)
     doubts = target.doubts()
     if manifest.left_out and not layout.xser:  # from xser files with master weights it reads no model at all

@@ -30,8 +30,8 @@ from xla_ckpt.tree.skeleton import array_paths
 
 _OTHER_HEADS = (
     "{leaf} was saved with kv_size_multiplier={old}, and over {mesh} it has {new}: the heads of the queries, and the "
-    "columns of the output projection, stay in the order of the old job. To change it, go over Hugging Face's names: "
-    "export the model, and convert that"
+    "columns of the output projection, stay in the order of the old job; a job with the new one computes something "
+    "else. To reorder them give the model's config.json and kv_size_multiplier (--config, --kv-size-multiplier)"
 )
 
 

@@ -16,7 +16,7 @@ from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
 
 Trees = Mapping[At, Mapping[Any, Any]]
@@ -197,13 +197,7 @@ class ScannedState:
         whole = local if rows else ()
         if split.copies and not wish.ruled:
             compared = record_of_copies(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
-            if isinstance(compared, ArrayRecord):
-                return compared
-            if wish.sharding is not None and wish.sharding.in_sections:
-                return as_stored(compared, copies)
-            # Nobody but the shapes said that there are copies. Without them the array is larger than the wanted one,
-            # and that is what the load will say.
-            split = Sharding(tuple(None if s is None else Split(s.axes) for s in split.dims))
+            return compared if isinstance(compared, ArrayRecord) else as_stored(compared, copies)
         made = record(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
         if wish.ruled and not own:
             # A rule is taken at its word, and the first copies count. That others differ is told, and recorded.
