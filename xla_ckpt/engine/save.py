@@ -231,10 +231,13 @@ class Save:
                 directory.close()
             exchange.say(key, record.to_json())
         except Exception as error:
+            # A verdict that is there before this rank has said its word is that of a call which it never made. One that
+            # comes later may be rank 0's answer to that word, which all ranks raise.
+            stray = out_of_step if out_of_step is not None and exchange.has("verdict") else None
             # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
             exchange.say(key, error=as_checkpoint_error(error, "saving", exchange.rank))
-            if out_of_step is not None and exchange.has("verdict"):
-                raise out_of_step from None  # the verdict may be that of a call which this rank never made
+            if stray is not None:
+                raise stray from None
         try:
             with self.phases.timed("meet"):
                 sequence: int = exchange.hear("verdict", 0)
