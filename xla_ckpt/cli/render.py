@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from xla_ckpt.sharding.sections import has_sections
+
 MAX_RANKS = 16
 """Ranks that `explain` lists; the rest is a range."""
 
@@ -236,7 +238,7 @@ def _in_sections(split: dict[str, list[Any]]) -> list[str]:
     found: dict[str, list[str]] = {}
     for leaf, dims in split.items():
         for dim, how in enumerate(dims):
-            if isinstance(how, list | tuple) and isinstance(how[-1], list | tuple):
+            if has_sections(how):
                 *axes, sections = how
                 text = f"  dim {dim} over {' and '.join(axes)} in sections of {' + '.join(map(str, sections))}"
                 found.setdefault(text, []).append(leaf)

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.order import other_copies
 from xla_ckpt.plan.place import place, sharding_of
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
-from xla_ckpt.sharding.sharding import Sharding, parts
+from xla_ckpt.sharding.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +110,14 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
 def _other_heads(shardings: Mapping[str, Sharding], mesh: Mesh) -> list[str]:
     """A note if the ranks would hold another number of copies of the keys than those that saved them."""
     for leaf, sharding in shardings.items():
-        for split in sharding.dims:
-            for section in () if split is None else split.sections:
-                try:
-                    held = section.held(parts(split.axes, mesh.sizes)) if split is not None else 1
-                except ValueError:
-                    continue  # it is told as a problem of the array
-                if held != section.copies and not section.adjacent:
-                    told = (
-                        f"was saved with kv_size_multiplier={section.copies}, and over this mesh it would have {held}"
-                    )
-                    return [f"{leaf} {told}: the heads of the queries stay in the order of the job that saved them"]
+        try:
+            found = other_copies(sharding, mesh)
+        except ValueError:
+            continue  # it is told as a problem of the array
+        if found is not None:
+            old, new = found
+            told = f"was saved with kv_size_multiplier={old}, and over this mesh it would have {new}"
+            return [f"{leaf} {told}: the heads of the queries stay in the order of the job that saved them"]
     return []
 
 

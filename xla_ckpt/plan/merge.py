@@ -16,6 +16,7 @@ from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import renumbered
 
@@ -319,7 +320,7 @@ _COPIES = (
 
 def _hint(leaf: str, mesh: Mesh, spec: Any = None) -> str:
     """What is the likely cause of a difference."""
-    if any(isinstance(how, list | tuple) and isinstance(how[-1], list | tuple) for how in spec or ()):
+    if any(map(has_sections, spec or ())):
         return f"{_COPIES} The mesh of this save was {mesh}. {DRIFTED}"
     if schema.member_of(leaf) == schema.EXTRAS:
         return _OWN_MEMBER

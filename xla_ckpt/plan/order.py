@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section
-from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt.sharding.sharding import Sharding, parts
 
 
 def other_sections(stored: Sharding, wanted: Sharding, shape: Sequence[int]) -> str | None:
@@ -19,7 +20,7 @@ def other_sections(stored: Sharding, wanted: Sharding, shape: Sequence[int]) -> 
     may be that of a DTensor, and says nothing about the order of the rows.
     """
     for n, one, other in zip(shape, stored.over(len(shape)), wanted.over(len(shape)), strict=True):
-        if one is None or other is None or not set(one.axes) & set(other.axes) or not _is_named(one):
+        if one is None or other is None or not set(one.axes) & set(other.axes) or not one.named:
             continue
         sizes = [_sizes(split.sections, n) for split in (one, other)]
         if sizes[0] != sizes[1]:
@@ -46,11 +47,23 @@ def other_heads(stored: Sharding, wanted: Sharding) -> str | None:
 
 def is_grouped(sharding: Sharding) -> bool:
     """Whether an array consists of queries, keys and values: sections with sizes, or with copies."""
-    return any(split is not None and _is_named(split) for split in sharding.dims)
+    return any(split is not None and split.named for split in sharding.dims)
 
 
-def _is_named(split: Split) -> bool:
-    return any(s != Section() for s in split.sections)
+def other_copies(sharding: Sharding, mesh: Mesh) -> tuple[int, int] | None:
+    """How many copies of a section were held, and how many the ranks of a mesh would hold; None if they are as many.
+
+    Copies on neighbouring ranks do not count: they do not change the order of the heads.
+
+    Raises:
+        ValueError: The ranks cannot hold equally many copies.
+    """
+    for split in sharding.dims:
+        for section in () if split is None else split.sections:
+            held = section.held(parts(split.axes, mesh.sizes)) if split is not None else 1
+            if held != section.copies and not section.adjacent:
+                return section.copies, held
+    return None
 
 
 def _sizes(sections: Sequence[Section], n: int) -> list[int]:

@@ -97,6 +97,15 @@ def parse_section(entry: Any) -> Section:
     )
 
 
+def has_sections(entry: object) -> bool:
+    """Whether an entry of a spec ends with a list of sections.
+
+    >>> has_sections(("tp", (8, "4x2"))), has_sections(("tp", 3)), has_sections("tp"), has_sections(None)
+    (True, False, False, False)
+    """
+    return isinstance(entry, list | tuple) and bool(entry) and isinstance(entry[-1], list | tuple)
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Neighbouring elements of one tensor dim that a rank holds."""

@@ -61,6 +61,11 @@ class Split:
         return self.sections == (Section(),)
 
     @property
+    def named(self) -> bool:
+        """Whether its sections have sizes or copies: more than a stride says."""
+        return any(s != Section() for s in self.sections)
+
+    @property
     def copies(self) -> bool:
         """Whether some section is held by several ranks."""
         return any(s.copies > 1 for s in self.sections)
@@ -93,11 +98,6 @@ class Sharding:
     def copies(self) -> bool:
         """Whether a part of the array is held by several ranks of an axis that splits it."""
         return any(split is not None and split.copies for split in self.dims)
-
-    @property
-    def in_sections(self) -> bool:
-        """Whether some tensor dim consists of sections that are divided one by one."""
-        return any(split is not None and not split.plain for split in self.dims)
 
     @property
     def spec(self) -> tuple[object, ...]:
@@ -251,7 +251,7 @@ def _spec_of(split: Split | None) -> object:
     """One entry of `Sharding.spec`: what `_split` reads."""
     if split is None:
         return None
-    if any(s != Section() for s in split.sections):
+    if split.named:
         return (*split.axes, tuple(s.spec for s in split.sections))
     if len(split.sections) > 1:
         return (*split.axes, len(split.sections))

@@ -78,24 +78,13 @@ def _own(value: Tensor, dim: int) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-        ctx.dtype = dtype
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype | None, group: _Group) -> Tensor:
+        ctx.dtype, ctx.group = dtype, group
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0], ctx.dtype), None
-
-
-class _CopyToSharing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-        ctx.dtype = dtype
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0], ctx.dtype, _KV_SHARED), None
+        return _summed(gradients[0], ctx.dtype, ctx.group), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -130,16 +119,16 @@ class _Scatter(torch.autograd.Function):
         return _gathered(gradients[0], ctx.dim), None
 
 
-def _apply(function: Any, value: Tensor, argument: Any) -> Tensor:
+def _apply(function: Any, value: Tensor, *arguments: Any) -> Tensor:
     if _size() == 1:
         return value
-    found: Tensor = function.apply(value, argument)
+    found: Tensor = function.apply(value, *arguments)
     return found
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """The same value; its gradients are summed over the group, in `reduce_dtype` if one is given."""
-    return _apply(_Copy, input_, reduce_dtype)
+    return _apply(_Copy, input_, reduce_dtype, _TENSOR_PARALLEL)
 
 
 def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
@@ -147,7 +136,7 @@ def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = 
 
     The gradient of what is multiplied by the weight is not touched: each rank's counts once.
     """
-    return _apply(_CopyToSharing, weight, reduce_dtype)
+    return _apply(_Copy, weight, reduce_dtype, _KV_SHARED)
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:

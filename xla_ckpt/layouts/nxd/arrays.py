@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
@@ -212,31 +212,28 @@ def rank_of(at: tuple[int, int, int], mesh: Mesh, *, dealt: bool) -> int:
     return mesh.rank({"dp": dp if dealt or mesh.ep == 1 else ep, "tp": tp})
 
 
-def record(
-    scan: Scan,
-    leaf: str,
-    copies: Copies,
-    mesh: Mesh,
-    sharding: Sharding,
-    rows: tuple[str, ...] = (),
-    local: tuple[int, ...] = (),
-) -> ArrayRecord:
-    """The record of an array.
+_Part = tuple[StoredTensor, Piece]
 
-    Args:
-        scan: Where its files are.
-        leaf: Leaf path, for errors.
-        copies: Its tensors. Of several in one place the first is used: the caller knows that they are equal.
-        mesh: How the ranks were arranged.
-        sharding: How it was split.
-        rows: Mesh axes over which ZeRO-1 dealt out the rows of the local tensors.
-        local: Shape of a local tensor before that.
 
-    Raises:
-        CorruptCheckpointError: Tensors are missing, or do not fit together.
-        IncompatibleCheckpointError: The sharding does not fit.
-    """
-    return _record(scan, leaf, copies, mesh, sharding, rows, local)[0]
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """An array put together from the tensors of all ranks."""
+
+    record: ArrayRecord
+    firsts: Mapping[Box, _Part]
+    """The part that each box is read from."""
+
+    twice: Sequence[tuple[_Part, _Part]]
+    """Pairs of such a part and another copy of it, in sections that several ranks held."""
+
+    def different(self, scan: Scan) -> tuple[_Part, _Part] | None:
+        """The first of those pairs whose parts are not equal."""
+        return next(((a, b) for a, b in self.twice if not scan.same_part(*a, *b)), None)
+
+    def same(self, other: Assembled, scan: Scan) -> bool:
+        """Whether another reading of the same tensors finds the same in each box."""
+        one, two = self.firsts, other.firsts
+        return one.keys() == two.keys() and all(scan.same_part(*one[box], *two[box]) for box in one)
 
 
 def record_of_copies(
@@ -250,20 +247,20 @@ def record_of_copies(
 ) -> ArrayRecord | UnknownArray:
     """The record of an array with sections that several ranks held, whose copies are compared.
 
-    Arguments and errors are those of `record`.
+    Arguments and errors are those of `assembled`.
     """
     different = ""
-    fitting: list[tuple[ArrayRecord, dict[Box, _Part]]] = []
+    fitting: list[Assembled] = []
     for reading in readings(sharding, mesh):
-        made, firsts, twice = _record(scan, leaf, copies, mesh, reading, rows, local)
-        pair = next(((a, b) for a, b in twice if not scan.same_part(*a, *b)), None)
+        made = assembled(scan, leaf, copies, mesh, reading, rows, local)
+        pair = made.different(scan)
         if pair is None:
-            fitting.append((made, firsts))
+            fitting.append(made)
             continue
         ((one, piece), (other, _)) = pair
         different = different or f"rows {piece.box} differ between {one.file} and {other.file}"
     # Heads that are equal in pairs fit both orders. That is no matter if both give the same array (zeros, say).
-    if len(fitting) == 2 and not _same_parts(scan, *(parts_ for _, parts_ in fitting)):
+    if len(fitting) == 2 and not fitting[0].same(fitting[1], scan):
         return UnknownArray(
             problem="keys and values are equal on several ranks in two ways, which give different arrays",
             expected="copies on neighbouring ranks (trn2), or repeated as a whole (trn1)",
@@ -271,7 +268,7 @@ def record_of_copies(
             hint="Say which by a rule: (('tp', [4096, '1024x4', '1024x4']), None), or '1024x4 adjacent' for trn2.",
         )
     if fitting:
-        return fitting[0][0]
+        return fitting[0].record
     return UnknownArray(
         problem="ranks that should hold the same keys and values hold different ones",
         expected=f"copies as in {sharding.spec}",
@@ -281,12 +278,7 @@ def record_of_copies(
     )
 
 
-def _same_parts(scan: Scan, one: Mapping[Box, _Part], other: Mapping[Box, _Part]) -> bool:
-    """Whether two readings find the same in each box."""
-    return one.keys() == other.keys() and all(scan.same_part(*one[box], *other[box]) for box in one)
-
-
-def copies_differ(
+def assembled(
     scan: Scan,
     leaf: str,
     copies: Copies,
@@ -294,28 +286,22 @@ def copies_differ(
     sharding: Sharding,
     rows: tuple[str, ...] = (),
     local: tuple[int, ...] = (),
-) -> bool:
-    """Whether sections that several ranks held are not equal, where a rule says that `sharding` is how they held them.
+) -> Assembled:
+    """An array from the tensors of all ranks.
 
-    Arguments and errors are those of `record`.
+    Args:
+        scan: Where its files are.
+        leaf: Leaf path, for errors.
+        copies: Its tensors. Of several in one place the first is used.
+        mesh: How the ranks were arranged.
+        sharding: How it was split.
+        rows: Mesh axes over which ZeRO-1 dealt out the rows of the local tensors.
+        local: Shape of a local tensor before that.
+
+    Raises:
+        CorruptCheckpointError: Tensors are missing, or do not fit together.
+        IncompatibleCheckpointError: The sharding does not fit.
     """
-    _, _, twice = _record(scan, leaf, copies, mesh, sharding, rows, local)
-    return any(not scan.same_part(*a, *b) for a, b in twice)
-
-
-_Part = tuple[StoredTensor, Piece]
-
-
-def _record(
-    scan: Scan,
-    leaf: str,
-    copies: Copies,
-    mesh: Mesh,
-    sharding: Sharding,
-    rows: tuple[str, ...],
-    local: tuple[int, ...],
-) -> tuple[ArrayRecord, dict[Box, _Part], list[tuple[_Part, _Part]]]:
-    """(record, the part that each box is read from, pairs of such a part and another copy of it)."""
     first = next(iter(copies.values()))
     shards: dict[Box, Shard] = {}
     firsts: dict[Box, _Part] = {}
@@ -339,7 +325,7 @@ def _record(
             elif piece.copy is not None:
                 twice.append((firsts[piece.box], (held, piece)))
     try:
-        return array_record(first.dtype, shape, shards.values(), spec), firsts, twice
+        return Assembled(array_record(first.dtype, shape, shards.values(), spec), firsts, twice)
     except FormatError as error:
         raise CorruptCheckpointError(
             f"the rank files together do not hold this array exactly once: {error.problem}",
@@ -397,7 +383,7 @@ def _place(
     rows: tuple[str, ...],
     local: tuple[int, ...],
 ) -> LocalArray:
-    """Where the tensor of one rank lies in the global array. `rows` and `local` are those of `record`."""
+    """Where the tensor of one rank lies in the global array. `rows` and `local` are those of `assembled`."""
     try:
         if rows:
             return sharding.zero1(local, mesh, rank, rows)

@@ -12,6 +12,7 @@ from xla_ckpt.layouts.nxd.names import in_stage
 from xla_ckpt.layouts.nxd.plan import PARTS, RankState, RankTensor, with_experts
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.plan.order import other_copies
 from xla_ckpt.plan.place import (
     DEALT,
     even,
@@ -248,14 +249,12 @@ class NewJob:
             IncompatibleCheckpointError: They cannot hold equally many copies.
         """
         for path, sharding in split.items():
-            for dim in sharding.dims:
-                for section in () if dim is None else dim.sections:
-                    try:
-                        held = section.held(1 if dim is None else parts(dim.axes, self.mesh.sizes))
-                    except ValueError as error:
-                        raise IncompatibleCheckpointError(str(error), leaf=path) from error
-                    if held != section.copies and not section.adjacent:
-                        return [_OTHER_HEADS.format(leaf=path, old=section.copies, new=held, mesh=self.mesh)]
+            try:
+                found = other_copies(sharding, self.mesh)
+            except ValueError as error:
+                raise IncompatibleCheckpointError(str(error), leaf=path) from error
+            if found is not None:
+                return [_OTHER_HEADS.format(leaf=path, old=found[0], new=found[1], mesh=self.mesh)]
         return []
 
     def spec(self, path: str) -> tuple[object, ...] | None:

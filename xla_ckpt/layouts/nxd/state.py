@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.nxd.arrays import Copies, as_stored, copies_differ, declared, record, record_of_copies, resolve
+from xla_ckpt.layouts.nxd.arrays import Copies, as_stored, assembled, declared, record_of_copies, resolve
 from xla_ckpt.layouts.nxd.copies import chosen, differ, in_common
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
@@ -198,13 +198,13 @@ class ScannedState:
         if split.copies and not wish.ruled:
             compared = record_of_copies(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
             return compared if isinstance(compared, ArrayRecord) else as_stored(compared, copies)
-        made = record(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
+        made = assembled(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
         if wish.ruled and not own:
             # A rule is taken at its word, and the first copies count. That others differ is told, and recorded.
             divergent = differ(self.scan, copies, mesh, split=(*split.axes, *rows), dealt=dealt) or (
-                split.copies and copies_differ(self.scan, leaf, copies, mesh, split, rows=rows, local=whole)
+                made.different(self.scan) is not None
             )
-        return replace(made, own=own, divergent=divergent) if own or divergent else made
+        return replace(made.record, own=own, divergent=divergent) if own or divergent else made.record
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
-from xla_ckpt.layouts.nxd.arrays import check_rows, record
+from xla_ckpt.layouts.nxd.arrays import assembled, check_rows
 from xla_ckpt.layouts.nxd.copies import in_common
 from xla_ckpt.layouts.nxd.plan import RankPlan, RankState, RankTensor
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
@@ -200,7 +200,9 @@ class _Arrays:
             return self._alone(path, ranks[0])
         local = tuple(map(int, shape))
         check_rows(path, local, copies, self.dp)
-        self.records[path] = record(self.files, path, copies, Mesh(dp=self.dp), Sharding(), rows=("dp",), local=local)
+        self.records[path] = assembled(
+            self.files, path, copies, Mesh(dp=self.dp), Sharding(), rows=("dp",), local=local
+        ).record
         self.dealt.append(path)
         return LeafAt(path)
 
@@ -214,5 +216,5 @@ class _Arrays:
             raise held.error(path)
         if not isinstance(held, StoredTensor):
             return held
-        self.records[path] = record(self.files, path, {(0, 0, 0): held}, Mesh(), Sharding())
+        self.records[path] = assembled(self.files, path, {(0, 0, 0): held}, Mesh(), Sharding()).record
         return LeafAt(path)
