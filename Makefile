@@ -2,23 +2,27 @@
 
 PYTHON ?= python3
 VENV := .venv
+LATEST := .venv-latest
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test check bench lock clean
+.PHONY: help setup demo test test-latest check bench lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
 
 setup: $(READY) ## make .venv with the pinned packages
 
-$(READY): requirements-dev.txt pyproject.toml
+$(READY): requirements-dev.txt
+$(LATEST)/.ready: requirements-latest.txt
+
+$(READY) $(LATEST)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("python >= 3.11 is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes -r requirements-dev.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(@D)/bin/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python --require-hashes -r $(filter %.txt,$^)
+	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: $(READY)  ## train, kill -9 in mid-save, resume, compare
@@ -26,6 +30,9 @@ demo: $(READY)  ## train, kill -9 in mid-save, resume, compare
 
 test: $(READY)  ## all tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
+
+test-latest: $(LATEST)/.ready ## the tests on the newest torch, in .venv-latest, without torch_xla
+	$(LATEST)/bin/python -m pytest -n auto --dist worksteal -q $(ONLY)
 
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .
@@ -36,9 +43,11 @@ check: $(READY) ## lint, types, architecture
 bench: $(READY) ## our saves and loads beside the peers'; writes docs/performance.md
 	$(BIN)/python benchmarks/peers.py --write
 
-lock: $(READY)  ## renew the pins in requirements-dev.txt
-	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --no-emit-index-url \
-	  --no-emit-find-links --extra dev pyproject.toml -o requirements-dev.txt
+lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-latest.txt
+	for extra in dev latest; do \
+	  $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	    --no-emit-find-links --extra $$extra pyproject.toml -o requirements-$$extra.txt || exit 1; \
+	done
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """Our saves and loads beside the peers', on XLA tensors, in one interleaved run.
 
-    python benchmarks/peers.py [--gb 1] [--rounds 5] [--write]        # or: make bench
+    python benchmarks/peers.py [--gb 1] [--dcp-gb 0.512] [--rounds 5] [--only dcp-save,dcp-warm] [--write]
+    make bench                                                      # the same with --write
 
 Every measurement is a fresh process; the contenders take turns, so that a noisy minute hits all of them. Saves are
 durable: the clock stops when every file has been fsync'ed. Loads end when every value has been read once on the device;
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
@@ -226,8 +228,105 @@ def load_dcp(module: Any, directory: Path) -> None:
     dcp.load(module.state_dict(), checkpoint_id=str(directory / "d"), no_dist=True)
 
 
+# torch.distributed.checkpoint: stock's calls, ours in their place, and stock's with our storage.
+
+
+def dcp_save(module: Any, directory: Path) -> float:
+    """Stock, which syncs each file before it returns."""
+    import torch.distributed.checkpoint as dcp
+
+    began = time.perf_counter()
+    writer = dcp.FileSystemWriter(directory / "d", sync_files=True)
+    dcp.save(module.state_dict(), storage_writer=writer, no_dist=True)
+    return time.perf_counter() - began
+
+
+def dcp_save_ours(module: Any, directory: Path) -> float:
+    import xla_ckpt.dcp as dcp
+
+    began = time.perf_counter()
+    dcp.save(module.state_dict(), checkpoint_id=directory / "d", no_dist=True)
+    return time.perf_counter() - began
+
+
+def dcp_save_writer(module: Any, directory: Path) -> float:
+    import torch.distributed.checkpoint as dcp
+
+    from xla_ckpt.dcp import StorageWriter
+
+    began = time.perf_counter()
+    dcp.save(module.state_dict(), storage_writer=StorageWriter(directory / "d"), no_dist=True)
+    return time.perf_counter() - began
+
+
+def dcp_save_tag(module: Any, directory: Path) -> float:
+    import orbax.checkpoint  # noqa: F401
+
+    import xla_ckpt
+
+    began = time.perf_counter()
+    xla_ckpt.save_checkpoint(directory, "d", model=module, layout="dcp")
+    return time.perf_counter() - began
+
+
+def dcp_stall_ours(module: Any, directory: Path) -> float:
+    import xla_ckpt.dcp as dcp
+
+    began = time.perf_counter()
+    future = dcp.async_save(module.state_dict(), checkpoint_id=directory / "d", no_dist=True)
+    stall = time.perf_counter() - began
+    future.result()
+    return stall
+
+
+def dcp_stall_stager(module: Any, directory: Path) -> float:
+    import torch.distributed.checkpoint as dcp
+
+    from xla_ckpt.dcp import AsyncStager, StorageWriter
+
+    began = time.perf_counter()
+    future = dcp.async_save(
+        module.state_dict(), storage_writer=StorageWriter(directory / "d"), async_stager=AsyncStager(), no_dist=True
+    )
+    stall = time.perf_counter() - began
+    future.result()
+    return stall
+
+
+def dcp_stall_tag(module: Any, directory: Path) -> float:
+    import orbax.checkpoint  # noqa: F401
+
+    import xla_ckpt
+
+    began = time.perf_counter()
+    handle = xla_ckpt.save_checkpoint(directory, "d", model=module, layout="dcp", async_save=True)
+    stall = time.perf_counter() - began
+    handle.result()
+    return stall
+
+
+def dcp_load_ours(module: Any, directory: Path) -> None:
+    import xla_ckpt.dcp as dcp
+
+    dcp.load(module.state_dict(), checkpoint_id=directory / "d", no_dist=True)
+
+
+def dcp_load_reader(module: Any, directory: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from xla_ckpt.dcp import StorageReader
+
+    dcp.load(module.state_dict(), storage_reader=StorageReader(directory / "d"), no_dist=True)
+
+
+def dcp_load_tag(module: Any, directory: Path) -> None:
+    import xla_ckpt
+
+    xla_ckpt.load_checkpoint(directory, "d", model=module)
+
+
 SAVE: dict[str, Callable[[Any, Path], float]] = {
-    "raw limit": save_raw, "xla_ckpt": save_ours, "xser.save": save_xser, "xm.save": save_xm, "dcp.save": save_dcp,
+    "xla_ckpt": save_ours, "raw limit": save_raw, "xser.save": save_xser, "xm.save": save_xm, "dcp.save": save_dcp,
 }  # fmt: skip
 STALL: dict[str, Callable[[Any, Path], float]] = {
     "xla_ckpt": save_ours_async,
@@ -238,6 +337,31 @@ LOAD: dict[str, tuple[Callable[[Any, Path], float], Callable[[Any, Path], None]]
     "torch.load (mmap=True)": (save_xm, load_xm_mapped), "xser.load": (save_xser, load_xser),
     "dcp.load": (save_dcp, load_dcp),
 }  # fmt: skip
+DCP_SAVE = {
+    "`xla_ckpt.dcp.save`": dcp_save_ours,
+    "stock `dcp.save`, our `StorageWriter`": dcp_save_writer,
+    '`save_checkpoint(layout="dcp")`': dcp_save_tag,
+    "stock `dcp.save`": dcp_save,
+}
+DCP_STALL = {
+    "`xla_ckpt.dcp.async_save`": dcp_stall_ours,
+    "stock `dcp.async_save`, our `StorageWriter` and `AsyncStager`": dcp_stall_stager,
+    '`save_checkpoint(layout="dcp", async_save=True)`': dcp_stall_tag,
+}
+DCP_LOAD = {
+    "`xla_ckpt.dcp.load`": (dcp_save_ours, dcp_load_ours),
+    "`xla_ckpt.dcp.load` of what stock saved": (dcp_save, dcp_load_ours),
+    "stock `dcp.load`, our `StorageReader`": (dcp_save_ours, dcp_load_reader),
+    '`load_checkpoint` of `layout="dcp"`': (dcp_save_tag, dcp_load_tag),
+    "stock `dcp.load`": (dcp_save, load_dcp),
+    "stock `dcp.load` of what we saved": (dcp_save_ours, load_dcp),
+}
+CONTENDERS: dict[str, Any] = {
+    "save": SAVE, "stall": STALL, "cold": LOAD, "warm": LOAD,
+    "dcp-save": DCP_SAVE, "dcp-stall": DCP_STALL, "dcp-cold": DCP_LOAD, "dcp-warm": DCP_LOAD,
+}  # fmt: skip
+"""By what is measured. The first one of each is ours, with which the others are compared."""
+LOADS = ("cold", "warm", "dcp-cold", "dcp-warm")
 
 
 def measure(kind: str, name: str, gb: float, directory: Path) -> dict[str, float]:
@@ -246,28 +370,32 @@ def measure(kind: str, name: str, gb: float, directory: Path) -> dict[str, float
 
     process = psutil.Process()
     module = make(gb)
-    if kind in ("cold", "warm"):
-        if name == "xla_ckpt":
-            import xla_ckpt
+    import torch.distributed.checkpoint
 
-            assert xla_ckpt.load_checkpoint  # its modules are loaded, as the peers' are
+    import xla_ckpt.dcp
+
+    # Modules are loaded, ours as the peers'.
+    assert torch.distributed.checkpoint.load
+    assert xla_ckpt.load_checkpoint
+    assert xla_ckpt.dcp.load
+    if kind in LOADS:
         began = time.perf_counter()
-        LOAD[name][1](module, directory)
+        CONTENDERS[kind][name][1](module, directory)
         touch(module)
         return {"seconds": time.perf_counter() - began}
-    if kind == "prepare":
-        LOAD[name][0](module, directory)
+    if kind.startswith("prepare "):
+        CONTENDERS[kind.removeprefix("prepare ")][name][0](module, directory)
         sync_files(directory)
         return {"seconds": 0.0}
-    if kind == "stall":
+    if kind in ("stall", "dcp-stall"):
         seconds = []
         for i in range(3):  # the first one loads code; the later ones are what training feels
             (directory / str(i)).mkdir()
-            seconds.append(STALL[name](module, directory / str(i)))
+            seconds.append(CONTENDERS[kind][name](module, directory / str(i)))
             shutil.rmtree(directory / str(i))
         return {"seconds": statistics.median(seconds[1:]), "first": seconds[0]}
     before = process.memory_info().rss
-    seconds_ = SAVE[name](module, directory)
+    seconds_ = CONTENDERS[kind][name](module, directory)
     began = time.perf_counter()
     sync_files(directory)
     seconds_ += time.perf_counter() - began
@@ -277,12 +405,13 @@ def measure(kind: str, name: str, gb: float, directory: Path) -> dict[str, float
 def run(kind: str, name: str, gb: float, scratch: Path) -> dict[str, float]:
     """One measurement in a fresh process."""
     directory = scratch / "files"
-    if kind in ("cold", "warm"):
-        directory = scratch / name
+    if kind in LOADS:
+        group = "dcp" if kind.startswith("dcp-") else "all"
+        directory = scratch / group / str(list(CONTENDERS[kind]).index(name))
         if not directory.exists():
             directory.mkdir(parents=True)
-            call("prepare", name, gb, directory)
-        if kind == "cold":
+            call(f"prepare {kind}", name, gb, directory)
+        if kind.endswith("cold"):
             evict(directory)
         return call(kind, name, gb, directory)
     directory.mkdir(parents=True)
@@ -305,28 +434,40 @@ def call(kind: str, name: str, gb: float, directory: Path) -> dict[str, float]:
     return result
 
 
-def table(results: dict[str, dict[str, list[dict[str, float]]]], gb: float) -> str:
+def size_of(gb: float) -> int:
+    """Bytes of the state."""
+    return sum(4 * math.prod(s) for s in shapes(gb))
+
+
+def table(results: dict[str, dict[str, list[dict[str, float]]]], gb: float, dcp_gb: float) -> str:
     """The results as Markdown."""
-    nbytes = sum(4 * __import__("math").prod(s) for s in shapes(gb))
-    lines = []
+    lines: list[str] = []
 
     def section(title: str, kind: str, speed: bool) -> None:
-        ours = statistics.median(r["seconds"] for r in results[kind]["xla_ckpt"])
+        if kind not in results:
+            return
+        nbytes = size_of(dcp_gb if kind.startswith("dcp-") else gb)
+        ours = statistics.median(r["seconds"] for r in results[kind][next(iter(CONTENDERS[kind]))])
         lines.extend(["", f"## {title}", "", "| | median | range | " + ("GB/s | " if speed else "") + "times ours |",
                       "|---|---:|---:|" + ("---:|" if speed else "") + "---:|"])  # fmt: skip
         for name, runs in sorted(results[kind].items(), key=lambda kv: statistics.median(r["seconds"] for r in kv[1])):
             seconds = [r["seconds"] for r in runs]
             mid = statistics.median(seconds)
-            unit = (lambda s: f"{1000 * s:.1f} ms") if kind == "stall" else (lambda s: f"{s:.2f} s")
+            unit = (lambda s: f"{1000 * s:.1f} ms") if kind.endswith("stall") else (lambda s: f"{s:.2f} s")
             rate = f"{nbytes / mid / 1e9:.2f} | " if speed else ""
             lines.append(
                 f"| {name} | {unit(mid)} | {unit(min(seconds))} to {unit(max(seconds))} | {rate}{mid / ours:.2f} |"
             )
 
-    section(f"Durable save of {nbytes / 1e9:.2f} GB of XLA tensors", "save", True)
+    section(f"Durable save of {size_of(gb) / 1e9:.2f} GB of XLA tensors", "save", True)
     section("Stall of the caller in an asynchronous save (the second and third in a process)", "stall", False)
     section("Load into a live module on the device, from a cold page cache", "cold", True)
     section("The same from a warm page cache", "warm", True)
+    of_dcp = f"{size_of(dcp_gb) / 1e6:.0f} MB of XLA tensors"
+    section(f"torch.distributed.checkpoint: durable save of {of_dcp}", "dcp-save", True)
+    section(f"torch.distributed.checkpoint: stall of the caller, {of_dcp} (the second and third)", "dcp-stall", False)
+    section("torch.distributed.checkpoint: load in place, from a cold page cache", "dcp-cold", True)
+    section("torch.distributed.checkpoint: the same from a warm page cache", "dcp-warm", True)
     return "\n".join(lines)
 
 
@@ -341,7 +482,9 @@ def versions() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--dcp-gb", type=float, default=0.512, help="size for torch.distributed.checkpoint")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default=",".join(CONTENDERS), help="what is measured")
     parser.add_argument("--scratch", type=Path, default=ROOT / "bench_run")
     parser.add_argument("--write", action="store_true", help="write docs/performance.md")
     parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
@@ -349,17 +492,18 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(*args.measure, args.gb, args.scratch)))
         return
-    results: dict[str, dict[str, list[dict[str, float]]]] = {"save": {}, "stall": {}, "cold": {}, "warm": {}}
-    contenders = {"save": list(SAVE), "stall": list(STALL), "cold": list(LOAD), "warm": list(LOAD)}
+    results: dict[str, dict[str, list[dict[str, float]]]] = {kind: {} for kind in args.only.split(",")}
     shutil.rmtree(args.scratch, ignore_errors=True)
     for number in range(args.rounds):
-        for kind, names in contenders.items():
+        for kind, found in results.items():
+            names = list(CONTENDERS[kind])
             for i in range(len(names)):
                 name = names[(i + number) % len(names)]
-                results[kind].setdefault(name, []).append(run(kind, name, args.gb, args.scratch))
-                print(f"round {number + 1}: {kind:5} {name:24} {results[kind][name][-1]['seconds']:.4f} s", flush=True)
+                gb = args.dcp_gb if kind.startswith("dcp-") else args.gb
+                found.setdefault(name, []).append(run(kind, name, gb, args.scratch))
+                print(f"round {number + 1}: {kind:9} {name:62} {found[name][-1]['seconds']:.4f} s", flush=True)
     shutil.rmtree(args.scratch, ignore_errors=True)
-    text = table(results, args.gb)
+    text = table(results, args.gb, args.dcp_gb)
     print(text)
     if args.write:
         machine = f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}, CPU PJRT; {versions()}"
@@ -372,6 +516,8 @@ def main() -> None:
             "digests. *Transfer, then a thread* is what neuronx-distributed's asynchronous save does. Ours includes\n"
             "digests of every byte, fsync of files and directories, the manifest, and the commit through orbax\n"
             "(already imported: the first save of a process loads it in the background, which takes 2 to 4 seconds).\n"
+            "*Stock `dcp.save`* is that of `FileSystemWriter(sync_files=True)`. Stock `dcp.async_save` without our\n"
+            "stager fails on XLA tensors, and so has no row.\n"
         )
 
 

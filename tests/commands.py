@@ -11,6 +11,7 @@ from pathlib import Path
 from tests.jobs import places
 from tests.nursery import Born, Program, bear
 from tests.runs import environment
+from tests.xla import HAS_XLA
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 MODULE = "import runpy, sys; runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
@@ -28,6 +29,11 @@ def parsed(command: Sequence[str]) -> tuple[int | None, Program]:
     if rest[0] == "-m":
         return ranks, Program(MODULE, tuple(rest[2:]), rest[1])
     return ranks, Program(Path(rest[0]).read_text(), tuple(rest[1:]), rest[0])
+
+
+def names_xla(program: Program) -> bool:
+    """Whether it gets torch_xla: if its text names it, and it is there. Else it may do without, or fails by itself."""
+    return HAS_XLA and "torch_xla" in program.code
 
 
 class Started:
@@ -51,7 +57,7 @@ class Commands:
     def Popen(command: Sequence[str]) -> Started:
         ranks, program = parsed(command)
         assert ranks is None, "only a command without ranks can be stopped"
-        return Started(bear(program, xla="torch_xla" in program.code))
+        return Started(bear(program, xla=names_xla(program)))
 
     @staticmethod
     def run(
@@ -60,7 +66,7 @@ class Commands:
         ranks, program = parsed(command)
         own = environment(env)
         started = [
-            bear(program, env=place, xla="torch_xla" in program.code)
+            bear(program, env=place, xla=names_xla(program))
             for place in ([own] if ranks is None else places(ranks, own))
         ]
         told = [born.communicate(240) for born in started]

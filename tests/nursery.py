@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from tests.runs import ROOT, environment
+from tests.xla import HAS_XLA
 
 LIGHT = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "numpy", "orbax.checkpoint",
@@ -199,6 +200,8 @@ def bear(
             it has joined its threads, called its exit handlers and flushed; "at once", where these would wait for
             others that are out of reach.
     """
+    if xla and not HAS_XLA:
+        raise NurseryError("torch_xla is not installed, and this process would begin with it: mark the test with xla")
     nursery = _nursery(WITH_XLA if xla else LIGHT)
     request = {"what": what, "env": environment() if env is None else dict(env), "cwd": str(cwd or os.getcwd()),
                "end": end}  # fmt: skip
@@ -320,6 +323,7 @@ def _run(request: dict[str, Any]) -> None:
     faulthandler.enable()  # SIGABRT shows where a program hangs
     what = request["what"]
     if request["end"] == "as python":
+        gc.unfreeze()  # triton's bindings complain of what is never collected
         _do(what, request["outcome"])
         return
     try:

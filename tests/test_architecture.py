@@ -22,6 +22,8 @@ FOREIGN = {
     "xla_ckpt/__init__.py": {"state"},  # a package
     "xla_ckpt/cli/facts.py": {"ranks"},  # keys of what the commands print
     "xla_ckpt/cli/render.py": {"ranks"},
+    "xla_ckpt/layouts/dcp/names.py": {"model", "scheduler"},  # what programs call them
+    "xla_ckpt/layouts/dcp/shards.py": {"model"},  # a part of names of files
     # Folders of neuronx-distributed's tags, and keys of its files.
     "xla_ckpt/layouts/nxd/convert_zero.py": {"model"},
     "xla_ckpt/layouts/nxd/layout.py": {"model/"},
@@ -110,7 +112,8 @@ def test_no_download_addresses_are_committed() -> None:
     if not tracked:
         pytest.skip("not a git checkout: what is committed is unknown")
     assert not [name for name in tracked if name.endswith(("uv.lock", "pylock.toml"))]
-    assert "http" not in (ROOT / "requirements-dev.txt").read_text()
+    for pins in ("requirements-dev.txt", "requirements-latest.txt"):
+        assert "http" not in (ROOT / pins).read_text(), pins
 
 
 LIBRARY = [p for p in SOURCES if p.is_relative_to(ROOT / "xla_ckpt")]
@@ -159,7 +162,7 @@ def test_only_its_own_package_knows_neuronx_distributed() -> None:
 
 def test_nobody_asks_which_layout_it_has() -> None:
     """What differs between layouts is a method or an attribute of theirs. Names are compared by the registry alone."""
-    names = {"native", "xser", "pt", "nxd", "safetensors"}
+    names = {"native", "xser", "pt", "nxd", "safetensors", "dcp"}
     found = []
     for path in LIBRARY:
         for node in code_of(path):

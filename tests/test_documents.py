@@ -12,6 +12,7 @@ from tests.runs import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ELSEWHERE = {"leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py"}
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
 
 
@@ -19,12 +20,28 @@ def test_there_are_documents() -> None:
     assert sum(len(BLOCK.findall(d.read_text())) for d in DOCUMENTS) >= 5
 
 
-@pytest.mark.parametrize("document", [d for d in DOCUMENTS if BLOCK.search(d.read_text())], ids=lambda d: d.name)
+def program_of(document: Path) -> str:
+    """All its python blocks."""
+    return "\n\n".join(BLOCK.findall(document.read_text()))
+
+
+def needs_xla(document: Path) -> bool:
+    """Whether any of its blocks names torch_xla: the others of such a document go on with what those have made."""
+    return "torch_xla" in program_of(document)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param(d, id=d.name, marks=pytest.mark.xla if needs_xla(d) else ())
+        for d in DOCUMENTS
+        if BLOCK.search(d.read_text()) and d.name not in ELSEWHERE
+    ],
+)
 def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
-    blocks = BLOCK.findall(document.read_text())
     program = tmp_path / f"{document.stem}.py"
-    program.write_text("\n\n".join(blocks))
-    born = bear(Program(program.read_text(), name=str(program)), cwd=tmp_path, xla="torch_xla" in program.read_text())
+    program.write_text(program_of(document))
+    born = bear(Program(program.read_text(), name=str(program)), cwd=tmp_path, xla=needs_xla(document))
     _, errors = born.communicate(240)
     assert born.returncode == 0, errors
 

@@ -43,6 +43,7 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+@pytest.mark.xla
 @pytest.mark.usefixtures("as_users_compile")
 def test_killed_in_mid_save_and_resumed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -54,6 +55,7 @@ def test_killed_in_mid_save_and_resumed_bit_for_bit(
     assert "half written" in shown
 
 
+@pytest.mark.xla
 @pytest.mark.usefixtures("as_users_compile")
 def test_saving_does_not_change_the_training(tmp_path: Path) -> None:
     losses = []
@@ -77,6 +79,21 @@ def test_fsdp2_on_four_ranks_resumed_on_two_and_on_one(
     assert "model/net1.weight" in shown  # the command's
 
 
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2", pytest.param("xla", marks=pytest.mark.xla)])
+def test_the_dcp_tutorial_with_another_import(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tutorial = example(monkeypatch, "dcp_tutorial")
+    tutorial.main([kind])
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"{kind}: ")]
+    assert [line.partition(", ")[0].removeprefix(f"{kind}: ") for line in shown] == [
+        "4 ranks saved 16 tensors",
+        "2 ranks loaded both checkpoints: all tensors and losses bit-identical",
+        "one process loaded both models without a process group: all tensors bit-identical",
+    ]
+
+
+@pytest.mark.xla
 def test_zero1_resumes_bit_for_bit_and_in_another_shape(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +105,7 @@ def test_zero1_resumes_bit_for_bit_and_in_another_shape(
     assert "20 losses after the resume as tp=1,dp=2: largest relative difference" in shown
 
 
+@pytest.mark.xla
 def test_a_script_for_neuronx_distributed_goes_on_where_it_stopped(tmp_path: Path) -> None:
     root, straight = tmp_path / "run", tmp_path / "straight"
 

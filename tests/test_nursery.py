@@ -53,6 +53,10 @@ def dies(rank: int) -> str:
 def test_values_come_back_from_all_ranks() -> None:
     assert run_on_ranks(sums, 3, 10) == [(0, 30.0), (1, 30.0), (2, 30.0)]
     assert run_on_ranks(loaded, 1) == [False]
+
+
+@pytest.mark.xla
+def test_ranks_have_torch_xla_if_that_is_said() -> None:
     assert run_on_ranks(loaded, 1, xla=True) == [True]
 
 
@@ -67,6 +71,7 @@ def test_an_exception_of_a_rank_is_raised_with_what_all_of_them_printed() -> Non
         run_on_ranks(odd, 1)
 
 
+@pytest.mark.xla
 def test_a_module_with_torch_xla_is_not_called_where_it_is_not() -> None:
     born = bear(Call("tests.neuron.training", "begin", pickle.dumps(())))
     born.communicate(60)
@@ -122,6 +127,12 @@ def test_a_nursery_that_cannot_begin_says_what_is_missing() -> None:
     for _ in range(2):  # and says it again, in place of errors of a pipe
         with pytest.raises(NurseryError, match=r"(?s)exit code 1.*imports no_such_module.*ModuleNotFoundError"):
             broken.bear(b"", live=False)
+
+
+def test_where_torch_xla_is_missing_nothing_is_forked_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery, "HAS_XLA", False)
+    with pytest.raises(NurseryError, match="torch_xla is not installed.*mark the test with xla"):
+        bear(Program("import torch_xla"), xla=True)
 
 
 def test_a_nursery_that_dies_says_so() -> None:

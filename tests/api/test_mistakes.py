@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch_xla
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
 
 import xla_ckpt
+from tests import xla
+
+xla.begin()
 
 Members = dict[str, Any]
 
@@ -75,13 +78,13 @@ def list_of_models() -> Members:
 
 def made_before_the_move() -> Members:
     model, optimizer, _ = parts()
-    return {"model": model.to(torch_xla.device()), "optimizer": optimizer}
+    return {"model": model.to(xla.device()), "optimizer": optimizer}
 
 
-def made_on_meta() -> Members:
+def made_on_meta(device: str) -> Members:
     with torch.device("meta"):
         model, optimizer, _ = parts()
-    return {"model": model.to_empty(device=torch_xla.device()), "optimizer": optimizer}
+    return {"model": model.to_empty(device=device), "optimizer": optimizer}
 
 
 MISTAKES: dict[str, tuple[Callable[[], Members], str]] = {
@@ -97,11 +100,20 @@ MISTAKES: dict[str, tuple[Callable[[], Members], str]] = {
         made_before_the_move,
         "before the model was moved.*parameters on xla.*parameters on cpu.*after",
     ),
-    "on meta": (made_on_meta, "before the model was moved.*parameters on xla.*parameters on meta"),
+    **{
+        f"on meta, to {device}": (
+            functools.partial(made_on_meta, device),
+            f"before the model was moved.*parameters on {device}.*parameters on meta",
+        )
+        for device in ("cpu", "xla")
+    },
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+ON_XLA = ("before the move", "on meta, to xla")
+
+
+@pytest.mark.parametrize("mistake", [pytest.param(m, marks=pytest.mark.xla if m in ON_XLA else ()) for m in MISTAKES])
 def test_a_mistake_is_named_by_save_and_load(mistake: str, tmp_path: Path) -> None:
     model, optimizer, _ = parts()
     stepped(model, optimizer)
@@ -194,10 +206,6 @@ def copies(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(p.detach().cpu().to(dtype)) for p in model.parameters()]
 
 
-def on_xla() -> nn.Module:
-    return nn.Linear(3, 2).to(torch_xla.device())
-
-
 LEGITIMATE: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
     "model alone": lambda m: (m, None),
     "optimizer without its model": lambda m: (None, AdamW(m.parameters())),
@@ -221,10 +229,10 @@ LEGITIMATE: dict[str, Callable[[nn.Module], tuple[Any, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", xla.DEVICES)
 @pytest.mark.parametrize("case", LEGITIMATE)
 def test_what_is_right_goes_through(case: str, device: str, tmp_path: Path) -> None:
-    module = on_xla() if device == "xla" else nn.Linear(3, 2)
+    module = nn.Linear(3, 2).to(device)
     xla_ckpt.save_checkpoint(tmp_path, "a", *LEGITIMATE[case](module))
     xla_ckpt.load_checkpoint(tmp_path, "a", *LEGITIMATE[case](module))
 

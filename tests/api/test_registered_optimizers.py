@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests import xla
 from tests.jobs import run_on_ranks
 from tests.layouts.same import as_theirs
 from tests.layouts.writing import Zero1, as_job, save_as_job
@@ -459,7 +460,7 @@ def as_rank(rank: int, root: Path) -> list[Any]:
 
 
 def test_a_real_job(tmp_path: Path) -> None:
-    told = run_on_ranks(as_rank, 4, tmp_path / "ckpt", xla=True)
+    told = run_on_ranks(as_rank, 4, tmp_path / "ckpt")
     assert told == [[[], rank + 1, True, [], 1 + 2 + 3 + 4 + 1000 * rank, False] for rank in range(4)]
     assert xla_ckpt.verify(tmp_path / "ckpt").ok
 
@@ -519,14 +520,13 @@ def test_a_state_that_is_not_what_was_registered(key: str, shape: Any, known: No
     assert not again.up.any()
 
 
+@pytest.mark.xla
 def test_a_kept_host_state_and_a_replicated_one_on_a_device(known: None, tmp_path: Path) -> None:
-    import torch_xla
-
     model, optimizer = built(Mesh(), 0)
     xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer)
     again = torch.nn.Module()
     for name, value in FULL.items():
-        again.register_parameter(name, torch.nn.Parameter(torch.zeros_like(value).to(torch_xla.device())))
+        again.register_parameter(name, torch.nn.Parameter(torch.zeros_like(value).to(xla.device())))
     fresh = Special(again.parameters())
     xla_ckpt.load_checkpoint(tmp_path, "a", again, fresh)
     places = {key: value.device.type for key, value in fresh.state[again.up].items()}

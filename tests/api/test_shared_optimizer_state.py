@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch_xla
 
 import xla_ckpt
+from tests import xla
 from tests.layouts.gold import as_rank
 from tests.layouts.same import as_theirs
 from tests.layouts.writing import as_kwargs, save_as_job, toy
 from xla_ckpt import Mesh
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
+xla.begin()
+
 LAYOUTS = pytest.mark.parametrize("layout", ["native", "xser", "pt"])
-DEVICES = pytest.mark.parametrize("device", ["cpu", "xla"])
+DEVICES = pytest.mark.parametrize("device", xla.DEVICES)
 
 
 class Averaging(torch.optim.Optimizer):
@@ -55,13 +57,9 @@ class Strict(Averaging):
         super().load_state_dict(state_dict)
 
 
-def on(device: str) -> torch.device:
-    return torch_xla.device() if device == "xla" else torch.device("cpu")
-
-
 def made(device: str, kind: Callable[..., Averaging] = Averaging, seed: int = 0) -> tuple[torch.nn.Module, Averaging]:
     torch.manual_seed(seed)
-    model = torch.nn.Linear(3, 2).to(on(device))
+    model = torch.nn.Linear(3, 2).to(device)
     return model, kind(model.parameters())
 
 
@@ -70,7 +68,7 @@ def train(model: torch.nn.Module, optimizer: Averaging, steps: int) -> None:
         for p in model.parameters():
             p.grad = p.detach() * 2 + 1
         optimizer.step()
-        torch_xla.sync()
+        xla.sync()
 
 
 def plain(value: Any) -> Any:

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch_xla
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_scheduler
 
 import xla_ckpt
+from tests import xla
 
-torch_xla.device()  # before the first backward pass: autograd counts the devices only once
+xla.begin()
 
 Make = Callable[[list[Any]], Optimizer]
 
@@ -87,7 +87,7 @@ class Run:
         value = float(loss.detach())
         self.scheduler.step(*([value] if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau) else []))
         if str(self.device) != "cpu":
-            torch_xla.sync()
+            xla.sync()
         return value
 
     @property
@@ -135,14 +135,16 @@ ON_XLA: dict[str, Make] = {
 }
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize("optimizer", ON_XLA)
 def test_xla_runs_resume_exactly(tmp_path: Path, optimizer: str) -> None:
-    check_resume(tmp_path, ON_XLA[optimizer], SCHEDULERS["multistep"], torch_xla.device(), async_save=True)
+    check_resume(tmp_path, ON_XLA[optimizer], SCHEDULERS["multistep"], xla.device(), async_save=True)
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(("first", "second"), [("xla", "cpu"), ("cpu", "xla")])
 def test_state_moves_between_devices(tmp_path: Path, first: str, second: str) -> None:
-    device = {"cpu": "cpu", "xla": torch_xla.device()}
+    device = {"cpu": "cpu", "xla": xla.device()}
     a = Run(OPTIMIZERS["adamw"], SCHEDULERS["cosine"], device[first])
     a.step(0)
     xla_ckpt.save_checkpoint(tmp_path, "a", **a.parts)
@@ -266,7 +268,7 @@ def test_state_keeps_its_dtype_whatever_the_parameter_has(tmp_path: Path) -> Non
 
 
 def test_tied_parameters_are_stored_once(tmp_path: Path) -> None:
-    for device in ("cpu", torch_xla.device()):
+    for device in xla.present():
         run = Run(OPTIMIZERS["sgd"], SCHEDULERS["cosine"], device)
         xla_ckpt.save_checkpoint(tmp_path, "a", model=run.model)
         (file,) = (tmp_path / "a/model").iterdir()
@@ -284,7 +286,7 @@ def test_tied_parameters_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_parameters_stay_the_objects_that_they_are(tmp_path: Path) -> None:
-    for device in ("cpu", torch_xla.device()):
+    for device in xla.present():
         run = Run(OPTIMIZERS["adamw"], SCHEDULERS["cosine"], device)
         run.step(0)
         xla_ckpt.save_checkpoint(tmp_path, "a", **run.parts)
@@ -312,7 +314,7 @@ class Hooked(nn.Linear):
 
 
 def test_modules_with_load_logic_and_extra_state(tmp_path: Path) -> None:
-    for device in ("cpu", torch_xla.device()):
+    for device in xla.present():
         module = nn.Sequential(Hooked(2, 2), nn.Linear(2, 2)).to(device)
         weight = module[0].weight.detach().cpu().clone()
         xla_ckpt.save_checkpoint(tmp_path, "a", model=module)
@@ -337,6 +339,12 @@ class Loader:
         self.position, self.seen = state["position"], state["seen"]
 
 
+def draw() -> list[float]:
+    """The next random numbers of all generators."""
+    on_devices = [number for device in xla.present() for number in torch.rand(2, device=device).tolist()]
+    return [random.random(), np.random.rand(), *on_devices]
+
+
 def test_extras_and_user_content(tmp_path: Path) -> None:
     loader = Loader()
     loader.position, loader.seen = 7, torch.tensor([1.0, 2.0])
@@ -344,7 +352,7 @@ def test_extras_and_user_content(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(
         tmp_path, "a", user_content=content, extras={"loader": loader, "rng": xla_ckpt.RNGState(), "note": {"k": [1]}}
     )
-    drawn = random.random(), np.random.rand(), torch.rand(2), torch.rand(2, device=torch_xla.device()).cpu()
+    drawn = draw()
     other, note = Loader(), {"k": [9]}
     again = xla_ckpt.load_checkpoint(
         tmp_path, extras={"loader": other, "rng": xla_ckpt.RNGState(), "note": note}
@@ -352,10 +360,7 @@ def test_extras_and_user_content(tmp_path: Path) -> None:
     assert again == content
     assert type(again["args"]) is tuple
     assert (other.position, other.seen.tolist(), note) == (7, [1.0, 2.0], {"k": [1]})
-    redrawn = random.random(), np.random.rand(), torch.rand(2), torch.rand(2, device=torch_xla.device()).cpu()
-    assert drawn[:2] == redrawn[:2]
-    assert torch.equal(drawn[2], redrawn[2])
-    assert torch.equal(drawn[3], redrawn[3])
+    assert draw() == drawn
     xla_ckpt.save_checkpoint(tmp_path, "b", model={"w": torch.ones(1)})
     assert xla_ckpt.load_checkpoint(tmp_path).user_content is None
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="extras/loader: not in the checkpoint.*holds model"):
@@ -438,10 +443,11 @@ def test_not_strict_loads_what_fits(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_dicts_as_models(tmp_path: Path) -> None:
-    device_model = nn.Linear(2, 2).to(torch_xla.device())
     xla_ckpt.save_checkpoint(tmp_path, "a", model={"weight": torch.eye(2), "bias": torch.ones(2)})
-    xla_ckpt.load_checkpoint(tmp_path, model=device_model.state_dict())  # through the aliases of a state dict
-    assert device_model.weight.detach().cpu().tolist() == [[1, 0], [0, 1]]
+    for device in xla.present():
+        device_model = nn.Linear(2, 2).to(device)
+        xla_ckpt.load_checkpoint(tmp_path, model=device_model.state_dict())  # through the aliases of a state dict
+        assert device_model.weight.detach().cpu().tolist() == [[1, 0], [0, 1]]
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="model/bias: stored, but not wanted"):
         xla_ckpt.load_checkpoint(tmp_path, model={"weight": torch.zeros(2, 2)})
     some = {"weight": torch.zeros(2, 2), "more": 5}

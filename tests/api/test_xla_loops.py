@@ -25,6 +25,8 @@ from xla_ckpt.arrays.torch_host import tensor_from
 from xla_ckpt.arrays.xla import from_host, to_host
 from xla_ckpt.snapshot.memory import Slabs
 
+pytestmark = pytest.mark.xla
+
 torch_xla.device()  # before the first backward pass: autograd counts the devices only once
 
 STEPS = 9

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from tests.layouts.references import save, tensor_reference
+
 HEAD, HIDDEN, INNER, VOCABULARY = 2, 16, 24, 32
 LORA_RANK = 3
 
@@ -214,8 +216,6 @@ def rank_file(job: Job, folder: Path, content: Any, *, tp: int, pp: int, dp: int
     if not job.xser:
         torch.save(content, file)
         return
-    from torch_xla.utils.serialization import TensorReference  # ranks that only load need no torch_xla
-
     tensors = Path(f"{file}.tensors")
     tensors.mkdir()
     info: dict[int, Any] = {}
@@ -225,12 +225,12 @@ def rank_file(job: Job, folder: Path, content: Any, *, tp: int, pp: int, dp: int
             number = len(info)
             info[number] = {"expert_model_parallel": False, "dtype": value.dtype, "shape": list(value.shape)}
             torch.save(value, tensors / f"tensor_{number}.pt")
-            return TensorReference(number)
+            return tensor_reference()(number)
         if isinstance(value, dict):
             return {k: outside(v) for k, v in value.items()}
         return [outside(v) for v in value] if isinstance(value, list | tuple) else value
 
-    torch.save(outside(content), file)
+    save(outside(content), file)
     torch.save(info, f"{file}.info.pt")
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch_xla.utils.serialization as xser
+
+from tests.layouts.references import whole
+from tests.xla import HAS_XLA
 
 
 def differences(a: Any, b: Any, path: str = "", *, order: bool = True) -> Iterator[str]:
@@ -30,8 +32,25 @@ def differences(a: Any, b: Any, path: str = "", *, order: bool = True) -> Iterat
 
 
 def content(path: Path) -> Any:
-    """What a file holds, references included, as torch_xla loads it."""
-    return xser.load(str(path)) if Path(f"{path}.info.pt").exists() else torch.load(path, weights_only=False)
+    """What a file holds, references included: as torch_xla loads it, where it is installed."""
+    if not Path(f"{path}.info.pt").exists():
+        return torch.load(path, weights_only=False)
+    if not HAS_XLA:
+        return whole(path)
+    import torch_xla.utils.serialization as xser
+
+    return xser.load(str(path))
+
+
+def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The names of what differs, in a bit or in its type."""
+
+    def differ(x: Any, y: Any) -> bool:
+        if isinstance(x, torch.Tensor):
+            return not (x.dtype == y.dtype and torch.equal(x, y))
+        return bool(x != y)
+
+    return [*sorted(a.keys() ^ b.keys()), *(k for k in a.keys() & b.keys() if differ(a[k], b[k]))]
 
 
 OURS = ("manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt")

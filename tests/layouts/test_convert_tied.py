@@ -12,9 +12,10 @@ import torch
 
 import xla_ckpt
 from tests.layouts.gold import Gold, Target, stage_of
+from tests.layouts.references import whole
 from tests.layouts.same import as_theirs
 from tests.layouts.test_nxd_layouts import rank_file
-from tests.layouts.writing import LAYOUTS, whole
+from tests.layouts.writing import LAYOUTS
 from xla_ckpt import Mesh
 
 GOLD = "tp2_dp2_fused3_tied__xser_sync"

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.layouts.references import opened, whole
 from tests.layouts.same import as_theirs
-from tests.layouts.writing import LAYOUTS, names, opened, unlike, whole
+from tests.layouts.writing import LAYOUTS, names, unlike
 from xla_ckpt.manifest import manifest_json
 
 FIRST = "dp_rank_00_tp_rank_00_pp_rank_00.pt"

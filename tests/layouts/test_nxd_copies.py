@@ -397,5 +397,5 @@ def load_together(rank: int, root: str) -> list[Any]:
 def test_a_real_job_that_shares_its_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(monkeypatch, tmp_path / "ckpt", Mesh(dp=2, tp=2), "xser", zero=False)
     differs = "[4, 3] on each rank; (tp 1) differs from (tp 0)"
-    told = run_on_ranks(load_together, 4, str(tmp_path / "ckpt"), xla=True)
+    told = run_on_ranks(load_together, 4, str(tmp_path / "ckpt"))
     assert told == [[[], [], "model/embed.weight", differs]] * 4

@@ -217,7 +217,7 @@ def test_opening_reads_no_tensor_data(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(LocalSource, "read_into", counting)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError):
         xla_ckpt.load_checkpoint(tmp_path, "a", model={"w0": torch.zeros(3)})
-    assert 0 < sum(counted) < 32 * 1024
+    assert 0 < sum(counted) < 64 * 1024  # of 8 MiB: headers, a directory and a pickle
 
 
 def test_tensors_anywhere_are_arrays(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import torch
 
 import xla_ckpt
 from tests.layouts.gold import Gold, Target
-from tests.layouts.writing import State, as_job, whole
+from tests.layouts.references import whole
+from tests.layouts.writing import State, as_job
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 

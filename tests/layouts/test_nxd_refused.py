@@ -132,6 +132,7 @@ def spmd_arrays(root: Path) -> list[str]:
     return lines
 
 
+@pytest.mark.xla
 def test_spmd_arrays_are_refused(tmp_path: Path) -> None:
     (said,) = run_alone(spmd_arrays, tmp_path / "run", xla=True, env={"CPU_NUM_DEVICES": "4"})
     assert "the native layout is written in place of xser" in said

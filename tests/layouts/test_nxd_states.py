@@ -11,8 +11,9 @@ import torch
 
 import xla_ckpt
 from tests.layouts.gold import as_rank
+from tests.layouts.references import opened, whole
 from tests.layouts.same import as_theirs
-from tests.layouts.writing import LAYOUTS, Zero1, as_job, as_kwargs, opened, save_as_job, toy, unlike, whole
+from tests.layouts.writing import LAYOUTS, Zero1, as_job, as_kwargs, save_as_job, toy, unlike
 from tests.topology.state import GROUPS, differences
 from xla_ckpt import Mesh
 from xla_ckpt.manifest import manifest_json

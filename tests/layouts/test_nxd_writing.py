@@ -9,8 +9,9 @@ import pytest
 
 import xla_ckpt
 from tests.layouts.gold import LOST, Gold, Target, as_rank, cases
-from tests.layouts.same import OURS, as_theirs
-from tests.layouts.writing import State, as_job, hyper_of, mesh_of, names, opened, save_as_job, unlike
+from tests.layouts.references import opened
+from tests.layouts.same import OURS, as_theirs, content
+from tests.layouts.writing import State, as_job, hyper_of, mesh_of, names, save_as_job, unlike
 from xla_ckpt import Mesh
 
 CASES = [c for c in cases() if c[0] != LOST and "legacy" not in c[0]]
@@ -40,8 +41,6 @@ def test_the_files_are_those_of_neuronx_distributed(
     case: str, tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By name, and by what torch and torch_xla load: types, order of keys, numbers of tensors, and every value."""
-    from torch_xla.utils import serialization
-
     gold = Gold(case, tag)
     theirs, ours = gold.root / tag, written(monkeypatch, gold, tmp_path, layout_of(case))
     assert names(ours) - {*OURS} == names(theirs)
@@ -51,7 +50,7 @@ def test_the_files_are_those_of_neuronx_distributed(
         else:
             assert unlike(opened(ours / name), opened(theirs / name), name) == []
     for first in (f"{part}/{FIRST}" for part in ("model", "optim") if f"{part}/{FIRST}.info.pt" in names(theirs)):
-        assert unlike(*(serialization.load(str(folder / first)) for folder in (ours, theirs)), first) == []
+        assert unlike(*(content(folder / first) for folder in (ours, theirs)), first) == []
     report = xla_ckpt.verify(tmp_path, tag)
     assert (report.problems, report.strangers) == ([], [])
 

@@ -141,7 +141,7 @@ def test_it_is_converted_back_as_it_was(job: Job, tmp_path: Path) -> None:
     if job.pp > 1:
         return  # stages need their cuts, which tests/layouts/test_convert_gold.py has
     xla_ckpt.convert(tmp_path / "out", tmp_path / "nxd", to="xser" if job.xser else "nxd", mesh=mesh)
-    from tests.layouts.writing import whole
+    from tests.layouts.references import whole
 
     for rank in range(job.tp):
         name = f"model/dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt"

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xla_ckpt
-from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, check_zip, read
 from xla_ckpt.storage.local import LocalDirectory
 from xla_ckpt.storage.memory import MemoryDirectory
 
@@ -190,6 +190,45 @@ def test_a_truncated_file_is_damaged(tmp_path: Path) -> None:
             read(directory, "f.pt")
         assert caught.value.file == "f.pt"
         directory.close()
+
+
+def test_zips_without_checksums_have_none() -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        data = saved(torch.arange(100.0))
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert scan(saved(torch.arange(100.0))).crc is not None
+    assert scan(data).crc is None
+    directory = MemoryDirectory()
+    directory.contents["f.pt"] = data
+    assert check_zip(directory, "f.pt") == len(data)
+
+
+def test_a_record_that_is_not_what_its_checksum_says_is_found() -> None:
+    data = bytearray(saved(torch.arange(100.0)))
+    data[scan(bytes(data)).offset + 7] ^= 1
+    directory = MemoryDirectory()
+    directory.contents["f.pt"] = data
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="data/0 is not what its CRC-32 says"):
+        check_zip(directory, "f.pt")
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.complex64).conj().imag]
+)
+def test_a_lazily_changed_tensor_is_refused(value: torch.Tensor) -> None:
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="stored lazily"):
+        scan(saved(value))
+
+
+def test_a_pickle_that_stands_for_too_many_values_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep, deep]
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="stands for more than"):
+        scan(saved(deep))
 
 
 SMALL = saved({"w": torch.arange(4.0), "n": (1, "x")})

@@ -19,6 +19,7 @@ import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.index import Index, no_index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.codec import Glue
@@ -124,6 +125,7 @@ class Writing:
     description: Description
     whole: frozenset[str] = frozenset()
     marks: Mapping[str, bytes] = field(default_factory=dict)
+    index: Index = no_index
 
     @cached_property
     def plan(self) -> SavePlan:

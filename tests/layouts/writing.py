@@ -12,6 +12,7 @@ import torch
 
 import xla_ckpt
 from tests.layouts.gold import HYPER, Gold, Target
+from tests.layouts.references import opened
 from tests.topology.state import GROUPS, Toy, adamw, fill, groups, known, zero1_part
 from xla_ckpt import Mesh
 from xla_ckpt.api import save as api_save
@@ -178,27 +179,6 @@ def hyper_of(gold: Gold) -> list[dict[str, Any]]:
     file = min((gold.root / gold.tag / "optim").glob("*.pt"))
     groups = opened(file)["param_groups"]
     return [{k: tuple(v) if k == "betas" else v for k, v in g.items() if k != "params"} for g in groups]
-
-
-def opened(file: Path) -> Any:
-    """What torch loads; torch_xla's references to other files as they are."""
-    from torch_xla.utils.serialization import TensorReference
-
-    with torch.serialization.safe_globals([TensorReference]):
-        return torch.load(file, weights_only=True)
-
-
-def whole(file: Path) -> Any:
-    """A rank file with its tensors in it, by neuronx-distributed's rules; `torch_xla` does the same, more slowly."""
-
-    def inner(value: Any) -> Any:
-        if type(value).__name__ == "TensorReference":
-            return opened(file.with_name(file.name + ".tensors") / f"tensor_{value.tid}.pt")
-        if isinstance(value, dict):
-            return {k: inner(v) for k, v in value.items()}
-        return [inner(v) for v in value] if isinstance(value, list) else value
-
-    return inner(opened(file))
 
 
 def unlike(found: Any, wanted: Any, at: str = "") -> list[str]:

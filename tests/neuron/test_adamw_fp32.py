@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch_xla  # noqa: F401
 
 from neuron_compat.nxd.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
+from tests import xla
 from xla_ckpt import UsageError
+
+xla.begin()
 
 
 def gradients(steps: int) -> Iterator[torch.Tensor]:
@@ -36,7 +38,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", xla.DEVICES)
 @pytest.mark.parametrize("changed", [{}, {"correct_bias": False}, {"weight_decay": 0.0}])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_it_is_the_formula(dtype: torch.dtype, changed: dict[str, Any], device: str) -> None:

@@ -26,6 +26,8 @@ from tests.jobs import run_on_ranks
 from tests.layouts.test_nxd_layouts import rank_file
 from tests.nursery import Call, bear
 
+pytestmark = pytest.mark.xla
+
 LAYOUTS = ("pt", "xser")
 
 Groups = tuple[torch.nn.Module, Any]

@@ -22,6 +22,8 @@ from tests.jobs import finish, places, run_alone
 from tests.nursery import Call, bear
 from tests.runs import ROOT, environment
 
+pytestmark = pytest.mark.xla
+
 HEAD = """
 import torch
 import torch.distributed as dist

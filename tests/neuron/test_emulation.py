@@ -10,6 +10,8 @@ import torch_xla.runtime as xr
 import neuron_compat
 from tests.jobs import run_on_ranks
 
+pytestmark = pytest.mark.xla
+
 
 def emulated(rank: int) -> None:
     before = xr.world_size, xm.all_reduce, xm.rendezvous

@@ -11,6 +11,8 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.neuron.gqa import HIDDEN, WIDE, WIDTH, Job, Ranks, unsplit
 
+pytestmark = pytest.mark.xla
+
 STEPS = 2
 Steps = list[tuple[float, float]]
 

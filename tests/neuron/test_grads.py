@@ -12,6 +12,7 @@ import torch
 import neuron_compat
 from neuron_compat.nxd.parallel_layers import grads
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
+from tests import xla
 from tests.jobs import run_on_ranks
 from xla_ckpt import UsageError
 
@@ -120,7 +121,7 @@ def over_ranks(rank: int, device: str) -> None:
         ps.destroy_model_parallel()
 
 
-@pytest.mark.parametrize("device", ["cpu", "xla"])
+@pytest.mark.parametrize("device", xla.DEVICES)
 def test_over_four_ranks(device: str) -> None:
     run_on_ranks(over_ranks, 4, device, xla=device == "xla")
 
@@ -138,6 +139,7 @@ def one_rank_of_shards(rank: int) -> None:
         assert norm.item() == pytest.approx(want)
 
 
+@pytest.mark.xla
 def test_shards_of_zero1() -> None:
     run_on_ranks(one_rank_of_shards, 4, xla=True)
 

@@ -23,6 +23,7 @@ from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
 from neuron_compat.nxd.parallel_layers import mappings
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from tests.jobs import run_on_ranks
+from tests.layouts.same import unequal
 from tests.neuron.training import (
     Split,
     Whole,
@@ -34,8 +35,9 @@ from tests.neuron.training import (
     train,
     train_whole,
     true,
-    unequal,
 )
+
+pytestmark = pytest.mark.xla
 
 Truth = dict[str, dict[str, Any]]
 

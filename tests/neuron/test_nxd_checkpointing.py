@@ -22,6 +22,8 @@ from tests.jobs import finish, run_on_ranks, start_on_ranks
 from tests.layouts.gold import Gold, stage_of
 from xla_ckpt import Mesh
 
+pytestmark = pytest.mark.xla
+
 
 @pytest.fixture(autouse=True)
 def alone() -> Any:

@@ -18,10 +18,13 @@ from torch_xla.utils import serialization
 import neuron_compat.nxd as nxd
 import xla_ckpt
 from tests.jobs import finish, run_on_ranks, start_on_ranks
-from tests.layouts.writing import names, opened, unlike, whole
+from tests.layouts.references import opened, whole
+from tests.layouts.writing import names, unlike
 from tests.neuron.training import begin, build, frozen, train
 from xla_ckpt.job import process_group as lines
 from xla_ckpt.storage.local import LocalDirectory
+
+pytestmark = pytest.mark.xla
 
 
 def writes(rank: int, root: Path) -> tuple[int, int]:

@@ -16,6 +16,8 @@ from neuron_compat.nxd.utils.adamw_fp32_optim_params import AdamW_FP32OptimParam
 from tests.jobs import run_on_ranks
 from tests.neuron.recipe import Config, train_llama
 
+pytestmark = pytest.mark.xla
+
 STEPS = 6
 
 

@@ -22,6 +22,8 @@ from tests.jobs import run_on_ranks
 from tests.neuron.recipe import Config, Model, init_weights
 from xla_ckpt import UsageError
 
+pytestmark = pytest.mark.xla
+
 
 @pytest.fixture(autouse=True)
 def apart() -> Iterator[None]:

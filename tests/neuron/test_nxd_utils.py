@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch_xla  # noqa: F401
 
 import neuron_compat
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from neuron_compat.nxd.parallel_layers import random, utils
 from neuron_compat.nxd.utils import logger, model_utils
+from tests import xla
 from tests.jobs import run_on_ranks
 from xla_ckpt import UsageError
+
+xla.begin()
 
 
 @pytest.fixture
@@ -33,9 +35,13 @@ def test_numbers() -> None:
     ranges = [utils.EmbeddingUtility.range_from_global_vocab_size(12, r, 3) for r in range(3)]
     assert ranges == [(0, 4), (4, 8), (8, 12)]
     assert utils.get_padding_length(13, 4) == 3
-    assert utils.get_local_world_size() == 1
     assert utils.is_torch_version_greater_than_2()
     assert not utils.requires_init_pg_override()
+
+
+@pytest.mark.xla
+def test_there_is_one_rank_on_this_host() -> None:
+    assert utils.get_local_world_size() == 1
 
 
 def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +64,7 @@ def test_tensors_are_split_and_cast() -> None:
     assert cast["b"] == "text"
 
 
+@pytest.mark.xla
 def test_xla_tensors_go_to_the_cpu() -> None:
     held = torch.ones(3, device="xla") * 2
     own = torch.zeros(1)
@@ -82,15 +89,16 @@ def test_attributes_of_parameters(alone: None) -> None:
     assert (plain.tensor_model_parallel, plain.partition_dim, plain.partition_stride) == (False, -1, 1)
 
 
-def test_a_model_that_is_moved_keeps_ties_and_attributes() -> None:
+@pytest.mark.parametrize("device", xla.DEVICES)
+def test_a_model_that_is_moved_keeps_ties_and_attributes(device: str) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False)))
     model[1][0].weight = model[0].weight
     model[0].weight.shared = True
     model[0].bias.sequence_parallel_enabled = True
     assert model_utils.analyze_shared_parameters(model) == [["0.weight", "1.0.weight"]]
-    utils.move_model_to_device(model, "xla")
+    utils.move_model_to_device(model, device)
     assert model[1][0].weight is model[0].weight
-    assert model[0].weight.device.type == "xla"
+    assert model[0].weight.device.type == device
     assert model[0].weight.shared
     assert model[0].bias.sequence_parallel_enabled
     assert not model_utils.is_hf_pretrained_model(model)
@@ -126,9 +134,9 @@ def test_the_logger_speaks_on_the_first_rank(caplog: pytest.LogCaptureFixture, m
 
 
 def numbers() -> list[float]:
-    """The next ones, on the CPU and of dropout on the XLA device."""
-    dropped = torch.nn.functional.dropout(torch.ones(32, device="xla"), 0.5)
-    return [*torch.rand(2).tolist(), *dropped.tolist()]
+    """The next ones: two of the CPU's, and of dropout on all devices."""
+    dropped = [torch.nn.functional.dropout(torch.ones(32, device=device), 0.5) for device in xla.present()]
+    return [*torch.rand(2).tolist(), *torch.cat([d.cpu() for d in dropped]).tolist()]
 
 
 def of_a_rank(rank: int) -> tuple[list[float], list[float], list[float]]:
@@ -141,13 +149,14 @@ def of_a_rank(rank: int) -> tuple[list[float], list[float], list[float]]:
     return common, first, numbers()
 
 
+@pytest.mark.xla
 def test_ranks_differ_inside_of_a_fork_only() -> None:
     ranks = run_on_ranks(of_a_rank, 2, xla=True)
     (common, own, after), (its_common, its_own, its_after) = ranks
     assert common == its_common
     assert after == its_after
     assert after != common
-    for part in (slice(0, 2), slice(2, None)):  # on the CPU, and on the device
+    for part in (slice(0, 34), slice(34, None)):  # on the CPU, and on the device
         assert own[part] != its_own[part]
 
 

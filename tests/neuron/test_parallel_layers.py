@@ -171,7 +171,7 @@ def what_is_refused() -> None:
             wrong()
 
 
-@pytest.mark.parametrize(("device", "tp"), [("cpu", 4), ("xla", 2)])
+@pytest.mark.parametrize(("device", "tp"), [("cpu", 4), pytest.param("xla", 2, marks=pytest.mark.xla)])
 def test_forward_and_backward_equal_the_unsplit_layer(device: str, tp: int) -> None:
     run_on_ranks(layers, 4, device, tp, xla=device == "xla")
 

@@ -153,7 +153,7 @@ def the_group(rank: int, copies: int, adjacent: bool) -> None:
         parallel_state.get_kv_shared_group_size()
 
 
-@pytest.mark.parametrize(("device", "tp"), [("cpu", 4), ("xla", 2)])
+@pytest.mark.parametrize(("device", "tp"), [("cpu", 4), pytest.param("xla", 2, marks=pytest.mark.xla)])
 def test_forward_and_backward_equal_the_unsplit_layers(device: str, tp: int) -> None:
     run_on_ranks(layers, 4, device, tp, xla=device == "xla")
 

@@ -18,7 +18,7 @@ import neuron_compat.nxd as nxd
 import xla_ckpt
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from tests.jobs import run_on_ranks
-from tests.neuron import training
+from tests.layouts.same import unequal
 from tests.neuron.standins import (
     LoraConfig,
     LoraModel,
@@ -85,7 +85,7 @@ def arrays(path: Path, tag: str) -> Plain:
 
 
 def same(one: Plain, other: Plain) -> bool:
-    return not training.unequal(one, other)
+    return not unequal(one, other)
 
 
 def states(optimizer: Any) -> Plain:
@@ -343,7 +343,7 @@ def saves_what_layers_know(rank: int, root: Path) -> bool:
 
 
 def test_layers_in_wrappers_are_asked_and_base_models_of_adapters_are_known(tmp_path: Path) -> None:
-    assert run_on_ranks(saves_what_layers_know, 2, tmp_path, xla=True) == [True] * 2
+    assert run_on_ranks(saves_what_layers_know, 2, tmp_path) == [True] * 2
     assert torch.equal(xla_ckpt.restore(tmp_path, "stage").tree["model"]["1.weight_qkv"], FUSED)
     for name in ("manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"):  # neuronx-distributed leaves none
         (tmp_path / "base" / name).unlink()
@@ -357,6 +357,8 @@ def test_layers_in_wrappers_are_asked_and_base_models_of_adapters_are_known(tmp_
 
 def saves_wrapped_zero1(rank: int, root: Path) -> dict[str, Any]:
     """TP 2 x DP 2: what a tag holds of wrapped objects, against one of the objects in them, in each layout."""
+    from tests.neuron import training
+
     training.begin()
     model, optimizer, scheduler = training.build(0, save_master_weights=True)
     for step in (1, 2):
@@ -372,13 +374,14 @@ def saves_wrapped_zero1(rank: int, root: Path) -> dict[str, Any]:
             nxd.save_checkpoint(root, f"wrapped_{layout}", *wrapped, use_xser=layout == "xser")
         mine, other, theirs = training.build(3, save_master_weights=True)
         nxd.load_checkpoint(root, f"wrapped_{layout}", NxDModel(mine), NxDOptimizer(other), theirs)
-        loaded[layout] = training.unequal(
-            training.true(training.frozen(mine, other, theirs)), training.true(dict(want))
-        )
+        loaded[layout] = unequal(training.true(training.frozen(mine, other, theirs)), training.true(dict(want)))
     return loaded
 
 
+@pytest.mark.xla
 def test_zero1_in_an_optimizer_of_neuronx_distributed(tmp_path: Path) -> None:
+    from tests.neuron import training
+
     for loaded in run_on_ranks(saves_wrapped_zero1, 4, tmp_path, xla=True):
         assert loaded == {layout: [] for layout in LAYOUTS}
     for layout in LAYOUTS:
@@ -445,13 +448,14 @@ def saves_experts(rank: int, root: Path) -> list[Any]:
     fresh, mine = build_experts(7)
     nxd.load_checkpoint(root, "a", NxDModel(fresh), mine)
     got = shards(mine) | {n: p.detach().cpu() for n, p in fresh.named_parameters()}
-    told = training.unequal(got, want)
+    told = unequal(got, want)
     # The next step is the same, too.
     train_experts(model, optimizer), train_experts(fresh, mine)
-    told += training.unequal(shards(mine), shards(optimizer))
+    told += unequal(shards(mine), shards(optimizer))
     return [told, mine.param_groups[0]["lr"], want["1.0.exp_avg"].shape, want["0.0.exp_avg"].shape]
 
 
+@pytest.mark.xla
 def test_zero1_with_experts(tmp_path: Path) -> None:
     for told, lr, of_experts, of_rest in run_on_ranks(saves_experts, 4, tmp_path, xla=True):
         assert told == []
@@ -473,6 +477,7 @@ def test_zero1_with_experts(tmp_path: Path) -> None:
 def saves_a_pipeline(rank: int, root: Path) -> list[str]:
     """PP 2 x DP 2 with ZeRO-1 around each stage."""
     from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
+    from tests.neuron import training
 
     neuron_compat.emulate()
     ps.initialize_model_parallel(pipeline_model_parallel_size=2)
@@ -496,10 +501,11 @@ def saves_a_pipeline(rank: int, root: Path) -> list[str]:
     for tag in ("xser", "native"):
         fresh = stage(1)
         nxd.load_checkpoint(root, tag, *fresh)
-        told += training.unequal(training.frozen(*fresh), want)
+        told += unequal(training.frozen(*fresh), want)
     return told
 
 
+@pytest.mark.xla
 def test_a_pipeline_with_zero1(tmp_path: Path) -> None:
     assert run_on_ranks(saves_a_pipeline, 4, tmp_path, xla=True) == [[]] * 4
     whole = build(2)

@@ -14,8 +14,11 @@ from neuron_compat.nxd.parallel_layers import checkpointing
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from neuron_compat.nxd.utils.adamw_fp32_optim_params import AdamW_FP32OptimParams
 from tests.jobs import run_on_ranks
-from tests.neuron.training import Split, begin, falling, frozen, groups, train, unequal
+from tests.layouts.same import unequal
+from tests.neuron.training import Split, begin, falling, frozen, groups, train
 from xla_ckpt import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError, UsageError
+
+pytestmark = pytest.mark.xla
 
 
 def build(seed: int, **options: Any) -> tuple[Split, Any, Any]:

@@ -111,17 +111,6 @@ def frozen(model: torch.nn.Module, optimizer: Any = None, scheduler: Any = None)
     return copy.deepcopy(found)
 
 
-def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """The names of what differs, in a bit or in its type."""
-
-    def differ(x: Any, y: Any) -> bool:
-        if isinstance(x, torch.Tensor):
-            return not (x.dtype == y.dtype and torch.equal(x, y))
-        return bool(x != y)
-
-    return [*sorted(a.keys() ^ b.keys()), *(k for k in a.keys() & b.keys() if differ(a[k], b[k]))]
-
-
 def true(weights: dict[str, Any], name: str = "model.embed.weight") -> dict[str, Any]:
     """A state without the padding of the embedding, which nobody promises to restore."""
     rows = 7 if ps.get_tensor_model_parallel_rank() == 0 else 6

@@ -132,6 +132,10 @@ class FailingStore:
         self.faults.change(f"rename {old} to {new}", needs_space=False)
         self.inner.rename(old, new)
 
+    def exchange(self, one: str, other: str) -> bool:
+        self.faults.change(f"exchange {one} and {other}", needs_space=False)
+        return self.inner.exchange(one, other)
+
     def remove(self, name: str) -> None:
         self.faults.change(f"remove {name}", needs_space=False)
         self.inner.remove(name)

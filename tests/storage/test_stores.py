@@ -199,6 +199,21 @@ def test_renaming(store: Store) -> None:
     assert (store.names(), store.names("trash"), store.names("sub")) == (["b", "sub", "trash"], ["a"], ["y"])
 
 
+def test_two_directories_exchange_their_names(store: Store) -> None:
+    fill(store, "a", "old", "sub/y")
+    fill(store, "b", "new")
+    reader = store.open("a")
+    if not store.exchange("a", "b"):
+        pytest.skip("this file system cannot")
+    assert (store.names(), store.names("a"), store.names("b")) == (["a", "b"], ["new"], ["old", "sub"])
+    assert read_whole(reader, "sub/y") == b"sub/y", "an open directory stays the same one"
+    reader.close()
+    for names in (("a", "none"), ("none", "a")):
+        with pytest.raises(FileNotFoundError):
+            store.exchange(*names)
+    assert (store.names(), store.names("a")) == (["a", "b"], ["new"])
+
+
 def test_removing(store: Store) -> None:
     fill(store, "a", "x", "sub/deep/y")
     store.make("a/own").close()

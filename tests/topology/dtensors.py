@@ -1,4 +1,4 @@
-"""The toy state as DTensors: FSDP2, HSDP, and FSDP2 over tensor parallelism."""
+"""The toy state as DTensors: FSDP2, HSDP, tensor parallelism, and FSDP2 over it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.topology.state import WHOLE, Toy, adamw, known, whole
 from xla_ckpt import Mesh
 
-RECIPES = ("fsdp2", "hsdp", "tp_fsdp")
+RECIPES = ("fsdp2", "hsdp", "torch_tp", "tp_fsdp")
 
 
 def sharded(recipe: str, value: Callable[[str], torch.Tensor]) -> Toy:
@@ -26,8 +26,9 @@ def sharded(recipe: str, value: Callable[[str], torch.Tensor]) -> Toy:
     if recipe == "fsdp2":
         fully_shard(toy, mesh=init_device_mesh("cpu", (world,)))
         return toy
-    names = ("dp", "tp") if recipe == "tp_fsdp" else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=names)
+    names = ("replicate", "shard") if recipe == "hsdp" else ("dp", "tp")
+    parts = world if recipe == "torch_tp" else 2
+    mesh = init_device_mesh("cpu", (world // parts, parts), mesh_dim_names=names)
     if recipe == "hsdp":
         fully_shard(toy, mesh=mesh)
         return toy
@@ -39,7 +40,8 @@ def sharded(recipe: str, value: Callable[[str], torch.Tensor]) -> Toy:
                 parent = getattr(parent, step)
             part = distribute_tensor(getattr(parent, last).detach(), mesh["tp"], [Shard(dim)])
             setattr(parent, last, torch.nn.Parameter(part))
-    fully_shard(toy, mesh=mesh["dp"])
+    if recipe == "tp_fsdp":
+        fully_shard(toy, mesh=mesh["dp"])
     return toy
 
 
@@ -68,8 +70,8 @@ def differences(recipe: str, by_name: dict[str, Any], optimizer: torch.optim.Ada
             found, want = (
                 (p if what == "weight" else o.state[p][what]) for p, o in ((parameter, optimizer), (right[name], good))
             )
-            if what != "step":
-                assert isinstance(found, DTensor)
+            assert isinstance(found, DTensor) == isinstance(want, DTensor)
+            if isinstance(found, DTensor):
                 assert found.placements == want.placements
                 found, want = found.to_local(), want.to_local()
             if not torch.equal(found, want):

@@ -8,11 +8,25 @@ from typing import Any
 
 import torch
 
-from tests.topology import dtensors
+from tests.topology import dtensors, wrapped
 from tests.topology.state import Toy, adamw, annotate, differences, fill, zero1
+from tests.xla import HAS_XLA
 from xla_ckpt import Mesh
 
 HALF = "bf16"
+
+
+def possible(*kinds: str) -> tuple[str, ...]:
+    """Those of some kinds that there are in this environment: the ZeRO-1 optimizer is torch_xla's."""
+    return tuple(kind for kind in kinds if HAS_XLA or "zero1" not in kind)
+
+
+def emulate() -> None:
+    """Have torch_xla's collectives, which ZeRO-1 uses, reach all ranks of this job; nothing without torch_xla."""
+    if HAS_XLA:
+        import neuron_compat
+
+        neuron_compat.emulate()
 
 
 @dataclass
@@ -26,14 +40,20 @@ class Held:
 
 
 def build(kind: str, *, blank: bool) -> Held:
-    """``tp=2,dp=2``, with ``zero1``, ``bf16`` and ``cpu`` after it; or one of `dtensors.RECIPES`."""
+    """``tp=2,dp=2``, with ``zero1``, ``bf16`` and ``cpu`` after it; or a recipe of `dtensors` or `wrapped`.
+
+    The first ones lie on XLA's device, if it is there, but for those with ``cpu``.
+    """
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     if kind in dtensors.RECIPES:
         toy, by_name, optimizer = dtensors.make(kind, blank=blank)
         return Held(toy, optimizer, {}, lambda: dtensors.differences(kind, by_name, optimizer))
+    if kind in wrapped.RECIPES:
+        module, optimizer = wrapped.make(kind, blank=blank)
+        return Held(module, optimizer, {}, lambda: wrapped.differences(kind, module, optimizer))
     text, *words = kind.split()
     mesh = Mesh.parse(text)
-    toy = Toy(mesh, rank, blank=blank, device="cpu" if "cpu" in words else "xla")
+    toy = Toy(mesh, rank, blank=blank, device="xla" if HAS_XLA and "cpu" not in words else "cpu")
     if HALF in words:
         toy.to(torch.bfloat16)
         for name, parameter in toy.named_parameters():

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-import neuron_compat
 import xla_ckpt
 from tests.jobs import run_alone, run_on_ranks
-from tests.topology.kinds import build
+from tests.topology.kinds import build, emulate, possible
 from tests.topology.state import WHOLE, known, whole
+from tests.xla import HAS_XLA
 
-FLOAT = ("tp=4", "tp=2,dp=2 zero1", "dp=4 zero1", "pp=2,tp=2", "pp=2,dp=2 zero1", "fsdp2", "hsdp", "tp_fsdp")
-HALF = ("tp=2,dp=2 zero1 bf16", "pp=2,dp=2 zero1 bf16")
+FLOAT = possible("tp=4", "tp=2,dp=2 zero1", "dp=4 zero1", "pp=2,tp=2", "pp=2,dp=2 zero1", "fsdp2", "hsdp", "tp_fsdp")
+HALF = possible("tp=2,dp=2 zero1 bf16", "pp=2,dp=2 zero1 bf16")
 
 
 def saves(rank: int, root: Path, kinds: Sequence[str]) -> None:
-    neuron_compat.emulate()
+    emulate()
     for n, kind in enumerate(kinds):
         held = build(kind, blank=False)
         xla_ckpt.save_checkpoint(
@@ -33,7 +33,7 @@ def saves(rank: int, root: Path, kinds: Sequence[str]) -> None:
 
 def loads(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str], mode: str) -> list[str]:
     """Load each tag as each kind; what is not as it was saved."""
-    neuron_compat.emulate()
+    emulate()
     bad = []
     for source, kind in itertools.product(sources, kinds):
         held = build(kind, blank=True)
@@ -49,7 +49,7 @@ def loads(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str], m
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Saved by four ranks: one tag for each of the kinds."""
     root = tmp_path_factory.mktemp("jobs") / "ckpt"
-    run_on_ranks(saves, 4, root, FLOAT + HALF, xla=True)
+    run_on_ranks(saves, 4, root, FLOAT + HALF, xla=HAS_XLA)
     return root
 
 
@@ -60,17 +60,18 @@ def tag_of(kind: str) -> str:
 @pytest.mark.parametrize(("mode", "sources"), [("each", FLOAT), ("share", FLOAT[1::3])])
 def test_four_ranks_resume_as_four_others(root: Path, mode: str, sources: tuple[str, ...]) -> None:
     kinds = (*FLOAT, "dp=2,cp=2 cpu") if mode == "each" else ("tp=4", "dp=4", "fsdp2")
-    assert run_on_ranks(loads, 4, root, sources, kinds, mode, xla=True) == [[]] * 4
+    assert run_on_ranks(loads, 4, root, sources, kinds, mode, xla=HAS_XLA) == [[]] * 4
 
 
+@pytest.mark.xla
 def test_master_weights_go_along(root: Path) -> None:
     kinds = (*HALF, "tp=4 zero1 bf16", "dp=4 zero1 bf16", "dp=4 bf16")
     assert run_on_ranks(loads, 4, root, HALF, kinds, "each", xla=True) == [[]] * 4
 
 
 def test_three_ranks_resume_what_four_saved(root: Path) -> None:
-    kinds = ("dp=3 zero1", "tp=3", "dp=3", "fsdp2")
-    assert run_on_ranks(loads, 3, root, FLOAT, kinds, "each", xla=True) == [[]] * 3
+    kinds = possible("dp=3 zero1", "tp=3", "dp=3", "fsdp2")
+    assert run_on_ranks(loads, 3, root, FLOAT, kinds, "each", xla=HAS_XLA) == [[]] * 3
 
 
 def loads_alone(root: Path) -> list[str]:
@@ -135,6 +136,7 @@ def resumes_on_spmd_devices(root: Path, target: Path) -> None:
         assert spec_of(again) == spec_of(p)
 
 
+@pytest.mark.xla
 def test_spmd_devices_resume_what_four_ranks_saved_and_a_plain_process_what_they_save(
     root: Path, tmp_path: Path
 ) -> None:

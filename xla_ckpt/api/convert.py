@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.api.export import with_config, with_files, write_directory
+from xla_ckpt.api.export import check_no_file, with_config, with_files, write_directory, write_file
 from xla_ckpt.api.llama import (
     Config,
     KnownModel,
@@ -19,6 +19,7 @@ from xla_ckpt.api.llama import (
     own_config,
 )
 from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
+from xla_ckpt.engine.index import indexed
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.save import new_head
@@ -43,7 +44,7 @@ from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tags.names import check_tag
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import array_paths
+from xla_ckpt.tree.skeleton import array_paths, children, part_at
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class ConvertReport:
     """What a conversion wrote."""
 
     path: str
-    """Root directory; for ``safetensors`` the directory of the files."""
+    """Root directory; for ``safetensors`` the directory of the files, for ``torch`` the file."""
 
     tag: str
     layout: str
@@ -71,6 +72,7 @@ def convert(
     tag: str | None = None,
     *,
     to: str = "native",
+    part: str | None = None,
     mesh: Mesh | str | None = None,
     as_tag: str | None = None,
     model: Any = None,
@@ -96,14 +98,19 @@ def convert(
     Llama-like model gets the names and fused projections of neuronx-distributed's examples, split over tp as they are.
 
     Args:
-        source: Root directory of the tag: one of ours, or neuronx-distributed's. Or a directory of Hugging Face's.
-        destination: Root directory of the new tag; for ``safetensors`` a directory that does not exist yet.
+        source: Root directory of the tag: one of ours, or neuronx-distributed's. Or a directory of Hugging Face's, or
+            a file that torch.save wrote.
+        destination: Root directory of the new tag; for ``safetensors`` a directory that does not exist yet, for
+            ``torch`` a file that does not exist yet (``"out.pt"``).
         tag: Which checkpoint; None takes the newest.
         to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts;
-            ``"safetensors"``, the model alone, as `export_hf` writes it.
+            ``"dcp"``, which torch.distributed.checkpoint reads; ``"torchtitan"``, the same under torchtitan's keys;
+            ``"safetensors"``, the model alone, as `export_hf` writes it; ``"torch"``, one file for torch.load.
+        part: For ``"torch"``: the leaf path of what is written, such as ``"model"``; by default all of the state, as
+            ``{"model": ..., "optimizer": ..., ...}``.
         mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The
             native layout loads on any; there it only says into how many files the bytes are dealt out.
-        as_tag: Name of the new tag; by default that of the old one.
+        as_tag: Name of the new tag; by default that of the old one, or of the file without its ending.
         model: What neuronx-distributed's own tags do not say is taken from here: names, shapes and splits of the
             parameters. On the device ``meta`` it takes no memory. Our own tags do not need it.
         optimizer: An optimizer over its parameters: their order, which is all that names them there.
@@ -140,6 +147,8 @@ def convert(
     """
     began = time.monotonic()
     layout = named(to)
+    if part is not None and not layout.one_file:
+        raise UsageError(f"part= is for a single file, and the layout {layout.name} is none", found=repr(part))
     if max_memory < 1:
         raise UsageError("max_memory is a number of bytes", found=max_memory)
     topology = Topology(
@@ -149,11 +158,12 @@ def convert(
     own = own_config(store, tag)
     known = known_model(own if config is None else config, kv_size_multiplier, hardware)
     form = _new_form(store, tag, layout, known, fuse_qkv, qkv_linear)
-    called = tag if as_tag is None else as_tag
-    with opened(
-        store, tag, topology.rules, model, optimizer, part=paths.ROOT if layout.tagged else schema.MODEL, known=known
-    ) as reader:
-        stored = OpenState(reader, trust=trust_pickle)
+    called = _tag_of(store, tag) if as_tag is None else as_tag
+    wanted = layout.holds if part is None else part
+    if layout.one_file:
+        check_no_file(destination)
+    with opened(store, tag, topology.rules, model, optimizer, part=wanted, known=known) as reader:
+        stored = OpenState(reader, trust=trust_pickle, part=wanted)
         if layout.tagged:
             target = store_at(destination)
             _check_free(target, called, store, tag)
@@ -162,18 +172,18 @@ def convert(
             naming(path=store.path, tag=tag),
             storage_errors("converting", path=full_path(destination), tag=called),
         ):
-            if layout.tagged:
-                _check_arrays(reader, topology)
-            else:
+            to_hf = layout.model_names is ModelNames.HUGGING_FACE
+            if to_hf:
                 check_split(reader, schema.MODEL)
+            else:
+                _check_arrays(reader, topology, wanted)
             tell_divergent(reader)
             _tell_left_out(reader)
             if known is not None and form is not None:
                 reader.manifest = to_fused(reader.manifest, known.config, form, topology.mesh)
-            elif known is not None and known.copies.count is not None and layout.tagged:
+            elif known is not None and known.copies.count is not None and not to_hf:
                 reader.manifest = reordered(reader.manifest, known.config, known.copies, topology.mesh)
-            to_hf = known is not None and layout.model_names is ModelNames.HUGGING_FACE
-            beside = {} if layout.tagged else name_as_told(store, reader)
+            beside = name_as_told(store, reader) if to_hf else {}
             if known is not None and to_hf:
                 name_as_hugging_face(reader, schema.MODEL, known, max_memory=max_memory, workers=num_workers)
             made = with_files(layout.rewriting(stored, topology), beside)
@@ -183,7 +193,8 @@ def convert(
                 if layout.tagged:
                     _write_tag(stored, target, called, made, topology.mesh, max_memory, num_workers, bar)
                 else:
-                    write_directory(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
+                    write = write_file if layout.one_file else write_directory
+                    write(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
     return ConvertReport(
         path=full_path(destination),
         tag=called,
@@ -229,6 +240,12 @@ def _new_form(
     return form_of_job(known.config, fuse_qkv, qkv_linear, known.copies)
 
 
+def _tag_of(store: Store, tag: str) -> str:
+    """The name of a tag that is made of another one, or of a file."""
+    found = find_foreign(store, tag)
+    return tag if found is None else found[0].tag_of(found[1])
+
+
 def _check_free(target: Store, called: str, source: Store, tag: str) -> None:
     """Refuse to replace a tag: the one that is read, or another."""
     check_tag(called, target.path)
@@ -245,11 +262,21 @@ def _check_free(target: Store, called: str, source: Store, tag: str) -> None:
         )
 
 
-def _check_arrays(reader: TagReader, to: Topology) -> None:
-    """Check that everything that the new tag will hold is stored, and that it is known how it was split."""
-    leaves = array_paths(reader.manifest.skeleton, "")
+def _check_arrays(reader: TagReader, to: Topology, part: str) -> None:
+    """Check that everything that will be written is stored, and that it is known how it was split.
+
+    Raises:
+        UsageError: There is no such part.
+        CheckpointError: Something is not stored, or not known.
+    """
+    try:
+        held = part_at(reader.manifest.skeleton, part)
+    except KeyError:
+        there = ", ".join(list(children(reader.manifest.skeleton) or ())[:8]) or "nothing"
+        raise UsageError("the checkpoint has no such part", expected=f"one of {there}", found=part) from None
+    leaves = array_paths(held, part)
     if reader.foreign_objects is not None:
-        _check_names(reader.manifest, leaves)
+        _check_names(reader.manifest, array_paths(reader.manifest.skeleton, paths.ROOT))
     for path in leaves:
         if reader.manifest.array(path) is None:
             raise CheckpointError("the skeleton names an array that is not stored", leaf=path)
@@ -321,6 +348,7 @@ def _write_tag(
         manifest = merge([record], mesh).manifest(new_head(tag, draft.sequence, pinned=False), mesh, mesh.size)
         marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in old.divergent}
         manifest = replace(manifest, arrays={**manifest.arrays, **marked})
+        manifest = indexed(draft.directory, target.path, manifest, made.index)
         write_small(draft.directory, MANIFEST, manifest_json.dump(manifest))
         draft.directory.sync()
         for name, data in made.marks.items():

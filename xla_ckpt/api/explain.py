@@ -6,15 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.api.llama import Config, known_model
-from xla_ckpt.api.opened import opened
-from xla_ckpt.api.tags import chosen_tag
+from xla_ckpt.api.opened import opened, source_of
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.explain import Explanation, explain_manifest
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
-from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
@@ -37,7 +36,7 @@ def explain(
     is taken from how they were (tensor-parallel dims over tp, ZeRO-1's rows over dp), unless a rule says otherwise.
 
     Args:
-        path: Root directory.
+        path: Root directory; or a file that torch.save wrote.
         tag: Which checkpoint; None takes the newest.
         mesh: The mesh to restore on, or its text: ``"pp=1,dp=2,tp=4"``.
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
@@ -58,10 +57,9 @@ def explain(
     Example:
         ``print(xla_ckpt.explain("ckpt", mesh="dp=2,tp=4").problems)``
     """
-    store = store_at(path)
+    store, tag = source_of(path, tag)
     over = as_mesh(mesh) or Mesh()
     rules = parse_rules(shardings)
-    tag = chosen_tag(store, tag)
     known = known_model(config, kv_size_multiplier, hardware)
     with opened(store, tag, rules, model, optimizer, known=known) as reader:
         found = explain_manifest(reader.manifest, store.path, tag, over, rules)

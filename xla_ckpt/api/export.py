@@ -74,7 +74,8 @@ def export_hf(
     checkpoints of optimum-neuron's, whose metadata say all that.
 
     Args:
-        path: Root directory of the checkpoint; or a directory of Hugging Face's, for another `dtype`.
+        path: Root directory of the checkpoint; or a directory of Hugging Face's, for another `dtype`; or a file that
+            torch.save wrote.
         destination: Directory to make; it must not exist, or be empty.
         tag: Which checkpoint; None takes the newest.
         part: Leaf path of what is exported; names are relative to it.
@@ -196,3 +197,53 @@ def write_directory(
             if store.has(name):
                 store.remove(name)  # it is empty
             rename_durably(store, partial, name)
+
+
+def check_no_file(destination: PathLike) -> None:
+    """Refuse a destination of a single file at which something lies: nothing is ever written over.
+
+    Raises:
+        UsageError: Something does.
+    """
+    store, name = above(destination)
+    if store.is_directory(name):
+        hint = f"Name a file in it: {full_path(destination).rstrip('/')}/state.pt"
+        raise UsageError(
+            "the destination is a single file, and there is a directory", path=store.path, file=name, hint=hint
+        )
+    if store.has(name):
+        raise UsageError(
+            "there is a file of this name already",
+            path=store.path,
+            file=name,
+            hint="Name another one, or remove it first: nothing is written over.",
+        )
+
+
+def write_file(
+    reader: TagReader,
+    destination: PathLike,
+    made: Rewriting,
+    *,
+    max_memory: int,
+    workers: int,
+    progress: Callable[[int], None],
+) -> None:
+    """Write a single file. It appears complete or not at all, and is durable when this returns.
+
+    Raises:
+        UsageError: Something has its name.
+        CorruptCheckpointError: The tag is damaged. Nothing was written.
+        StorageError: The destination cannot be written.
+    """
+    (plan,) = (file for rank in made.files for file in rank)
+    store, name = above(destination)
+    partial = f"{name}.partial"
+    with storage_errors("writing", path=full_path(destination), tag=reader.tag):
+        store.prepare()
+        with partial_directory(store, partial) as directory:
+            file = replace(plan, path=name)
+            stream_files(reader, directory, [file], max_memory=max_memory, workers=workers, progress=progress)
+            directory.sync()
+            check_no_file(destination)  # a rename would replace a file that appeared meanwhile
+            rename_durably(store, f"{partial}/{name}", name)

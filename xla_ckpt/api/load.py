@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from xla_ckpt.api.tags import located
 from xla_ckpt.engine.background import SAVES, install_exit_hook
 from xla_ckpt.engine.phases import LOAD_PHASES, Phases, as_line
 from xla_ckpt.engine.report import LoadReport
@@ -28,7 +29,7 @@ from xla_ckpt.state.members import Like, Loadings, Objects
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
 
 logger = logging.getLogger(__name__)
@@ -79,8 +80,9 @@ def load_checkpoint(
     that would be overwritten in place.
 
     Args:
-        path: Root directory; one that neuronx-distributed or optimum-neuron wrote to will do, too (see
-            docs/from-nxd.md).
+        path: Root directory; one that neuronx-distributed, optimum-neuron or torch.distributed.checkpoint wrote to will
+            do, too (docs/from-nxd.md, docs/from-dcp.md). Without a tag it may be the path of a directory of the
+            latter's itself, its `checkpoint_id`; or of a file that torch.save wrote (docs/torch-files.md).
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
             and the newest good one is taken instead.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
@@ -143,7 +145,7 @@ def restore(
     """Restore a tag, or a part of it, as a new tree. Nothing that exists is changed.
 
     Args:
-        path: Root directory.
+        path: Root directory; or, as for `load_checkpoint`, a directory of DCP's itself, or a file of torch.save.
         tag: Which checkpoint; None takes the newest good one.
         like: A tree whose arrays (or `ArraySpec`, `jax.ShapeDtypeStruct`) say what the arrays become: same kind,
             device and layout. It may name a part of what is stored: ``{"model": {"w": spec}}`` reads only ``w``. Its
@@ -199,7 +201,8 @@ def _load(
 ) -> tuple[Any, LoadReport]:
     """A load of the tag that is named, or of the newest one that is not damaged: its value, and what it did."""
     began = time.monotonic()
-    store, rules = store_at(path), parse_rules(shardings)
+    rules = parse_rules(shardings)
+    store, tag = located(path, tag)
     if replica_read not in ("each", "share"):
         raise UsageError("replica_read is 'each' or 'share'", found=repr(replica_read))
     install_exit_hook()

@@ -8,18 +8,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.api.llama import KnownModel
-from xla_ckpt.api.tags import chosen_tag
+from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import naming
 from xla_ckpt.layouts.llama_manifest import check_shapes, llama_hints
-from xla_ckpt.layouts.registry import find_foreign, open_tag, tag_directory
+from xla_ckpt.layouts.registry import find_foreign, open_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, full_path, store_at
+from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import array_paths, objects_in
+from xla_ckpt.tree.skeleton import array_paths, objects_in, part_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,16 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def source_of(path: PathLike, tag: str | None) -> tuple[Store, str]:
-    """Where a tag lies and its name; or a directory of Hugging Face's, which a path names itself.
+    """Where a tag lies and its name; or a directory that a path names itself (see `located`).
 
     Raises:
         NoCheckpointError: `tag` is None, and there is none.
     """
-    if tag is None and (inside := tag_directory(full_path(path))) is not None:
-        found = find_foreign(*inside)
-        if found is not None and not found[0].tagged:
-            return inside
-    store = store_at(path)
+    store, tag = located(path, tag)
     return store, chosen_tag(store, tag)
 
 
@@ -124,6 +120,9 @@ class OpenState:
     trust: bool
     """Whether pickled objects are loaded where they have to be written anew."""
 
+    part: str = paths.ROOT
+    """Leaf path of what is wanted of it."""
+
     @property
     def manifest(self) -> Manifest:
         """What is stored."""
@@ -136,7 +135,7 @@ class OpenState:
 
         return Unflattener(
             array=array, codec=CODEC, object=partial(self.reader.object, trust=self.trust), resolve=resolver(self.trust)
-        ).build(self.manifest.skeleton[part], part)
+        ).build(part_at(self.manifest.skeleton, part), part)
 
     def objects(self) -> list[bytes]:
         """The pickled objects, in the order of their numbers.

@@ -7,7 +7,7 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.storage.door import PathLike, full_path, store_at
 
 
 def list_tags(path: PathLike) -> list[str]:
@@ -28,6 +28,17 @@ def latest_tag(path: PathLike) -> str | None:
     return tags[-1] if tags else None
 
 
+def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
+    """The root directory and the tag that a caller means, who may name a directory of DCP's or Hugging Face's itself,
+    or a file of torch.save.
+
+    The tag stays None where the newest is meant.
+    """
+    if tag is None and (inside := registry.named_itself(full_path(path))) is not None:
+        return inside
+    return store_at(path), tag
+
+
 def chosen_tag(store: Store, tag: str | None) -> str:
     """The tag that a caller names, or the newest.
 
@@ -43,8 +54,8 @@ def chosen_tag(store: Store, tag: str | None) -> str:
 
 
 def has_checkpoint(path: PathLike) -> bool:
-    """Whether `path` holds a committed tag."""
-    return bool(list_tags(path))
+    """Whether `path` holds a committed tag, or is what a load takes itself: DCP's, Hugging Face's, a file (``.pt``)."""
+    return located(path, None)[1] is not None or bool(list_tags(path))
 
 
 def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS) -> VerifyReport:
@@ -60,5 +71,5 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
         NoCheckpointError: There is no such tag.
         UnsupportedVersionError: A newer version of this library wrote it.
     """
-    store = store_at(path)
+    store, tag = located(path, tag)
     return registry.verify_stored(store, chosen_tag(store, tag), num_workers)

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+from contextlib import closing
 from typing import Any
 
 from xla_ckpt.api.explain import explain
@@ -50,6 +51,16 @@ def list_facts(root: str) -> dict[str, Any]:
     return {"path": root, "tags": [_tag_facts(store, layout, entry) for layout, entry in all_tags(store)]}
 
 
+def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
+    """The same of one tag, or of what is none, and which no root lists: a single file, say."""
+    store = store_at(root)
+    found = find_foreign(store, tag)
+    if found is not None and not found[0].tagged:
+        return {"path": root, "tags": [_tag_facts(store, *found)]}
+    facts = list_facts(root)
+    return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
+
+
 def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "tag": entry.tag,
@@ -68,7 +79,7 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
         if layout is not None:  # it has no index: its directory says what there is
             files = _files(store, entry.directory)
             nbytes = sum(size for _, size in files)
-            return {**facts, "nbytes": nbytes, "files": len(files), "layout": layout.origin}
+            return {**facts, "nbytes": nbytes, "files": len(files), "layout": layout.origin or layout.name}
         with open_tag(store, entry.tag) as reader:
             manifest = reader.manifest
     except CheckpointError as error:
@@ -84,7 +95,10 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
 
 
 def _files(store: Store, name: str) -> list[tuple[str, int]]:
-    """Path and bytes of each file of a directory."""
+    """Path and bytes of each file of a directory; or of a file, which is named itself."""
+    if not store.is_directory(name):
+        with closing(store.open("", lock=False, links=True)) as above, closing(above.open(name)) as source:
+            return [(name, source.size)]
     directory = store.open(name)
     try:
         found = []

@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, help_: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=help_, description=help_)
-        made.add_argument("path", metavar="PATH", help="root directory of tags, or the directory of one tag")
+        made.add_argument("path", metavar="PATH", help="root directory of tags, or one tag, or one file (.pt)")
         made.add_argument("--json", action="store_true", help="print JSON, for scripts")
         made.set_defaults(action=action)
         return made
@@ -66,9 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--max-shard-size", type=_size, default=MAX_FILE_BYTES, metavar="SIZE", help="such as 5GB")
     convert = command("convert", "Write a tag anew, in another layout or for another topology.", _convert)
     convert.add_argument(
-        "destination", metavar="DST", help="root directory of the new tag; for safetensors the directory to make"
+        "destination",
+        metavar="DST",
+        help="root directory of the new tag; for safetensors the directory to make, for torch the file (out.pt)",
     )
-    convert.add_argument("--to", required=True, choices=converted(), help="the layout")
+    convert.add_argument("--to", required=True, choices=converted(), help="the layout; torch is one file of torch.save")
+    convert.add_argument("--part", help="for torch: leaf path of what is written, such as model (default: everything)")
     convert.add_argument("--tag", help="which one (default: the newest)")
     convert.add_argument("--as", dest="as_tag", metavar="TAG", help="name of the new tag (default: the old one's)")
     convert.add_argument(
@@ -103,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument(
             "--like",
             metavar="MODULE:FUNCTION",
-            help="for tags that neuronx-distributed wrote: returns the model (its values do not matter), or "
-            "(model, optimizer), which converting an optimizer's state needs",
+            help="for tags that neuronx-distributed wrote, and files whose optimizer numbers its parameters: returns "
+            "the model (its values do not matter), or (model, optimizer), which converting an optimizer's state needs",
         )
         made.add_argument(
             "--config",
@@ -169,6 +172,7 @@ def _convert(args: argparse.Namespace) -> int:
         args.destination,
         tag,
         to=args.to,
+        part=args.part,
         mesh=args.mesh,
         as_tag=args.as_tag,
         model=model,
@@ -226,9 +230,7 @@ def _explain(args: argparse.Namespace) -> int:
 
 def _ls(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, None)
-    answer = facts.list_facts(root)
-    if tag is not None:
-        answer["tags"] = [t for t in answer["tags"] if t["tag"] == tag]
+    answer = facts.list_facts(root) if tag is None else facts.tag_list_facts(root, tag)
     _print(args, answer, render.tag_table)
     return int(any(t["problem"] for t in answer["tags"]))
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.phases import Phases, as_line
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
@@ -61,6 +62,10 @@ class Writing(Protocol):
     @property
     def marks(self) -> Mapping[str, bytes]:
         """Small files that rank 0 writes when all else is durable."""
+
+    @property
+    def index(self) -> Index:
+        """What rank 0 makes from the manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +187,7 @@ class Save:
                 records = [mine, *self._hear_records()]
             _check_files(records, directory)
             manifest = self._manifest(records, directory, draft.sequence)
+            manifest = indexed(directory, self.store.path, manifest, part.writing.index)
             write_small(directory, MANIFEST, manifest_json.dump(manifest))
             directory.sync()
             if exchange.size > 1 and exchange.has("abort"):

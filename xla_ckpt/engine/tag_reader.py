@@ -11,7 +11,7 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
-from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.manifest.records import FileRecord, Manifest
 from xla_ckpt.storage.base import Directory, Source
 from xla_ckpt.tags.directory import MANIFEST
 
@@ -134,23 +134,9 @@ class TagReader:
         Raises:
             CorruptCheckpointError: They are damaged.
         """
-        source, record = self.source(file), self.manifest.files[file]
-        data = bytearray(record.head)
-        at = 0
-        for offset, nbytes in record.gaps:
-            source.read_into(memoryview(data)[at : at + nbytes], offset)
-            at += nbytes
-        if (found := digest(data)) != record.digest:
-            raise CorruptCheckpointError(
-                "the header of a file is damaged",
-                path=self.root,
-                tag=self.tag,
-                file=record.path,
-                expected=f"digest {to_hex(record.digest)}",
-                found=to_hex(found),
-                hint=self.hint,
-            )
-        return bytes(data)
+        source = self.source(file)
+        with naming(path=self.root, tag=self.tag):
+            return head_of(source, self.manifest.files[file], self.hint)
 
     def object(self, index: int, leaf: str, *, trust: bool) -> Any:
         """The object of this number in the skeleton.
@@ -196,6 +182,28 @@ class TagReader:
             with naming(path=self.root, tag=self.tag, file=record.path):
                 return payload.parse_header(head)
         return None
+
+
+def head_of(source: Source, record: FileRecord, hint: str) -> bytes:
+    """The bytes of a file that no region holds, compared with the digest in its record.
+
+    Raises:
+        CorruptCheckpointError: They are not what was saved; `hint` says what to do.
+    """
+    data = bytearray(record.head)
+    at = 0
+    for offset, nbytes in record.gaps:
+        source.read_into(memoryview(data)[at : at + nbytes], offset)
+        at += nbytes
+    if (found := digest(data)) != record.digest:
+        raise CorruptCheckpointError(
+            "the header of a file is damaged",
+            file=record.path,
+            expected=f"digest {to_hex(record.digest)}",
+            found=to_hex(found),
+            hint=hint,
+        )
+    return bytes(data)
 
 
 _UNREAD = BlockTable({})

@@ -78,7 +78,7 @@ def verify_tag(
     check_reads(reader, RestorePlan(tuple(reads)), workers=workers, progress=progress, on_problem=note)
     report.nbytes = sum(r.nbytes for r in reads)
     for leaf in array_paths(manifest.skeleton, ""):
-        if manifest.array(leaf) is None:
+        if leaf not in manifest.unknown and manifest.array(leaf) is None:
             note(CheckpointError("the skeleton names an array that is not stored", tag=reader.tag, leaf=leaf))
     known = {f.path for f in manifest.files} | ORBAX_FILES | {MANIFEST} | marks
     report.strangers = [name for name in reader.directory.files() if name not in known]

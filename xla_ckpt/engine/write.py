@@ -144,12 +144,20 @@ def write_objects(directory: Directory, objects: Sequence[bytes], rank: int, wor
     Raises:
         OSError: The storage refused.
     """
-    records = []
-    for i, data in enumerate(objects):
-        path = f"objects/{rank + 1:05d}-of-{world:05d}-{i + 1:05d}.pickle"
-        write_small(directory, path, data)
-        records.append(FileRecord(path=path, size=len(data), head=len(data), digest=digests.digest(data)))
-    return records
+    return [
+        write_record(directory, f"objects/{rank + 1:05d}-of-{world:05d}-{i + 1:05d}.pickle", data)
+        for i, data in enumerate(objects)
+    ]
+
+
+def write_record(directory: Directory, path: str, data: bytes) -> FileRecord:
+    """Write a small file, durably; the record by which it is verified as a whole.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    write_small(directory, path, data)
+    return FileRecord(path=path, size=len(data), head=len(data), digest=digests.digest(data))
 
 
 def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:

@@ -71,14 +71,27 @@ def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> b
     """
     count = sum(digest.block_count(r.nbytes) for r in regions)
     table = digest.pack_digests(digests if digests is not None else [0] * count)
-    sharding = {r.name: {"saved_offsets": [*r.box.start, *(0 for _ in _tail(r))]} for r in regions}
-    about = {
-        "format": "pt",
-        "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
-        DIGESTS: table,
-    }
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": saved_offsets(regions), DIGESTS: table}
     return _header(regions, about)
+
+
+def saved_offsets(regions: Sequence[Region]) -> str:
+    """Where each region begins in its global array, as torch's `HuggingFaceStorageReader` reads it."""
+    return json.dumps({r.name: saved_offset(r) for r in regions}, separators=(",", ":"))
+
+
+def saved_offset(region: Region) -> dict[str, object]:
+    """Where a region begins in its global array, under the key of torch's `HuggingFaceStorageReader`."""
+    return {"saved_offsets": [*region.box.start, *(0 for _ in _tail(region))]}
+
+
+def entry(region: Region, at: int) -> dict[str, object]:
+    """What the header says of a region that begins at `at`, counted from the end of the header (bytes)."""
+    return {
+        "dtype": region.dtype.safetensors or "U8",
+        "shape": [*region.box.shape, *_tail(region)],
+        "data_offsets": [at, at + region.nbytes],
+    }
 
 
 def plain_header(regions: Sequence[Region]) -> bytes:
@@ -87,14 +100,7 @@ def plain_header(regions: Sequence[Region]) -> bytes:
 
 
 def _header(regions: Sequence[Region], about: dict[str, str]) -> bytes:
-    entries = {
-        region.name: {
-            "dtype": region.dtype.safetensors or "U8",
-            "shape": [*region.box.shape, *_tail(region)],
-            "data_offsets": [at, at + region.nbytes],
-        }
-        for region, at in zip(regions, offsets(regions), strict=True)
-    }
+    entries = {region.name: entry(region, at) for region, at in zip(regions, offsets(regions), strict=True)}
     text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
     size = -(-(8 + len(text)) // REGION_ALIGNMENT) * REGION_ALIGNMENT
     if size > MAX_HEADER:
@@ -217,6 +223,24 @@ def plain_tensors(head: bytes, size: int) -> list[PlainTensor]:
     if at != size:
         raise FormatError("the arrays of a safetensors file do not add up to it", expected=f"{at} bytes", found=size)
     return [tensor for tensor, _ in tensors]
+
+
+def told_offsets(head: bytes) -> dict[str, tuple[int, ...]]:
+    """Where each array of a file begins in its global array, as DCP says it; empty where nobody says it.
+
+    Raises:
+        FormatError: What it says is broken.
+    """
+    try:
+        about = json.loads(head[8:]).get("__metadata__") or {}
+        told = json.loads(about.get("DCP_SHARDING_INFO", "{}"))
+        found = {name: tuple(entry["saved_offsets"]) for name, entry in told.items()}
+    except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
+        raise FormatError("DCP_SHARDING_INFO in the header of a safetensors file is broken") from error
+    for name, start in found.items():
+        if not all(type(n) is int and 0 <= n < 1 << 60 for n in start):
+            raise FormatError("impossible offsets in DCP_SHARDING_INFO", leaf=name, found=str(start)[:80])
+    return found
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:

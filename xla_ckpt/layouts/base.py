@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from xla_ckpt.engine.index import Index, no_index
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
@@ -24,6 +25,7 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in
+from xla_ckpt.tree import path as paths
 
 if TYPE_CHECKING:
     # Tags are listed and verified without torch, which a description needs.
@@ -61,6 +63,14 @@ class StoredState(Protocol):
     def manifest(self) -> Manifest:
         """What is stored."""
 
+    @property
+    def trust(self) -> bool:
+        """Whether pickled objects are trusted, which can run any code."""
+
+    @property
+    def part(self) -> str:
+        """Leaf path of what is wanted of it: all of it, or a part, where a caller names one."""
+
     def tree(self, part: str, array: Callable[[str, str], Any]) -> Any:
         """A part of the state, with what `array` makes of (leaf path, kind) in place of each array.
 
@@ -81,6 +91,9 @@ class Rewriting:
 
     marks: Mapping[str, bytes] = field(default_factory=dict)
     """Small files that are written when all else is durable."""
+
+    index: Index = no_index
+    """Makes the files that are made from the manifest."""
 
     @property
     def nbytes(self) -> int:
@@ -118,7 +131,16 @@ class Layout:
     """Whether conversions make it. If not, it is only read."""
 
     tagged: bool = True
-    """Whether it is a tag. If not, it is a directory of files for other programs, which `export` makes."""
+    """Whether it is a tag. If not, it is a directory of files for other programs, or a single file."""
+
+    one_file: bool = False
+    """Whether it is a single file, which a path names itself."""
+
+    holds: str = paths.ROOT
+    """Leaf path of the part of a state that it has a place for, if it has none for the rest."""
+
+    itself: bool = False
+    """Whether a directory, or file, of it may be named by its own path, without a root directory and a tag."""
 
     pickles: bool = False
     """Whether it stores the structure of a state by pickle, so that a save needs the objects of each rank."""
@@ -150,6 +172,10 @@ class Layout:
         """The tag of it that has this name; None if there is none. Asked only where there is no manifest of ours."""
         return None
 
+    def tag_of(self, found: TagEntry) -> str:
+        """What a tag is called that is made of it, unless its maker says."""
+        return found.tag
+
     def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
         """Scan such a tag into a manifest. No tensor is read.
 
@@ -157,6 +183,13 @@ class Layout:
             CheckpointError: It is damaged, or `hints` contradict it.
         """
         raise UsageError(f"tags of the layout {self.name} are not read without a manifest", path=store.path)
+
+    def check(self, reader: TagReader) -> None:
+        """Check that an open tag of ours, written in this layout, is still what its manifest says. Cheap.
+
+        Raises:
+            CorruptCheckpointError: It is not: another program has saved over it, say.
+        """
 
     def as_hugging_face(self, store: Store, found: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
         """The model of such a tag as Hugging Face has it; None if the tag does not say how that is.

@@ -13,7 +13,7 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming, storage
 from xla_ckpt.files.safetensors import header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import FileRecord, Head, Manifest, Shard, array_record
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, UnknownArray, array_record
 from xla_ckpt.plan.export_plan import INDEX, SINGLE, index, plan_export
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
@@ -36,6 +36,8 @@ class HuggingFace(Layout):
 
     name = "safetensors"
     tagged = False
+    holds = schema.MODEL
+    itself = True
     model_names = ModelNames.HUGGING_FACE
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
@@ -87,10 +89,11 @@ def scan(directory: Directory, tag: str) -> Manifest:
         UnsupportedStateError: An element type is not known.
     """
     held = _files_of(directory)
-    arrays, files = {}, []
+    arrays: dict[str, ArrayRecord] = {}
+    files: list[FileRecord] = []
     for number, (file, wanted) in enumerate(held.items()):
         with naming(file=file):
-            size, head = _header(directory, file)
+            size, head = read_header(directory, file)
             tensors = plain_tensors(head, size)
         files.append(FileRecord(path=file, size=size, head=len(head), digest=digest(head)))
         names = {tensor.name for tensor in tensors}
@@ -104,12 +107,33 @@ def scan(directory: Directory, tag: str) -> Manifest:
         for tensor in tensors:
             shards = [Shard(Box.whole(tensor.shape), number, tensor.offset)]
             arrays[tensor.name] = array_record(tensor.dtype, tensor.shape, shards)
+    unknown = quantized(arrays)
     return Manifest(
         head=Head(tag=tag, sequence=0, pinned=False, created=""),
         skeleton={schema.MODEL: {name: {"$array": "torch"} for name in arrays}},
-        arrays={schema.weight(name): record for name, record in arrays.items()},
+        arrays={schema.weight(name): record for name, record in arrays.items() if name not in unknown},
         files=tuple(files),
+        unknown={schema.weight(name): array for name, array in unknown.items()},
     )
+
+
+_SCALES = "_scale_inv"
+
+
+def quantized(arrays: Mapping[str, ArrayRecord]) -> dict[str, UnknownArray]:
+    """Of some arrays by name those that mean nothing by themselves: blocks of float8, whose scales are beside them."""
+    return {
+        name: UnknownArray(
+            problem=f"this weight is quantized: its values are the products of {record.dtype.name} and of the blocks "
+            f"of {name}{_SCALES}",
+            hint="Load it with torch's QuantizedHuggingFaceStorageReader, and save what comes of it.",
+            dtype=record.dtype,
+            shape=record.shape,
+            tensors=1,
+        )
+        for name, record in arrays.items()
+        if record.dtype.name.startswith("float8") and name + _SCALES in arrays
+    }
 
 
 def _files_of(directory: Directory) -> Mapping[str, set[str] | None]:
@@ -143,8 +167,12 @@ def _files_of(directory: Directory) -> Mapping[str, set[str] | None]:
         return dict(sorted(found.items()))
 
 
-def _header(directory: Directory, file: str) -> tuple[int, bytes]:
-    """(bytes of a file, its header)."""
+def read_header(directory: Directory, file: str) -> tuple[int, bytes]:
+    """(bytes of a file, its header).
+
+    Raises:
+        CorruptCheckpointError: It is missing, or has no whole header.
+    """
     try:
         source = directory.open(file)
     except FileNotFoundError:

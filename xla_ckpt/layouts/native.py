@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from xla_ckpt.engine.index import Index, no_index
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.manifest.records import Manifest
@@ -46,6 +47,10 @@ class NativeWriting:
     @property
     def marks(self) -> Mapping[str, bytes]:
         return {}
+
+    @property
+    def index(self) -> Index:
+        return no_index
 
     @cached_property
     def plan(self) -> SavePlan:

@@ -13,11 +13,13 @@ from typing import TypeVar
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
+from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
 from xla_ckpt.layouts.hugging_face import HuggingFace
 from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
+from xla_ckpt.layouts.one_file.layout import OneFile
 from xla_ckpt.layouts.optimum.layout import OptimumNeuron
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
@@ -32,10 +34,13 @@ NATIVE = Native()
 
 _layouts: list[Layout] = [
     NATIVE,
+    Dcp("dcp", finds=True),
+    Dcp(TORCHTITAN, finds=False),
     OptimumNeuron(),  # before neuronx-distributed's, which would find the rank files in its tags, too
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     HuggingFace(),
+    OneFile(),
 ]
 """One object for each layout. To add one is a line here, or a call of `register`."""
 
@@ -158,7 +163,13 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     except NoCheckpointError as error:
         raise _better(error, store) from None
     reader = TagReader(directory, store.path, tag)
-    reader.hint = " ".join(filter(None, (reader.hint, layout_of(reader.manifest).saved_over)))
+    layout = layout_of(reader.manifest)
+    reader.hint = " ".join(filter(None, (reader.hint, layout.saved_over)))
+    try:
+        layout.check(reader)
+    except BaseException:
+        reader.close()  # nobody else will
+        raise
     return reader
 
 
@@ -200,6 +211,30 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         above, name = inside
         error.hint = f"This is the directory of a tag: pass {above.path} and the tag {name}."
     return error
+
+
+def named_itself(path: str) -> tuple[Store, str] | None:
+    """(directory above, name) if a path is that of a directory that needs no root directory and tag.
+
+    A directory in which there are tags is their root, whatever else lies in it.
+    """
+    inside = tag_directory(path)
+    if inside is None:
+        return None
+    found = find_foreign(*inside)
+    layout = _layout_of_own(*inside) if found is None else found[0]
+    if not layout.itself or (layout.tagged and all_tags(door.store_at(path))):
+        return None
+    return inside
+
+
+def _layout_of_own(store: Store, tag: str) -> Layout:
+    """The layout of a tag of ours; that of any tag, if its manifest is damaged: an error will tell."""
+    try:
+        with TagReader(open_own(store, tag), store.path, tag) as reader:
+            return layout_of(reader.manifest)
+    except CheckpointError:
+        return NATIVE
 
 
 def tag_directory(path: str) -> tuple[Store, str] | None:

@@ -61,7 +61,7 @@ def dump(manifest: Manifest) -> bytes:
         "arrays": {leaf: _array_json(record) for leaf, record in manifest.arrays.items()},
         "aliases": dict(manifest.aliases),
         "objects": list(manifest.objects),
-        "files": [_file_json(f) for f in manifest.files],
+        "files": [file_json(f) for f in manifest.files],
     }
     lines = [first + b',"head":"' + to_hex(digest(first)).encode() + b'"']
     lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
@@ -69,7 +69,8 @@ def dump(manifest: Manifest) -> bytes:
     return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
 
 
-def _file_json(record: FileRecord) -> list[Any]:
+def file_json(record: FileRecord) -> list[Any]:
+    """A file record as plain JSON."""
     entry = [record.path, record.size, record.head, to_hex(record.digest)]
     if not record.regions:
         return entry
@@ -172,7 +173,7 @@ def parse(data: bytes) -> Manifest:
     mesh = raw.get("mesh")
     if mesh is not None and not isinstance(mesh, str):
         raise FormatError("broken mesh", found=str(mesh)[:80])
-    files = tuple(_parse_file(entry) for entry in _get(raw, "files", list))
+    files = tuple(parse_file(entry) for entry in _get(raw, "files", list))
     return Manifest(
         head=head,
         skeleton=raw.get("skeleton"),
@@ -185,7 +186,12 @@ def parse(data: bytes) -> Manifest:
     )
 
 
-def _parse_file(entry: Any) -> FileRecord:
+def parse_file(entry: Any) -> FileRecord:
+    """The file record that `file_json` wrote.
+
+    Raises:
+        FormatError: It is none, or it makes no sense.
+    """
     match entry:
         case [str(path), int(size), int(head), str(text)] if re.fullmatch("[0-9a-f]{16}", text):
             return FileRecord(path=path, size=size, head=head, digest=int(text, 16))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.files import safetensors as payload
@@ -163,16 +164,42 @@ def own_boxes(leaves: Sequence[Leaf]) -> Iterator[OwnBox]:
             yield OwnBox(leaf=leaf, box=box, source=source, lane=shard.lane)
 
 
-def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int = 1) -> SavePlan:
-    """Decide what process `rank` of `world` writes.
+class Filing(Protocol):
+    """What the files are called that regions are dealt out to, and how each is laid out."""
 
-    `lanes` is the number of local devices that the job has per process, when its leaves name several.
+    def place(self, leaf: str) -> tuple[str, str]:
+        """(directory, key in its files) of a leaf path; the directory of the tag itself is called ``""``."""
+
+    def codec(self, path: str, regions: Sequence[payload.Region]) -> Codec:
+        """The layout of a file."""
+
+
+class NativeFiling:
+    """Plain safetensors files, in a directory for each member of a training state."""
+
+    def place(self, leaf: str) -> tuple[str, str]:
+        """See `Filing`."""
+        return item_and_name(leaf)
+
+    def codec(self, path: str, regions: Sequence[payload.Region]) -> Codec:
+        """See `Filing`."""
+        return payload.Safetensors(tuple(regions))
+
+
+def plan_save(
+    leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int = 1, *, filing: Filing | None = None
+) -> SavePlan:
+    """Decide what process `rank` of `world` writes, in files of which no two hold the same key twice.
+
+    `lanes` is the number of local devices that the job has per process, when its leaves name several. By default the
+    files are those of the native layout.
     """
+    filing = NativeFiling() if filing is None else filing
     by_file: dict[tuple[str, int, int], list[tuple[str, RegionSource, payload.Region]]] = {}
     seen: dict[tuple[str, int], int] = {}
     for mine in own_boxes(leaves):
         leaf = mine.leaf
-        item, name = item_and_name(leaf.path)
+        item, name = filing.place(leaf.path)
         # Stock readers know one region per name and file: the second box of a name goes to a second file.
         again = seen.get((leaf.path, mine.lane), 0)
         seen[leaf.path, mine.lane] = again + 1
@@ -181,11 +208,12 @@ def plan_save(leaves: Sequence[Leaf], rank: int = 0, world: int = 1, lanes: int 
     files = []
     for (item, lane, again), unordered in sorted(by_file.items(), key=lambda kv: kv[0]):
         entries = [unordered[i] for i in payload.file_order([region for _, _, region in unordered])]
-        path = f"{item}/{_file_name(rank * lanes + lane, world * lanes, again)}"
+        name = _file_name(rank * lanes + lane, world * lanes, again)
+        path = f"{item}/{name}" if item else name
         files.append(
             FilePlan(
                 path=path,
-                codec=payload.Safetensors(tuple(region for _, _, region in entries)),
+                codec=filing.codec(path, [region for _, _, region in entries]),
                 sources=tuple(source for _, source, _ in entries),
                 entries=tuple(
                     Entry(leaf=leaf, box=region.box, region=i) for i, (leaf, _, region) in enumerate(entries)

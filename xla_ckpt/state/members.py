@@ -26,8 +26,9 @@ from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
+from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import Make, Weave
+from xla_ckpt.tree.skeleton import Make, Weave, children
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,10 @@ class Objects:
             UsageError: One of them is not what its place is for.
             CheckpointError: Something stored cannot be loaded at all.
         """
-        model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
+        held = stored.at(schema.MODEL)
+        names = children(held.skeleton) if held is not None else None
+        model = unwrapped_model(self.model, loading=True, stored={paths.unescape(n) for n in names or ()})
+        optimizer = unwrapped_optimizer(self.optimizer)
         mistakes.check_members(model, optimizer, loading=True)
         stored = replace(stored, shardings=stored.shardings.of_model(model))
         parts = []

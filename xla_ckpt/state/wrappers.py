@@ -169,17 +169,25 @@ class Adapted(View):
         return self._put(held) if held else None
 
 
-def unwrapped_model(model: Any, *, loading: bool = False) -> Any:
+def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
     """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
 
     What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `View`.
+    torch's DistributedDataParallel and torch.compile put a step before all names. It says nothing of the state, and is
+    left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
 
     Args:
         model: A module, or anything else, which is returned as it is.
         loading: Whether it is loaded into. A `LoraModel` that is saved decides itself what is saved of it.
+        stored: Names in the tag that is loaded: earlier versions have saved torch's wrappers with their step.
     """
     if not isinstance(model, torch.nn.Module):
         return model
+    bare = _without_step(model)
+    if bare is not None:
+        found = unwrapped_model(bare, loading=loading, stored=stored)
+        own = list(model.state_dict(keep_vars=True))
+        return model if own and all(name in stored for name in own) and own[0] not in _names_of(found) else found
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
     inner = model._modules.get("module")
@@ -189,6 +197,18 @@ def unwrapped_model(model: Any, *, loading: bool = False) -> Any:
         return _adapted(model, inner, loading)
     seen = unwrapped_model(inner, loading=loading)
     return seen if _is_alike(model, seen) else model
+
+
+def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
+    """What is in torch's own wrappers, which only put a step before all names; None for any other module."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model._modules["module"]
+    compiled = (type(model).__module__, type(model).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
+    return model._modules["_orig_mod"] if compiled else None
+
+
+def _names_of(model: torch.nn.Module) -> Container[str]:
+    return model.state_dict(keep_vars=True)
 
 
 def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:

@@ -140,6 +140,8 @@ def _on_host(value: torch.Tensor) -> torch.Tensor:
 def outer_state(optimizer: Any) -> Mapping[str, Any]:
     """A state dict of torch's own structure: the wrapper's groups, which hold the current hyper-parameters, and states.
 
+    What only the wrapped optimizer knows of a group (`base_options`) is in it, too.
+
     The states of two parts are numbered as the parameters of the whole are.
 
     Raises:
@@ -159,7 +161,21 @@ def outer_state(optimizer: Any) -> Mapping[str, Any]:
                     found=repr(key),
                 )
             states[called] = state
-    return {**packed, schema.STATE: states}
+    inner = base_options(optimizer)
+    groups = [{**theirs, **group} for theirs, group in zip(inner, packed[schema.GROUPS], strict=True)]
+    return {**packed, schema.STATE: states, schema.GROUPS: groups}
+
+
+def base_options(optimizer: Any) -> list[dict[str, Any]]:
+    """What the wrapped optimizer knows of each group and the wrapper does not: the options that nobody passed.
+
+    Another optimizer, which is not wrapped, has them in its groups: stock loaders refuse a state that lacks them.
+    """
+    first = parts_of(optimizer)[0].base_optimizer
+    return [
+        {key: value for key, value in inner.items() if key not in outer}
+        for inner, outer in zip(first.param_groups, optimizer.param_groups, strict=True)
+    ]
 
 
 def _parameters(optimizer: Any) -> list[Any]:

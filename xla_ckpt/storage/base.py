@@ -125,7 +125,16 @@ class Store(Protocol):
         """Whether somebody reads or writes this directory right now, or, where locks fail, may do so."""
 
     def rename(self, old: str, new: str) -> None:
-        """Give a directory another name, in one step that a reader sees wholly or not at all."""
+        """Give a directory another name, in one step that a reader sees wholly or not at all.
+
+        Also a file below a directory, which moves into the root directory, or back; one of that name is replaced.
+        """
+
+    def exchange(self, one: str, other: str) -> bool:
+        """Have two directories exchange their names, in one step: a reader finds a whole directory under each of them.
+
+        False, and nothing is changed, where the storage cannot do that.
+        """
 
     def remove(self, name: str) -> None:
         """Remove a directory with all that is in it."""
@@ -166,7 +175,7 @@ def write_small(directory: Directory, path: str, data: bytes) -> None:
 
 
 def rename_durably(store: Store, old: str, new: str) -> None:
-    """Give a directory another name that outlasts a loss of power; if that cannot be had, it keeps the old one.
+    """Give a directory, or a file, another name that outlasts a loss of power; if not, it keeps the old one.
 
     Raises:
         OSError: The storage refused.

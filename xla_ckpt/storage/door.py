@@ -56,13 +56,18 @@ def full_path(path: PathLike) -> str:
     return f"{scheme}://{'/'.join(part for part in rest.split('/') if part not in ('', '.'))}"
 
 
-def above(path: PathLike) -> tuple[Store, str]:
+def above(path: PathLike, *, follow: bool = False) -> tuple[Store, str]:
     """The store in which a directory lies, and the directory's name there.
+
+    With `follow`, that of the directory that a link leads to: who replaces the directory must not replace the link.
 
     Raises:
         UsageError: As `store_at`.
     """
-    parent, _, name = full_path(path).rpartition("/")
+    full = full_path(path)
+    if follow and "://" not in full:
+        full = os.path.realpath(full)
+    parent, _, name = full.rpartition("/")
     if not name:
         raise UsageError("the path names all of a storage, not a directory in it", found=os.fspath(path))
     return store_at(f"{parent}/" if parent.endswith(":/") else parent or "/"), name

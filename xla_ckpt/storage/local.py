@@ -32,6 +32,10 @@ caller says otherwise. As much again is left for clocks that differ. A load seld
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+"""Arguments of Linux's `renameat2`, which python has no function for."""
+
 
 def _allocate(fd: int, size: int) -> None:
     """Reserve the blocks of a file where the file system can: a full disk is found out before anything is written.
@@ -259,6 +263,17 @@ class LocalStore:
 
     def rename(self, old: str, new: str) -> None:
         os.rename(self._at(old), self._at(new))
+
+    def exchange(self, one: str, other: str) -> bool:
+        if not hasattr(_libc, "renameat2"):
+            return False
+        paths = [os.fsencode(self._at(name)) for name in (one, other)]
+        if _libc.renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # the kernel or the file system cannot
+            return False
+        raise OSError(code, os.strerror(code), self._at(one), None, self._at(other))
 
     def remove(self, name: str) -> None:
         shutil.rmtree(self._at(name))

@@ -303,6 +303,14 @@ class MemoryStore:
                 raise _error(errno.ENOTEMPTY, new)
             target.put(its_name, source.take(name))
 
+    def exchange(self, one: str, other: str) -> bool:
+        with _LOCK:
+            (first, name), (second, its_name) = self._above(one), self._above(other)
+            entry, its_entry = first.at(name), second.at(its_name)
+            first.put(name, its_entry)
+            second.put(its_name, entry)
+        return True
+
     def remove(self, name: str) -> None:
         with _LOCK:
             folder = self._files.folder(self._at(name))

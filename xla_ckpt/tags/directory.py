@@ -77,6 +77,10 @@ def names_in(store: Store) -> list[str]:
     """
     try:
         return store.names()
+    except NotADirectoryError as error:
+        made = StorageError.of(error, "listing the checkpoint directory", path=store.path)
+        made.hint = "It is a file, and none that torch.save wrote: pass the root directory of the checkpoints."
+        raise made from error
     except OSError as error:
         raise StorageError.of(error, "listing the checkpoint directory", path=store.path) from error
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from xla_ckpt.engine.index import Index, no_index
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
@@ -106,6 +107,10 @@ class NxdWriting:
     rest: NativeWriting
     xser: bool
     marks: Mapping[str, bytes] = field(default_factory=lambda: MARKS)
+
+    @property
+    def index(self) -> Index:
+        return no_index
 
     @property
     def whole(self) -> frozenset[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.rank_files import StoredTensor
 from xla_ckpt.plan.hints import Hints
+from xla_ckpt.plan.numbers import only_names
 from xla_ckpt.tree import schema
 
 
@@ -62,49 +63,6 @@ def names_of_stage(
         if copies is not None:
             _check_shape(number, name, shapes.get(number), next(iter(copies.values())).shape)
     return found
-
-
-def only_names(
-    numbers: Sequence[Sequence[int]], shapes: Mapping[int, tuple[int, ...] | None], names: Mapping[str, tuple[int, ...]]
-) -> dict[int, str] | None:
-    """The names of the numbers of some groups, if the order and the shapes of the parameters leave only one choice.
-
-    A group has its parameters in the order of the model, and each parameter is in one of them. So the model's order is
-    that of the groups, mixed; a parameter fits to the next number of a group if their shapes are the same.
-
-    Args:
-        numbers: The numbers of each group.
-        shapes: Local shape of each number, where known.
-        names: Local shape of each parameter, in the order of the model.
-    """
-    begin = (0,) * len(numbers)
-    steps: list[dict[tuple[int, ...], tuple[tuple[int, ...], int]]] = []
-    ways = {begin: 1}  # how many numbers of each group are taken -> in how many ways (2 stands for more)
-    for shape in names.values():
-        after: dict[tuple[int, ...], int] = {}
-        step: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
-        for taken, count in ways.items():
-            for n, group in enumerate(numbers):
-                if taken[n] < len(group) and shapes.get(group[taken[n]]) == shape:
-                    now = (*taken[:n], taken[n] + 1, *taken[n + 1 :])
-                    after[now] = min(2, after.get(now, 0) + count)
-                    step[now] = (taken, n)
-        if not after or len(after) > _MOST_WAYS:
-            return None
-        ways = after
-        steps.append(step)
-    at = tuple(len(group) for group in numbers)
-    if ways.get(at) != 1:
-        return None
-    found = {}
-    for name, step in zip(reversed(list(names)), reversed(steps), strict=True):
-        at, n = step[at]
-        found[numbers[n][at[n]]] = name
-    return found
-
-
-_MOST_WAYS = 10_000
-"""Beyond so many possible beginnings nobody looks for the only end."""
 
 
 def _zipped(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[Any]]) -> dict[int, Any]:

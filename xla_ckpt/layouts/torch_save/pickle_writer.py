@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.errors import CheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_save.restricted_pickle import STORAGES, Reference
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
@@ -120,6 +120,8 @@ def dumps(tree: Any, leaf: str, tensor: Tensor = no_tensor) -> bytes:
     buffer = io.BytesIO()
     try:
         _Pickler(buffer, tensor).dump(tree)
+    except CheckpointError:
+        raise  # `tensor` says more than pickle would
     except Exception as error:
         # Objects raise whatever they like while they are pickled.
         raise UnsupportedStateError(f"it cannot be pickled: {error}", leaf=leaf) from error

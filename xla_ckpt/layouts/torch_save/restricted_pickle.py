@@ -1,7 +1,7 @@
 """Unpickling without running anything: an allowlist of names, each of which stands for a function of this file.
 
 Containers and plain values are made. A tensor becomes a `View`, which describes it. Any other name in the pickle is
-refused with that name, before anything of it is imported or called.
+refused with that name, before anything of it is imported or called; or an `Opaque` stands for it, which does nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from xla_ckpt import dtypes
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UntrustedObjectError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError, UntrustedObjectError
 
 STORAGES = {
     "FloatStorage": "float32",
@@ -79,6 +79,42 @@ class Reference:
     tid: Any = None
 
 
+class Opaque:
+    """Stands for an object that only code of somebody else's makes. It takes what the pickle gives it, and keeps none.
+
+    Each name that a pickle has is a type of its own, because a pickle makes objects of a type without a call.
+    """
+
+    called = ""
+    """The name of the class, or of the function, in the pickle."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Opaque:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __call__(self, *_: Any, **__: Any) -> Opaque:
+        return self
+
+    def __setstate__(self, state: Any) -> None: ...
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def append(self, item: Any) -> None:
+        """As a list that a pickle fills."""
+
+    def extend(self, items: Any) -> None:
+        """Likewise."""
+
+    def add(self, item: Any) -> None:
+        """As a set that a pickle fills."""
+
+
+def opaque(called: str) -> type[Opaque]:
+    """What stands for a name."""
+    return type("Opaque", (Opaque,), {"called": called})
+
+
 class _Factory:
     """A type that a pickle may name and not call: the factory of a defaultdict, the class of a tensor."""
 
@@ -89,12 +125,29 @@ class _Factory:
 class _NumpyDType:
     def __init__(self, text: str, *_: Any) -> None:
         if not isinstance(text, str) or not _NUMPY_SCALAR.fullmatch(text):
-            raise ValueError(f"the numpy dtype {text!r} is none of a number")
-        self.text = text
+            raise UntrustedObjectError(f"the file names the numpy dtype {str(text)[:20]!r}, which is none of a number")
+        self.text = "<" + text
 
     def __setstate__(self, state: Any) -> None:
         if state[1] == ">":
-            raise ValueError("a numpy scalar in big-endian order")
+            self.text = ">" + self.text[1:]
+
+
+class _NumpyArray:
+    """Stands where a numpy array stood, until `replaced` puts an array of numbers there."""
+
+    value: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, is_fortran, data = state
+        if isinstance(dtype, Opaque):
+            self.value = dtype
+            return
+        held = np.frombuffer(bytearray(_only(bytes, data)), np.dtype(_only(_NumpyDType, dtype).text))
+        self.value = held.reshape(_ints(shape), order="F" if is_fortran else "C")
 
 
 def _ints(values: Any) -> tuple[int, ...]:
@@ -105,17 +158,29 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None) -> View:
     shape, strides = _ints(size), _ints(stride)
-    if not isinstance(storage, Storage) or dtype is None or len(shape) != len(strides) or not dtypes.known(dtype):
-        raise ValueError("a tensor without a storage, or of an unknown type")
+    if not isinstance(storage, Storage) or dtype is None or len(shape) != len(strides):
+        raise ValueError("a tensor without a storage, or of no type")
+    dtypes.dtype(dtype)  # raises for a type that cannot be described
     return View(storage=storage, dtype=dtype, offset=_ints([offset])[0], shape=shape, strides=strides)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> View:
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
+    _check_bits(*rest[2:3])
     return _view(storage, offset, size, stride, getattr(storage, "dtype", None))
 
 
 def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
+    _check_bits(*rest[3:4])
     return _view(storage, offset, size, stride, str(rest[2]).removeprefix("torch."))
+
+
+def _check_bits(bits: Any = None) -> None:
+    """Refuse a tensor whose elements are not the values that it has: torch conjugates or negates them when asked."""
+    if isinstance(bits, Mapping) and any(bits.values()):
+        raise UnsupportedStateError(
+            f"a tensor is stored lazily: {', '.join(map(str, bits))}",
+            hint="Save what its resolve_conj() and resolve_neg() return.",
+        )
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -158,7 +223,7 @@ def _defaultdict(factory: Any = None, *_: Any) -> Any:
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
-    return np.frombuffer(_only(bytes, data), np.dtype("<" + _only(_NumpyDType, dtype).text))[0]
+    return np.frombuffer(_only(bytes, data), np.dtype(_only(_NumpyDType, dtype).text))[0]
 
 
 _LIST = (list, tuple)
@@ -201,48 +266,88 @@ _NAMES: dict[str, Any] = {
     "pathlib.PosixPath": lambda *parts: pathlib.Path(*(_only(str, p) for p in parts)),
     "pathlib._local.PosixPath": lambda *parts: pathlib.Path(*(_only(str, p) for p in parts)),
     "numpy.dtype": _NumpyDType,
+    "numpy.ndarray": _Factory(None),
     "numpy.core.multiarray.scalar": _scalar,
     "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray._reconstruct": _NumpyArray,
+    "numpy._core.multiarray._reconstruct": _NumpyArray,
 }
 """Name in a pickle -> what stands for it here. Nothing else that a pickle names is ever looked up."""
 
 
+_OF_OTHER_CLASSES = frozenset({_with_attributes, _defaultdict})
+"""Functions whose argument may be a class, of which there are more than this file knows."""
+
+
+def _or_opaque(make: Callable[..., Any], called: str) -> Callable[..., Any]:
+    """A function of this file that makes an `Opaque` of what it would refuse."""
+    refused = (CheckpointError, ValueError) if make in _OF_OTHER_CLASSES else CheckpointError
+
+    def made(*args: Any, **options: Any) -> Any:
+        try:
+            return make(*args, **options)
+        except refused:
+            return opaque(called)()
+
+    return made
+
+
 class _Restricted(pickle.Unpickler):
-    def __init__(self, data: bytes, file: str) -> None:
+    def __init__(self, data: bytes, file: str, more: Mapping[str, Any], tolerant: bool) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self.file = file
+        self.more = more
+        self.tolerant = tolerant
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         called = f"{module}.{name}"
+        if called in self.more:
+            return self.more[called]
         if called in _NAMES:
-            return _NAMES[called]
-        if module == "torch" and dtypes.known(name):
-            return getattr(torch, name)
+            known = _NAMES[called]
+            makes = self.tolerant and (known is _NumpyDType or isinstance(known, types.FunctionType))
+            return _or_opaque(known, called) if makes else known
+        # `vars`, because an attribute that torch does not have yet may be a module that it imports on first use.
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return vars(torch)[name]
+        if self.tolerant:
+            return opaque(called)
         raise UntrustedObjectError(
             f"the file names {called}, which is neither a tensor nor a plain value; it was not loaded, and nothing ran",
             file=self.file,
             hint="Have the program that wrote it save tensors, plain values and containers only.",
         )
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> Storage | Opaque:
         match pid:
             case ("storage", StorageType(dtype), str(key), str(), int(count)) if count >= 0:
                 return Storage(key, dtype, count)
+            case ("storage", type() as kind, str(), str(), int()) if issubclass(kind, Opaque):
+                return kind()  # of elements that this file knows nothing of: quantized numbers
         raise ValueError("a storage that torch.save did not write")
 
 
-def loads(data: bytes, file: str) -> Any:
+def loads(
+    data: bytes, file: str, more: Mapping[str, Any] = types.MappingProxyType({}), *, tolerant: bool = False
+) -> Any:
     """The value in a pickle, with a `View` for each tensor and a `Reference` for each reference to one.
+
+    Args:
+        data: The pickle.
+        file: Where it comes from, for errors.
+        more: Further names that it may have, with what stands for each.
+        tolerant: Make an `Opaque` of whatever it names besides, and of what cannot be described.
 
     Raises:
         UntrustedObjectError: It names anything but tensors, containers and plain values. Nothing of it has run.
+        UnsupportedStateError: A tensor is of a kind that cannot be described.
         CorruptCheckpointError: It is no pickle.
     """
     try:
-        return _Restricted(data, file).load()
-    except CheckpointError:
-        raise
+        return _Restricted(data, file, more, tolerant).load()
+    except CheckpointError as error:
+        raise error.at(file=file) from None
     except Exception as error:
         # Damaged pickles raise whatever the operation that they describe by accident raises.
         raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file) from error
@@ -252,27 +357,55 @@ MAX_PICKLE_DEPTH = 100
 """Containers inside of containers. A pickle may hold a list that contains itself, which a walk would never leave."""
 
 
-def replaced(value: Any, leaf: Callable[[Any], Any], file: str, *, depth: int = 0) -> Any:
+MAX_VALUES = 10_000_000
+"""Values in one pickle. A pickle may hold one list many times, each of whose members holds another one many times: a
+few bytes that a walk would take for more values than there is memory."""
+
+
+def replaced(value: Any, leaf: Callable[[Any], Any], file: str) -> Any:
     """The same containers, of the same classes, with ``leaf(value)`` in place of every `View` and `Reference`.
 
     Raises:
         CorruptCheckpointError: Containers are nested without end.
     """
-    if depth > MAX_PICKLE_DEPTH:
-        raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=file)
+    return _Walk(leaf, file).visit(value, 0)
 
-    def inner(held: Any) -> Any:
-        return replaced(held, leaf, file, depth=depth + 1)
 
-    if isinstance(value, View | Reference):
-        return leaf(value)
-    if isinstance(value, Mapping):
-        members = {k: inner(v) for k, v in value.items()}
+class _Walk:
+    def __init__(self, leaf: Callable[[Any], Any], file: str) -> None:
+        self.leaf = leaf
+        self.file = file
+        self.seen = 0
+
+    def visit(self, value: Any, depth: int) -> Any:
+        """The value, rebuilt; `depth` containers are around it."""
+        if depth > MAX_PICKLE_DEPTH:
+            raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=self.file)
+        self.seen += 1
+        if self.seen > MAX_VALUES:
+            raise CorruptCheckpointError(f"a pickle stands for more than {MAX_VALUES} values", file=self.file)
+        kind = type(value)
+        if kind is View or kind is Reference:
+            return self.leaf(value)
+        if kind is _NumpyArray:
+            if value.value is None:
+                raise CorruptCheckpointError("a pickle names a numpy array that it does not describe", file=self.file)
+            return value.value
+        if isinstance(value, Mapping):
+            return self.mapping(value, depth + 1)
+        if kind is list or kind is tuple:
+            return kind([self.visit(v, depth + 1) for v in value])
+        if kind is collections.deque:
+            return collections.deque([self.visit(v, depth + 1) for v in value], value.maxlen)
+        if kind is argparse.Namespace or kind is types.SimpleNamespace:
+            return kind(**{k: self.visit(v, depth + 1) for k, v in vars(value).items()})
+        return value
+
+    def mapping(self, value: Mapping[Any, Any], depth: int) -> Any:
+        """A mapping of the same class."""
+        members = {k: self.visit(v, depth) for k, v in value.items()}
         if type(value) is dict:
             return members
         if type(value) is collections.defaultdict:
             return collections.defaultdict(value.default_factory, members)
         return type(value)(members)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple) and type(value) in (list, tuple):
-        return type(value)(map(inner, value))
-    return value

@@ -1,32 +1,58 @@
 """Files that torch.save wrote, as byte ranges: a zip whose records are a pickle and the storages, uncompressed.
 
-Only the zip's directory and the pickle are read. Each tensor is replaced by the place where it lies.
+Only the zip's directory and the pickle are read. Each tensor is replaced by the place where it lies. A zip may be a
+part of a larger file, in which others lie before and after it: then its neighbours are read together.
 """
 
 from __future__ import annotations
 
-import io
 import struct
-import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_save.restricted_pickle import View, loads, replaced
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Directory, Source
 
+_END = struct.Struct("<4s4H2LH")
+"""Signature, this disk, the directory's disk, records here and in all, size and offset of the directory, comment."""
+
+_END_64_AT = struct.Struct("<4sLQL")
+"""Signature, disk, offset of the larger end, number of disks."""
+
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+"""Signature, size, versions, disks, records here and in all, size and offset of the directory."""
+
+_ENTRY = struct.Struct("<4s6H3L5H2L")
+"""Signature, two versions, flags, method, time, date, CRC-32, sizes packed and unpacked, lengths of name, extra field
+and comment, disk, attributes within and without, offset of the local header."""
+
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Signature, length of the name, length of the extra field."""
+
+_FULL = 0xFFFFFFFF
+"""Stands in a 32-bit field whose value is in the extra field."""
+
+_EDGE = 4096
+"""Bytes at either end of a zip in which its directory and its pickle lie, as a rule."""
+
+AHEAD = 64 * 1024
+"""Bytes that are read at once from a file of many zips: most of them are small, or lie beside one that is."""
+
+_CHUNK = 1 << 20
+"""Bytes that are compared with a CRC-32 at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorAt:
-    """A tensor that lies in a file: contiguous, in C order."""
+    """A tensor that lies in a file: in C order, unless it has strides."""
 
     file: str
     """Relative to the tag directory."""
@@ -40,37 +66,71 @@ class TensorAt:
     crc: int | None = None
     """CRC-32 of its bytes; None if the zip has none of this tensor alone."""
 
+    strides: tuple[int, ...] | None = None
+    """How far apart its elements lie along each dim (elements), where that is not C order."""
 
-class _Readable(io.RawIOBase):
-    """A source as the file object that `zipfile` wants."""
 
-    def __init__(self, source: Source) -> None:
-        super().__init__()
-        self._source = source
-        self._at = 0
+@dataclass(frozen=True, slots=True)
+class StorageAt:
+    """A storage that lies in a file."""
 
-    def readable(self) -> bool:
-        return True
+    offset: int
+    """Of its first byte."""
 
-    def seekable(self) -> bool:
-        return True
+    nbytes: int
+    crc: int
+    """CRC-32 of its bytes; 0 where torch was told to leave it out."""
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
-        if base + offset < 0:
-            raise OSError("a seek to before the start")
-        self._at = base + offset
-        return self._at
+    key: str
+    """What the pickle calls it."""
 
-    def tell(self) -> int:
-        return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        left = max(self._source.size - self._at, 0)
-        got = self._source.read_into(view[:left], self._at)
-        self._at += got
-        return got
+class Ahead:
+    """A file of which small pieces are read, in ascending order as a rule. Each read takes along what comes next.
+
+    Args:
+        source: The file.
+        file: Its name, for errors.
+        ahead: Bytes that a read takes at least.
+    """
+
+    def __init__(self, source: Source, file: str, ahead: int = AHEAD) -> None:
+        self.source = source
+        self.file = file
+        self.size = source.size
+        self._ahead = ahead
+        self._start = 0
+        self._held = memoryview(b"")
+
+    def take(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the file.
+
+        Raises:
+            CorruptCheckpointError: The file ends before them.
+        """
+        at = offset - self._start
+        if at < 0 or at + nbytes > len(self._held):
+            wanted = bytearray(max(min(max(nbytes, self._ahead), self.size - offset), 0))
+            got = self.source.read_into(memoryview(wanted), offset)
+            self._start, self._held, at = offset, memoryview(wanted)[:got], 0
+            if got < nbytes:
+                raise CorruptCheckpointError(
+                    "the file is cut off", file=self.file, expected=f"{offset + nbytes} bytes", found=self.size
+                )
+        return self._held[at : at + nbytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A record of a zip, as the zip's directory has it."""
+
+    header: int
+    """Offset of its local header in the zip."""
+
+    nbytes: int
+    crc: int
+    plain: bool
+    """Whether its bytes stand there as they are: neither compressed nor encrypted."""
 
 
 def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
@@ -81,22 +141,9 @@ def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None
         UntrustedObjectError: It names anything but tensors, containers and plain values.
         UnsupportedStateError: A tensor is not contiguous, or of another byte order.
     """
+    source = _opened(directory, file)
     try:
-        source = directory.open(file)
-    except FileNotFoundError:
-        raise CorruptCheckpointError("a file is missing", file=file) from None
-    try:
-        with zipfile.ZipFile(io.BufferedReader(_Readable(source), 4096)) as archive:
-            return _Archive(archive, source, file).read(reference)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # zipfile raises errors of many kinds over damaged files.
-        raise CorruptCheckpointError(
-            f"the file is no whole zip of torch.save: {error}"[:300],
-            file=file,
-            hint=None if _begins(source, b"PK") else "Files of torch before 1.6 are not read: load and save them anew.",
-        ) from error
+        return Zip(Ahead(source, file, _EDGE), 0, source.size).value(reference)
     finally:
         source.close()
 
@@ -107,91 +154,224 @@ def check_zip(directory: Directory, file: str) -> int:
     Raises:
         CorruptCheckpointError: It is missing, cut off, or a record is not what was written.
     """
+    source = _opened(directory, file)
     try:
-        source = directory.open(file)
-    except FileNotFoundError:
-        raise CorruptCheckpointError("a file is missing", file=file) from None
-    try:
-        with zipfile.ZipFile(io.BufferedReader(_Readable(source), 1 << 20)) as archive:
-            bad = archive.testzip()
-    except Exception as error:
-        # zipfile raises errors of many kinds over damaged files.
-        raise CorruptCheckpointError(f"the file is no whole zip: {error}"[:300], file=file) from error
+        Zip(Ahead(source, file, _EDGE), 0, source.size).check()
+        return source.size
     finally:
         source.close()
-    if bad is not None:
-        raise CorruptCheckpointError(f"the record {bad} is not what its CRC-32 says", file=file)
-    return source.size
 
 
-def _begins(source: Source, text: bytes) -> bool:
-    start = bytearray(len(text))
-    source.read_into(memoryview(start), 0)
-    return bytes(start) == text
+def _opened(directory: Directory, file: str) -> Source:
+    try:
+        return directory.open(file)
+    except FileNotFoundError:
+        raise CorruptCheckpointError("a file is missing", file=file) from None
 
 
-class _Archive:
-    """An open zip."""
+class Zip:
+    """A zip of torch.save, as a part of a file.
 
-    def __init__(self, archive: zipfile.ZipFile, source: Source, file: str) -> None:
-        self.archive = archive
-        self.source = source
-        self.file = file
-        pickles = [n for n in archive.namelist() if n == "data.pkl" or n.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise CorruptCheckpointError("the zip is none of torch.save's: it has no data.pkl", file=file)
-        self.prefix = pickles[0].removesuffix("data.pkl")
-        self.offsets: dict[str, tuple[int, int, int]] = {}
+    Args:
+        held: The file.
+        start: Offset of the zip in it.
+        nbytes: Bytes of the zip.
 
-    def read(self, reference: Callable[[Any], Any] | None) -> Any:
-        if f"{self.prefix}byteorder" in self.archive.namelist() and self._small("byteorder") != b"little":
+    Raises (on construction):
+        CorruptCheckpointError: There is no whole zip.
+    """
+
+    def __init__(self, held: Ahead, start: int, nbytes: int) -> None:
+        self.held = held
+        self.file = held.file
+        self.start = start
+        self.nbytes = nbytes
+        if nbytes < 1 or start < 0 or start + nbytes > held.size:
+            raise CorruptCheckpointError(
+                "the file is cut off", file=self.file, expected=f"{start + nbytes} bytes", found=held.size
+            )
+        # The first bytes are taken before the last ones, because the last ones are read together with the first ones
+        # of the next zip.
+        head = min(nbytes, AHEAD if nbytes <= AHEAD else _EDGE)
+        self._head = held.take(start, head)
+        edge = min(nbytes, _EDGE)
+        self._tail = self._head[head - edge :] if head == nbytes else held.take(start + nbytes - edge, edge)
+        try:
+            self.records = self._directory()
+        except (struct.error, ValueError, IndexError) as error:
+            raise self._broken(str(error)) from error
+        self._places: dict[str, tuple[int, int, int]] = {}
+
+    def value(
+        self, reference: Callable[[Any], Any] | None = None, *, strided: bool = False, tolerant: bool = False
+    ) -> Any:
+        """What was saved, with a `TensorAt` for every tensor (see `read`). With `strided`, one may have strides.
+
+        With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it.
+        """
+        if f"{self.prefix}byteorder" in self.records and self._small("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
 
         def leaf(value: Any) -> Any:
             if isinstance(value, View):
-                return self._place(value)
+                return self._place(value, strided)
             if reference is None or type(value.tid) is not int or value.tid < 0:
-                raise CorruptCheckpointError("a reference to a tensor where none can be", file=self.file)
+                raise CorruptCheckpointError(
+                    "a reference to a tensor where none can be",
+                    file=self.file,
+                    hint="torch_xla's serialization.save has the tensors in <file>.tensors. docs/leaving-xla.md says "
+                    "how such files are read."
+                    if reference is None
+                    else None,
+                )
             return reference(value.tid)
 
-        return replaced(loads(self._small("data.pkl"), self.file), leaf, self.file)
+        return replaced(loads(self._small("data.pkl"), self.file, tolerant=tolerant), leaf, self.file)
+
+    @property
+    def pickled(self) -> bytes:
+        """The pickle."""
+        return self._small("data.pkl")
+
+    def storages(self) -> list[StorageAt]:
+        """All storages, in the order of the file."""
+        before = f"{self.prefix}data/"
+        keys = [name.removeprefix(before) for name in self.records if name.startswith(before)]
+        found = [StorageAt(*self._stored(f"data/{key}"), key) for key in keys]
+        return sorted(found, key=lambda storage: storage.offset)
+
+    def check(self) -> None:
+        """Read all of it, and compare each record with its CRC-32, where it has one.
+
+        Raises:
+            CorruptCheckpointError: A record is not what was written.
+        """
+        buffer = memoryview(bytearray(_CHUNK))
+        for name, record in self.records.items():
+            start, size, crc = self._record(name)
+            found = 0
+            for at in range(0, size, _CHUNK):
+                part = buffer[: min(_CHUNK, size - at)]
+                if self.held.source.read_into(part, start + at) < len(part):
+                    raise CorruptCheckpointError("the file ends inside of a record", file=self.file)
+                found = zlib.crc32(part, found)
+            # torch writes 0 where it was told to leave CRC-32s out.
+            if crc and found != crc and record.plain:
+                raise CorruptCheckpointError(f"the record {name} is not what its CRC-32 says", file=self.file)
+
+    def _broken(self, why: str) -> CorruptCheckpointError:
+        zipped = bytes(self._head[:2]) == b"PK"
+        return CorruptCheckpointError(
+            f"the file is no whole zip of torch.save: {why}"[:300],
+            file=self.file,
+            hint=None if zipped else "Files of torch before 1.6 are not read: load and save them anew.",
+        )
+
+    def _bytes(self, offset: int, nbytes: int) -> memoryview:
+        """Bytes of the zip.
+
+        Raises:
+            ValueError: It ends before them.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError("it points to behind its end")
+        if offset + nbytes <= len(self._head):
+            return self._head[offset : offset + nbytes]
+        if (at := offset - (self.nbytes - len(self._tail))) >= 0:
+            return self._tail[at : at + nbytes]
+        return self.held.take(self.start + offset, nbytes)
+
+    def _directory(self) -> dict[str, _Record]:
+        """The records by name.
+
+        Raises:
+            ValueError: There is no directory of a zip at its end.
+        """
+        end = self.nbytes - _END.size
+        signature, *_, count, size, offset, _ = _END.unpack(self._bytes(end, _END.size))
+        if signature != b"PK\5\6":
+            raise ValueError("it does not end like one")
+        if end >= _END_64_AT.size:
+            signature, _, at, _ = _END_64_AT.unpack(self._bytes(end - _END_64_AT.size, _END_64_AT.size))
+            if signature == b"PK\6\7":
+                signature, *_, count, size, offset = _END_64.unpack(self._bytes(at, _END_64.size))
+                if signature != b"PK\6\6":
+                    raise ValueError("its larger end is missing")
+        data = bytes(self._bytes(offset, size))
+        found: dict[str, _Record] = {}
+        at = 0
+        for _ in range(count):
+            entry = _ENTRY.unpack_from(data, at)
+            signature, _, _, flags, method, _, _, crc, packed, nbytes, named, extra, comment, *_, header = entry
+            if signature != b"PK\1\2":
+                raise ValueError("its directory is damaged")
+            at += _ENTRY.size
+            name = data[at : at + named].decode()
+            if _FULL in (packed, nbytes, header):
+                nbytes, packed, header = _large(data[at + named : at + named + extra], nbytes, packed, header)
+            if name in found:
+                raise ValueError(f"it has two records {name}")
+            plain = method == 0 and not flags & 1 and packed == nbytes
+            found[name] = _Record(header, packed, crc, plain)
+            at += named + extra + comment
+        if at > len(data):
+            raise ValueError("its directory is cut off")
+        return found
+
+    @cached_property
+    def prefix(self) -> str:
+        """What the names of all records begin with."""
+        pickles = [n for n in self.records if n == "data.pkl" or n.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CorruptCheckpointError("the zip is none of torch.save's: it has no data.pkl", file=self.file)
+        return pickles[0].removesuffix("data.pkl")
 
     def _small(self, name: str) -> bytes:
         """The bytes of a record that is no storage."""
-        self._record(name)  # raises if it is compressed: a small record could become any number of bytes
-        return self.archive.read(self.prefix + name)
+        start, size, crc = self._stored(name)
+        data = bytes(self._bytes(start - self.start, size))
+        if crc and zlib.crc32(data) != crc:
+            raise CorruptCheckpointError(f"the record {name} is not what its CRC-32 says", file=self.file)
+        return data
+
+    def _stored(self, name: str) -> tuple[int, int, int]:
+        """(offset of the first byte in the file, bytes, CRC-32) of a record that is neither packed nor encrypted."""
+        if (known := self._places.get(name)) is None:
+            record = self.records.get(self.prefix + name)
+            if record is None:
+                raise CorruptCheckpointError(f"the record {name} is missing in the zip", file=self.file)
+            if not record.plain:
+                raise UnsupportedStateError(f"the record {name} is compressed or encrypted", file=self.file)
+            known = self._places[name] = self._record(self.prefix + name)
+        return known
 
     def _record(self, name: str) -> tuple[int, int, int]:
-        """(offset of the first byte, bytes, CRC-32) of a record."""
-        if (known := self.offsets.get(name)) is not None:
-            return known
+        """(offset of the first byte in the file, bytes as they stand there, CRC-32) of a record."""
+        record = self.records[name]
         try:
-            info = self.archive.getinfo(self.prefix + name)
-        except KeyError:
-            raise CorruptCheckpointError(f"the record {name} is missing in the zip", file=self.file) from None
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise UnsupportedStateError(f"the record {name} is compressed or encrypted", file=self.file)
-        head = bytearray(_LOCAL_HEADER.size)
-        got = self.source.read_into(memoryview(head), info.header_offset)
-        signature, name_size, extra_size = _LOCAL_HEADER.unpack(head)
-        start = info.header_offset + len(head) + name_size + extra_size
-        if got < len(head) or signature != b"PK\3\4" or start + info.file_size > self.source.size:
-            raise CorruptCheckpointError(f"the record {name} does not lie in the zip", file=self.file)
-        self.offsets[name] = start, info.file_size, info.CRC
-        return self.offsets[name]
+            head = self._bytes(record.header, _LOCAL_HEADER.size)
+            signature, named, extra = _LOCAL_HEADER.unpack(head)
+            start = record.header + len(head) + named + extra
+            if signature != b"PK\3\4" or start + record.nbytes > self.nbytes:
+                raise ValueError("no record is there")
+        except ValueError as error:
+            raise CorruptCheckpointError(f"the record {name} does not lie in the zip", file=self.file) from error
+        return self.start + start, record.nbytes, record.crc
 
-    def _place(self, view: View) -> TensorAt:
+    def _place(self, view: View, strided: bool) -> TensorAt:
         """Where a tensor lies that the pickle describes as a part of a storage."""
         dtype, count = dtypes.dtype(view.dtype), Box.whole(view.shape).size
-        start, size, crc = self._record(f"data/{view.storage.key}")
-        if count and not _is_contiguous(view.shape, view.strides):
+        start, size, crc = self._stored(f"data/{view.storage.key}")
+        ordered = not count or _is_contiguous(view.shape, view.strides)
+        if not ordered and not strided:
             raise UnsupportedStateError(
                 "a tensor is not contiguous",
                 file=self.file,
                 found=f"shape {view.shape}, strides {view.strides}",
                 hint="Load it with torch, make it contiguous, and save it anew.",
             )
-        first, nbytes = view.offset * dtype.itemsize, count * dtype.itemsize
+        span = count if ordered else 1 + sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
+        first, nbytes = view.offset * dtype.itemsize, span * dtype.itemsize
         held = view.storage.count * (1 if view.storage.dtype is None else dtype.itemsize)
         # A pickle may claim anything of a storage: unchecked, a load would read what lies behind it in the file.
         if held > size or (count and first + nbytes > held):
@@ -201,14 +381,32 @@ class _Archive:
                 expected=f"{first + nbytes} bytes",
                 found=min(size, held),
             )
-        alone = (first, nbytes) == (0, size)  # a part of a storage has no CRC-32 of its own
+        alone = ordered and (first, nbytes) == (0, size)  # a part of a storage has no CRC-32 of its own
         return TensorAt(
             file=self.file,
             offset=start + (first if count else 0),
             dtype=dtype,
             shape=view.shape,
-            crc=crc if alone else None,
+            crc=crc if alone and (crc or not size) else None,
+            strides=None if ordered else view.strides,
         )
+
+
+def _large(extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
+    """Sizes and offset of an entry, of which some are in its extra field.
+
+    Raises:
+        ValueError: They are not there.
+    """
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            held = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            made = [held.pop(0) if value == _FULL else value for value in (nbytes, packed, header)]
+            return made[0], made[1], made[2]
+        at += 4 + size
+    raise ValueError("a size is missing in its directory")
 
 
 def _is_contiguous(shape: tuple[int, ...], steps: tuple[int, ...]) -> bool:

@@ -1,0 +1,44 @@
+"""kill -9 in the middle of a conversion to one file: nothing has the name of the file, and the next one works."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.nursery import Call, bear
+from xla_ckpt.engine import stream
+
+
+def converts_and_stops(root: Path) -> None:
+    """Stop for ever after some bytes of the file, and say so."""
+    write = stream._File._write_batch
+
+    def stops(self: Any, sink: Any, batch: Any) -> None:
+        write(self, sink, batch)
+        if batch[0].region >= 3:
+            print("half", flush=True)
+            signal.pause()
+
+    stream._File._write_batch = stops  # type: ignore[method-assign]
+    xla_ckpt.convert(root, root / "out.pt", "a", to="torch", max_memory=64)
+
+
+@pytest.mark.crash
+def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", {f"w{i}": torch.full((50,), float(i)) for i in range(8)})
+    process = bear(Call.of(converts_and_stops, tmp_path), live=True)
+    assert process.stdout.readline() == "half\n"
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt.partial"]
+    xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
+    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt"]
+    held = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
+    assert [float(held[f"w{i}"].sum()) for i in range(8)] == [50.0 * i for i in range(8)]

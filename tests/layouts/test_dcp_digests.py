@@ -1,0 +1,78 @@
+"""The file of digests beside `.metadata`: whatever is changed in it is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
+from xla_ckpt.layouts.dcp.digests import DIGESTS, VERSION, dump, parse, record_of
+from xla_ckpt.layouts.dcp.metadata import METADATA
+from xla_ckpt.manifest.digest import block_count, digest, to_hex
+from xla_ckpt.manifest.records import FileRecord
+
+PAYLOAD = FileRecord(
+    path="00001-of-00001.safetensors",
+    size=30_000,
+    head=20_000,
+    digest=7,
+    regions=((4096, 9_000), (20_480, 1_000)),
+    digests=tuple(range(block_count(9_000) + block_count(1_000))),
+)
+FILES = (record_of(METADATA, b"a pickle"), PAYLOAD, record_of("objects.distcp", b""))
+
+
+def signed(body: bytes) -> bytes:
+    return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+
+
+def test_records_come_back() -> None:
+    assert parse(dump(FILES)).files == FILES
+
+
+def test_every_flipped_byte_is_found() -> None:
+    data = dump(FILES)
+    for i in range(len(data)):
+        bad = bytearray(data)
+        bad[i] ^= 1
+        with pytest.raises(CorruptCheckpointError, match="digests"):
+            parse(bytes(bad))
+
+
+def test_every_cut_is_found() -> None:
+    data = dump(FILES)
+    for n in range(len(data)):
+        with pytest.raises(CorruptCheckpointError, match="cut off"):
+            parse(data[:n])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[",
+        b"{}",
+        b'{"format":"xla_ckpt","version":1,"files":[]',
+        b'{"format":"xla_ckpt digests","version":1,"files":[]',
+        b'{"format":"xla_ckpt digests","version":1,"files":[1]',
+        b'{"format":"xla_ckpt digests","version":1,"files":[["../x",1,1,"0000000000000000"]]',
+        b"{" + b'"a":{' * 100_000,
+    ],
+)
+def test_content_that_makes_no_sense_is_refused(body: bytes) -> None:
+    with pytest.raises(FormatError):
+        parse(signed(body))
+
+
+def test_a_newer_version_is_refused() -> None:
+    text = f'"version":{VERSION}'.encode()
+    with pytest.raises(UnsupportedVersionError):
+        parse(signed(dump(FILES)[: -len(signed(b""))].replace(text, b'"version":99')))
+
+
+@pytest.mark.parametrize(
+    "files",
+    [(PAYLOAD,), (*FILES, PAYLOAD), (*FILES, record_of(DIGESTS, b""))],
+    ids=["no .metadata", "a file twice", "itself"],
+)
+def test_records_of_no_directory_are_refused(files: tuple[FileRecord, ...]) -> None:
+    with pytest.raises(CheckpointError):
+        dump(files)

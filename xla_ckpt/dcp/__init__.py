@@ -1,0 +1,89 @@
+"""torch.distributed.checkpoint's calls on this library's engine: ``import xla_ckpt.dcp as dcp``.
+
+`save`, `load` and `async_save` have DCP's signatures, return values and in-place semantics. What they write is read by
+stock DCP, and what stock DCP wrote is read by them. `StorageWriter`, `StorageReader` and `AsyncStager` do the same for
+stock's own calls, and `sharded` makes tensor-parallel state in plain tensors known to any of them.
+
+Other names of `torch.distributed.checkpoint` are stock's own, as far as they work here. The rest says what to use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import checkpoint as _stock
+from torch.distributed.checkpoint import default_planner, metadata, planner, staging, state_dict, stateful, storage
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+
+from xla_ckpt.dcp.calls import async_save, load, save
+from xla_ckpt.dcp.reader import FileSystemReader, StorageReader
+from xla_ckpt.dcp.sharded import sharded
+from xla_ckpt.dcp.stager import AsyncStager
+from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.dcp.writer import FileSystemWriter, StorageWriter
+
+__all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
+    "AsyncStager",
+    "BytesStorageMetadata",
+    "CheckpointException",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "GlobalTensor",
+    "HuggingFaceStorageReader",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "Stateful",
+    "StorageReader",
+    "StorageWriter",
+    "TensorStorageMetadata",
+    "WriteItem",
+    "async_save",
+    "default_planner",
+    "load",
+    "metadata",
+    "planner",
+    "save",
+    "sharded",
+    "staging",
+    "state_dict",
+    "stateful",
+    "storage",
+]
+
+_INSTEAD = {
+    "HuggingFaceStorageWriter": "xla_ckpt.export_hf, or xla-ckpt export --hf, which write Hugging Face's directories",
+    "QuantizedHuggingFaceStorageReader": "torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader",
+    "format_utils": "xla-ckpt convert, which converts from and to DCP and torch.save",
+    "load_sharded_optimizer_state_dict": "load, with dcp.state_dict.get_optimizer_state_dict",
+    "load_state_dict": "load, which takes storage_reader=",
+    "save_state_dict": "save, which takes storage_writer=",
+    "logger": "python's logging: this library's loggers begin with xla_ckpt",
+}
+"""Names of torch.distributed.checkpoint that are not here, and what to use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _INSTEAD or hasattr(_stock, name):
+        instead = _INSTEAD.get(name, f"torch.distributed.checkpoint.{name}")
+        raise AttributeError(f"xla_ckpt.dcp has no {name}; use {instead}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

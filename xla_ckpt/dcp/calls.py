@@ -1,0 +1,403 @@
+"""`save`, `load` and `async_save` with DCP's signatures, on this library's engine.
+
+The orchestration is stock DCP's, with the program's planners, so that what they do stays as it was. Storage and staging
+are this library's, and what fails on one rank is raised on all of them, as one of its errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager as StockStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageReader as StockReader
+from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
+
+from xla_ckpt.arrays.registry import local_lanes
+from xla_ckpt.dcp.failures import one_error
+from xla_ckpt.dcp.groups import is_distributed, meeting
+from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
+from xla_ckpt.dcp.reader import StorageReader
+from xla_ckpt.dcp.stager import AsyncStager
+from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.dcp.writer import StorageWriter
+from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json
+from xla_ckpt.job.process_group import check_ranks
+from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.plan.merge import Replicas
+from xla_ckpt.storage.door import PathLike, full_path
+
+logger = logging.getLogger(__name__)
+
+CheckpointId = PathLike | None
+
+_lock = threading.Lock()
+_in_flight: dict[str, Future[Any]] = {}
+"""The last save in the background of each directory."""
+
+
+@functools.cache
+def _background() -> ThreadPoolExecutor:
+    """One thread for all saves in the background: on all ranks they talk to each other in the order of the calls."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="xla_ckpt-dcp")
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId = None,
+    storage_writer: StockWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    replicas: Replicas = "equal",
+) -> Metadata:
+    """Save a state dict as a directory of DCP's; arguments and result are those of DCP's `save`.
+
+    The directory appears complete or not at all, with the digests of all its bytes, and replaces an older one in one
+    step. A `storage_writer` of another class decides itself what it does.
+
+    Args:
+        state_dict: As for DCP: tensors, DTensors, ShardedTensors, `Stateful` objects, plain values, nested or not.
+        checkpoint_id: The directory.
+        storage_writer: Writes in the place of this library's `StorageWriter`.
+        planner: DCP's, by default `DefaultSavePlanner`.
+        process_group: The ranks that save; by default all.
+        no_dist: Whether this process saves alone.
+        use_collectives: False is not supported.
+        replicas: As for `StorageWriter`.
+
+    Raises:
+        CheckpointError: The save failed, and there is what was there before; the same error on all ranks. DCP's
+            `CheckpointException`, with the errors of all ranks, is its cause.
+    """
+    writer = _writer(storage_writer, checkpoint_id, replicas)
+    path = _path_of(writer)
+    _check(path, no_dist)
+    _wait_for(path)
+    with one_error("saving", SaveError, path):
+        group = meeting(process_group, "call") if is_distributed(no_dist) else None
+    states, problem = _states(state_dict, _rank(group, no_dist))
+    return _save(
+        states, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
+    )
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId = None,
+    storage_writer: StockWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: Any = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: StockStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    replicas: Replicas = "equal",
+) -> Future[Metadata] | AsyncSaveResponse:
+    """Save a state dict in the background; arguments and result are those of DCP's `async_save`.
+
+    When it returns, the state is frozen (`AsyncStager`), and training may go on. Saves in the background are done one
+    after the other. An earlier one into the same directory is waited for.
+
+    Args:
+        async_checkpointer_type: ``THREAD``; ``PROCESS`` is not supported.
+        async_stager: Freezes the state in the place of this library's `AsyncStager`.
+
+    The other arguments are those of `save`.
+
+    Returns:
+        A future of what `save` returns; its errors are those of `save`. As in DCP, an `AsyncSaveResponse` if the stager
+        returns a future.
+
+    Raises:
+        UsageError: An argument makes no sense.
+        CheckpointError: The state cannot be frozen, in a job of one process. In others the future of all ranks has the
+            error.
+    """
+    if async_checkpointer_type != AsyncCheckpointerType.THREAD:
+        raise UsageError(
+            "saves are done by a thread, not by a process",
+            found=str(async_checkpointer_type),
+            hint="Leave async_checkpointer_type out: the thread does nearly all of its work without the GIL.",
+        )
+    writer = _writer(storage_writer, checkpoint_id, replicas)
+    path = _path_of(writer)
+    _check(path, no_dist)
+    _wait_for(path)
+    distributed = is_distributed(no_dist)
+    with one_error("saving", SaveError, path):
+        group = meeting(process_group, "background") if distributed else None
+    states, problem = _states(state_dict, _rank(group, no_dist))
+    staged: Any = {}
+    if problem is None:
+        try:
+            stager = AsyncStager() if async_stager is None else async_stager
+            staged = stager.stage(states)
+            # A stager of the program's may go on copying after that: until it says so, its memory has anything in it.
+            if getattr(stager, "should_synchronize_after_execute", False):
+                stager.synchronize_staging()
+        except Exception as error:
+            # The other ranks have begun the save: it takes place, and all of them hear of the error.
+            problem = as_checkpoint_error(error, "staging", _rank(group, no_dist), path=path)
+    if problem is not None and not (distributed and dist.get_world_size(group) > 1):
+        raise problem
+
+    def work() -> Metadata:
+        try:
+            ready = staged.result() if isinstance(staged, Future) else staged
+            return _save(
+                ready, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
+            )
+        except BaseException as error:
+            logger.error("the save of %s in the background failed: %s", path, error)  # noqa: TRY400  # it says all
+            raise
+
+    done: Future[Metadata] = _background().submit(work)
+    if path is not None:
+        with _lock:
+            _in_flight[path] = done
+    if not isinstance(staged, Future):
+        return done
+    staging: Future[None] = Future()
+    staged.add_done_callback(functools.partial(_pass_on, staging))
+    return AsyncSaveResponse(staging_completion=staging, upload_completion=done)  # type: ignore[arg-type]
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: CheckpointId = None,
+    storage_reader: StockReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    trust_pickle: bool = False,
+) -> None:
+    """Load a directory of DCP's into a state dict, in place; arguments and semantics are those of DCP's `load`.
+
+    Tensors are overwritten, also those of another element type, which DCP converts without a word; other values are
+    replaced; `Stateful` objects get their state by `load_state_dict`. No tensor is changed anywhere before all ranks
+    have verified the bytes that they need.
+
+    Args:
+        state_dict: What is to be loaded. Keys that are not in it are not loaded.
+        checkpoint_id: The directory: one of `save`, of stock DCP, or a tag of this library in the layout ``dcp``.
+        storage_reader: Reads in the place of this library's `StorageReader`.
+        planner: DCP's, by default `DefaultLoadPlanner`.
+        process_group: The ranks that load; by default all.
+        no_dist: Whether this process loads alone.
+        trust_pickle: Whether values that are no tensors may be of any class. Loading them may run code.
+
+    Raises:
+        NoCheckpointError: There is none.
+        CorruptCheckpointError: It is damaged. Nothing was changed.
+        IncompatibleCheckpointError: A key is missing in it, or a shape differs. Nothing was changed.
+        UntrustedObjectError: A value is of a class that is not loaded without `trust_pickle`. Nothing was changed.
+        LoadError: An object did not take its state.
+    """
+    reader = storage_reader
+    if reader is None:
+        reader = StorageReader(_required(checkpoint_id), trust_pickle=trust_pickle)
+    elif checkpoint_id is not None:
+        reader.reset(checkpoint_id)
+    path = _path_of(reader)
+    _check(path, no_dist)
+    _wait_for(path)
+    distributed = is_distributed(no_dist)
+    with one_error("loading", LoadError, path):
+        group = meeting(process_group, "call") if distributed else None
+    states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist))
+    if isinstance(reader, StorageReader) and reader.read_once is None:
+        reader.read_once = _mostly_on_devices(states)
+    with one_error("loading", LoadError, path):
+        try:
+            state_dict_loader.load(
+                states,
+                storage_reader=reader,
+                planner=(planner or OurLoadPlanner()) if problem is None else _FailingLoad(problem),
+                process_group=group,
+                no_dist=no_dist,
+            )
+        finally:
+            if isinstance(reader, StorageReader):
+                reader.close()
+        mine = _install(state_dict, states, _rank(group, no_dist))
+        if distributed and dist.get_world_size(group) > 1:
+            problems: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(problems, None if mine is None else mine.to_json(), group)
+            first = next((p for p in problems if p is not None), None)
+            if first is not None:
+                raise from_json(first) from mine
+        elif mine is not None:
+            raise mine
+
+
+def _save(
+    states: dict[str, Any],
+    problem: CheckpointError | None,
+    writer: StockWriter,
+    *,
+    planner: SavePlanner | None,
+    group: Any,
+    no_dist: bool,
+    use_collectives: bool,
+) -> Metadata:
+    with one_error("saving", SaveError, _path_of(writer)):
+        try:
+            told: Metadata = state_dict_saver.save(
+                states,
+                storage_writer=writer,
+                planner=planner if problem is None else _FailingSave(problem),
+                process_group=group,
+                no_dist=no_dist,
+                use_collectives=use_collectives,
+            )
+            return told
+        finally:
+            if isinstance(writer, StorageWriter):
+                writer.abandon()  # nothing, if it was committed
+
+
+class _FailingSave(DefaultSavePlanner):
+    """Has all ranks of a save raise an error that this one met before it."""
+
+    def __init__(self, problem: CheckpointError) -> None:
+        super().__init__()
+        self.problem = problem
+
+    def set_up_planner(self, *_: Any, storage_meta: Any = None, **__: Any) -> None:  # DCP looks for it
+        raise self.problem
+
+
+class _FailingLoad(DefaultLoadPlanner):
+    """Likewise, of a load."""
+
+    def __init__(self, problem: CheckpointError) -> None:
+        super().__init__()
+        self.problem = problem
+
+    def set_up_planner(self, *_: Any, **__: Any) -> None:
+        raise self.problem
+
+
+def _states(state_dict: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], CheckpointError | None]:
+    """The state dict with the states of `Stateful` objects in their places; or the error of one of them."""
+    states: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        try:
+            states[key] = value.state_dict() if isinstance(value, Stateful) else value
+        except Exception as error:
+            # Code of the program's may raise anything. All ranks have to hear of it.
+            return {}, as_checkpoint_error(error, f"{type(value).__name__}.state_dict()", rank, leaf=key)
+    return states, None
+
+
+def _install(state_dict: dict[str, Any], states: Mapping[str, Any], rank: int) -> CheckpointError | None:
+    """Give `Stateful` objects what was loaded, and replace everything else; the error of one of them."""
+    for key in sorted(state_dict):
+        value = state_dict[key]
+        if not isinstance(value, Stateful):
+            state_dict[key] = states[key]
+            continue
+        try:
+            value.load_state_dict(states[key])
+        except Exception as error:
+            # As above.
+            doing = f"{type(value).__name__}.load_state_dict()"
+            return as_checkpoint_error(error, doing, rank, LoadError, leaf=key)
+    return None
+
+
+def _mostly_on_devices(value: Any) -> bool:
+    """Whether most bytes of a state lie in the memory of accelerators."""
+    if local_lanes() > 1:
+        return False  # of an SPMD tensor a process needs parts only
+    here = there = 0
+    todo = [value]
+    while todo:
+        held = todo.pop()
+        if isinstance(held, GlobalTensor):
+            todo += [part for _, part in held.regions]
+        elif type(held).__name__ == "ShardedTensor":
+            todo += [shard.tensor for shard in held.local_shards()]
+        elif isinstance(held, torch.Tensor):
+            nbytes = held.numel() * held.element_size()
+            here, there = (here + nbytes, there) if held.device.type == "cpu" else (here, there + nbytes)
+        elif isinstance(held, Mapping):
+            todo += held.values()
+        elif isinstance(held, list | tuple):
+            todo += held
+    return there > here
+
+
+def _writer(given: StockWriter | None, checkpoint_id: CheckpointId, replicas: Replicas) -> StockWriter:
+    if given is None:
+        return StorageWriter(_required(checkpoint_id), replicas=replicas)
+    if checkpoint_id is not None:
+        given.reset(checkpoint_id)
+    return given
+
+
+def _required(checkpoint_id: CheckpointId) -> PathLike:
+    if not checkpoint_id:
+        raise UsageError(
+            "nobody has said where the checkpoint is",
+            expected="checkpoint_id, the path of a directory",
+            found=repr(checkpoint_id),
+        )
+    return checkpoint_id
+
+
+def _path_of(storage: Any) -> str | None:
+    """The directory of a reader or writer; None if it is none of a file system."""
+    found = getattr(storage, "checkpoint_id", None)
+    try:
+        return None if found is None else full_path(found)
+    except (UsageError, TypeError):
+        return None
+
+
+def _rank(group: Any, no_dist: bool) -> int:
+    return dist.get_rank(group) if is_distributed(no_dist) else 0
+
+
+def _check(path: str | None, no_dist: bool) -> None:
+    """Refuse calls of ranks that cannot meet: each would take itself for the whole job, and the last one would win."""
+    if no_dist:
+        return
+    try:
+        check_ranks()
+    except UsageError as error:
+        error.at(path=path)
+        raise
+
+
+def _wait_for(path: str | None) -> None:
+    """Wait for a save in the background into the same directory. Who has its future hears of its error."""
+    with _lock:
+        earlier = None if path is None else _in_flight.pop(path, None)
+    if earlier is not None:
+        earlier.exception()
+
+
+def _pass_on(to: Future[None], staged: Future[Any]) -> None:
+    error = staged.exception()
+    if error is None:
+        to.set_result(None)
+    else:
+        to.set_exception(error)

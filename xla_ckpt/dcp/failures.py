@@ -1,0 +1,87 @@
+"""One error for all ranks: what DCP gathers of a failed call, as an error of this library."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, RankFailedError
+from xla_ckpt.job.verdict import as_checkpoint_error
+
+_MISSING = re.compile(r"Missing key in checkpoint state_dict: (?P<key>.*?)\.?", re.DOTALL)
+_SIZE = re.compile(
+    r"Size mismatch between saved (?:torch\.Size\()?(?P<stored>\[.*?\])\)? and current: (?:torch\.Size\()?"
+    r"(?P<wanted>\[.*?\])\)? for (?P<key>.*)",
+    re.DOTALL,
+)
+_COLLECTIVE = re.compile(r"gloo|ProcessGroup|[Cc]onnection (closed|reset|refused)|[Ss]ocket|Broken pipe")
+"""What stands in the errors of collectives, which are plain RuntimeErrors."""
+
+
+@contextlib.contextmanager
+def one_error(doing: str, kind: type[CheckpointError], path: str | None) -> Iterator[None]:
+    """A block that calls stock DCP: what fails on any rank is raised here, and is the same on all ranks.
+
+    DCP's own exception stays its cause; it has the errors of all ranks.
+
+    Args:
+        doing: What the block does.
+        kind: What an exception becomes that is no error of ours, and none of the operating system.
+        path: The checkpoint.
+    """
+    try:
+        yield
+    except CheckpointException as gathered:
+        raise _verdict(gathered, doing, kind).at(path=path) from gathered
+    except CheckpointError as error:
+        error.at(path=path)
+        raise
+    except Exception as error:
+        if dist.is_available() and (isinstance(error, dist.DistError) or _COLLECTIVE.search(str(error))):
+            raise RankFailedError(
+                f"{doing} failed, because a rank did not answer",
+                path=path,
+                hint="It died, hangs, or never made this call: all ranks must make the same calls.",
+                details=str(error)[:2000],
+            ) from error
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        raise as_checkpoint_error(error, doing, rank, kind, path=path) from error
+
+
+def _verdict(gathered: CheckpointException, doing: str, kind: type[CheckpointError]) -> CheckpointError:
+    """The error of the lowest rank that has one of ours; of the lowest rank, if none has."""
+    failures: dict[int, BaseException] = {rank: failure[0] for rank, failure in sorted(gathered.failures.items())}
+    for error in failures.values():
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
+    ours = [(rank, error) for rank, error in failures.items() if isinstance(error, CheckpointError)]
+    if ours:
+        rank, error = ours[0]
+        return error if len(failures) > 1 or not _several() else error.at(rank=rank)
+    rank, first = next(iter(failures.items()))
+    return of_stock(first) or as_checkpoint_error(first, doing, rank, kind)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def of_stock(error: BaseException) -> CheckpointError | None:
+    """An error of stock's planners about a state dict that does not fit, as one of ours; None for any other."""
+    text = str(error)
+    facts: dict[str, Any] = {}
+    if (found := _MISSING.fullmatch(text)) is not None:
+        facts = {"hint": "DefaultLoadPlanner(allow_partial_load=True) leaves out what is not stored."}
+        text = f"Missing key in checkpoint state_dict: {found['key']}"
+    elif (found := _SIZE.fullmatch(text)) is not None:
+        facts = {"expected": found["stored"], "found": found["wanted"]}
+    else:
+        return None
+    made = IncompatibleCheckpointError(text, leaf=found["key"], **facts)
+    made.__cause__ = error
+    return made

@@ -1,0 +1,39 @@
+"""The process groups in which DCP's calls meet: groups of their own, where those of the program will not do."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+Purpose = Literal["call", "background"]
+
+_made: dict[tuple[int, Purpose], tuple[Any, Any]] = {}
+"""(identity of a group, purpose) -> that group, and the one that was made for its ranks."""
+
+
+def is_distributed(no_dist: bool) -> bool:
+    """Whether a call is made by several ranks together; also by a group of one."""
+    return not no_dist and bool(dist.is_available() and dist.is_initialized())
+
+
+def meeting(process_group: Any, purpose: Purpose) -> Any:
+    """The group in which the ranks of `process_group` (None: all) meet for a call of DCP's.
+
+    A call in the background gets a group of its own: its messages must not mix with those of training, which may use
+    the same group at the same time. So does a call in a group that cannot talk about values in host memory, as with
+    the backends ``xla`` and ``nccl``. All ranks of the group have to call this alike.
+    """
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    if purpose == "call" and torch.device("cpu") in group._device_types:
+        return process_group
+    key = id(group), purpose
+    known = _made.get(key)
+    if known is None or known[0] is not group or known[1] not in distributed_c10d._world.pg_map:
+        ranks = dist.get_process_group_ranks(group)
+        # torch_xla puts a function in the place of dist.new_group that does not know this argument.
+        made = distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        known = _made[key] = (group, made)
+    return known[1]

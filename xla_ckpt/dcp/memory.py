@@ -1,0 +1,61 @@
+"""The bytes of tensors in host memory, whatever they are and wherever they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.torch_host import bytes_of, cut, torch_type
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import LocalArray, whole
+from xla_ckpt.snapshot.take import HostShard
+
+
+def in_host_memory(named: Sequence[tuple[str, torch.Tensor]]) -> list[HostShard]:
+    """The bytes of (key, tensor) pairs, each in C order: views where that is possible, else copies.
+
+    What lies on one kind of device is transferred in one batch.
+
+    Raises:
+        UnsupportedStateError: A tensor has no plain array of elements, or not all of it is on devices of this process.
+    """
+    batches: dict[int, tuple[Any, list[int], list[tuple[Any, LocalArray]]]] = {}
+    for i, (key, value) in enumerate(named):
+        adapter = require(value, key)
+        adapter.dtype(value, key)  # refuses what cannot be stored
+        local = adapter.place(value, key) or whole(tuple(value.shape))
+        _, numbers, values = batches.setdefault(id(adapter), (adapter, [], []))
+        numbers.append(i)
+        values.append((value, local))
+    found: dict[int, HostShard] = {}
+    for adapter, numbers, values in batches.values():
+        for i, (value, local), shards in zip(numbers, values, adapter.host(values), strict=True):
+            found[i] = _joined(named[i][0], value, local, shards)
+    return [found[i] for i in range(len(named))]
+
+
+def _joined(key: str, value: torch.Tensor, local: LocalArray, shards: Sequence[HostShard]) -> HostShard:
+    """One shard for all of a tensor."""
+    everything = Box.whole(tuple(value.shape))
+    if everything.size == 0:
+        return HostShard(memoryview(b""), None, immutable=True)
+    if len(shards) == 1 and local.pieces[0].box == everything:
+        return shards[0]
+    held = sum(piece.box.size for piece in local.pieces)
+    if held != everything.size:
+        raise UnsupportedStateError(
+            "a part of a tensor is on devices of other processes",
+            leaf=key,
+            expected=f"{everything.size} elements",
+            found=held,
+            hint="Give dcp.sharded(state_dict), or use torch_xla's SPMDSavePlanner.",
+        )
+    element = torch_type(require(value).dtype(value), value)
+    made = torch.empty(everything.shape, dtype=element)
+    for piece, shard in zip(local.pieces, shards, strict=True):
+        cut(made, piece.box).copy_(torch.frombuffer(shard.data, dtype=element).reshape(piece.box.shape))
+    return HostShard(bytes_of(made), made, immutable=True)

@@ -1,0 +1,427 @@
+"""DCP's `StorageReader` on this library's engine: nothing is run to read it, and every byte is verified first.
+
+Before any tensor of the program is changed, each rank reads all bytes that it needs once and compares them with their
+digests. DCP tells all ranks whether one of them failed. Then the bytes are read a second time, into the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import add
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as StockReader
+from torch.futures import Future
+
+from xla_ckpt.arrays.registry import new_array, require
+from xla_ckpt.arrays.torch_host import bytes_of, cut, dtype_of, torch_dtype
+from xla_ckpt.dcp.source import Opened, Places, open_source
+from xla_ckpt.engine.read import READERS, check_reads, read_into
+from xla_ckpt.engine.target import Target
+from xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    StorageError,
+    UsageError,
+    naming,
+    storage_errors,
+)
+from xla_ckpt.layouts.dcp.metadata import Contents, StoredTensor
+from xla_ckpt.plan.restore_plan import Want, plan_restore
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.storage.door import PathLike, above, full_path
+
+
+class StorageReader(StockReader):
+    """Reads checkpoints of `torch.distributed.checkpoint`: stock DCP's, those of `xla_ckpt.dcp`, and tags of this
+    library in the layout ``dcp``.
+
+    For ``dcp.load(..., storage_reader=StorageReader(path))``, with any planner. ``.metadata`` is a pickle, and is read
+    without running any of it. So are the values that are no tensors, unless `trust_pickle` says that they may be of any
+    class. What this library wrote is verified by its digests before a tensor is changed, on all ranks.
+
+    Args:
+        checkpoint_id: The directory.
+        trust_pickle: Whether values that are no tensors may be of any class. Loading them may run code.
+        read_once: Whether what is verified is kept until it is put in place. It takes host memory for all that this
+            rank loads, and is faster where the tensors are on an accelerator. By default `xla_ckpt.dcp.load` decides by
+            where most of them are, and stock's `load` reads twice.
+        num_workers: Threads that read, at most.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: PathLike | None = None,
+        *,
+        trust_pickle: bool = False,
+        read_once: bool | None = None,
+        num_workers: int = READERS,
+    ) -> None:
+        super().__init__()
+        self.trust_pickle = trust_pickle
+        self.read_once = read_once
+        self.num_workers = num_workers
+        self._path: str | None = None
+        self._opened: Opened | None = None
+        self._places: Places | None = None
+        self._failure: CheckpointError | None = None
+        self._values: dict[str, bytes] = {}
+        self._kept: dict[_Destination, torch.Tensor] = {}
+        self.reset(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        try:
+            above(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        self.close()
+        if checkpoint_id is not None:
+            self._path = full_path(checkpoint_id)
+
+    def close(self) -> None:
+        """Release the directory. A load does it when it is done."""
+        self._values.clear()
+        self._kept.clear()
+        if self._places is not None:
+            self._places.close()
+            self._places = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds, as DCP describes it.
+
+        Raises:
+            NoCheckpointError: There is none.
+            CorruptCheckpointError: It is damaged.
+            UntrustedObjectError: It names something else than DCP's own classes. Nothing of it has run.
+        """
+        if "rank" in kwargs and self._failure is not None:
+            # DCP swallows what the first call raised, and asks for the metadata of one rank. `set_up_storage_reader`
+            # raises it again, which all ranks hear of.
+            return Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+        self.close()
+        self._failure = None
+        try:
+            if self._path is None:
+                raise UsageError("nobody has said where the checkpoint is", hint="Give checkpoint_id, the directory.")
+            with storage_errors("opening a checkpoint", path=self._path), naming(path=self._path):
+                self._opened = open_source(self._path)
+        except CheckpointError as error:
+            self._failure = error
+            raise
+        return _described(self._opened.contents, self._path)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        opened = self._ready()
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        starts: dict[str, set[tuple[int, ...]]] = {}
+        for item in tensors:
+            starts.setdefault(item.storage_index.fqn, set()).add(tuple(item.storage_index.offset or ()))
+        with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
+            self._places = places = opened.places(starts)
+            manifest, wants, slots = places.tag.manifest, list[Want](), list[memoryview]()
+            if self.read_once:
+                self._kept, wants, slots = _memory(opened, tensors)
+            checked = dict.fromkeys(_want(item) for item in tensors if _destination(item) not in self._kept)
+            read_into(places.tag, plan_restore(manifest, wants), slots, workers=self.num_workers)
+            check_reads(places.tag, plan_restore(manifest, list(checked)), workers=self.num_workers)
+            places.check_crcs()
+            self._values = {
+                item.storage_index.fqn: opened.value(item.storage_index.fqn, trust=self.trust_pickle)
+                for item in plan.items
+                if item.type == LoadItemType.BYTE_IO
+            }
+        return dataclasses.replace(plan, storage_data=opened.identity)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        # A job that saves the same checkpoint anew may have replaced it between two ranks' looks.
+        found = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
+        if len(found) > 1:
+            raise StorageError(
+                "the checkpoint was replaced while the ranks opened it, and they have found different versions",
+                path=self._path,
+                hint="Load it again.",
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = self._places
+        assert places is not None, "prepare_local_plan comes first"
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn]))
+        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        fillings = _fillings(places.opened, [i for i in tensors if _destination(i) not in self._kept], planner)
+        slabs = Slabs()
+        wants: list[Want] = []
+        slots: list[memoryview] = []
+        for filling in fillings:
+            for box, memory in zip(filling.boxes, filling.target.memory(slabs), strict=True):
+                wants.append(Want(filling.key, box, len(slots)))
+                slots.append(memory)
+        with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
+            read_into(places.tag, plan_restore(places.tag.manifest, wants), slots, workers=self.num_workers)
+            for filling in fillings:
+                filling.finish(planner)
+            _put_kept(self._kept, tensors, planner)
+        self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _ready(self) -> Opened:
+        if self._opened is None:
+            raise UsageError("the checkpoint is not open", path=self._path, hint="read_metadata() opens it.")
+        return self._opened
+
+
+class FileSystemReader(StorageReader):
+    """`StorageReader` with the arguments of DCP's `FileSystemReader`, for programs that make one.
+
+    Raises (on construction):
+        UsageError: Extensions are given, which change what is stored.
+    """
+
+    def __init__(self, path: PathLike, _extension_registry: Any = None) -> None:
+        if _extension_registry is not None:
+            raise UsageError(
+                "extensions that change what is stored are not supported",
+                path=str(path),
+                hint="Use torch.distributed.checkpoint.FileSystemReader.",
+            )
+        super().__init__(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Filling:
+    """A tensor of the program, or a part of one, that a load fills."""
+
+    key: str
+    boxes: tuple[Box, ...]
+    """What is read for it: regions of the stored tensor."""
+
+    target: Target
+    """Memory for them."""
+
+    value: torch.Tensor
+    direct: bool
+    """Whether the target fills `value` itself; else it makes a tensor that is copied into it."""
+
+    item: ReadItem | None = None
+    """The item that the planner is told of when it is filled."""
+
+    def finish(self, planner: LoadPlanner) -> None:
+        """Put what was read in place."""
+        made = self.target.install()
+        if not self.direct:
+            with torch.no_grad():
+                self.value.copy_(made)
+        elif not self.value.is_inference():
+            # As an in-place operation does: a backward pass over the old value has to be refused.
+            torch.autograd.graph.increment_version(self.value)
+        if self.item is not None:
+            planner.commit_tensor(self.item, self.value)
+
+
+def _fillings(opened: Opened, items: Sequence[ReadItem], planner: LoadPlanner) -> list[_Filling]:
+    """What is filled: tensors as wholes, where the planner is DCP's own; else what it gives for each item."""
+    plain, found = _is_plain(planner), []
+    for members in _by_destination(items).values():
+        if plain:
+            value = planner.lookup_tensor(members[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
+            if sum(prod(item.lengths) for item in members) == value.numel():
+                found.append(_all(opened, members[0], value))
+                continue
+        found += [_part(opened, item, planner) for item in members]
+    return found
+
+
+_Destination = tuple[str, tuple[int, ...]]
+"""(key, offset) of a local tensor in the program's state dict."""
+
+
+def _destination(item: ReadItem) -> _Destination:
+    return item.dest_index.fqn, tuple(item.dest_index.offset or ())
+
+
+def _by_destination(items: Sequence[ReadItem]) -> dict[_Destination, list[ReadItem]]:
+    groups: dict[_Destination, list[ReadItem]] = {}
+    for item in items:
+        groups.setdefault(_destination(item), []).append(item)
+    return groups
+
+
+def _memory(
+    opened: Opened, items: Sequence[ReadItem]
+) -> tuple[dict[_Destination, torch.Tensor], list[Want], list[memoryview]]:
+    """Host memory for the local tensors that are read as wholes, and what is read into it."""
+    kept, wants, slots = dict[_Destination, torch.Tensor](), list[Want](), list[memoryview]()
+    for destination, members in _by_destination(items).items():
+        key = members[0].storage_index.fqn
+        stored, dims = opened.tensor(key).dtype, range(len(members[0].lengths))
+        shape = tuple(max(item.dest_offsets[d] + item.lengths[d] for item in members) for d in dims)
+        box = Box.whole(shape).moved(destination[1] or (0,) * len(shape))
+        whole_of_it = sum(prod(item.lengths) for item in members) == box.size
+        # A planner of the program's may put stored elements somewhere else.
+        if not whole_of_it or not all(
+            item.storage_index.fqn == key and _want(item).box.start == tuple(map(add, box.start, item.dest_offsets))
+            for item in members
+        ):
+            continue
+        kind = torch_dtype(stored)
+        assert kind is not None, "what the metadata says has been read with torch's types"
+        kept[destination] = torch.empty(shape, dtype=kind)
+        wants.append(Want(key, box, len(slots)))
+        slots.append(bytes_of(kept[destination]))
+    return kept, wants, slots
+
+
+def _put_kept(kept: Mapping[_Destination, torch.Tensor], items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    """Put what was kept in place."""
+    plain = _is_plain(planner)
+    for destination, members in _by_destination(items).items():
+        made = kept.get(destination)
+        if made is None:
+            continue
+        if plain:
+            value = planner.lookup_tensor(members[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
+            if tuple(value.shape) == tuple(made.shape):
+                _copy(value, made)
+                continue
+        for item in members:
+            value, start = planner.resolve_tensor(item).detach(), tuple(item.dest_offsets)
+            _copy(value, cut(made, Box(start, tuple(map(add, start, item.lengths)))))
+            planner.commit_tensor(item, value)
+
+
+def _copy(value: torch.Tensor, made: torch.Tensor) -> None:
+    """Overwrite a tensor with one in host memory that nobody else uses."""
+    if value.device.type == "xla" and made.is_contiguous():
+        from xla_ckpt.arrays.xla import from_host
+
+        made = from_host(made, value.device)
+    with torch.no_grad():
+        value.copy_(made)
+
+
+def _is_plain(planner: LoadPlanner) -> bool:
+    """Whether a planner takes tensors from the state dict as they are. A class of the program's may change that."""
+    names = ("lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
+    return isinstance(planner, DefaultLoadPlanner) and all(
+        getattr(type(planner), name) is getattr(DefaultLoadPlanner, name) for name in names
+    )
+
+
+def _all(opened: Opened, item: ReadItem, value: torch.Tensor) -> _Filling:
+    """All of a local tensor, of which `item` fills a part."""
+    key = item.storage_index.fqn
+    origin = tuple(item.dest_index.offset or (0,) * value.dim())
+    adapter = require(value, key)
+    local = adapter.place(value, key) or whole(tuple(value.shape))
+    stored = opened.tensor(key).dtype
+    direct = adapter.dtype(value, key) == stored
+    target = (
+        adapter.into(value, local, owned=False) if direct else new_array(stored, whole(tuple(value.shape)), "torch")
+    )
+    boxes = tuple(box.moved(origin) for box in target.boxes)
+    return _Filling(key=key, boxes=boxes, target=target, value=value, direct=direct)
+
+
+def _part(opened: Opened, item: ReadItem, planner: LoadPlanner) -> _Filling:
+    """What the planner gives for an item."""
+    key, value = item.storage_index.fqn, planner.resolve_tensor(item).detach()
+    if tuple(value.shape) != tuple(item.lengths):
+        raise IncompatibleCheckpointError(
+            "the planner gave a tensor of another shape than it has planned",
+            leaf=key,
+            expected=list(item.lengths),
+            found=list(value.shape),
+        )
+    stored, shape = opened.tensor(key).dtype, tuple(value.shape)
+    direct = value.device.type == "cpu" and value.is_contiguous() and dtype_of(value, key) == stored
+    target = (
+        require(value, key).into(value, whole(shape), owned=False)
+        if direct
+        else new_array(stored, whole(shape), "torch")
+    )
+    want = _want(item)
+    return _Filling(
+        key=key, boxes=(want.box,) if want.box.size else (), target=target, value=value, direct=direct, item=item
+    )
+
+
+def _want(item: ReadItem) -> Want:
+    """The region of the stored tensor that an item reads."""
+    origin = item.storage_index.offset or (0,) * len(item.lengths)
+    start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
+    stop = tuple(a + n for a, n in zip(start, item.lengths, strict=True))
+    return Want(item.storage_index.fqn, Box(start, stop), 0)
+
+
+def _described(contents: Contents, path: str) -> Metadata:
+    """What a checkpoint holds, in DCP's own classes."""
+    described: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Any] = {}
+    for key, tensor in contents.tensors.items():
+        described[key] = _tensor(key, tensor)
+        for number, chunk in enumerate(tensor.chunks):
+            if chunk.at is not None:
+                index = MetadataIndex(key, chunk.box.start, number)
+                stored[index] = _StorageInfo(
+                    chunk.at.file, chunk.at.offset, chunk.at.nbytes, chunk.at.transforms or None
+                )
+    for key, span in contents.objects.items():
+        described[key] = BytesStorageMetadata()
+        stored[MetadataIndex(key)] = _StorageInfo(span.file, span.offset, span.nbytes, span.transforms or None)
+    return Metadata(
+        state_dict_metadata=described,
+        planner_data=dict(contents.paths),
+        storage_data=stored,
+        storage_meta=StorageMeta(checkpoint_id=path),
+    )
+
+
+def _tensor(key: str, tensor: StoredTensor) -> TensorStorageMetadata:
+    dtype = torch_dtype(tensor.dtype)
+    if dtype is None:
+        raise CorruptCheckpointError(f"torch has no element type {tensor.dtype.name}", leaf=key)
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=dtype),
+        size=torch.Size(tensor.shape),
+        chunks=[ChunkStorageMetadata(torch.Size(c.box.start), torch.Size(c.box.shape)) for c in tensor.chunks],
+    )

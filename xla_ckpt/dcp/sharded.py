@@ -1,0 +1,186 @@
+"""Tensor-parallel state in plain tensors, made global for DCP, which would take the parts for copies of one tensor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.torch_host import cut
+from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.errors import UsageError
+from xla_ckpt.job.mesh_source import current_mesh
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import LocalArray, whole
+from xla_ckpt.sharding.mesh import Mesh, as_mesh
+from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.sharding.rules import Rules, decided, idle, parse_rules
+from xla_ckpt.state import optimizer as optimizers
+from xla_ckpt.state.module import parameter_names
+from xla_ckpt.state.shardings import Parameter, StateShardings
+from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
+from xla_ckpt.tree import schema
+from xla_ckpt.tree.flatten import component
+
+logger = logging.getLogger(__name__)
+
+Keys = tuple[str | int, ...]
+"""Where a tensor stands in a nested state dict."""
+
+
+def sharded(
+    state_dict: Mapping[str, Any],
+    model: Any = None,
+    mesh: Mesh | str | None = None,
+    shardings: Rules | None = None,
+    *,
+    optimizer: Any = None,
+) -> dict[str, Any]:
+    """A state dict in which tensors that are parts of larger ones say so, for any call of DCP's, stock's included.
+
+    Plain tensors of tensor-parallel ranks have the same keys and different values. DCP takes them for copies, and
+    stores one of them. Here each becomes a `GlobalTensor`: a tensor of the global shape, of which this rank has its
+    part. A load overwrites that part in place, so the tensors of the program are filled; what is no tensor is replaced
+    in the returned dict. Tensors that are whole, DTensors and everything else stay as they are.
+
+    Args:
+        state_dict: The state of a model or an optimizer, or a dict of several, as a call of DCP's takes it. Optimizer
+            states are split as their parameters are.
+        model: The module whose parameters say how they are split: neuronx-distributed's and Megatron's attributes, and
+            the layers that know it.
+        mesh: How the ranks are arranged; by default as neuronx-distributed has arranged them.
+        shardings: Rules as in `xla_ckpt.save_checkpoint`, which are asked first: (regular expression, spec), for keys
+            as DCP has them, such as ``model.layers.0.up.weight``.
+        optimizer: Needed if its states stand under numbers, as in ``optimizer.state_dict()``; and for ZeRO-1.
+
+    Raises:
+        UsageError: Nobody says how the ranks are arranged, or a rule does not fit.
+        UnsupportedStateError: The attributes of a parameter contradict each other.
+    """
+    return _Views(model, mesh, shardings, optimizer).of(state_dict)
+
+
+_NUMBERED: Mapping[str | int, bool] = {schema.STATE: False, "base_state": False, "sharded_master_weights": True}
+"""Keys of optimizers below which parameters are numbers. Whether the tensors stand there themselves: master weights."""
+
+
+class _Views:
+    def __init__(self, model: Any, mesh: Mesh | str | None, shardings: Rules | None, optimizer: Any) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        given = as_mesh(mesh) or current_mesh(rank, world)
+        if given is None and shardings and world > 1:
+            raise UsageError("rules of shardings need a mesh", hint="Give mesh=, for instance Mesh(dp=2, tp=4).")
+        given = given or Mesh(dp=world)
+        if given.size != world:
+            raise UsageError(
+                "the mesh does not fit the job", expected=f"{world} ranks", found=f"{given.size} ({given})"
+            )
+        placement = Placement(rank, world, given)
+        model, self.optimizer = unwrapped_model(model), unwrapped_optimizer(optimizer)
+        self.rules = parse_rules(shardings)
+        self.placement = placement
+        self.parameters: dict[str, Parameter] = {
+            name: Parameter(name=name, value=value)
+            for name, value in (model.named_parameters() if model is not None else ())
+        }
+        self.numbered: list[str] = []
+        """Names of the optimizer's parameters, in the order of torch's numbers."""
+        if self.optimizer is not None:
+            names = parameter_names(model)
+            self.numbered = optimizers.names_of(self.optimizer, names)
+            held = optimizers.parameters_of(self.optimizer, model, names, placement)
+            self.parameters |= {parameter.name: parameter for parameter in held.values()}
+        self.places = StateShardings(
+            placement, self.rules, {component(name): p for name, p in self.parameters.items()}
+        ).of_model(model)
+        self.seen: list[str] = []
+
+    def of(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = _mapped(state_dict, (), self._view)
+        for warning in idle(self.rules, self.seen):
+            logger.warning("%s", warning)
+        return made
+
+    def _view(self, keys: Keys, value: torch.Tensor) -> torch.Tensor:
+        name = ".".join(map(str, keys))
+        self.seen.append(name)
+        adapter = require(value, name)
+        if isinstance(value, GlobalTensor) or adapter.place(value, name) is not None:
+            return value
+        local = self._local(name, keys, value, adapter)
+        shape = tuple(value.shape)
+        if local.shape == shape and [piece.box for piece in local.pieces] == [Box.whole(shape)]:
+            return value
+        held = value.detach()
+        return GlobalTensor(local.shape, value.dtype, [(piece.box, cut(held, piece.local)) for piece in local.pieces])
+
+    def _local(self, name: str, keys: Keys, value: torch.Tensor, adapter: ArrayAdapter) -> LocalArray:
+        """Where a plain tensor lies."""
+        shape = tuple(value.shape)
+        ruled = decided(self.rules, name)
+        owner, path = self._owner(keys)
+        is_state = schema.owner_of(path) is not None
+        if ruled is not None and (owner is None or not is_state or shape == tuple(owner.value.shape)):
+            # A rule for a parameter is found in the keys of its states, too. Their step count is no part of a tensor.
+            return whole(shape) if len(ruled.dims) > len(shape) else self.places._placed(name, ruled, shape)
+        if owner is None:
+            return whole(shape)
+        return self.places.local(path, value if is_state else _as(owner.value, shape, name), adapter)
+
+    def _owner(self, keys: Keys) -> tuple[Parameter | None, str]:
+        """The parameter that a tensor is, or is a state of, and the leaf path that it would have in a tag."""
+        for i, key in enumerate(keys):
+            if (
+                type(key) is not int
+                or not i
+                or keys[i - 1] not in _NUMBERED
+                or (i + 1 == len(keys)) != _NUMBERED[keys[i - 1]]
+            ):
+                continue
+            if not self.numbered:
+                raise UsageError(
+                    "states of an optimizer stand under numbers, and nobody says whose they are",
+                    leaf=".".join(map(str, keys)),
+                    hint="Give optimizer=, or the state dict of "
+                    "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict.",
+                )
+            if key < len(self.numbered):
+                called = self.numbered[key]
+                below = keys[i + 1 :]
+                return self.parameters[called], schema.state(called, *below) if below else schema.master(called)
+        parts = ".".join(map(str, keys)).split(".")
+        for length in range(len(parts), 0, -1):
+            for first in range(len(parts) - length, -1, -1):
+                found = self.parameters.get(".".join(parts[first : first + length]))
+                if found is not None:
+                    rest = parts[first + length :]
+                    return found, schema.state(found.name, *rest) if rest else schema.weight(found.name)
+        return None, ""
+
+
+def _as(parameter: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    """The parameter, whose attributes say how a tensor of its name is split."""
+    if tuple(parameter.shape) != shape:
+        raise UsageError(
+            "a tensor has another shape than the parameter of its name",
+            leaf=name, expected=list(parameter.shape), found=list(shape),
+            hint="Give the state dict of this model.",
+        )  # fmt: skip
+    return parameter
+
+
+def _mapped(value: Any, keys: Keys, view: Callable[[Keys, torch.Tensor], torch.Tensor]) -> Any:
+    """The same containers, with the views of the tensors in them."""
+    if isinstance(value, torch.Tensor):
+        return view(keys, value)
+    if isinstance(value, Mapping):
+        return {k: _mapped(v, (*keys, k), view) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(v, (*keys, i), view) for i, v in enumerate(value))
+    return value

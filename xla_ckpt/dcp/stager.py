@@ -1,0 +1,165 @@
+"""DCP's `AsyncStager` for XLA tensors: what a save in the background writes while training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager as StockStager
+
+from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.torch_host import tensor_from
+from xla_ckpt.dcp.memory import in_host_memory
+from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate
+from xla_ckpt.snapshot.take import COPIERS, COPY_BYTES, HostShard
+from xla_ckpt.storage.pool import work_off
+from xla_ckpt.tree import path as paths
+
+
+class AsyncStager(StockStager):
+    """Freezes a state dict for ``dcp.async_save(..., async_stager=AsyncStager())``.
+
+    XLA buffers never change: on the CPU they are only held, and nothing is copied; from other XLA devices all tensors
+    are transferred in one batch. CPU tensors are copied, since the next step overwrites them, and so are those of other
+    devices. DTensors, FSDP1's ShardedTensors and SPMD tensors become `GlobalTensor`s of what this process holds.
+    Anything else is deep-copied. When `stage` returns, the program may go on.
+    """
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: Any, **_: Any) -> Any:
+        """The same containers, with frozen values in them.
+
+        Raises:
+            UnsupportedStateError: A tensor cannot be stored, or a value cannot be copied.
+        """
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        _visit(state_dict, "", lambda key, value: found.setdefault(id(value), (key, value)))
+        pieces: list[_Piece] = []
+        rebuild = {number: _taken_apart(key, value, pieces) for number, (key, value) in found.items()}
+        frozen = _frozen(pieces)
+        made = {number: build(frozen) for number, build in rebuild.items()}
+        return _visit(state_dict, "", lambda _, value: made[id(value)], copies={})
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` returns when everything is frozen."""
+
+    def close(self) -> None:
+        """Nothing to release: what is staged is freed with the save that holds it."""
+
+
+def _visit(
+    value: Any, key: str, tensor: Callable[[str, torch.Tensor], Any], copies: dict[int, Any] | None = None
+) -> Any:
+    """Call `tensor` for each tensor; with `copies`, the same containers with its answers, and copies of other values.
+
+    `copies` is the memory of `copy.deepcopy`: what is there twice stays one.
+    """
+    if isinstance(value, torch.Tensor):
+        return tensor(key, value)
+    if isinstance(value, Mapping):
+        members = {k: _visit(v, paths.join(key, str(k)) if key else str(k), tensor, copies) for k, v in value.items()}
+        return members if type(value) is dict or copies is None else _like(value, members)
+    if isinstance(value, list | tuple):
+        items = [_visit(v, f"{key}.{i}", tensor, copies) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else _tuple(value, items)
+    if copies is None:
+        return value
+    try:
+        return copy.deepcopy(value, copies)
+    except Exception as error:
+        # It runs code of the value's own, which may raise anything.
+        raise UnsupportedStateError(
+            f"a {type(value).__name__} cannot be copied: {error}",
+            leaf=key,
+            hint="Give plain values, tensors, or its state_dict(); or save it with dcp.save, which copies nothing.",
+        ) from error
+
+
+def _like(value: Mapping[Any, Any], members: dict[Any, Any]) -> Any:
+    """A dict of the class of `value` with these members; a plain dict in place of any other mapping.
+
+    A copy of another mapping may share its members with the program's, which would be overwritten.
+    """
+    if not isinstance(value, dict):
+        return members
+    try:
+        made = copy.copy(value)
+        for key, member in members.items():
+            made[key] = member  # `update` of a Counter adds
+    except Exception:
+        # It is code of the program's own. DCP walks into any mapping, so a plain dict is stored alike.
+        return members
+    return members if made is value else made
+
+
+def _tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
+    if isinstance(value, torch.Size):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A plain tensor that is to be frozen."""
+
+    key: str
+    held: torch.Tensor | HostShard
+    """The tensor; or its bytes, where an adapter has given them already."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def _taken_apart(key: str, value: torch.Tensor, pieces: list[_Piece]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Append the plain tensors of a value to `pieces`; how it is made of the frozen ones."""
+    first, shape, dtype = len(pieces), tuple(value.shape), value.dtype
+    if isinstance(value, GlobalTensor):
+        boxes = [box for box, _ in value.regions]
+        pieces += [_Piece(key, held, held.dtype, tuple(held.shape)) for _, held in value.regions]
+    else:
+        adapter = require(value, key)
+        adapter.dtype(value, key)  # refuses what cannot be stored
+        local = adapter.place(value, key)
+        if local is None:
+            pieces.append(_Piece(key, value, dtype, shape))
+            return lambda frozen: frozen[first]
+        boxes = [piece.box for piece in local.pieces]
+        (shards,) = adapter.host([(value, local)])
+        pieces += [_Piece(key, shard, dtype, box.shape) for shard, box in zip(shards, boxes, strict=True)]
+    return lambda frozen: GlobalTensor(shape, dtype, [*zip(boxes, frozen[first:], strict=False)])
+
+
+def _frozen(pieces: Sequence[_Piece]) -> list[torch.Tensor]:
+    """CPU tensors with the elements of the pieces, which nobody else will write to."""
+    tensors = [(i, p.key, p.held) for i, p in enumerate(pieces) if isinstance(p.held, torch.Tensor)]
+    shards = {i: p.held for i, p in enumerate(pieces) if isinstance(p.held, HostShard)}
+    in_batch = in_host_memory([(key, held) for _, key, held in tensors])
+    shards.update({i: shard for (i, _, _), shard in zip(tensors, in_batch, strict=True)})
+    moving = [i for i, shard in shards.items() if not shard.immutable and len(shard.data)]
+    sizes = [-(-len(shards[i].data) // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT for i in moving]
+    memory = allocate(sum(sizes))
+    copied, copies, at = {}, [], 0
+    for i, size in zip(moving, sizes, strict=True):
+        source = np.frombuffer(shards[i].data, np.uint8)
+        target = memory[at : at + len(source)]
+        copied[i] = tensor_from(target, pieces[i].dtype, pieces[i].shape)
+        copies += [(target[k : k + COPY_BYTES], source[k : k + COPY_BYTES]) for k in range(0, len(source), COPY_BYTES)]
+        at += size
+    workers = COPIERS if len(memory) > COPY_BYTES else 1
+    work_off(copies, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-stage")
+    return [copied[i] if i in copied else _held(shards[i], piece) for i, piece in enumerate(pieces)]
+
+
+def _held(shard: HostShard, piece: _Piece) -> torch.Tensor:
+    """The tensor that has the bytes of a shard, which nobody else writes to."""
+    if not len(shard.data):
+        return torch.empty(piece.shape, dtype=piece.dtype)
+    assert isinstance(shard.keep, torch.Tensor), "torch's adapters keep a tensor"
+    return shard.keep.detach()

@@ -1,0 +1,79 @@
+"""A global tensor of which this process holds some regions, in the form that DCP's planners ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.sharding.box import Box
+
+Region = tuple[Box, torch.Tensor]
+"""A region of a global tensor, and its elements: a tensor of that shape, which a load overwrites."""
+
+
+class GlobalTensor(torch.Tensor):
+    """A tensor of global shape, for the calls of DCP: saved and loaded region by region, and nothing else.
+
+    It has no elements itself. Its regions are tensors of the program, or views of them, so that a load fills these. It
+    answers the protocol by which DTensor, too, tells DCP's planners what it holds.
+    """
+
+    regions: tuple[Region, ...]
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, regions: Sequence[Region]) -> GlobalTensor:
+        """`regions` are disjoint, and may be none."""
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: GlobalTensor = make(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False)
+        made.regions = tuple(regions)
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = ", ".join(str(box) for box, _ in self.regions)
+        return f"GlobalTensor({list(self.shape)}, {self.dtype}, held: {held or 'nothing'})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return GlobalTensor, (tuple(self.shape), self.dtype, self.regions)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        raise UnsupportedStateError(
+            f"a GlobalTensor is made for the calls of torch.distributed.checkpoint, and has no {function}",
+            hint="Use the tensor that it was made of.",
+        )
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        """What is to be written of it."""
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.shape)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The regions that it holds."""
+        return [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box, _ in self.regions]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The elements of one of them."""
+        start = tuple(index.offset or ())
+        for box, held in self.regions:
+            if box.start == start:
+                return held
+        raise UnsupportedStateError(f"no region begins at {list(start)}", leaf=index.fqn, found=repr(self))

@@ -1,0 +1,506 @@
+"""DCP's `StorageWriter` on this library's engine: one directory that appears complete and verified, or not at all.
+
+The coordinator makes a draft of the directory when it plans. All ranks write into it, and report: what they wrote with
+which digests, or the error that they met. The coordinator hears all reports in `finish`, writes ``.metadata`` and the
+digests, and gives the draft its name. An error of a rank is a report, and not raised there: DCP would then not call
+the coordinator any more, and nobody would remove the draft.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import re
+import uuid
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from xla_ckpt.arrays.torch_host import dtype_of
+from xla_ckpt.dcp.memory import in_host_memory
+from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ
+from xla_ckpt.engine.write import WRITERS, write_files
+from xla_ckpt.errors import (
+    SaveError,
+    StorageError,
+    UnsupportedStateError,
+    UsageError,
+    from_json,
+    naming,
+    storage_errors,
+)
+from xla_ckpt.files.distcp import Chunk, Distcp
+from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.layouts.dcp.chunks import chunk
+from xla_ckpt.layouts.dcp.digests import DIGESTS, dump, record_of
+from xla_ckpt.layouts.dcp.index import pickled
+from xla_ckpt.layouts.dcp.metadata import METADATA
+from xla_ckpt.manifest.digest import block_size, digest
+from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.plan.merge import Replicas
+from xla_ckpt.plan.save_plan import FilePlan, RegionSource
+from xla_ckpt.plan.save_plan import SavePlan as FilePlans
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.snapshot.sample import sample
+from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.storage.base import Directory, Store, write_small
+from xla_ckpt.storage.door import PathLike, above, full_path
+from xla_ckpt.tags import replacement
+from xla_ckpt.tags.directory import is_ours
+
+VERSION = "1.0.0"
+"""What DCP writes as the version of its metadata."""
+
+_REPORT = MetadataIndex("~xla_ckpt report")
+"""Index of the result that is a rank's report, and no item of the state."""
+
+_OF_DCP = re.compile(
+    r"\.metadata(\.tmp)?|__\d+\.metadata(\.tmp)?|\.manager_metadata|.*\.distcp|.*\.safetensors|"
+    r"model\.safetensors\.index\.json|" + re.escape(DIGESTS)
+)
+"""Names of files that make up a checkpoint of DCP's."""
+
+_SURELY_DCP = re.compile(r"\.metadata|__\d+\.metadata|.*\.distcp|" + re.escape(DIGESTS))
+"""Names of files that nothing else has: a directory with others, but without one of these, is not replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    """What the coordinator tells a rank."""
+
+    draft: str
+    """Name of the directory that is filled."""
+
+    rank: int
+    world: int
+    answers: str | None
+    """The save of that rank that it is for. Planners that keep plans may give an old one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    """What a rank tells the coordinator."""
+
+    rank: int
+    files: tuple[FileRecord, ...] = ()
+    held: Mapping[Place, Held] = field(default_factory=dict)
+    error: Mapping[str, Any] | None = None
+
+
+class StorageWriter(StockWriter):
+    """Writes checkpoints of `torch.distributed.checkpoint`: digested, durable, and committed by one rename.
+
+    For ``dcp.save(..., storage_writer=StorageWriter(path))`` and ``dcp.async_save``, with any planner. Stock readers
+    load what it writes. A checkpoint that has that path is replaced in one step: whoever looks finds the old or the new
+    one. If any rank fails, nothing is committed and nothing is left behind, and all ranks raise DCP's
+    `CheckpointException`, which holds the error (`xla_ckpt.dcp.save` raises the error itself).
+
+    Args:
+        checkpoint_id: The directory that is to hold the checkpoint.
+        replicas: ``"equal"``: tensors that several ranks hold under one key are compared, by samples, and a difference
+            is a `DivergentReplicasError`; ``"first"``: one of them is stored, and a warning says of which they are.
+        overwrite: Whether a checkpoint that is there already is replaced; else it is a `UsageError`.
+        num_workers: Threads that write, at most.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: PathLike | None = None,
+        *,
+        replicas: Replicas = "equal",
+        overwrite: bool = True,
+        num_workers: int = WRITERS,
+    ) -> None:
+        super().__init__()
+        if replicas not in ("equal", "first"):
+            raise UsageError("replicas is 'equal' or 'first'", found=repr(replicas))
+        self.replicas = replicas
+        self.overwrite = overwrite
+        self.num_workers = num_workers
+        self._path: str | None = None
+        self._save = ""
+        self._rank: int | None = None
+        self._planned: Sequence[WriteItem] = ()
+        self._draft: replacement.Replacement | None = None
+        self._forget: weakref.finalize[..., Any] | None = None
+        self.reset(checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The directory that is to hold the checkpoint."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+        try:
+            above(checkpoint_id)
+        except UsageError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        self.abandon()
+        if checkpoint_id is not None:
+            self._path = full_path(checkpoint_id)
+        self._save = uuid.uuid4().hex
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save)
+
+    def abandon(self) -> None:
+        """Remove what a save has written that was not committed."""
+        if self._forget is not None:
+            self._forget()
+        self._draft = self._forget = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.abandon()
+        self._rank = kwargs.get("rank")
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "with use_collectives=False each rank writes metadata of its own, and nobody decides for all ranks",
+                path=self._path,
+                hint="Leave use_collectives out.",
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._place()
+        self._save = uuid.uuid4().hex  # stock's planners may give the order of another save: this tells them apart
+        self._planned = plan.items
+        return dataclasses.replace(plan, storage_data=self._save)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        store, name = self._place()
+        with storage_errors("beginning a save", path=self._path), naming(path=self._path):
+            self._check_target(store, name)
+            self._draft = replacement.begin(store, name)
+        # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
+        self._forget = weakref.finalize(self, replacement.abandon, self._draft)
+        draft = self._draft.directory.name
+        return [
+            dataclasses.replace(
+                plan,
+                storage_data=_Order(
+                    draft=draft,
+                    rank=rank,
+                    world=len(plans),
+                    answers=plan.storage_data if isinstance(plan.storage_data, str) else None,
+                ),
+            )
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        rank = self._rank or 0
+        try:
+            results = self._write(plan, planner)
+        except Exception as error:
+            # It travels to the coordinator, which raises it on all ranks and removes the draft.
+            problem = as_checkpoint_error(error, "saving", rank, path=self._path)
+            results = [_told(_Report(rank=rank, error=problem.to_json()))]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        draft = self._draft
+        if draft is None:
+            raise SaveError("a save is finished that was never begun", path=self._path)
+        try:
+            with storage_errors("saving", path=self._path), naming(path=self._path):
+                self._finish(draft, metadata, results)
+        finally:
+            self.abandon()
+
+    def _place(self) -> tuple[Store, str]:
+        """The store that holds the checkpoint, and its name there."""
+        if self._path is None:
+            raise UsageError("nobody has said where the checkpoint goes", hint="Give checkpoint_id, the directory.")
+        return above(self._path, follow=True)
+
+    def _check_target(self, store: Store, name: str) -> None:
+        """Refuse to replace anything that is no checkpoint of DCP's.
+
+        Raises:
+            UsageError: Something else has that name.
+        """
+        if not store.has(name):
+            return
+        there = store.names(name)
+        other = [n for n in there if not _OF_DCP.fullmatch(n) or store.is_directory(f"{name}/{n}")]
+        if is_ours(store, name):
+            problem, hint = "there is a tag of this library", "Choose another path, or delete the tag."
+        elif not store.is_directory(name):
+            problem, hint = "there is a file", "A checkpoint is a directory."
+        elif other or (there and not any(map(_SURELY_DCP.fullmatch, there))):
+            problem = "the directory holds something else than a checkpoint of DCP's, which would be lost"
+            hint = "Give the checkpoint a directory of its own."
+            there = other or there
+        elif there and not self.overwrite:
+            problem, hint = "there is a checkpoint, and overwrite=False", "Choose another path."
+        else:
+            return
+        raise UsageError(problem, path=self._path, found=", ".join(there[:8]) or None, hint=hint)
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's part; one result for each item, behind the report."""
+        order = plan.storage_data
+        if not isinstance(order, _Order):
+            raise UsageError(
+                "the planner has replaced what this writer told the rank",
+                expected="SavePlan.storage_data as create_global_plan got it",
+                found=type(order).__name__,
+            )
+        store, name = self._place()
+        # A planner that keeps plans (enable_plan_caching) gives the order of an earlier save, with that one's draft.
+        draft = order.draft if order.answers in (None, self._save) else replacement.draft_name(name)
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        values = [(item.index.fqn, _resolved(item, planner)) for item in tensors]
+        shards = in_host_memory(values)
+        held: dict[Place, Held] = {}
+        if order.world > 1:
+            held = self._held(plan, planner, [*zip(tensors, values, shards, strict=True)])
+        mine = self._draft is not None
+        with storage_errors("saving", rank=order.rank, path=self._path):
+            directory = self._draft.directory if self._draft is not None else _opened(store, draft)
+            try:
+                results, files = self._write_tensors(directory, order, tensors, values, shards)
+                written, record = _write_objects(directory, order, objects, planner)
+                directory.sync()
+            finally:
+                if not mine:
+                    directory.close()
+        files = [*files, *([] if record is None else [record])]
+        return [_told(_Report(rank=order.rank, files=tuple(files), held=held)), *results, *written]
+
+    def _write_tensors(
+        self,
+        directory: Directory,
+        order: _Order,
+        items: Sequence[WriteItem],
+        values: Sequence[tuple[str, torch.Tensor]],
+        shards: Sequence[HostShard],
+    ) -> tuple[list[WriteResult], list[FileRecord]]:
+        # Readers of safetensors know one region of a name in a file: a second one goes to a further file.
+        again: dict[str, int] = {}
+        by_file: dict[int, list[int]] = {}
+        for i, item in enumerate(items):
+            number = again.get(item.index.fqn, 0)
+            again[item.index.fqn] = number + 1
+            by_file.setdefault(number, []).append(i)
+        plans, results = [], []
+        for number, members in sorted(by_file.items()):
+            stem = f"{order.rank + 1:05d}-of-{order.world:05d}" + (f"-{number + 1}" if number else "")
+            chunks = tuple(_chunk(items[i], values[i][1]) for i in members)
+            codec = Distcp(f"~{stem}", chunks)
+            path = f"{stem}.safetensors"
+            sources = [RegionSource(leaf=str(i), shard=0, offset=0, nbytes=len(shards[i].data)) for i in members]
+            plans.append(FilePlan(path=path, codec=codec, sources=tuple(sources)))
+            for i, (offset, nbytes) in zip(members, codec.spans, strict=True):
+                results.append(_result(items[i].index, path, offset, nbytes))
+        memory = {(str(i), 0): shard.data for i, shard in enumerate(shards)}
+        records = write_files(directory, FilePlans(tuple(plans)), memory, workers=self.num_workers).files
+        return results, list(records)
+
+    def _held(
+        self, plan: SavePlan, planner: SavePlanner, writing: Sequence[tuple[WriteItem, tuple[str, Any], HostShard]]
+    ) -> dict[Place, Held]:
+        """What this rank planned to write, as samples; of what another rank writes, too."""
+        final = {item.index for item in plan.items}
+        dropped = [i for i in self._planned if i.type != WriteItemType.BYTE_IO and i.index not in final]
+        values = [(item.index.fqn, _resolved(item, planner)) for item in dropped]
+        found = {_place_of(item): _described(item, value, shard, True) for item, (_, value), shard in writing}
+        for item, (_, value), shard in zip(dropped, values, in_host_memory(values), strict=True):
+            found[_place_of(item)] = _described(item, value, shard, False)
+        return found
+
+    def _finish(self, draft: replacement.Replacement, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        reports = [_report(rank, of_rank) for rank, of_rank in enumerate(results)]
+        failed = next((report for report in reports if report.error is not None), None)
+        if failed is not None:
+            assert failed.error is not None
+            raise from_json(dict(failed.error))
+        if len(reports) > 1:
+            compare([report.held for report in reports], self.replicas)
+        files = [(report.rank, record) for report in reports for record in report.files]
+        _check_files(files, draft.directory)
+        stored = {r.index: r.storage_data for of_rank in results for r in of_rank if r.index != _REPORT}
+        complete = dataclasses.replace(metadata, version=VERSION, storage_data=stored, storage_meta=self.storage_meta())
+        text = pickled(complete)
+        write_small(draft.directory, METADATA, text)
+        write_small(draft.directory, DIGESTS, dump([*(record for _, record in files), record_of(METADATA, text)]))
+        draft.directory.sync()
+        replacement.commit(draft)
+
+
+class FileSystemWriter(StorageWriter):
+    """`StorageWriter` with the arguments of DCP's `FileSystemWriter`, for programs that make one.
+
+    Those that only tune stock's writer do nothing here.
+
+    Raises (on construction):
+        UsageError: Files are wanted that this writer does not make: compressed ones, or safetensors alone.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        serialization_format: Any = None,
+    ) -> None:
+        if _extensions:
+            raise UsageError(
+                "extensions that change what is stored are not supported",
+                path=str(path),
+                hint="Save without them, or with torch.distributed.checkpoint.FileSystemWriter, which has no digests.",
+            )
+        if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
+            raise UsageError(
+                "this serialization format is not supported",
+                path=str(path),
+                found=str(serialization_format),
+                hint="What is written is torch.save's format and safetensors in one. For Hugging Face's directories: "
+                "xla_ckpt.export_hf.",
+            )
+        super().__init__(path, overwrite=overwrite, num_workers=max(thread_count, WRITERS))
+
+
+def _opened(store: Store, draft: str) -> Directory:
+    """The directory that the coordinator made, which holds the lock on it."""
+    try:
+        return store.open(draft, lock=False)
+    except FileNotFoundError as error:
+        raise StorageError.of(
+            error,
+            "opening the directory that the coordinator made",
+            file=draft,
+            hint="All ranks need the same directory: a network file system, if they are on several hosts.",
+        ) from error
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """The tensor of an item, as the planner gives it.
+
+    Raises:
+        UnsupportedStateError: It is not what the planner told the other ranks of.
+    """
+    value: Any = planner.resolve_data(item)
+    shard = getattr(value, "__get_tensor_shard__", None)  # some planners give the whole sharded tensor
+    value = value if shard is None else shard(item.index)
+    told = item.tensor_data
+    assert told is not None
+    key = item.index.fqn
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedStateError("the planner gave no tensor", leaf=key, found=type(value).__name__)
+    wanted = f"{str(told.properties.dtype).removeprefix('torch.')} {list(told.chunk.sizes)}"
+    found = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if wanted != found:
+        raise UnsupportedStateError(
+            "a tensor is not what the metadata would say of it: it could not be loaded", leaf=key,
+            expected=wanted, found=found,
+            hint="The planner's create_local_plan and resolve_data have to agree.",
+        )  # fmt: skip
+    return value.detach()
+
+
+def _chunk(item: WriteItem, value: torch.Tensor) -> Chunk:
+    assert item.tensor_data is not None
+    stored = item.tensor_data.chunk
+    stop = tuple(low + n for low, n in zip(stored.offsets, stored.sizes, strict=True))
+    with naming(leaf=item.index.fqn):
+        return chunk(item.index.fqn, dtype_of(value), Box(tuple(stored.offsets), stop))
+
+
+def _place_of(item: WriteItem) -> Place:
+    return item.index.fqn, tuple(item.index.offset or ())
+
+
+def _described(item: WriteItem, value: torch.Tensor, shard: HostShard, written: bool) -> Held:
+    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+    return Held(f"{dtype} {shape}", sample([shard.data]), written, may_differ(item.index.fqn, dtype, shape))
+
+
+def _write_objects(
+    directory: Directory, order: _Order, items: Sequence[WriteItem], planner: SavePlanner
+) -> tuple[list[WriteResult], FileRecord | None]:
+    """Write what is no tensor into one file, one thing behind the other."""
+    if not items:
+        return [], None
+    path = f"objects-{order.rank + 1:05d}-of-{order.world:05d}.distcp"
+    data, results, regions, digests = bytearray(), [], [], []
+    for item in items:
+        try:
+            value: Any = planner.resolve_data(item)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises; it names no key
+            raise UnsupportedStateError(
+                f"it cannot be pickled: {error}",
+                leaf=item.index.fqn,
+                hint="Store plain values, tensors, or an object with state_dict().",
+            ) from error
+        if not isinstance(value, io.BytesIO):
+            raise UnsupportedStateError("the planner gave no bytes", leaf=item.index.fqn, found=type(value).__name__)
+        text = value.getvalue()
+        results.append(_result(item.index, path, len(data), len(text)))
+        if text:
+            regions.append((len(data), len(text)))
+            step = block_size(len(text))
+            digests += [digest(text[at : at + step]) for at in range(0, len(text), step)]
+        data += text
+    write_small(directory, path, bytes(data))
+    record = FileRecord(
+        path=path, size=len(data), head=0, digest=digest(b""), regions=tuple(regions), digests=tuple(digests)
+    )
+    return results, record
+
+
+def _result(index: MetadataIndex, path: str, offset: int, nbytes: int) -> WriteResult:
+    return WriteResult(index=index, size_in_bytes=nbytes, storage_data=_StorageInfo(path, offset, nbytes))
+
+
+def _told(report: _Report) -> WriteResult:
+    return WriteResult(index=_REPORT, size_in_bytes=0, storage_data=report)
+
+
+def _report(rank: int, results: Sequence[WriteResult]) -> _Report:
+    for result in results:
+        if isinstance(result.storage_data, _Report):
+            return result.storage_data
+    raise SaveError("a rank wrote with another StorageWriter", rank=rank)
+
+
+def _check_files(files: Sequence[tuple[int, FileRecord]], directory: Directory) -> None:
+    """Another host may have found a directory of that name on a disk of its own, and have written there."""
+    for rank, record in files:
+        try:
+            source = directory.open(record.path)
+        except FileNotFoundError:
+            size = None
+        else:
+            size = source.size
+            source.close()
+        if size != record.size:
+            raise StorageError(
+                "what a rank has written is not in the directory that the coordinator made",
+                rank=rank,
+                file=record.path,
+                expected=f"{record.size} bytes",
+                found="no file" if size is None else f"{size} bytes",
+                hint="All ranks need the same directory: a network file system, if they are on several hosts.",
+            )

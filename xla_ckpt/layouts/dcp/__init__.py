@@ -1,0 +1,1 @@
+"""Directories of torch.distributed.checkpoint (DCP): `.metadata`, and files of tensors that torch.save wrote."""

@@ -1,0 +1,60 @@
+"""The zips of torch.save in files for DCP: one for each stored region of a tensor, and one for each other value."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.files.distcp import STEM, Chunk, zip_of
+from xla_ckpt.files.safetensors import Region
+from xla_ckpt.files.torch_file import TorchFile
+from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
+from xla_ckpt.sharding.box import Box
+
+
+def chunk(key: str, dtype: DType, box: Box) -> Chunk:
+    """A region of the tensor that DCP calls `key`.
+
+    Raises:
+        UnsupportedStateError: torch has no such element type.
+    """
+    name = key if key != "__metadata__" else "~" + key  # the one name that safetensors keeps for itself
+    return Chunk(Region(name, dtype, box), tensor_pickle(dtype, box.shape))
+
+
+def around(dtype: DType, shape: tuple[int, ...], offset: int) -> tuple[int, int]:
+    """(offset, bytes) of the zip of a region of this shape whose elements begin at `offset`."""
+    nbytes = Box.whole(shape).size * dtype.itemsize
+    held = zip_of(tensor_pickle(dtype, shape), nbytes)
+    return offset - held.start, held.size
+
+
+def object_zip(pickled: bytes) -> bytes:
+    """The file of torch.save that holds a value without tensors, from its pickle."""
+    ((_, text),) = TorchFile(stem=STEM, pickled=pickled).glue((), ())
+    return text
+
+
+def value_zip(value: Any, leaf: str) -> bytes:
+    """The same, from the value.
+
+    Raises:
+        UnsupportedStateError: It cannot be pickled.
+    """
+    return object_zip(dumps(value, leaf))
+
+
+@lru_cache(maxsize=4096)
+def tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
+    """The pickle of a contiguous tensor that is the whole storage ``0`` of its zip.
+
+    Raises:
+        UnsupportedStateError: torch has no such element type.
+    """
+    from xla_ckpt.arrays.torch_host import torch_dtype
+
+    if torch_dtype(dtype) is None:
+        raise UnsupportedStateError(f"torch has no element type {dtype.name}, and so DCP has none")
+    return dumps(LeafAt("0"), "0", lambda _: InFile(0, dtype, shape))

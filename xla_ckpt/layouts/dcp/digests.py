@@ -1,0 +1,107 @@
+"""The digests of a directory of DCP's, which this library writes beside `.metadata`: a file that stock DCP ignores.
+
+```
+{"format":"xla_ckpt digests","version":1,
+"files":[[".metadata",5120,5120,"<16 hex>"],["00001-of-00002.safetensors",8192,4096,"<16 hex>",[...]]],
+"digest":"<16 hex>"}
+```
+
+Each entry of `files` is a file record as in a manifest: path, size, bytes outside of all regions, their digest, and the
+regions with the digests of their blocks. Every file of the directory has one but this file itself; `.metadata` is among
+them, so that digests of an older save cannot be taken for those of this one. `digest` covers all bytes before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError
+from xla_ckpt.layouts.dcp.metadata import METADATA
+from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.manifest.manifest_json import file_json, parse_file
+from xla_ckpt.manifest.records import FileRecord
+
+DIGESTS = "xla_ckpt_digests.json"
+"""Name of the file."""
+
+FORMAT = "xla_ckpt digests"
+VERSION = 1
+
+MAX_DIGESTS = 1 << 30
+"""A larger file is not read (bytes)."""
+
+_TAIL = re.compile(rb',\n"digest":"([0-9a-f]{16})"}\n\Z')
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The records of all files of a directory.
+
+    Raises (on construction):
+        FormatError: A file is listed twice, or `.metadata` is not listed.
+    """
+
+    files: tuple[FileRecord, ...]
+
+    def __post_init__(self) -> None:
+        names = [record.path for record in self.files]
+        if len(set(names)) != len(names):
+            raise FormatError("a file has two lists of digests", found=sorted(names)[:8])
+        if METADATA not in names:
+            raise FormatError(f"there is no digest of {METADATA}")
+        if DIGESTS in names:
+            raise FormatError("a file cannot hold its own digest", found=DIGESTS)
+
+
+def record_of(path: str, data: bytes) -> FileRecord:
+    """The record of a file that is verified as a whole."""
+    return FileRecord(path=path, size=len(data), head=len(data), digest=digest(data))
+
+
+def dump(files: Sequence[FileRecord]) -> bytes:
+    """The bytes of the file: equal records give equal bytes.
+
+    Raises:
+        FormatError: The records are not those of one directory (see `Digests`).
+
+    >>> parse(dump([record_of(METADATA, b"...")])).files[0].size
+    3
+    """
+    held = Digests(tuple(files))
+    lines = ",".join(json.dumps(file_json(record), separators=(",", ":")) for record in held.files)
+    body = f'{{"format":"{FORMAT}","version":{VERSION},\n"files":[{lines}]'.encode()
+    return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+
+
+def parse(data: bytes) -> Digests:
+    """The digests in these bytes.
+
+    Raises:
+        CorruptCheckpointError: They are damaged, or make no sense.
+        UnsupportedVersionError: A newer version of this library wrote them.
+    """
+    tail = _TAIL.search(data, max(len(data) - 64, 0))
+    if tail is None:
+        raise CorruptCheckpointError("the digests are cut off: the file does not end with its own digest", file=DIGESTS)
+    body = data[: tail.start()]
+    if to_hex(digest(body)) != tail.group(1).decode():
+        raise CorruptCheckpointError("the digests are damaged: the file's own digest does not match", file=DIGESTS)
+    try:
+        raw = json.loads(body + b"}")
+    except (ValueError, RecursionError) as error:
+        raise FormatError("the digests are no JSON", file=DIGESTS) from error
+    match raw:
+        case {"format": str(name), "version": int(version), "files": list(entries)} if name == FORMAT:
+            if version > VERSION:
+                raise UnsupportedVersionError(
+                    "the digests were written by a newer version of this library",
+                    file=DIGESTS,
+                    expected=f"version {VERSION} or older",
+                    found=version,
+                    hint="Install a newer xla_ckpt.",
+                )
+            return Digests(tuple(parse_file(entry) for entry in entries))
+    raise FormatError("these are no digests of xla_ckpt", file=DIGESTS, found=str(raw)[:80])

@@ -1,0 +1,125 @@
+"""``.metadata``, and the file of all values that are no tensors: what DCP needs beside the files of tensors.
+
+Both are made from the manifest when all ranks have written theirs, and the manifest lists them with their digests.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.layouts.dcp.chunks import around, object_zip, value_zip
+from xla_ckpt.layouts.dcp.keys import Item, items
+from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, Span, StoredChunk, StoredTensor
+from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.tree.skeleton import is_array, is_object
+
+OBJECTS = "objects.distcp"
+"""The file of the values that are no tensors: a zip of torch.save for each, one after the other."""
+
+
+def index_files(reader: TagReader, *, trust: bool, flat: bool) -> dict[str, bytes]:
+    """Name -> bytes of the files that make a written directory one of DCP's. `flat`: under torchtitan's keys.
+
+    Raises:
+        UntrustedObjectError: A value needs a class of a module that is not imported, and `trust` is False.
+        UnsupportedStateError: A value cannot be pickled, or torch has no such element type.
+    """
+    manifest = reader.manifest
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, Span] = {}
+    text = bytearray()
+    found = items(manifest.skeleton, flat=flat)
+    for item in found:
+        if is_array(item.part):
+            record = manifest.array(item.leaf)
+            assert record is not None, item.leaf  # what was merged has been compared with the skeleton
+            tensors[item.key] = _tensor(record, manifest)
+        else:
+            held = _zip_of(item, reader, trust=trust)
+            objects[item.key] = Span(OBJECTS, len(text), len(held))
+            text += held
+    contents = Contents(tensors, objects, {item.key: item.path for item in found})
+    return {**({OBJECTS: bytes(text)} if objects else {}), METADATA: dump(contents)}
+
+
+def _tensor(record: ArrayRecord, manifest: Manifest) -> StoredTensor:
+    chunks = []
+    for shard in record:
+        offset, nbytes = around(record.dtype, shard.box.shape, shard.offset)
+        chunks.append(StoredChunk(shard.box, Span(manifest.files[shard.file].path, offset, nbytes)))
+    # A tensor without elements is stored nowhere, and has a chunk all the same, as stock DCP writes it.
+    return StoredTensor(record.dtype, record.shape, tuple(chunks or [StoredChunk(Box.whole(record.shape), None)]))
+
+
+def _zip_of(item: Item, reader: TagReader, *, trust: bool) -> bytes:
+    if is_object(item.part):
+        return object_zip(reader.pickled(item.part["$object"]))  # already a pickle: nothing of it is run
+    from xla_ckpt.state.values import CODEC, resolver
+    from xla_ckpt.tree.flatten import Unflattener
+
+    build = Unflattener(
+        array=_no_array, codec=CODEC, object=partial(reader.object, trust=trust), resolve=resolver(trust)
+    ).build
+    return value_zip(build(item.part, item.leaf), item.leaf)
+
+
+def _no_array(path: str, kind: str) -> Any:  # noqa: ARG001  # what an `Unflattener` calls
+    raise AssertionError(f"{path}: an array inside of a value that was taken to have none")
+
+
+def dump(contents: Contents) -> bytes:
+    """The bytes of ``.metadata``, which stock DCP of any torch from 2.3 on reads, whichever is installed."""
+    import torch
+    from torch.distributed.checkpoint import metadata as stock
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    def where(span: Span) -> Any:
+        return _StorageInfo(span.file, span.offset, span.nbytes)
+
+    described: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    for key, tensor in contents.tensors.items():
+        described[key] = stock.TensorStorageMetadata(
+            properties=stock.TensorProperties(dtype=getattr(torch, tensor.dtype.name)),
+            size=torch.Size(tensor.shape),
+            chunks=[stock.ChunkStorageMetadata(*_offsets_and_sizes(chunk.box)) for chunk in tensor.chunks],
+        )
+        for number, chunk in enumerate(tensor.chunks):
+            if chunk.at is not None:
+                stored[stock.MetadataIndex(key, torch.Size(chunk.box.start), number)] = where(chunk.at)
+    for key, span in contents.objects.items():
+        described[key] = stock.BytesStorageMetadata()
+        stored[stock.MetadataIndex(key)] = where(span)
+    paths: Mapping[str, Any] = dict(contents.paths)
+    return pickled(stock.Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored))
+
+
+def pickled(metadata: Any) -> bytes:
+    """The bytes of stock DCP's `Metadata`.
+
+    Torch 2.15 pickles a sixth member of `TensorProperties`, the strides, and older ones fail on it. No torch needs it.
+    """
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if type(value) is TensorProperties:
+                return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[no-untyped-call, attr-defined]
+            return NotImplemented
+
+    text = io.BytesIO()
+    Pickler(text).dump(metadata)
+    return text.getvalue()
+
+
+def _offsets_and_sizes(box: Box) -> tuple[Any, Any]:
+    import torch
+
+    return torch.Size(box.start), torch.Size(box.shape)

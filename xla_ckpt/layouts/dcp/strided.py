@@ -1,0 +1,57 @@
+"""Tensors that do not lie in C order (transposed, channels last), as boxes whose elements do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.sharding.box import Box
+
+MAX_BOXES = 1 << 16
+"""Boxes of one tensor. Each is a read of its own: a tensor that falls into more of them would be read for hours."""
+
+
+def boxes(shape: tuple[int, ...], steps: tuple[int, ...], origin: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
+    """(box, elements from the tensor's first one to the box's) of boxes that make up a tensor.
+
+    The elements of each box follow one another in memory, in C order.
+
+    Args:
+        shape: Of the tensor.
+        steps: How far apart its elements lie along each dim (elements).
+        origin: Of the tensor, in the array whose part it is.
+
+    Raises:
+        UnsupportedStateError: They would be more than `MAX_BOXES`.
+
+    >>> [(str(box), at) for box, at in boxes((2, 3), (1, 2), (0, 5))]
+    [('[0:2, 5:6]', 0), ('[0:2, 6:7]', 2), ('[0:2, 7:8]', 4)]
+    """
+    kept = _kept(shape, steps)
+    count = prod(n for dim, n in enumerate(shape) if dim not in kept)
+    if count > MAX_BOXES:
+        raise UnsupportedStateError(
+            "a tensor is not stored in C order, and falls into too many parts to be read where they lie",
+            expected=f"at most {MAX_BOXES} parts",
+            found=f"{count} of shape {list(shape)}, strides {list(steps)}",
+            hint="Load it with torch.distributed.checkpoint, and save what its contiguous() returns.",
+        )
+    for at in product(*(range(1 if dim in kept else n) for dim, n in enumerate(shape))):
+        start = tuple(a + i for a, i in zip(origin, at, strict=True))
+        stop = tuple(a + (n if dim in kept else 1) for dim, (a, n) in enumerate(zip(start, shape, strict=True)))
+        yield Box(start, stop), sum(i * step for i, step in zip(at, steps, strict=True))
+
+
+def _kept(shape: tuple[int, ...], steps: tuple[int, ...]) -> set[int]:
+    """The dims that each box has whole: from the one with neighbouring elements on, as long as C order goes on."""
+    kept = {dim for dim, n in enumerate(shape) if n == 1}
+    size, last = 1, len(shape)
+    while True:
+        found = [dim for dim in range(last) if dim not in kept and steps[dim] == size]
+        if not found:
+            return kept
+        last = found[-1]
+        kept.add(last)
+        size *= shape[last]

@@ -1,0 +1,74 @@
+"""One file of `torch.save` as a value: what ``torch.save({"model": ..., "optimizer": ...}, "out.pt")`` leaves."""
+
+from __future__ import annotations
+
+import time
+
+from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
+from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tags.names import is_tag_name
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+"""What programs give to torch.save as the ending of a name."""
+
+FILE = "state.pt"
+"""What a plan calls the file; whoever writes it knows its name."""
+
+
+class OneFile(Layout):
+    """A state, or a part of it, in one file that torch alone reads. It is no tag: it has no manifest.
+
+    A file that a path names is opened, and no root lists it among its tags.
+    """
+
+    name = "torch"
+    tagged = False
+    itself = True
+    one_file = True
+    asks = True
+
+    def find(self, store: Store, tag: str) -> TagEntry | None:
+        if not is_tag_name(tag) or not store.has(tag) or store.is_directory(tag):
+            return None
+        try:
+            is_zip = tag.endswith(SUFFIXES) or store.start_of(tag, 4) == b"PK\3\4"
+        except OSError:
+            return None
+        return TagEntry(tag=tag, directory=tag) if is_zip else None
+
+    def tag_of(self, found: TagEntry) -> str:
+        stem, dot, suffix = found.tag.rpartition(".")
+        return stem if dot and f".{suffix}" in SUFFIXES else found.tag
+
+    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.one_file.scan import open_scanned
+        from xla_ckpt.state.values import CODEC
+
+        return open_scanned(store, found, hints, CODEC)
+
+    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+        from xla_ckpt.layouts.torch_save.zip_reader import check_zip
+
+        began = time.monotonic()
+        report = VerifyReport(path=store.path, tag=found.tag, files=1, digests=False)
+        try:
+            with self.open(store, found, Hints(optimizer=False)) as reader, storage_errors("reading a file"):
+                report.arrays = len(reader.manifest.arrays)
+                report.nbytes = check_zip(reader.directory, found.tag)
+        except CheckpointError as error:
+            report.problems.append(error.at(path=store.path, tag=found.tag, file=found.tag))
+        report.seconds = time.monotonic() - began
+        return report
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.one_file.writing import plan_file
+
+        if to.mesh.size > 1:
+            raise UsageError("one file holds whole arrays, and is for any mesh", expected="no mesh", found=str(to.mesh))
+        return Rewriting([(plan_file(stored, FILE),)])

@@ -1,0 +1,101 @@
+"""From what a program gave to torch.save to the tree of a training state. Pure.
+
+Model, optimizer and scheduler are found as in directories of torch.distributed.checkpoint. What is added here is what
+only single files have: lists of optimizers, an optimizer that numbers its parameters, keys that are no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.layouts.dcp.names import training_state
+from xla_ckpt.layouts.numbered import Shape, named
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.tree import schema
+
+_LISTED = {"optimizer_states": "optimizer_states", "lr_schedulers": "lr_scheduler"}
+"""Where Lightning has a list of all optimizers, and of all schedulers -> what the only one of them is called."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Stands for a dict that is a value of its own: its keys are no text, or its class is another one."""
+
+    held: Mapping[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """What a file holds."""
+
+    tree: Any
+    """The tree of a training state; or what was saved, where nothing of one is recognised in it."""
+
+    guessed: bool = False
+    """Whether the numbers of the optimizer were named after the order of the model."""
+
+
+def members_of(tree: Any, hints: Hints, is_array: Callable[[Any], bool], shape: Shape) -> Members:
+    """The members of the training state that a file holds.
+
+    Args:
+        tree: What was saved, with anything in place of the arrays.
+        hints: What the program says that wants it.
+        is_array: Whether a value of the tree is an array.
+        shape: See `Shape`.
+    """
+    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
+        return Members(tree)
+    parts = training_state({k: _hidden(v) for k, v in _unlisted(tree).items()}, hints, is_array)
+    if tree.keys() <= set(schema.MEMBERS):
+        parts = _as_ours(tree, parts)
+    parts = {name: _shown(value) for name, value in parts.items()}
+    return Members(*named(parts, hints, shape, guess=True))
+
+
+def _as_ours(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a state whose members are called as ours are: as such, and in the order of the file.
+
+    One of them may have a structure that is not recognised: the state of an optimizer that is not torch's, say.
+    """
+    extras = dict(parts.get(schema.EXTRAS, {}))
+    own = {name: extras.pop(name) for name in tree if name in extras and name not in parts}
+    made = {**parts, **own, schema.EXTRAS: extras}
+    if not extras and schema.EXTRAS not in tree:
+        del made[schema.EXTRAS]
+    return {name: made[name] for name in (*tree, *made) if name in made}
+
+
+def _unlisted(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same state, with a dict in place of a list of only one optimizer, or of only one scheduler."""
+    made = dict(tree)
+    for name, called in _LISTED.items():
+        held = tree.get(name)
+        if (
+            isinstance(held, list)
+            and len(held) == 1
+            and isinstance(held[0], dict)
+            and called not in made.keys() - {name}
+        ):
+            del made[name]
+            made[called] = held[0]
+    return made
+
+
+def _hidden(value: Any) -> Any:
+    """A value in which every dict has text for keys, but for the states of an optimizer, which may be numbered."""
+    if type(value) is not dict:
+        return _Kept(value) if isinstance(value, dict) else value
+    if not all(isinstance(key, str) for key in value):
+        return _Kept(value)
+    states = schema.STATE if schema.GROUPS in value else None
+    return {key: member if key == states else _hidden(member) for key, member in value.items()}
+
+
+def _shown(value: Any) -> Any:
+    """Undo `_hidden`."""
+    if isinstance(value, _Kept):
+        return value.held
+    return {key: _shown(member) for key, member in value.items()} if type(value) is dict else value

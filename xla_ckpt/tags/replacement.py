@@ -1,0 +1,119 @@
+"""A directory that is no tag of ours: it is filled under another name, and takes its own in one step.
+
+What had that name before is there until the new one is complete, and gone afterwards. Whoever looks finds one of the
+two, whatever happens in between. Where the storage cannot exchange two names in one step, the old directory stands
+under ``.old-<name>`` for an instant.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from xla_ckpt.storage.base import Directory, Store, rename_durably
+from xla_ckpt.tags.cleaning import remove, remove_unused
+from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
+
+
+@dataclass(slots=True, kw_only=True)
+class Replacement:
+    """A directory on its way to its name."""
+
+    store: Store
+    name: str
+    """The name that it will have."""
+
+    directory: Directory
+    """Where its files go. Everything in it must be durable before `commit`."""
+
+    ended: bool = False
+    """Whether it was committed or abandoned."""
+
+
+def draft_name(name: str) -> str:
+    """The name under which a directory is filled, unless somebody else uses that one.
+
+    >>> draft_name("step-100")
+    '.new-step-100'
+    """
+    return NEW_PREFIX + name
+
+
+def begin(store: Store, name: str) -> Replacement:
+    """Make the directory that is filled, after what killed writers of this name left behind has been removed.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    store.prepare()
+    clean(store, name)
+    for number in itertools.count():
+        try:
+            directory = store.make(f"{draft_name(name)}-{number}" if number else draft_name(name))
+        except FileExistsError:
+            continue  # somebody else writes it, or may do so for all that can be told
+        return Replacement(store=store, name=name, directory=directory)
+    raise AssertionError("numbers do not end")
+
+
+def clean(store: Store, name: str) -> None:
+    """Remove what killed writers of a directory left, and undo a replacement that was killed half-way.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    old = OLD_PREFIX + name
+    if store.has(old) and not store.has(name):
+        rename_durably(store, old, name)
+    for left in store.names():
+        rest = left.removeprefix(draft_name(name))
+        if left == old or (rest != left and (not rest or (rest[0] == "-" and rest[1:].isdigit()))):
+            remove_unused(store, left)
+
+
+def where(store: Store, name: str) -> str:
+    """The name under which a directory is right now: it may be that of an old version that is just being replaced."""
+    return OLD_PREFIX + name if not store.has(name) and store.has(OLD_PREFIX + name) else name
+
+
+def commit(made: Replacement) -> None:
+    """Have the directory take its name. What had the name before is removed, unless somebody reads it.
+
+    Raises:
+        OSError: The storage refused; the name has what it had before.
+    """
+    store, name, draft = made.store, made.name, made.directory.name
+    if not store.has(name):
+        rename_durably(store, draft, name)
+        made.ended = True
+    elif store.exchange(draft, name):
+        try:
+            store.sync()
+        except OSError:
+            store.exchange(draft, name)
+            raise
+        made.ended = True
+        remove_unused(store, draft)  # that is the name of the old version now
+    else:
+        old = OLD_PREFIX + name
+        if store.has(old):
+            remove(store, old)
+        store.rename(name, old)
+        try:
+            rename_durably(store, draft, name)
+        except OSError:
+            store.rename(old, name)
+            raise
+        made.ended = True
+        remove_unused(store, old)
+    made.directory.close()
+
+
+def abandon(made: Replacement) -> None:
+    """Remove a directory that was not committed: it may be why the storage is full."""
+    if made.ended:
+        return
+    made.ended = True
+    made.directory.close()
+    if made.store.has(made.directory.name):
+        remove(made.store, made.directory.name)
