@@ -167,16 +167,18 @@ def saves_while_the_cable_is_pulled_out(shared: str, namespaces: Sequence[str]) 
     dist.init_process_group("gloo")
     lines.REACH = 2.0
     xla_ckpt.save(shared, "a", state(1))
-    write_files, cut = engine.write_files, f"{shared}.cut"
+    write_files, cut, written = engine.write_files, f"{shared}.cut", f"{shared}.written"
 
     def hold(*args: Any, **kwargs: Any) -> Any:
-        """Until the cable is pulled out."""
+        """Until the cable is pulled out. Rank 0 writes first: who waits before it does may give it up first, too."""
         open(f"{shared}.holds.{rank}", "w").close()
         end = time.monotonic() + 60
-        while not os.path.exists(cut):
+        while not os.path.exists(cut if rank == 0 else written):
             assert time.monotonic() < end
             time.sleep(0.01)
-        return write_files(*args, **kwargs)
+        result = write_files(*args, **kwargs)
+        open(written, "w").close()
+        return result
 
     engine.write_files = hold  # type: ignore[assignment]
     told = attempt(lambda: xla_ckpt.save(shared, "a", state(2), timeout=TIMEOUT).tag)
