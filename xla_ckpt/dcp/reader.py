@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.futures import Future
 
 from xla_ckpt.arrays.registry import new_array, require
-from xla_ckpt.arrays.torch_host import bytes_of, cut, dtype_of, torch_dtype
+from xla_ckpt.arrays.torch_host import bytes_of, cut, dtype_of, tensor_from, torch_dtype
 from xla_ckpt.dcp.source import Opened, Places, open_source
 from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.target import Target
@@ -291,6 +291,7 @@ def _memory(
 ) -> tuple[dict[_Destination, torch.Tensor], list[Want], list[memoryview]]:
     """Host memory for the local tensors that are read as wholes, and what is read into it."""
     kept, wants, slots = dict[_Destination, torch.Tensor](), list[Want](), list[memoryview]()
+    slabs = Slabs()  # aligned as XLA asks of memory that it adopts, and in huge pages, which are fast to get
     for destination, members in _by_destination(items).items():
         key = members[0].storage_index.fqn
         stored, dims = opened.tensor(key).dtype, range(len(members[0].lengths))
@@ -305,7 +306,7 @@ def _memory(
             continue
         kind = torch_dtype(stored)
         assert kind is not None, "what the metadata says has been read with torch's types"
-        kept[destination] = torch.empty(shape, dtype=kind)
+        kept[destination] = tensor_from(slabs.take(box.size * kind.itemsize), kind, shape)
         wants.append(Want(key, box, len(slots)))
         slots.append(bytes_of(kept[destination]))
     return kept, wants, slots
