@@ -421,6 +421,8 @@ def _described(contents: Contents, path: str) -> Metadata:
     for key, span in contents.objects.items():
         described[key] = BytesStorageMetadata()
         stored[MetadataIndex(key)] = _StorageInfo(span.file, span.offset, span.nbytes, span.transforms or None)
+    for key in contents.undescribed:
+        described[key] = BytesStorageMetadata()  # a planner that wants it hears why it is not read, when it is
     return Metadata(
         state_dict_metadata=described,
         planner_data=dict(contents.paths),
