@@ -398,24 +398,34 @@ MAX_PICKLE_DEPTH = 100
 """Containers inside of containers. A pickle may hold a list that contains itself, which a walk would never leave."""
 
 
-MAX_VALUES = 10_000_000
-"""Values in one pickle. A pickle may hold one list many times, each of whose members holds another one many times: a
-few bytes that a walk would take for more values than there is memory."""
+MAX_SHARING = 16
+"""Values for each byte of a pickle. Each takes a byte or more, unless it stands in several places: a pickle may hold
+one list many times, each of whose members holds another one many times, and stand for more than there is memory."""
+
+FEW_VALUES = 100_000
+"""So many are never too many."""
 
 
-def replaced(value: Any, leaf: Callable[[Any], Any], file: str) -> Any:
+def replaced(value: Any, leaf: Callable[[Any], Any], file: str, nbytes: int) -> Any:
     """The same containers, of the same classes, with ``leaf(value)`` in place of every `View` and `Reference`.
+
+    Args:
+        value: What `loads` made.
+        leaf: See above.
+        file: Where it comes from, for errors.
+        nbytes: Bytes of the pickle.
 
     Raises:
         CorruptCheckpointError: Containers are nested without end.
     """
-    return _Walk(leaf, file).visit(value, 0)
+    return _Walk(leaf, file, max(FEW_VALUES, MAX_SHARING * nbytes)).visit(value, 0)
 
 
 class _Walk:
-    def __init__(self, leaf: Callable[[Any], Any], file: str) -> None:
+    def __init__(self, leaf: Callable[[Any], Any], file: str, most: int) -> None:
         self.leaf = leaf
         self.file = file
+        self.most = most
         self.seen = 0
 
     def visit(self, value: Any, depth: int) -> Any:
@@ -423,8 +433,8 @@ class _Walk:
         if depth > MAX_PICKLE_DEPTH:
             raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=self.file)
         self.seen += 1
-        if self.seen > MAX_VALUES:
-            raise CorruptCheckpointError(f"a pickle stands for more than {MAX_VALUES} values", file=self.file)
+        if self.seen > self.most:
+            raise CorruptCheckpointError(f"a pickle stands for more than {self.most} values", file=self.file)
         kind = type(value)
         if kind is View or kind is Reference:
             return self.leaf(value)
