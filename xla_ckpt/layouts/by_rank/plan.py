@@ -215,3 +215,34 @@ def check_common(skeleton: Mapping[str, Any], whose: str) -> None:
             leaf=schema.own_states(),
             hint="Save in the native format, which holds any state.",
         )
+
+
+def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], whose: str) -> None:
+    """Refuse a ZeRO-1 optimizer that files which are numbered by dp have no place for.
+
+    Args:
+        state: What a rank has.
+        mesh: That of the job.
+        axes: Mesh axes over which ZeRO-1 deals rows out.
+        whose: Who has the layout.
+
+    Raises:
+        UnsupportedStateError: Its states would be lost.
+    """
+    if not state.zero1:
+        return
+    why = None
+    over = [axis for axis in axes if mesh.sizes[axis] > 1]
+    if mesh.ep > 1:
+        why = "it has one ZeRO-1 optimizer for experts and others, with names that no file tells"
+    elif set(over) - {"dp", "edp"}:
+        why = f"its files are named by dp, and these ZeRO-1 shards are dealt out over {' and '.join(over)}"
+    elif mesh.dp > 1 and not over:
+        why = "its ZeRO-1 files are one for each dp rank, and these shards are not dealt out over dp"
+    if why is not None:
+        raise UnsupportedStateError(
+            f"{whose} layout cannot hold this optimizer: {why}",
+            leaf=schema.OPTIMIZER,
+            found=str(mesh),
+            hint="Save in the native format, which holds any state and loads on any topology.",
+        )

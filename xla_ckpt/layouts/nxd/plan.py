@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.errors import UsageError
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, RankTensor, by_number, plain, stem
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
@@ -153,31 +153,6 @@ def numbered(state: RankState) -> dict[str, Any]:
     if schema.MASTER in tree:
         made["sharded_master_weights"] = by_number(tree[schema.MASTER], number)
     return {**made, **others}
-
-
-def check_fits(state: RankState, mesh: Mesh, axes: Sequence[str]) -> None:
-    """Refuse what these layouts have no place for; `axes` are those over which ZeRO-1 deals rows out.
-
-    Raises:
-        UnsupportedStateError: It would lose data, as neuronx-distributed does.
-    """
-    if not state.zero1:
-        return
-    why = None
-    over = [axis for axis in axes if mesh.sizes[axis] > 1]
-    if mesh.ep > 1:
-        why = "it has one ZeRO-1 optimizer for experts and others, with names that no file tells"
-    elif set(over) - {"dp", "edp"}:
-        why = f"its files are named by dp, and these ZeRO-1 shards are dealt out over {' and '.join(over)}"
-    elif mesh.dp > 1 and not over:
-        why = "its ZeRO-1 files are one for each dp rank, and these shards are not dealt out over dp"
-    if why is not None:
-        raise UnsupportedStateError(
-            f"neuronx-distributed's layout cannot hold this optimizer: {why}",
-            leaf=schema.OPTIMIZER,
-            found=str(mesh),
-            hint="Save in the native format, which holds any state and loads on any topology.",
-        )
 
 
 def check_job(trees: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> None:

@@ -10,10 +10,10 @@ from functools import cached_property
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.new_job import NewJob, deals_rows
-from xla_ckpt.layouts.by_rank.plan import PARTS, check_common
+from xla_ckpt.layouts.by_rank.plan import PARTS, check_common, check_rows
 from xla_ckpt.layouts.by_rank.writing import RankWriting, held_by_rank
 from xla_ckpt.layouts.native import native_files
-from xla_ckpt.layouts.nxd.plan import WHOSE, RankPlan, check_fits, check_job
+from xla_ckpt.layouts.nxd.plan import WHOSE, RankPlan, check_job
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.state.describe import Description
@@ -39,7 +39,7 @@ class NxdWriting(RankWriting):
 def writing_of(description: Description, *, xser: bool, marks: Mapping[str, bytes]) -> NxdWriting:
     """How a rank writes its state (see `xla_ckpt.layouts.base.Layout.writing`)."""
     held, rest = held_by_rank(description, WHOSE, "xser")
-    check_fits(held, description.placement.mesh, description.state.zero1 or ())
+    check_rows(held, description.placement.mesh, description.state.zero1 or (), WHOSE)
     return NxdWriting(description=description, held=held, rest=rest, xser=xser, marks=marks)
 
 
