@@ -40,7 +40,7 @@ _layouts: list[Layout] = [
     OptimumNeuron(),  # before neuronx-distributed's, which would find the rank files in its tags, too
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
-    SageMaker(),
+    SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
     HuggingFace(),
     OneFile(),
 ]

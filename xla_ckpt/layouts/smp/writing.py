@@ -15,7 +15,7 @@ from xla_ckpt.layouts.by_rank.new_job import NewJob
 from xla_ckpt.layouts.by_rank.plan import PARTS, SHARING, Laying, RankState, check_common, check_rows
 from xla_ckpt.layouts.by_rank.writing import RankWriting, held_by_rank
 from xla_ckpt.layouts.native import native_files
-from xla_ckpt.layouts.smp.content import (
+from xla_ckpt.layouts.smp.form import (
     WHOSE,
     Job,
     config_file,
@@ -27,6 +27,7 @@ from xla_ckpt.layouts.smp.content import (
     optimizer_file,
     told,
 )
+from xla_ckpt.layouts.smp.tags import CONFIG
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan
 from xla_ckpt.sharding.mesh import Mesh
@@ -34,8 +35,6 @@ from xla_ckpt.state.describe import Description
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
-
-CONFIG = "smp_config.pt"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.plan import RankState, by_number
+from xla_ckpt.layouts.smp.contents import IS_PARTIAL, LOAD_INFO, MASTERS
+from xla_ckpt.layouts.smp.stage import OURS, SHAPES, SPECS
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.tree import schema
@@ -26,11 +28,6 @@ VERSION = "1.12.1"
 
 WHOSE = "SageMaker model parallel's"
 """Whose layout it is, in errors."""
-
-IS_PARTIAL = "_smp_is_partial"
-LOAD_INFO = "_smp_load_info"
-OWN = "xla_ckpt"
-"""Key of what SMP does not have."""
 
 PARAM_NAMES = "param_names"
 """torch's key of a group for the names of its parameters."""
@@ -138,15 +135,15 @@ def model_file(state: RankState, job: Job, mesh: Mesh) -> dict[Any, Any]:
         )
     held = {name: state.tensors[at.path] for name, at in tree.items() if isinstance(at, LeafAt)}
     ours = {
-        "specs": {name: tensor.spec for name, tensor in held.items()},
+        SPECS: {name: tensor.spec for name, tensor in held.items()},
         # Where a split has padded the tensors, their shapes do not say how large the whole is.
-        "shapes": {name: tensor.full for name, tensor in held.items()},
+        SHAPES: {name: tensor.full for name, tensor in held.items()},
     }
     info = {
         "tensor_parallel_degree": mesh.tp,
         "pipeline_parallel_degree": mesh.pp,
         "partition_info": dict(job.partitions),
-        OWN: ours,
+        OURS: ours,
     }
     return {**tree, IS_PARTIAL: True, LOAD_INFO: info}
 
@@ -177,7 +174,7 @@ def optimizer_file(state: RankState, job: Job) -> dict[Any, Any]:
         IS_PARTIAL: True,
     }
     if state.zero1:
-        made[OWN] = {"shapes": {number[name]: list(shape) for name, shape in _own(state, number)}}
+        made[OURS] = {SHAPES: {number[name]: list(shape) for name, shape in _own(state, number)}}
     return made
 
 
@@ -206,8 +203,8 @@ def masters_file(state: RankState, job: Job) -> dict[str, Any]:
         "dynamic_loss_scale": False,
         "overflow": False,
         "first_closure_call_this_step": True,
-        "fp32_from_fp16": [[masters[name] for name in group] for group in names],
-        OWN: {PARAM_NAMES: names},
+        MASTERS: [[masters[name] for name in group] for group in names],
+        OURS: {PARAM_NAMES: names},
     }
 
 
