@@ -31,10 +31,22 @@ ORDER = [n for n in WHOLE if "norm" not in n and "scale" not in n] + [n for n in
 """The parameters of tests.topology.state's optimizer in the order of its groups: SMP numbers them over all stages."""
 
 
-def toy_model(mesh: Mesh, pp: int, tp: int, **info: Any) -> dict[str, Any]:
+def cut(full: torch.Tensor, name: str, tp: int, i: int) -> torch.Tensor:
+    """What a tp rank has of a value. Where SMP cannot cut evenly, the first ranks have one more than the others."""
+    _, dim, stride = WHOLE[name]
+    if dim is None or full.shape[dim] % (tp * stride) == 0:
+        return tp_part(full, name, tp, i)
+    sizes = [full.shape[dim] // tp + (rank < full.shape[dim] % tp) for rank in range(tp)]
+    return full.narrow(dim, sum(sizes[:i]), sizes[i]).clone()
+
+
+Cut = Callable[[torch.Tensor, str, int, int], torch.Tensor]
+
+
+def toy_model(mesh: Mesh, pp: int, tp: int, cut: Cut = cut, **info: Any) -> dict[str, Any]:
     """What `local_state_dict` returns on a rank."""
     rank = mesh.rank({"pp": pp, "tp": tp})
-    held: dict[str, Any] = {n: tp_part(whole(n), n, mesh.tp, tp) for n in names_of(mesh, rank)}
+    held: dict[str, Any] = {n: cut(whole(n), n, mesh.tp, tp) for n in names_of(mesh, rank)}
     # On each stage a module of the toy has this buffer; SMP would have it once.
     held |= {"seen": torch.tensor(5.0)} if pp == 0 else {}
     return {**held, "_smp_is_partial": True, "_smp_load_info": load_info(mesh.pp, mesh.tp, **info)}
@@ -47,16 +59,18 @@ def toy_groups() -> list[dict[str, Any]]:
     return [{**options, **own, "params": some} for own, some in zip(GROUPS, numbers, strict=True)]
 
 
-def toy_state(mesh: Mesh, pp: int, tp: int, name: str) -> dict[str, Any]:
-    parts = {w: tp_part(known(name, w), name, mesh.tp, tp) for w in ("exp_avg", "exp_avg_sq")}
+def toy_state(mesh: Mesh, tp: int, name: str, cut: Cut = cut) -> dict[str, Any]:
+    parts = {w: cut(known(name, w), name, mesh.tp, tp) for w in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.tensor(7.0), **parts}
 
 
-def toy_optimizer(mesh: Mesh, pp: int, tp: int, *, keep: Callable[[int], bool] = lambda _: True) -> dict[str, Any]:
+def toy_optimizer(
+    mesh: Mesh, pp: int, tp: int, *, keep: Callable[[int], bool] = lambda _: True, cut: Cut = cut
+) -> dict[str, Any]:
     """What the optimizer's `local_state_dict` returns: on tp ranks above 0 it is empty for what is not split."""
     mine = names_of(mesh, mesh.rank({"pp": pp, "tp": tp}))
     state = {
-        i: {} if tp and WHOLE[n][1] is None else toy_state(mesh, pp, tp, n)
+        i: {} if tp and WHOLE[n][1] is None else toy_state(mesh, tp, n, cut)
         for i, n in enumerate(ORDER) if n in mine and keep(i)
     }  # fmt: skip
     return {"state": state, "param_groups": toy_groups(), "_smp_is_partial": True}

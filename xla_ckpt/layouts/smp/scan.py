@@ -13,7 +13,8 @@ from xla_ckpt.layouts.nxd.copies import in_common
 from xla_ckpt.layouts.nxd.rank_files import At, Scan
 from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
 from xla_ckpt.layouts.smp import contents
-from xla_ckpt.layouts.smp.contents import INNER, IS_PARTIAL, LOAD_INFO, MASTERS, ZERO_2D
+from xla_ckpt.layouts.smp.contents import INNER, MASTERS
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, ZERO_2D
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
 from xla_ckpt.layouts.smp.parts import Degrees, Parts, placed, two_saves
 from xla_ckpt.layouts.smp.stage import SmpState, known, merged
