@@ -7,8 +7,9 @@ part of a larger file, in which others lie before and after it: then its neighbo
 from __future__ import annotations
 
 import struct
+import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -195,11 +196,17 @@ class Zip:
         self._places: dict[str, tuple[int, int, int]] = {}
 
     def value(
-        self, reference: Callable[[Any], Any] | None = None, *, strided: bool = False, tolerant: bool = False
+        self,
+        reference: Callable[[Any], Any] | None = None,
+        *,
+        strided: bool = False,
+        tolerant: bool = False,
+        more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Any:
         """What was saved, with a `TensorAt` for every tensor (see `read`). With `strided`, one may have strides.
 
-        With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it.
+        With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it. `more` are names
+        that the pickle may have besides, with what stands for each.
         """
         if f"{self.prefix}byteorder" in self.records and self._small("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
@@ -218,7 +225,7 @@ class Zip:
                 )
             return reference(value.tid)
 
-        return replaced(loads(self._small("data.pkl"), self.file, tolerant=tolerant), leaf, self.file)
+        return replaced(loads(self._small("data.pkl"), self.file, more, tolerant=tolerant), leaf, self.file)
 
     @property
     def pickled(self) -> bytes:
