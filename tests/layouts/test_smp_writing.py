@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests import xla
 from tests.layouts.writing import as_job, as_kwargs, names, save_as_job, toy, unlike
 from tests.topology.state import GROUPS, differences, known, names_of, tp_part, whole, zero1_part
 from xla_ckpt import Mesh
@@ -240,6 +241,27 @@ def test_asynchronous_saves_are_kept_and_deleted_like_all_tags(tmp_path: Path, m
     assert xla_ckpt.load_checkpoint(tmp_path, model=toy(Mesh(), 0, blank=True)[0]).user_content == {"step": 7}
 
 
+@pytest.mark.parametrize("device", xla.DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_a_device_are_stored_as_those_of_the_host(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """SMP saves them with `.cpu()`: who loads the files needs no such device. The save does not wait for training."""
+    model = torch.nn.Linear(6, 4, dtype=dtype)
+    value = model.weight.detach().clone()
+    model.to(xla.device() if device == "xla" else device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    handle = xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer, layout="smp", async_save=True)
+    optimizer.step()
+    handle.result()
+    held = read(tmp_path / "a", "model_0_0.pt")
+    assert (held["weight"].device.type, held["weight"].dtype) == ("cpu", dtype)
+    assert torch.equal(held["weight"], value - 1)
+    states = read(tmp_path / "a", "optimizer_states_0_0.pt")["state"]
+    assert torch.equal(states[1]["momentum_buffer"], torch.ones(4, dtype=dtype))
+
+
 @pytest.mark.parametrize("file", ["model_0_1.pt", "optimizer_states_1_0.pt", "user_content.pt", "smp_config.pt"])
 def test_a_flipped_byte_of_any_file_is_found(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(monkeypatch, Mesh(pp=2, tp=2), tmp_path) / file
@@ -351,7 +373,7 @@ def test_what_has_no_place_is_refused_and_another_layout_takes_it(
     for layout, written in (("smp", None), (["smp", "native"], {"model"})):
         options: dict[str, Any] = {"layout": layout, "shardings": rules}
         if written is None:
-            with pytest.raises(xla_ckpt.UnsupportedStateError, match="no place for experts") as caught:
+            with pytest.raises(xla_ckpt.UnsupportedStateError, match="no place for expert parallelism") as caught:
                 save_as_job(monkeypatch, mesh, tmp_path, "a", lambda _: {"model": Experts()}, **options)
             assert caught.value.leaf == "model/w"
             assert xla_ckpt.list_tags(tmp_path) == []
