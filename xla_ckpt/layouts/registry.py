@@ -7,6 +7,7 @@ own tools wrote, and that layout opens it.
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -21,12 +22,15 @@ from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
 from xla_ckpt.layouts.one_file.layout import OneFile
 from xla_ckpt.layouts.optimum.layout import OptimumNeuron
+from xla_ckpt.layouts.smp.layout import SageMaker
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, may_be_foreign, no_such_tag
 from xla_ckpt.tags.directory import open_directory as open_own
+
+logger = logging.getLogger(__name__)
 
 L = TypeVar("L", bound=Layout)
 
@@ -39,6 +43,7 @@ _layouts: list[Layout] = [
     OptimumNeuron(),  # before neuronx-distributed's, which would find the rank files in its tags, too
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
+    SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
     HuggingFace(),
     OneFile(),
 ]
@@ -157,6 +162,9 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     found = find_foreign(store, tag)
     if found is not None:
         layout, entry = found
+        for other in _layouts:
+            if other is not layout and (beside := other.beside(store, tag)):
+                logger.warning("%s/%s is read. Beside it lie %s", store.path, tag, beside)
         return layout.open(store, entry, Hints() if hints is None else hints)
     try:
         directory = open_own(store, tag)

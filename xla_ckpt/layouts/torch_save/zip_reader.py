@@ -7,8 +7,9 @@ part of a larger file, in which others lie before and after it: then its neighbo
 from __future__ import annotations
 
 import struct
+import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,18 +18,10 @@ from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_save.restricted_pickle import View, loads, replaced
+from xla_ckpt.layouts.torch_save.zip_end import directory_at
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Directory, Source
-
-_END = struct.Struct("<4s4H2LH")
-"""Signature, this disk, the directory's disk, records here and in all, size and offset of the directory, comment."""
-
-_END_64_AT = struct.Struct("<4sLQL")
-"""Signature, disk, offset of the larger end, number of disks."""
-
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-"""Signature, size, versions, disks, records here and in all, size and offset of the directory."""
 
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 """Signature, two versions, flags, method, time, date, CRC-32, sizes packed and unpacked, lengths of name, extra field
@@ -203,11 +196,17 @@ class Zip:
         self._places: dict[str, tuple[int, int, int]] = {}
 
     def value(
-        self, reference: Callable[[Any], Any] | None = None, *, strided: bool = False, tolerant: bool = False
+        self,
+        reference: Callable[[Any], Any] | None = None,
+        *,
+        strided: bool = False,
+        tolerant: bool = False,
+        more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Any:
         """What was saved, with a `TensorAt` for every tensor (see `read`). With `strided`, one may have strides.
 
-        With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it.
+        With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it. `more` are names
+        that the pickle may have besides, with what stands for each.
         """
         if f"{self.prefix}byteorder" in self.records and self._small("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
@@ -227,7 +226,7 @@ class Zip:
             return reference(value.tid)
 
         data = self._small("data.pkl")
-        return replaced(loads(data, self.file, tolerant=tolerant), leaf, self.file, len(data))
+        return replaced(loads(data, self.file, more, tolerant=tolerant), leaf, self.file, len(data))
 
     @property
     def pickled(self) -> bytes:
@@ -288,20 +287,11 @@ class Zip:
         Raises:
             ValueError: There is no directory of a zip at its end.
         """
-        end = self.nbytes - _END.size
-        signature, *_, count, size, offset, _ = _END.unpack(self._bytes(end, _END.size))
-        if signature != b"PK\5\6":
-            raise ValueError("it does not end like one")
-        if end >= _END_64_AT.size:
-            signature, _, at, _ = _END_64_AT.unpack(self._bytes(end - _END_64_AT.size, _END_64_AT.size))
-            if signature == b"PK\6\7":
-                signature, *_, count, size, offset = _END_64.unpack(self._bytes(at, _END_64.size))
-                if signature != b"PK\6\6":
-                    raise ValueError("its larger end is missing")
-        data = bytes(self._bytes(offset, size))
+        where = directory_at(self._bytes, self.nbytes)
+        data = bytes(self._bytes(where.offset, where.nbytes))
         found: dict[str, _Record] = {}
         at = 0
-        for _ in range(count):
+        for _ in range(where.records):
             entry = _ENTRY.unpack_from(data, at)
             signature, _, _, flags, method, _, _, crc, packed, nbytes, named, extra, comment, *_, header = entry
             if signature != b"PK\1\2":
