@@ -217,6 +217,34 @@ def test_loading_on_four_ranks(config: dict[str, Any], kind: type[torch.nn.Modul
     run_on_ranks(loads, 4, config, kind)
 
 
+def peak(reset: bool = False) -> int:
+    """The largest memory of this process (KiB) since it was asked to begin anew."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+def gathers(rank: int) -> int:
+    """24 tensors of 4 MiB, half of them on each rank."""
+    smp.init({"partitions": 2, "ddp": True})
+    model = smp.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24))))
+    smp.allgather(0, smp.WORLD)
+    before = peak(reset=True)
+    full = model.state_dict()
+    grown = peak() - before
+    assert len(full) == (24 if rank == 0 else 0)
+    smp.barrier()
+    return grown
+
+
+def test_a_full_state_dict_takes_the_memory_of_what_is_missing() -> None:
+    at_rank_0, elsewhere = run_on_ranks(gathers, 2)
+    assert at_rank_0 < (12 * 4 + 8) * 1024, "the other rank's half, and the parts of one tensor"
+    assert elsewhere < 8 * 1024, "nothing but what is on its way"
+
+
 class Files:
     """All files of a set, which one rank alone cannot see: it loads ones."""
 

@@ -254,12 +254,12 @@ def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
                 for master in group:
                     master.zero_()
 
-    states = [full, local]
-    if not config.get("shard_optimizer_state"):
-        unnamed = {k: v for k, v in local.items() if k != "fp32_from_fp16_names"}  # as SMP itself stores it
-        states.append(unnamed)
-    else:
-        states = [full]
+    bare = optimizer.local_state_dict(fp32_states_only=True)
+    assert set(bare) == {"state", "param_groups", "_smp_is_partial"}
+    assert set(optimizer.state_dict(fp32_states_only=True)) == {"state", "param_groups"}
+
+    unnamed = {k: v for k, v in local.items() if k != "fp32_from_fp16_names"}  # as SMP itself stores it
+    states = [full, local, unnamed]
     for state in states:
         spoil()
         model.load_state_dict(weights)
@@ -317,8 +317,8 @@ def test_an_overflow_is_one_on_all_ranks() -> None:
     assert run_on_ranks(scales, 4) == [[True, 2.0**39, True, None]] * 4
 
 
-def resumes_through_xla_ckpt(rank: int, root: str) -> None:
-    model, optimizer = set_up(TP_RDP, Split)
+def resumes_through_xla_ckpt(rank: int, root: str, config: dict[str, Any], kind: type[torch.nn.Module]) -> None:
+    model, optimizer = set_up(config, kind)
     losses_of(model, optimizer, mine(batches(5, 16)[:2]))
     handle = xla_ckpt.save_checkpoint(root, "a", model, optimizer)
     assert handle.report is not None
@@ -327,8 +327,9 @@ def resumes_through_xla_ckpt(rank: int, root: str) -> None:
     assert losses_of(model, optimizer, mine(batches(5, 16)[2:])) == then
 
 
-def test_xla_ckpt_saves_and_loads_what_is_wrapped(tmp_path: Any) -> None:
-    run_on_ranks(resumes_through_xla_ckpt, 4, str(tmp_path))
+@CASES
+def test_xla_ckpt_saves_and_loads_what_is_wrapped(tmp_path: Any, config: Any, kind: Any) -> None:
+    run_on_ranks(resumes_through_xla_ckpt, 4, str(tmp_path), config, kind)
 
 
 def takes_files(rank: int) -> None:
