@@ -212,6 +212,14 @@ KINDS: dict[str, type[CheckpointError]] = {
 """Every kind of error that can travel between ranks, by name."""
 
 
+def add_kinds(*kinds: type[CheckpointError]) -> None:
+    """Have further kinds of error, such as those of a facade, arrive on other ranks as what they are.
+
+    A kind is made from its problem and facts, as `CheckpointError` is. All ranks add it before one of them raises it.
+    """
+    KINDS.update({kind.__name__: kind for kind in kinds})
+
+
 def from_json(facts: dict[str, Any]) -> CheckpointError:
     """The error that `CheckpointError.to_json` described on another rank."""
     kind = KINDS.get(str(facts.get("kind")), RemoteError)

@@ -1,0 +1,92 @@
+"""SageMaker model parallel's calls, answered by `xla_ckpt` and torch.
+
+``import neuron_compat.smp as smp`` in place of ``import smdistributed.modelparallel.torch as smp``. Names and
+submodules are loaded when they are first used.
+
+What runs here is plain and correct, not fast: every pipeline rank runs the whole model, and *owns* the partition that
+it saves. Layers whose weights are split over tensor-parallel ranks are those of
+`neuron_compat.nxd.parallel_layers`; unlike in SMP, the ranks of a tensor-parallel group then get the same batch.
+"""
+
+from __future__ import annotations
+
+from neuron_compat.lazy import lazily
+
+__all__ = ["init"]
+
+_ERRORS = (
+    "BwdExecutionNotInStepFnError",
+    "CommGroupConfigError",
+    "DDPConfigError",
+    "DDPNotEnabledError",
+    "DistributedModelNotWrappedError",
+    "IncompatibleCheckpointFoundError",
+    "IncompatibleCheckpointRankFoundError",
+    "InvalidCommGroupError",
+    "InvalidPartitionIDError",
+    "InvalidStepOutputError",
+    "MissingCheckpointFilesError",
+    "MissingKeysInCheckpointError",
+    "ModelNotPartitionedError",
+    "ModelTooSmallError",
+    "MultipleDistributedModelError",
+    "NotInitializedError",
+    "SMPAMPError",
+    "SMPCheckpointError",
+    "SMPConfigError",
+    "SMPInvalidArgumentError",
+    "SMPRuntimeError",
+    "SMPUnsupportedError",
+    "SMPValidationError",
+    "StepFunctionCalledError",
+    "TensorSplitError",
+    "TooFewRanksError",
+    "WorkerSizeError",
+)
+
+_JOB = (
+    "dp_rank",
+    "dp_size",
+    "get_dp_group",
+    "get_dp_process_group",
+    "get_mp_group",
+    "get_mp_process_group",
+    "get_pp_group",
+    "get_pp_process_group",
+    "get_rdp_group",
+    "get_rdp_process_group",
+    "get_tp_group",
+    "get_tp_process_group",
+    "get_world_process_group",
+    "init",
+    "instance_id",
+    "is_initialized",
+    "is_multi_node",
+    "local_rank",
+    "local_size",
+    "mp_rank",
+    "mp_size",
+    "num_microbatches",
+    "pp_rank",
+    "pp_size",
+    "rank",
+    "rdp_rank",
+    "rdp_size",
+    "reset",
+    "shutdown",
+    "size",
+    "state",
+    "tp_rank",
+    "tp_size",
+)
+
+__getattr__, __dir__ = lazily(
+    __name__,
+    {
+        "checkpoint": ("resume_from_checkpoint", "save_checkpoint"),
+        "errors": _ERRORS,
+        "files": ("load", "save"),
+        "job": _JOB,
+    },
+    ["config", "errors", "job", "stored"],
+)

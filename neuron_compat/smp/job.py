@@ -1,0 +1,394 @@
+"""Which rank is what, by SMP's names, over `neuron_compat.nxd`'s parallel state; and what the process has set up.
+
+SMP runs tensor parallelism inside of data parallelism. With ``pp`` partitions, ``tp`` tensor-parallel ranks and ``rdp``
+(reduced data parallel) replicas of those:
+
+==========  ======================================================  ====================================
+rank        counts                                                  size
+==========  ======================================================  ====================================
+`pp_rank`   partitions of the pipeline                              ``pp``
+`tp_rank`   tensor-parallel ranks                                   ``tp``
+`rdp_rank`  ranks that hold the same parameters                     ``rdp = size / (pp * tp)``
+`dp_rank`   ``tp_rank + tp * rdp_rank``                             ``size / pp``
+`mp_rank`   ``tp_rank + tp * pp_rank``                              ``pp * tp``
+==========  ======================================================  ====================================
+
+The order of the ranks is that of `xla_ckpt.Mesh` (pp outermost, then dp, tp innermost), whatever `placement_strategy`
+says: programs and checkpoints go by the ranks above, not by the place of a rank in the world.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from neuron_compat.nxd.parallel_layers import parallel_state
+from neuron_compat.smp.config import ModelParallelConfig
+from neuron_compat.smp.errors import (
+    DDPNotEnabledError,
+    NotInitializedError,
+    SMPConfigError,
+    SMPRuntimeError,
+    SMPValidationError,
+)
+from neuron_compat.smp.placement import Ranks, arrange
+
+logger = logging.getLogger(__name__)
+
+SAGEMAKER = "SM_HP_MP_PARAMETERS"
+"""Environment variable with the configuration as JSON, as SageMaker's estimator sets it."""
+
+
+Pending = Callable[[Any, Any], None]
+
+
+class State:
+    """What this process has set up.
+
+    Attributes:
+        cfg: The configuration; None before `init`.
+        ranks: Where this process stands; None before `init`.
+        model: The `DistributedModel`; None before there is one.
+        optimizer: What `DistributedOptimizer` returned last; None before that.
+        pending: Called with (model, optimizer) as soon as both are there, and removed then: a checkpoint that was
+            resumed before them. Without an optimizer they are called with None at the first step.
+    """
+
+    def __init__(self) -> None:
+        self.cfg: Any = None
+        self.ranks: Ranks | None = None
+        self.model: Any = None
+        self.optimizer: Any = None
+        self.pending: list[Pending] = []
+        self.lazy = False
+        """Whether the configuration was read from what was there, and not given to `init`."""
+
+    @property
+    def initialized(self) -> bool:
+        """Whether `init` was called."""
+        return self.ranks is not None
+
+    def num_microbatches(self) -> int:
+        """Into how many parts a step splits a batch."""
+        return int(self.cfg.microbatches) if self.cfg is not None else 1
+
+    def apply_pending(self) -> None:
+        """Make the calls that wait for the model and the optimizer."""
+        while self.pending:
+            self.pending.pop(0)(self.model, self.optimizer)
+
+
+state = State()
+
+
+# -- setting up
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Arrange the ranks of the job. All ranks make the same call.
+
+    With several processes it joins torch.distributed (gloo), if the program has not; it initialises
+    `neuron_compat.nxd.parallel_layers.parallel_state`, or takes it as it is. A second call with the same configuration
+    changes nothing, and nor does one after SageMaker's environment has said the configuration.
+
+    Args:
+        config: SMP's configuration: ``pipeline_parallel_degree`` (or ``partitions``), ``tensor_parallel_degree``,
+            ``ddp``, ``microbatches`` and so on. None takes that of the environment (``SM_HP_MP_PARAMETERS``), if it is
+            there. Degrees that it does not name are those of an initialised parallel state, or 1.
+
+    Raises:
+        SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel state.
+        SMPUnsupportedError: It asks for something that is not there.
+        WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
+        SMPValidationError: It was called before, with another configuration.
+    """
+    cfg = ModelParallelConfig(_with_degrees(_from_environment() if config is None else config))
+    if state.ranks is not None and not (state.lazy and _same_degrees(cfg)):
+        if cfg != state.cfg and SAGEMAKER not in os.environ:  # there SMP ignores it
+            raise SMPValidationError(
+                "smp is initialized already, with another configuration",
+                expected=_differing(state.cfg, cfg),
+                found=_differing(cfg, state.cfg),
+                hint="Call smp.init() once, before anything else of smp.",
+            )
+        logger.warning("SageMaker model parallelism is initialized already. Ignoring the smp.init() call.")
+        return
+    state.lazy = False
+    if state.ranks is None:
+        state.ranks = arrange(cfg)
+    state.cfg = cfg
+
+
+def _from_environment() -> Mapping[str, Any]:
+    text = os.environ.get(SAGEMAKER)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SMPConfigError(f"{SAGEMAKER} in the environment is no JSON", found=text[:80]) from error
+    return found if isinstance(found, Mapping) else {"": found}
+
+
+def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration with the degrees of an initialised parallel state, where it names none."""
+    if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
+        return config
+    found = {
+        "pipeline_parallel_degree": parallel_state.get_pipeline_model_parallel_size(),
+        "tensor_parallel_degree": parallel_state.get_tensor_model_parallel_size(),
+    }
+    named = {n for n in found if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
+    return {**config, **{n: v for n, v in found.items() if n not in named}}
+
+
+def _same_degrees(cfg: ModelParallelConfig) -> bool:
+    names = ("pipeline_parallel_degree", "tensor_parallel_degree")
+    return all(getattr(cfg, name) == getattr(state.cfg, name) for name in names)
+
+
+def _differing(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
+    held = other.get_config_dict()
+    return {name: value for name, value in one.get_config_dict().items() if value != held[name]}
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, or a rank was asked for that was known without it."""
+    return state.initialized
+
+
+def shutdown() -> None:
+    """Forget everything that was set up, the parallel state included. Process groups stay until the process ends."""
+    parallel_state.destroy_model_parallel()
+    state.__init__()  # type: ignore[misc]  # other modules hold this object
+
+
+def reset() -> None:
+    """Forget the model and the optimizer, so that others can be wrapped."""
+    state.model = state.optimizer = None
+    state.pending.clear()
+
+
+def ranks() -> Ranks:
+    """Where this process stands. The first call initialises, if the parallel state or the environment say how.
+
+    Raises:
+        NotInitializedError: They do not.
+    """
+    found = _ranks_if_known()
+    if found is None:
+        raise NotInitializedError("smp is not initialized!", hint="Call smp.init(config) first.")
+    return found
+
+
+def _ranks_if_known() -> Ranks | None:
+    if state.ranks is None:
+        if parallel_state.model_parallel_is_initialized():
+            init({"ddp": True})
+            state.lazy = True
+        elif SAGEMAKER in os.environ:
+            init()
+    return state.ranks
+
+
+# -- ranks and sizes
+
+
+def rank() -> int:
+    """This process' rank in the job.
+
+    Raises:
+        NotInitializedError: `init` was not called. (So do all ranks here; sizes are 1 then.)
+    """
+    return ranks().rank
+
+
+def local_rank() -> int:
+    """This process' rank on its machine."""
+    return ranks().local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this machine."""
+    found = _ranks_if_known()
+    return 1 if found is None else found.local_size
+
+
+def size() -> int:
+    """Number of processes of the job."""
+    return _size("world")
+
+
+def _size(kind: str) -> int:
+    found = _ranks_if_known()
+    return 1 if found is None else len(found.groups[kind])
+
+
+def pp_rank() -> int:
+    """The number of the partition that this process owns."""
+    return ranks().of("pp")
+
+
+def pp_size() -> int:
+    """Number of partitions."""
+    return _size("pp")
+
+
+def tp_rank() -> int:
+    """This process' rank in its tensor-parallel group."""
+    return ranks().of("tp")
+
+
+def tp_size() -> int:
+    """Number of ranks in a tensor-parallel group."""
+    return _size("tp")
+
+
+def rdp_rank() -> int:
+    """This process' rank among those that hold the same parameters (reduced data parallel)."""
+    return ranks().of("rdp")
+
+
+def rdp_size() -> int:
+    """Number of ranks that hold the same parameters."""
+    return _size("rdp")
+
+
+def dp_rank() -> int:
+    """``tp_rank() + tp_size() * rdp_rank()``. With tensor parallelism, ask `rdp_rank` which ranks save."""
+    return ranks().of("dp")
+
+
+def dp_size() -> int:
+    """``tp_size() * rdp_size()``."""
+    return _size("dp")
+
+
+def mp_rank() -> int:
+    """``tp_rank() + tp_size() * pp_rank()``; with tensor parallelism a warning says so, once."""
+    found = ranks().of("mp")
+    if tp_size() > 1:
+        _warn_of_mp("mp_rank", "the rank among pipeline-parallel processes only, use pp_rank()")
+    return found
+
+
+def mp_size() -> int:
+    """``pp_size() * tp_size()``; with tensor parallelism a warning says so, once."""
+    if tp_size() > 1:
+        _warn_of_mp("mp_size", "the pipeline parallelism degree, use pp_size()")
+    return _size("mp")
+
+
+@functools.cache
+def _warn_of_mp(name: str, instead: str) -> None:
+    logger.warning(
+        "Using %s(). When tensor-parallel degree is more than 1, %s() counts all model-parallel processes, including "
+        "pipeline parallelism and tensor parallelism. If you would like to get %s.",
+        name,
+        name,
+        instead,
+    )
+
+
+def instance_id() -> int:
+    """The number of this process' machine."""
+    found = ranks()
+    return int(os.environ.get("GROUP_RANK", found.rank // found.local_size))
+
+
+def is_multi_node() -> bool:
+    """Whether the job runs on several machines."""
+    return size() > local_size()
+
+
+def num_microbatches() -> int:
+    """Into how many parts a step splits a batch (``microbatches``)."""
+    return state.num_microbatches()
+
+
+# -- groups
+
+
+def get_pp_group() -> list[int]:
+    """The ranks of this process' pipeline."""
+    return list(ranks().groups["pp"])
+
+
+def get_tp_group() -> list[int]:
+    """The ranks of this process' tensor-parallel group."""
+    return list(ranks().groups["tp"])
+
+
+def get_rdp_group() -> list[int]:
+    """The ranks that hold the same parameters as this process."""
+    return list(ranks().groups["rdp"])
+
+
+def get_dp_group() -> list[int]:
+    """The ranks that own the same partition as this process."""
+    return list(ranks().groups["dp"])
+
+
+def get_mp_group() -> list[int]:
+    """The ranks that hold a model together with this process."""
+    return list(ranks().groups["mp"])
+
+
+def process_group(kind: str) -> Any:
+    """The process group (gloo) of a kind.
+
+    Raises:
+        NotInitializedError: `init` was not called.
+        SMPRuntimeError: torch.distributed was not initialised, because this process works alone.
+    """
+    found = ranks().process_groups
+    if not found:
+        raise SMPRuntimeError("there are no process groups: torch.distributed is not initialized")
+    return found[kind]
+
+
+def _public_group(kind: str) -> Any:
+    ranks()
+    if not state.cfg.ddp:
+        raise DDPNotEnabledError("Torch.dist is not initialized. Please enable DDP in config to use torch.dist")
+    return process_group(kind)
+
+
+def get_world_process_group() -> Any:
+    """The process group of all ranks. Needs ``ddp: True``, as do those of the other kinds but `mp`.
+
+    Raises:
+        DDPNotEnabledError: ``ddp`` is False.
+        NotInitializedError: `init` was not called.
+        SMPRuntimeError: This process works alone, without torch.distributed.
+    """
+    return _public_group("world")
+
+
+def get_dp_process_group() -> Any:
+    """The process group of `get_dp_group`."""
+    return _public_group("dp")
+
+
+def get_rdp_process_group() -> Any:
+    """The process group of `get_rdp_group`."""
+    return _public_group("rdp")
+
+
+def get_tp_process_group() -> Any:
+    """The process group of `get_tp_group`."""
+    return _public_group("tp")
+
+
+def get_pp_process_group() -> Any:
+    """The process group of `get_pp_group`."""
+    return _public_group("pp")
+
+
+def get_mp_process_group() -> Any:
+    """The process group of `get_mp_group`."""
+    return process_group("mp")
