@@ -32,6 +32,7 @@ FOREIGN = {
     "xla_ckpt/layouts/nxd/rank_files.py": {"model"},
     "xla_ckpt/layouts/nxd/scan.py": {"model", "optimizer", "scheduler"},
     "xla_ckpt/layouts/nxd/tags.py": {"model"},
+    "xla_ckpt/layouts/smp/tags.py": {"model"},  # a part of names of SMP's files
     "xla_ckpt/state/wrappers.py": {"optimizer"},  # the attribute of a wrapper
 }
 """Strings that look like paths of a state, and are words of something else."""

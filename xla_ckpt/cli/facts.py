@@ -77,7 +77,7 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
     }
     try:
         if layout is not None:  # it has no index: its directory says what there is
-            files = _files(store, entry.directory)
+            files = _files(store, entry)
             nbytes = sum(size for _, size in files)
             return {**facts, "nbytes": nbytes, "files": len(files), "layout": layout.origin or layout.name}
         with open_tag(store, entry.tag) as reader:
@@ -94,21 +94,17 @@ def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str
     }
 
 
-def _files(store: Store, name: str) -> list[tuple[str, int]]:
-    """Path and bytes of each file of a directory; or of a file, which is named itself."""
-    if not store.is_directory(name):
-        with closing(store.open("", lock=False, links=True)) as above, closing(above.open(name)) as source:
-            return [(name, source.size)]
-    directory = store.open(name)
-    try:
+def _files(store: Store, entry: TagEntry) -> list[tuple[str, int]]:
+    """Path and bytes of each file of a tag; those that lie in the root itself are named in it."""
+    apart = entry.files or (() if store.is_directory(entry.directory) else (entry.directory,))
+    # Files that a path names may be links.
+    directory = store.open("", lock=False, links=True) if apart else store.open(entry.directory)
+    with closing(directory):
         found = []
-        for path in directory.files():
-            source = directory.open(path)
-            found.append((path, source.size))
-            source.close()
+        for path in apart or directory.files():
+            with closing(directory.open(path)) as source:
+                found.append((path, source.size))
         return found
-    finally:
-        directory.close()
 
 
 def show_facts(
@@ -135,7 +131,7 @@ def show_facts(
     head = manifest.head
     chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
     unknown = {leaf: u for leaf, u in manifest.unknown.items() if _matches(leaf, pattern)}
-    files = [(f.path, f.size) for f in manifest.files] if found is None else _files(store, found[1].directory)
+    files = [(f.path, f.size) for f in manifest.files] if found is None else _files(store, found[1])
     arrays = [
         {
             "leaf": leaf,

@@ -44,6 +44,9 @@ class TagEntry:
     directory: str
     """Its name in the root directory: the tag, or its name while it is being replaced."""
 
+    files: tuple[str, ...] = ()
+    """Its files in the root directory itself, where it has no directory of its own."""
+
     complete: bool = True
     """Whether its save ended. Tags of ours exist only complete."""
 

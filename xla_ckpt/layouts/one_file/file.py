@@ -1,4 +1,4 @@
-"""One file as a directory, of which every byte is compared with a CRC-32 before anybody has it.
+"""Files of torch.save as a directory, of which every byte is compared with a CRC-32 before anybody has it.
 
 torch.save writes a CRC-32 of each storage, which torch.load does not look at. A storage is read whole when something in
 it is wanted for the first time, compared, and read again for whoever wants it, the second time from the page cache.
@@ -19,28 +19,34 @@ _CHUNK = 1 << 20
 """Bytes that are compared at a time."""
 
 
-class OneFileDirectory:
-    """A directory as if one file were all that is in it. It is only read."""
+class SavedFiles:
+    """A directory as if some files were all that is in it. They are only read.
 
-    def __init__(self, directory: Directory, file: str) -> None:
+    Args:
+        directory: The directory in which they lie.
+        files: Their names in it.
+    """
+
+    def __init__(self, directory: Directory, files: Sequence[str]) -> None:
         self._directory = directory
-        self.name = file
-        self.storages: Sequence[StorageAt] = ()
-        """The storages that are compared, in the order of the file."""
+        self._files = sorted(files)
+        self.name = self._files[0] if len(self._files) == 1 else directory.name
+        self.storages: dict[str, Sequence[StorageAt]] = {}
+        """The storages that are compared, in the order of each file."""
 
     def create(self, path: str, size: int) -> Sink:
-        raise UsageError("a file of torch.save is only read", file=self.name)
+        raise UsageError("a file of torch.save is only read", file=path)
 
     def make(self, path: str) -> None:
-        raise UsageError("a file of torch.save is only read", file=self.name)
+        raise UsageError("a file of torch.save is only read", file=path)
 
     def open(self, path: str) -> Source:
-        if path != self.name:
+        if path not in self._files:
             raise FileNotFoundError(path)
-        return _Compared(self._directory.open(path), path, self.storages)
+        return _Compared(self._directory.open(path), path, self.storages.get(path, ()))
 
     def files(self) -> list[str]:
-        return [self.name]
+        return list(self._files)
 
     def sync(self) -> None:
         """Nothing was written."""

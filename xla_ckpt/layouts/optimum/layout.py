@@ -19,6 +19,7 @@ from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.nxd import tags
 from xla_ckpt.layouts.nxd.tags import NxdTag
 from xla_ckpt.layouts.optimum.metadata import FILE
+from xla_ckpt.layouts.order import merged
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_tag
@@ -45,7 +46,7 @@ class OptimumNeuron(Layout):
         # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
         numbered = sorted((t for t in found if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: _step(t.tag))
         others = sorted((t for t in found if not _CHECKPOINT.fullmatch(t.tag)), key=lambda t: (t.time, t.tag))
-        return [_entry(store, t) for t in _merged(numbered, others)]
+        return [_entry(store, t) for t in merged(numbered, others, lambda t: t.time)]
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         found = _found(store, tag)
@@ -138,12 +139,3 @@ def _existing(store: Store, tag: str) -> NxdTag:
 
 def _step(tag: str) -> int:
     return int(tag.rpartition("-")[2])
-
-
-def _merged(numbered: list[NxdTag], others: list[NxdTag]) -> list[NxdTag]:
-    """Two lists as one, in which each keeps its order: one of the others comes before checkpoints that are newer."""
-    merged = list(numbered)
-    for other in reversed(others):
-        at = next((i for i in range(len(merged), 0, -1) if merged[i - 1].time <= other.time), 0)
-        merged.insert(at, other)
-    return merged

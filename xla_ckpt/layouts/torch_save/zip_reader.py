@@ -17,18 +17,10 @@ from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.torch_save.restricted_pickle import View, loads, replaced
+from xla_ckpt.layouts.torch_save.zip_end import directory_at
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Directory, Source
-
-_END = struct.Struct("<4s4H2LH")
-"""Signature, this disk, the directory's disk, records here and in all, size and offset of the directory, comment."""
-
-_END_64_AT = struct.Struct("<4sLQL")
-"""Signature, disk, offset of the larger end, number of disks."""
-
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-"""Signature, size, versions, disks, records here and in all, size and offset of the directory."""
 
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 """Signature, two versions, flags, method, time, date, CRC-32, sizes packed and unpacked, lengths of name, extra field
@@ -287,20 +279,11 @@ class Zip:
         Raises:
             ValueError: There is no directory of a zip at its end.
         """
-        end = self.nbytes - _END.size
-        signature, *_, count, size, offset, _ = _END.unpack(self._bytes(end, _END.size))
-        if signature != b"PK\5\6":
-            raise ValueError("it does not end like one")
-        if end >= _END_64_AT.size:
-            signature, _, at, _ = _END_64_AT.unpack(self._bytes(end - _END_64_AT.size, _END_64_AT.size))
-            if signature == b"PK\6\7":
-                signature, *_, count, size, offset = _END_64.unpack(self._bytes(at, _END_64.size))
-                if signature != b"PK\6\6":
-                    raise ValueError("its larger end is missing")
-        data = bytes(self._bytes(offset, size))
+        where = directory_at(self._bytes, self.nbytes)
+        data = bytes(self._bytes(where.offset, where.nbytes))
         found: dict[str, _Record] = {}
         at = 0
-        for _ in range(count):
+        for _ in range(where.records):
             entry = _ENTRY.unpack_from(data, at)
             signature, _, _, flags, method, _, _, crc, packed, nbytes, named, extra, comment, *_, header = entry
             if signature != b"PK\1\2":

@@ -1,0 +1,175 @@
+"""What files of torch.save hold besides tensors: values that are plain, and objects that are read on trust only."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import pickle
+import types
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from xla_ckpt.errors import UnsupportedStateError, UntrustedObjectError
+from xla_ckpt.layouts.one_file.file import SavedFiles
+from xla_ckpt.layouts.torch_save.restricted_pickle import STORAGES, Opaque, StorageType
+from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, TensorAt
+from xla_ckpt.tree.codec import ValueCodec
+from xla_ckpt.tree.nested import leaves
+
+Step = Any
+"""A key of a dict, a place in a list, or the name of an attribute."""
+
+
+class Walk:
+    """Puts something in place of tensors, and a `StoredObject` in place of whatever is no plain value.
+
+    Args:
+        objects: The objects of the file.
+        codec: Says which values are plain.
+        tensor: What stands for a tensor.
+    """
+
+    def __init__(self, objects: Objects, codec: ValueCodec, tensor: Callable[[TensorAt], Any]) -> None:
+        self.objects = objects
+        self.codec = codec
+        self.tensor = tensor
+
+    def visit(self, value: Any, path: tuple[Step, ...]) -> Any:
+        """A value of the file; `path` leads to it."""
+        if isinstance(value, TensorAt):
+            self.objects.read_by_others.add(value.offset)
+            return self.tensor(value)
+        if isinstance(value, Mapping):
+            return self._mapping(value, path)
+        kind = type(value)
+        if kind in (list, tuple):
+            return kind([self.visit(member, (*path, i)) for i, member in enumerate(value)])
+        if kind is collections.deque:
+            return kind([self.visit(member, (*path, i)) for i, member in enumerate(value)], value.maxlen)
+        if kind in (argparse.Namespace, types.SimpleNamespace):
+            return kind(**{name: self.visit(member, (*path, name)) for name, member in vars(value).items()})
+        if kind in (set, frozenset, slice):
+            held = (value.start, value.stop, value.step) if kind is slice else value
+            return value if all(map(self._is_plain, held)) else StoredObject(self.objects, path, kind.__name__)
+        return value if self._is_plain(value) else StoredObject(self.objects, path, _called(value))
+
+    def _is_plain(self, value: Any) -> bool:
+        if type(value) in (tuple, frozenset):
+            return all(map(self._is_plain, value))
+        return self.codec.encode(value) is not NotImplemented
+
+    def _mapping(self, value: Mapping[Any, Any], path: tuple[Step, ...]) -> Any:
+        if not all(map(self._is_plain, value)):
+            return StoredObject(self.objects, path, type(value).__name__)
+        made = {key: self.visit(member, (*path, key)) for key, member in value.items()}
+        if type(value) is dict or any(isinstance(leaf, TensorAt) for leaf in leaves(value)):
+            return made  # a state dict is one of ours, whatever class it was: OrderedDict, as a rule
+        if isinstance(value, collections.defaultdict):
+            return collections.defaultdict(value.default_factory, made)
+        return type(value)(made)  # type: ignore[call-arg]
+
+
+def _called(value: Any) -> str:
+    return value.called if isinstance(value, Opaque) else type(value).__name__
+
+
+class StoredObject:
+    """Stands for an object that is read on trust only: its class is one of the program's."""
+
+    def __init__(self, objects: Objects, path: tuple[Step, ...], called: str) -> None:
+        self.objects = objects
+        self.path = path
+        self.called = called
+
+    def load(self, leaf: str, *, trust: bool) -> Any:
+        """The object.
+
+        Raises:
+            UntrustedObjectError: `trust` is False. Nothing of it has run.
+        """
+        if not trust:
+            raise UntrustedObjectError(
+                f"the file holds a {self.called}, which is neither a tensor nor a plain value; it was not loaded, and "
+                "nothing ran",
+                leaf=leaf,
+                file=self.objects.file,
+                hint="Pass trust_pickle=True if you trust whoever wrote this file.",
+            )
+        return self.objects.at(self.path)
+
+
+class Objects:
+    """What a file holds, unpickled with all that it names: for objects that are trusted."""
+
+    def __init__(self, directory: SavedFiles, file: str, pickled: bytes) -> None:
+        self.directory = directory
+        self.file = file
+        self.pickled = pickled
+        self.read_by_others: set[int] = set()
+        """Offsets of tensors that are read as arrays. Objects have their storages without bytes."""
+        self._tree: Any = None
+
+    @cached_property
+    def _places(self) -> Mapping[str, StorageAt]:
+        return {storage.key: storage for storage in self.directory.storages.get(self.file, ())}
+
+    @cached_property
+    def _of_others(self) -> list[int]:
+        return sorted(self.read_by_others)
+
+    def at(self, path: Sequence[Step]) -> Any:
+        """What lies at a place. The first call runs the pickle."""
+        if self._tree is None:
+            self._tree = _Trusting(self).load()
+        found = self._tree
+        for step in path:
+            found = vars(found)[step] if isinstance(found, argparse.Namespace | types.SimpleNamespace) else found[step]
+        return found
+
+    def storage(self, key: str, nbytes: int) -> torch.UntypedStorage:
+        """A storage of the pickle: on the device meta, if nothing in it belongs to an object."""
+        place = self._places.get(key)
+        if place is None or place.nbytes < nbytes:
+            raise UnsupportedStateError(f"the record data/{key} is missing, or too short", file=self.file)
+        at = bisect_left(self._of_others, place.offset)
+        if at < len(self._of_others) and self._of_others[at] < place.offset + place.nbytes:
+            return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+        return self._read(place, nbytes)
+
+    def _read(self, place: StorageAt, nbytes: int) -> torch.UntypedStorage:
+        data = bytearray(nbytes)
+        with closing(self.directory.open(self.file)) as source:
+            source.read_into(memoryview(data), place.offset)
+        return torch.frombuffer(data, dtype=torch.uint8).untyped_storage() if data else torch.empty(0).untyped_storage()
+
+
+_QUANTIZED = {"QUInt8Storage": "quint8", "QInt8Storage": "qint8", "QInt32Storage": "qint32"}
+"""Storages of tensors that objects are made of here."""
+
+
+class _Trusting(pickle.Unpickler):
+    """Runs a pickle of torch.save."""
+
+    def __init__(self, objects: Objects) -> None:
+        super().__init__(io.BytesIO(objects.pickled), encoding="utf-8")
+        self.objects = objects
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in (known := STORAGES | _QUANTIZED):
+            return StorageType(known[name])
+        if name == "UntypedStorage":
+            return StorageType(None)
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        _, kind, key, _, count = pid
+        dtype = torch.uint8 if kind.dtype is None else getattr(torch, kind.dtype)
+        untyped = self.objects.storage(key, count * dtype.itemsize)
+        typed: Any = torch.storage.TypedStorage
+        return typed(wrap_storage=untyped, dtype=dtype, _internal=True)

@@ -1,0 +1,165 @@
+"""What this library notes beside each file of SMP's that it writes: which save the file is part of. Pure.
+
+```
+{"format": 1, "saves": [{"size": 4096, "directory": "<16 hex>", "save": "<job id>-<n>",
+                         "rank": {"pp": 0, "tp": 1, "rdp": 0}, "sizes": {"pp": 1, "tp": 2, "rdp": 1}}]}
+```
+
+The name is hidden, so that SMP's own search for ``{f}_*`` does not find it. `directory` is the digest of the directory
+of the zip, which has the CRC-32 of each record. Two files of one set that belong to different saves have different
+`save`. An entry whose size or digest is not that of the file is one of an earlier save, or of one that was cut off
+before the file got its name; if none matches, another program has written the file since.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.errors import FormatError, UnsupportedVersionError
+from xla_ckpt.layouts.torch_save.zip_end import Take, directory_at
+from xla_ckpt.manifest.digest import digest, to_hex
+
+FORMAT = 1
+
+SUFFIX = ".xla_ckpt.json"
+
+MAX_BYTES = 1 << 20
+"""A larger file is not read (bytes): two entries take a few hundred."""
+
+AXES = ("pp", "tp", "rdp")
+"""Keys of `rank` and `sizes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One save of a file.
+
+    Raises (on construction):
+        FormatError: A coordinate is missing, or is none.
+    """
+
+    size: int
+    """Bytes of the file."""
+
+    directory: str
+    """Digest of its zip's directory (see `directory_digest`)."""
+
+    save: str
+    """Names the save: the files that all ranks wrote in it have the same."""
+
+    rank: Mapping[str, int]
+    """Coordinates of the rank that wrote it."""
+
+    sizes: Mapping[str, int]
+    """Number of ranks along each axis."""
+
+    def __post_init__(self) -> None:
+        for held in (self.rank, self.sizes):
+            if set(held) != set(AXES) or any(type(n) is not int or n < 0 for n in held.values()):
+                raise FormatError("the coordinates of a rank", expected=f"numbers for {AXES}", found=str(held)[:200])
+        if any(self.rank[axis] >= self.sizes[axis] for axis in AXES):
+            raise FormatError(
+                "the coordinates of a rank", expected=f"less than {dict(self.sizes)}", found=dict(self.rank)
+            )
+
+
+def name_of(file: str) -> str:
+    """The name of the file that lies beside another one.
+
+    >>> name_of("best_partial/model_0_1.pt")
+    'best_partial/.model_0_1.pt.xla_ckpt.json'
+    """
+    above, slash, base = file.rpartition("/")
+    return f"{above}{slash}.{base}{SUFFIX}"
+
+
+def directory_digest(take: Take, nbytes: int) -> str:
+    """The digest of the directory of a zip. Where records have a CRC-32, it covers every byte of them.
+
+    Args:
+        take: Bytes of the file, from their offset and their number.
+        nbytes: Bytes of the file.
+
+    Raises:
+        ValueError: It is no whole zip.
+    """
+    try:
+        where = directory_at(take, nbytes)
+    except struct.error as error:
+        raise ValueError(f"it is no whole zip: {error}") from error
+    if where.offset + where.nbytes > nbytes:
+        raise ValueError("it is no whole zip: its directory reaches behind its end")
+    return to_hex(digest(take(where.offset, where.nbytes)))
+
+
+def dump(saves: Sequence[Save]) -> bytes:
+    """The bytes of a file: equal entries give equal bytes.
+
+    >>> ranks = {"rank": {"pp": 0, "tp": 0, "rdp": 0}, "sizes": {"pp": 1, "tp": 1, "rdp": 1}}
+    >>> one = Save(size=4096, directory="0123456789abcdef", save="job-1", **ranks)
+    >>> parse(dump([one])) == (one,)
+    True
+    """
+    held = [
+        {
+            "size": one.size,
+            "directory": one.directory,
+            "save": one.save,
+            "rank": {axis: one.rank[axis] for axis in AXES},
+            "sizes": {axis: one.sizes[axis] for axis in AXES},
+        }
+        for one in saves
+    ]
+    return json.dumps({"format": FORMAT, "saves": held}).encode() + b"\n"
+
+
+def parse(data: bytes) -> tuple[Save, ...]:
+    """The entries in these bytes, oldest first.
+
+    Raises:
+        UnsupportedVersionError: A newer version of this library wrote them.
+        FormatError: They are damaged.
+    """
+    try:
+        held = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the note beside a file is no JSON: {error}"[:300]) from error
+    version = held.get("format") if isinstance(held, dict) else None
+    if type(version) is int and version > FORMAT:
+        raise UnsupportedVersionError(
+            "a newer version of this library wrote the note beside a file", expected=FORMAT, found=version
+        )
+    if version != FORMAT or not isinstance(held.get("saves"), list):
+        raise FormatError("the note beside a file is damaged", found=str(held)[:200])
+    return tuple(_entry(one) for one in held["saves"])
+
+
+def _entry(held: Any) -> Save:
+    kinds = {"size": int, "directory": str, "save": str, "rank": dict, "sizes": dict}
+    if not isinstance(held, dict) or any(type(held.get(key)) is not kind for key, kind in kinds.items()):
+        raise FormatError("an entry of the note beside a file is damaged", found=str(held)[:200])
+    return Save(**{key: held[key] for key in kinds})
+
+
+def matching(saves: Iterable[Save], nbytes: int, directory: str) -> Save | None:
+    """The entry of a file that has so many bytes, and a directory of this digest; None if there is none."""
+    return next((one for one in saves if (one.size, one.directory) == (nbytes, directory)), None)
+
+
+def renewed(saves: Sequence[Save], present: Save | None, fresh: Save) -> tuple[Save, ...]:
+    """The entries for a file that is about to be replaced.
+
+    The entry of the file as it is stays: if the program ends before the new file has its name, it is the one that
+    matches.
+
+    Args:
+        saves: The entries that are there.
+        present: That of the file as it is; None if there is none.
+        fresh: That of the new file.
+    """
+    kept = saves[-1:] if present is None else (present,)
+    return (*(one for one in kept if one != fresh), fresh)

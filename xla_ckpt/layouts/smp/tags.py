@@ -1,0 +1,317 @@
+"""Names of SageMaker model parallel's (SMP) files in a root directory. Looks at names only, and needs no framework.
+
+``smp.save(state, f)`` leaves one file for each model-parallel rank, a *set*: ``{f}_{mp}`` (versions 1.6 and 1.7),
+``{f}_{pp}_{tp}`` (the documents of 1.9), ``{f}_{pp}_{tp}.pt`` and ``{f}_{pp}_{tp}_{rdp}.pt`` (1.12).
+``smp.save_checkpoint(path, tag)`` leaves a directory ``{tag}_partial`` of such sets, and appends its name to the file
+``newest`` in the root, oldest first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.layouts.order import merged
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_tag
+
+NEWEST = "newest"
+"""The file in the root that lists the directories, oldest first."""
+
+PARTIAL = "_partial"
+"""What SMP appends to a tag to get the name of its directory."""
+
+ALL_PARTS = "_*"
+"""Behind the name of a set: its parts, even if there is a full file of the same name. SMP itself searches so."""
+
+CONFIG = "smp_config.pt"
+"""Written when all parts are there: the configuration of the job."""
+
+USER_CONTENT = "user_content.pt"
+
+MAX_NEWEST = 1 << 20
+"""A longer list is not read to its end (bytes)."""
+
+_WITH_NUMBERS = {count: re.compile("(.+)" + count * r"_(\d{1,9})") for count in (1, 2, 3)}
+"""The name of a part with so many numbers in it."""
+
+_OF_TAG = re.compile(r"(model|optimizer_states|fp16_states|optimizer)_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?\.pt")
+"""A file in a directory of `save_checkpoint`. Those of sharded data parallelism have one number only."""
+
+_TEMPORARY = ".sagemaker-"
+"""In the names of files that SageMaker is just copying."""
+
+_STARTS = (b"PK\3\4", b"\x80\2")
+"""With which a file of torch.save begins; the second is that of torch before 1.6."""
+
+
+Numbers = tuple[int, ...]
+"""The numbers in the name of a part: ``(mp,)``, ``(pp, tp)`` or ``(pp, tp, rdp)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSet:
+    """The parts of a set, by the form of their names.
+
+    A root in which sets of several versions of SMP lie, or of other names, may have parts of several forms.
+    """
+
+    name: str
+    """What the names of all parts begin with."""
+
+    forms: Mapping[tuple[int, str], Mapping[Numbers, str]]
+    """(how many numbers, what stands behind them) -> file names."""
+
+    @property
+    def files(self) -> list[str]:
+        """All files."""
+        return [file for form in self.forms.values() for file in form.values()]
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is one form, and no part of it is missing, as far as names tell."""
+        return len(self.forms) == 1 and all(map(is_grid, self.forms.values()))
+
+    def parts(self) -> Mapping[Numbers, str]:
+        """The parts, by their numbers.
+
+        Raises:
+            CorruptCheckpointError: There are parts of several forms, so that nobody can tell which are meant.
+        """
+        if len(self.forms) > 1:
+            raise CorruptCheckpointError(
+                "parts of several versions of SMP lie under one name: they are of different saves, or of other sets",
+                file=self.name,
+                expected="names of one form",
+                found="; ".join(", ".join(sorted(form.values())[:3]) for form in self.forms.values()),
+                hint="Move those that are not meant to another directory.",
+            )
+        ((_, found),) = self.forms.items()
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmpTag:
+    """A directory of `save_checkpoint`, or a set of files that `save` left."""
+
+    tag: str
+    """Its name in the root: that of the directory, or of the set."""
+
+    directory: str
+    """The directory in the root in which its files lie; empty for the root itself."""
+
+    sets: Mapping[str, FileSet]
+    """By the part of the state (``model``, ``optimizer_states``...); a set that is named itself has no such name."""
+
+    others: tuple[str, ...] = ()
+    """Further files that belong to it."""
+
+    complete: bool
+    time: int
+    """Time stamp of its newest file (ns)."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files, relative to the directory."""
+        return tuple(sorted([*(file for held in self.sets.values() for file in held.files), *self.others]))
+
+    def entry(self) -> TagEntry:
+        """What a listing shows of it."""
+        created = datetime.datetime.fromtimestamp(self.time / 1e9, datetime.UTC).isoformat(timespec="microseconds")
+        return TagEntry(
+            tag=self.tag,
+            created=created if self.time else "",
+            directory=self.directory or self.tag,
+            complete=self.complete,
+            files=() if self.directory else self.files,
+        )
+
+
+def is_grid(numbers: Iterable[Numbers]) -> bool:
+    """Whether these are all numbers from 0 on along each axis.
+
+    >>> is_grid([(0, 0), (0, 1)]), is_grid([(0, 0), (1, 1)]), is_grid([(1, 0)])
+    (True, False, False)
+    """
+    found = set(numbers)
+    count = 1
+    for axis in zip(*found, strict=True):
+        count *= 1 + max(axis)
+    return len(found) == count
+
+
+def find_tag(store: Store, tag: str) -> SmpTag | None:
+    """The directory, or the set, of this name; None if there is none.
+
+    A file of that name is no set: it is what ``smp.save(..., partial=False)`` wrote. With ``_*`` behind it, the name is
+    that of the set beside such a file.
+    """
+    if not may_be_foreign(store, tag):
+        return None
+    try:
+        if store.is_directory(tag):
+            return _directory(store, tag)
+        if tag.endswith(ALL_PARTS):
+            return _set(store, tag, tag.removesuffix(ALL_PARTS))
+        return None if store.has(tag) else _set(store, tag, tag)
+    except OSError:
+        return None
+
+
+def existing(store: Store, tag: str) -> SmpTag:
+    """The tag of this name, which was there a moment ago.
+
+    Raises:
+        NoCheckpointError: It is gone.
+    """
+    found = find_tag(store, tag)
+    if found is None:
+        raise no_such_tag(store, tag)
+    return found
+
+
+def complete_tags(store: Store) -> list[SmpTag]:
+    """The complete ones, oldest first: directories in the order of `newest`, all others where their time stamps say.
+
+    Raises:
+        StorageError: The root cannot be read.
+    """
+    names = names_in(store)
+    found = {name: tag for name in names if (tag := find_tag(store, name)) is not None and tag.directory}
+    prefixes = listed_sets(name for name in _without_own(names) if not store.is_directory(name))
+    found |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
+    complete = {name: tag for name, tag in found.items() if tag.complete}
+    ordered = [complete.pop(name) for name in order_of(newest(store)) if name in complete]
+    others = sorted(complete.values(), key=lambda t: (t.time, t.tag))
+    return merged(ordered, others, lambda t: t.time)
+
+
+def newest(store: Store) -> list[str]:
+    """The lines of the file `newest`; none if there is no such file."""
+    if store.is_directory(NEWEST):
+        return []
+    try:
+        return store.start_of(NEWEST, MAX_NEWEST).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def order_of(lines: Sequence[str]) -> list[str]:
+    """The directories that `newest` lists, oldest first. SMP appends a name again if its tag is saved again.
+
+    >>> order_of(["a_partial", "b_partial", "a_partial", ""])
+    ['b_partial', 'a_partial']
+    """
+    last = {line.strip(): number for number, line in enumerate(lines) if line.strip()}
+    return sorted(last, key=lambda name: last[name])
+
+
+def listed_sets(files: Iterable[str]) -> list[str]:
+    """The names of the complete sets among some files. A file is in one of them only.
+
+    ``step_0_0.pt`` may be a part of ``step`` as well as of ``step_0``. The form that SMP writes without being asked
+    counts first, and a set of one number only if it has no ``.pt``: others number their files so, too.
+
+    >>> listed_sets(["a.pt_0_0", "a.pt_0_1", "b_10_0_0.pt", "b_20_0_0.pt", "c_0_1.pt", "d_0.pt", "e.pt_0"])
+    ['a.pt', 'b_10', 'b_20', 'e.pt']
+    """
+    left = list(files)
+    found: list[str] = []
+    for count, suffix in ((2, ".pt"), (2, ""), (3, ".pt"), (1, "")):
+        sets: dict[str, dict[Numbers, str]] = {}
+        for file in left:
+            if (part := part_of(file, count, suffix)) is not None:
+                sets.setdefault(part[0], {})[part[1]] = file
+        for prefix, numbers in sets.items():
+            if is_grid(numbers) and prefix not in found:
+                found.append(prefix)
+                left = [file for file in left if file not in numbers.values()]
+    return sorted(found)
+
+
+def part_of(file: str, count: int, suffix: str) -> tuple[str, Numbers] | None:
+    """(name of the set, numbers) of a part with so many numbers in its name; None if it is none.
+
+    >>> part_of("a.pt_0_12.pt", 2, ".pt"), part_of("a.pt_0_1.pt.tmp", 2, ".pt"), part_of(".a_0", 1, "")
+    (('a.pt', (0, 12)), None, None)
+    """
+    if file.startswith(".") or _TEMPORARY in file or not file.endswith(suffix):
+        return None
+    match = _WITH_NUMBERS[count].fullmatch(file.removesuffix(suffix))
+    return None if match is None else (match[1], tuple(map(int, match.groups()[1:])))
+
+
+def sets_in(files: Iterable[str]) -> dict[str, FileSet]:
+    """The sets of a directory of `save_checkpoint`, by the part of the state."""
+    forms: dict[str, dict[tuple[int, str], dict[Numbers, str]]] = {}
+    for file in files:
+        if (match := _OF_TAG.fullmatch(file)) is not None:
+            numbers = tuple(int(n) for n in match.groups()[1:] if n is not None)
+            forms.setdefault(match[1], {}).setdefault((len(numbers), ".pt"), {})[numbers] = file
+    return {kind: FileSet(kind, held) for kind, held in forms.items()}
+
+
+def _set(store: Store, tag: str, prefix: str) -> SmpTag | None:
+    forms: dict[tuple[int, str], dict[Numbers, str]] = {}
+    for name in store.names():
+        if not name.startswith(f"{prefix}_") or store.is_directory(name):
+            continue
+        for count, suffix in ((n, s) for n in (3, 2, 1) for s in (".pt", "")):
+            part = part_of(name, count, suffix)
+            if part is not None and part[0] == prefix:
+                forms.setdefault((count, suffix), {})[part[1]] = name
+                break
+    if len(forms) > 1:
+        # Parts of other sets, whose names begin with this one and a number: no part 0 of the first axis is among them.
+        forms = {form: held for form, held in forms.items() if any(n[0] == 0 for n in held)} or forms
+    found = FileSet(prefix, forms)
+    if not any(_may_be_saved(store, file) for file in found.files):
+        return None
+    return SmpTag(tag=tag, directory="", sets={"": found}, complete=found.complete, time=_time(store, "", found.files))
+
+
+def _may_be_saved(store: Store, file: str) -> bool:
+    """Whether torch.save may have written a file. One that cannot be read may be, and its opening will tell."""
+    try:
+        return store.start_of(file, 4).startswith(_STARTS)
+    except OSError:
+        return True
+
+
+def _listed(store: Store, prefix: str) -> SmpTag | None:
+    """A set that a root lists. One that lies beside a full file of its name is called with ``_*``."""
+    return find_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
+
+
+def _without_own(names: Sequence[str]) -> list[str]:
+    """The names of what may be parts of sets: in a directory of `save_checkpoint` its own files are none."""
+    own = _is_directory_of_tag("", sets_in(names)) or CONFIG in names
+    return [name for name in names if not (own and _OF_TAG.fullmatch(name))]
+
+
+def _directory(store: Store, tag: str) -> SmpTag | None:
+    names = store.names(tag)
+    sets = sets_in(names)
+    if not _is_directory_of_tag(tag, sets):
+        return None
+    others = tuple(name for name in (CONFIG, USER_CONTENT) if name in names)
+    files = [*(file for held in sets.values() for file in held.files), *others]
+    ended = CONFIG in others or tag in order_of(newest(store))
+    if not ended and not tag.endswith(PARTIAL):
+        ended = all(held.complete for held in sets.values())  # a program made it with calls of its own
+    return SmpTag(tag=tag, directory=tag, sets=sets, others=others, complete=ended, time=_time(store, f"{tag}/", files))
+
+
+def _is_directory_of_tag(tag: str, sets: Mapping[str, FileSet]) -> bool:
+    if tag.endswith(PARTIAL):
+        return bool(sets)
+    known = [held for kind, held in sets.items() if kind in ("model", "optimizer_states")]
+    return any(count > 1 for held in known for count, _ in held.forms)
+
+
+def _time(store: Store, below: str, files: Sequence[str]) -> int:
+    """The newest time stamp of some files."""
+    return max((store.modified(f"{below}{file}") or 0 for file in files), default=0)
