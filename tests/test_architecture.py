@@ -32,7 +32,7 @@ FOREIGN = {
     "xla_ckpt/layouts/nxd/rank_files.py": {"model"},
     "xla_ckpt/layouts/nxd/scan.py": {"model", "optimizer", "scheduler"},
     "xla_ckpt/layouts/nxd/tags.py": {"model"},
-    "xla_ckpt/layouts/smp/tags.py": {"model"},  # a part of names of SMP's files
+    "xla_ckpt/layouts/smp/tags.py": {"model", "optimizer"},  # a part of names of SMP's files
     "xla_ckpt/state/wrappers.py": {"optimizer"},  # the attribute of a wrapper
 }
 """Strings that look like paths of a state, and are words of something else."""
@@ -146,8 +146,9 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
 }
 
 
-ABOUT_IT = [ROOT / "xla_ckpt/layouts" / name for name in ("nxd", "optimum")]
-"""Its own package, and that of optimum-neuron's checkpoints, in which its rank files lie."""
+ABOUT_IT = [ROOT / "xla_ckpt/layouts" / name for name in ("nxd", "optimum", "smp")]
+"""Its own package, that of optimum-neuron's checkpoints, in which its rank files lie, and that of SageMaker's, whose
+files are put together by the same code."""
 
 
 def test_only_its_own_package_knows_neuronx_distributed() -> None:

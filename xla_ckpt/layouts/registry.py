@@ -21,6 +21,7 @@ from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
 from xla_ckpt.layouts.one_file.layout import OneFile
 from xla_ckpt.layouts.optimum.layout import OptimumNeuron
+from xla_ckpt.layouts.smp.layout import SageMaker
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
@@ -39,6 +40,7 @@ _layouts: list[Layout] = [
     OptimumNeuron(),  # before neuronx-distributed's, which would find the rank files in its tags, too
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
+    SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
     HuggingFace(),
     OneFile(),
 ]

@@ -178,10 +178,10 @@ _ELEMENTWISE = frozenset(
 )
 """States of torch's optimizers that have the shape of their parameter (torch/optim, 2.9)."""
 
-_STEP = "step"
+STEP = "step"
 """How often torch's optimizers have stepped a parameter: in host memory, unless the group has it on the device."""
 
-_USUAL = {**dict.fromkeys(_ELEMENTWISE, MASTER_RULE), _STEP: StateRule(Lies.ON_HOST)}
+_USUAL = {**dict.fromkeys(_ELEMENTWISE, MASTER_RULE), STEP: StateRule(Lies.ON_HOST)}
 
 STEP_ON_DEVICE = frozenset({"capturable", "fused"})
 """Options of a group with which torch's optimizers keep ``step`` on the device of the parameter."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.tag_reader import ForeignObject, TagReader
 from xla_ckpt.errors import (
     CorruptCheckpointError,
     UnsupportedStateError,
@@ -20,8 +20,9 @@ from xla_ckpt.errors import (
 )
 from xla_ckpt.layouts.nxd.optimizer import optimizer_of
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor, listed
-from xla_ckpt.layouts.nxd.state import Missing, ScannedState, Stage, stages, trees
+from xla_ckpt.layouts.nxd.state import Missing, ScannedState, Stage, Trees, stages, trees
 from xla_ckpt.layouts.nxd.tags import NxdTag
+from xla_ckpt.layouts.one_file.objects import StoredObject
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import Hints
@@ -136,18 +137,30 @@ class Refused:
 
 def scan(
     files: Scan, found: NxdTag, wanted: Hints, codec: ValueCodec, around: Around = AS_NXD
-) -> tuple[Manifest, list[Refused]]:
+) -> tuple[Manifest, list[ForeignObject]]:
     """The manifest of a tag, and the objects that its skeleton numbers."""
     content = _legacy(files, wanted) if found.legacy else _current(files, wanted, around)
+    return manifest_of(files, found.tag, content, wanted, codec)
+
+
+def manifest_of(
+    files: Scan, tag: str, content: Content, wanted: Hints, codec: ValueCodec
+) -> tuple[Manifest, list[ForeignObject]]:
+    """The manifest of what the files of a tag hold, and the objects that its skeleton numbers.
+
+    Raises:
+        UnsupportedStateError: A value is neither array nor plain.
+    """
     flat = flatten({part: _plain(files, value) for part, value in content.parts.items()}, _kind, codec)
-    stray = next(((leaf, v) for leaf, v in flat.objects if not isinstance(v, Refused)), None)
+    objects: list[ForeignObject] = [v for _, v in flat.objects if isinstance(v, Refused | StoredObject)]
+    stray = next(((leaf, v) for leaf, v in flat.objects if not isinstance(v, Refused | StoredObject)), None)
     if stray is not None:
         raise UnsupportedStateError(f"a {type(stray[1]).__name__} is neither array nor plain value", leaf=stray[0])
     known = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, ArrayRecord)}
     unknown = {leaf: v for leaf, v in flat.arrays.items() if isinstance(v, UnknownArray)}
-    _report(found.tag, [leaf for leaf, record in known.items() if record.own], content.apart, wanted)
+    _report(tag, [leaf for leaf, record in known.items() if record.own], content.apart, wanted)
     aliases = _shared(known)
-    head = Head(tag=found.tag, sequence=0, pinned=False, created="")
+    head = Head(tag=tag, sequence=0, pinned=False, created="")
     manifest = Manifest(
         head=head,
         skeleton=flat.skeleton,
@@ -159,7 +172,7 @@ def scan(
         unknown=unknown,
         left_out=content.left_out,
     )
-    return manifest, [v for _, v in flat.objects if isinstance(v, Refused)]
+    return manifest, objects
 
 
 def _shared(known: Mapping[str, ArrayRecord]) -> dict[str, str]:
@@ -196,7 +209,7 @@ def _kind(value: Any) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Content:
+class Content:
     """What a tag holds."""
 
     parts: dict[str, Any]
@@ -212,7 +225,7 @@ class _Content:
     """Names of the model that should be tied to another one, with that one, and that hold other values."""
 
 
-def _current(files: Scan, wanted: Hints, around: Around) -> _Content:
+def _current(files: Scan, wanted: Hints, around: Around) -> Content:
     """A tag of the present layout."""
     if wanted.optimizer:
         files.check_optimizer()
@@ -224,7 +237,7 @@ def _current(files: Scan, wanted: Hints, around: Around) -> _Content:
     return content
 
 
-def _legacy(files: Scan, wanted: Hints) -> _Content:
+def _legacy(files: Scan, wanted: Hints) -> Content:
     """A tag of the older layout, in which a rank has one file for all parts."""
     grid = files.legacy_files()
     held = trees(files, grid)
@@ -262,21 +275,38 @@ def _mesh(grids: Mapping[str, RankFiles]) -> Mesh:
 
 
 def _content(
-    files: Scan, wanted: Hints, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Any
-) -> _Content:
+    files: Scan, wanted: Hints, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Callable[[], Trees]
+) -> Content:
     """Model and optimizer, with a record or an `UnknownArray` for each tensor."""
     mesh = _mesh(grids)
     state = ScannedState(files, wanted, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
+    return content_of(state, grids["optim"].sizes if "optim" in grids else None, optim, mesh)
+
+
+def content_of(state: ScannedState, optimizers: At | None, optim: Callable[[], Trees], mesh: Mesh) -> Content:
+    """Model and optimizer, with a record or an `UnknownArray` for each tensor.
+
+    Args:
+        state: The models.
+        optimizers: Number of optimizer files along each axis; None if there are none.
+        optim: What these files hold. It is not called if the optimizer is not wanted, or has no names.
+        mesh: How the ranks were arranged that wrote all of them.
+
+    Raises:
+        CorruptCheckpointError: Files are missing, or do not fit together.
+        IncompatibleCheckpointError: The stored optimizer is not the one that is wanted.
+    """
+    wanted, model = state.wanted, state.stages
     parts: dict[str, Any] = {}
     if model:
         parts[schema.MODEL] = state.model()
-    if "optim" in grids:
+    if optimizers is not None:
         if not wanted.optimizer:
             parts[schema.OPTIMIZER] = UnknownArray(problem="the optimizer was not asked for")
-        elif wanted.groups is None and not wanted.sequence and grids["optim"].sizes.pp > 1:
+        elif wanted.groups is None and not wanted.sequence and optimizers.pp > 1:
             parts[schema.OPTIMIZER] = _NAMELESS
         else:
-            parts[schema.OPTIMIZER] = optimizer_of(state, optim(), grids["optim"].sizes.dp)
+            parts[schema.OPTIMIZER] = optimizer_of(state, optim(), optimizers.dp)
     optimizer = parts.get(schema.OPTIMIZER)
     masters = optimizer.get(schema.MASTER, {}) if isinstance(optimizer, dict) else {}
     weights: dict[str, Any] = {}
@@ -287,7 +317,7 @@ def _content(
         weights |= {name: weights[first] for name, first in tied.items()}  # one object: this is how `scan` knows them
         parts[schema.MODEL] = {name: value for name, value in weights.items() if value is not None}
     left_out = tuple(schema.weight(name) for name, value in weights.items() if value is None)
-    return _Content(parts=parts, mesh=mesh, left_out=left_out, apart=apart)
+    return Content(parts=parts, mesh=mesh, left_out=left_out, apart=apart)
 
 
 def _weights(name: str, stored: Any, masters: Mapping[str, Any], wanted: Hints) -> Any:

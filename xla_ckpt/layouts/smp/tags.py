@@ -41,6 +41,10 @@ _WITH_NUMBERS = {count: re.compile("(.+)" + count * r"_(\d{1,9})") for count in 
 _OF_TAG = re.compile(r"(model|optimizer_states|fp16_states|optimizer)_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?\.pt")
 """A file in a directory of `save_checkpoint`. Those of sharded data parallelism have one number only."""
 
+MODEL = "model"
+OPTIMIZERS = ("optimizer", "optimizer_states")
+"""What the sets in such a directory are called: the model, and the optimizer, the second as SMP writes it now."""
+
 _TEMPORARY = ".sagemaker-"
 """In the names of files that SageMaker is just copying."""
 
@@ -308,7 +312,7 @@ def _directory(store: Store, tag: str) -> SmpTag | None:
 def _is_directory_of_tag(tag: str, sets: Mapping[str, FileSet]) -> bool:
     if tag.endswith(PARTIAL):
         return bool(sets)
-    known = [held for kind, held in sets.items() if kind in ("model", "optimizer_states")]
+    known = [held for kind, held in sets.items() if kind in (MODEL, OPTIMIZERS[-1])]
     return any(count > 1 for held in known for count, _ in held.forms)
 
 

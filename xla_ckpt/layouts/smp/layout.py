@@ -1,0 +1,46 @@
+"""SageMaker model parallel's (SMP) files as a layout: read, verified and converted from.
+
+A *set* of files is named by what ``smp.save`` was given: ``load_checkpoint("runs/checkpoint.pt", model=...)`` finds
+``runs/checkpoint.pt_0_0.pt`` and its peers. A directory that ``smp.save_checkpoint`` made is named by its root and its
+name, or by its own path. The work is done by the modules beside this one, and loads torch.
+"""
+
+from __future__ import annotations
+
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.one_file.layout import SUFFIXES
+from xla_ckpt.layouts.smp import tags
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.directory import TagEntry
+
+
+class SageMaker(Layout):
+    """SMP's layout, in all forms of names that its versions have written."""
+
+    name = "smp"
+    origin = "SageMaker model parallel"
+    itself = True
+    asks = True
+    pickles = True
+    converts = False
+
+    def tags(self, store: Store) -> list[TagEntry]:
+        return [found.entry() for found in tags.complete_tags(store)]
+
+    def find(self, store: Store, tag: str) -> TagEntry | None:
+        found = tags.find_tag(store, tag)
+        return None if found is None else found.entry()
+
+    def tag_of(self, found: TagEntry) -> str:
+        name = found.tag.removesuffix(tags.ALL_PARTS)
+        stem, dot, suffix = name.rpartition(".")
+        name = stem if dot and f".{suffix}" in SUFFIXES else name
+        return name.removesuffix(tags.PARTIAL) or found.tag
+
+    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.smp.scan import open_scanned
+        from xla_ckpt.state.values import CODEC
+
+        return open_scanned(store, tags.existing(store, found.tag), hints, CODEC)

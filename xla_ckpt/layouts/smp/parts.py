@@ -1,0 +1,204 @@
+"""The parts of a set, read: what each holds, and whether all of them are there and of one save."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from itertools import product
+from typing import Any
+
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError, naming
+from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor, listed
+from xla_ckpt.layouts.one_file.file import SavedFiles
+from xla_ckpt.layouts.one_file.objects import Objects, Walk
+from xla_ckpt.layouts.smp.sidecar import MAX_BYTES, Save, directory_digest, matching, name_of, parse
+from xla_ckpt.layouts.smp.tags import FileSet, Numbers
+from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
+from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.tree.codec import ValueCodec
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 4096
+"""Bytes that are read at once: beside the header of a large storage there is nothing else to see."""
+
+_OTHER = "another program, which has written over it since"
+
+GUARD = "ranks tp > 0 never saved: use rdp_rank() == 0"
+"""What the classic mistake is: ``if smp.dp_rank() == 0`` is true on tp rank 0 only, as SMP counts tp within dp."""
+
+
+class Parts:
+    """The files of a tag.
+
+    Args:
+        directory: The directory in which they lie.
+        files: Their names.
+        codec: Says which values are plain.
+    """
+
+    def __init__(self, directory: Directory, files: tuple[str, ...], codec: ValueCodec) -> None:
+        self.directory = SavedFiles(directory, files)
+        self.codec = codec
+        self._all = directory
+        self._trees: dict[str, Any] = {}
+        self.saves: dict[str, str] = {}
+        """File -> the save that it is part of, where something says so."""
+
+    def tree(self, file: str) -> Any:
+        """What a file holds: a `StoredTensor` for each tensor, and a `StoredObject` for what is read on trust only.
+
+        Raises:
+            CorruptCheckpointError: It is missing, cut off, damaged, or torch.save did not write it.
+            UnsupportedStateError: It is of another byte order, or compressed.
+        """
+        if file not in self._trees:
+            with naming(file=file), closing(self._opened(file)) as source:
+                held = Ahead(source, file, _AHEAD)
+                archive = Zip(held, 0, source.size)
+                self.directory.storages[file] = archive.storages()
+                self._note_save(file, source.size, directory_digest(held.take, source.size))
+                walk = Walk(Objects(self.directory, file, archive.pickled), self.codec, _stored)
+                self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True), ())
+        return self._trees[file]
+
+    def _opened(self, file: str) -> Any:
+        try:
+            return self.directory.open(file)
+        except FileNotFoundError:
+            raise CorruptCheckpointError("a part is missing", file=file) from None
+
+    def _note_save(self, file: str, nbytes: int, digest: str) -> None:
+        """Find out which save a file is part of."""
+        saves = self._saves_of(file)
+        if saves:
+            found = matching(saves, nbytes, digest)
+            self.saves[file] = _OTHER if found is None else found.save
+
+    def _saves_of(self, file: str) -> tuple[Save, ...]:
+        name = name_of(file)
+        try:
+            with closing(self._all.open(name)) as source:
+                if source.size > MAX_BYTES:
+                    raise FormatError("the note beside a file is too large", expected=MAX_BYTES, found=source.size)
+                return parse(bytes(Ahead(source, name, source.size).take(0, source.size)))
+        except FileNotFoundError:
+            return ()
+        except (FormatError, UnsupportedVersionError) as error:
+            # The files themselves are whole: their own CRC-32s are compared. Only which save they are of is unknown.
+            logger.warning("%s", error.at(file=name))
+            return ()
+
+    def check_saves(self) -> None:
+        """Check that all parts that were read are of one save, where notes beside them say so.
+
+        Raises:
+            CorruptCheckpointError: They are not.
+        """
+        found: dict[str, str] = {}
+        for file, save in sorted(self.saves.items()):
+            found.setdefault(save, file)
+        if len(found) > 1:
+            raise two_saves("; ".join(f"{file} of {save}" for save, file in found.items()), next(iter(found.values())))
+
+
+def two_saves(found: str, file: str | None = None) -> CorruptCheckpointError:
+    """The error for parts that were not written together."""
+    return CorruptCheckpointError(
+        "the parts are of two saves: together they are no state that the job ever had",
+        file=file,
+        expected="all parts of one save",
+        found=found,
+        hint="A save was cut off while it wrote over an older one, or files were copied from two runs. Take another "
+        "checkpoint, or restore the parts of one save from a copy.",
+    )
+
+
+def _stored(at: TensorAt) -> StoredTensor | UnknownArray:
+    if at.strides is not None:
+        # The rest of the file is good: only who wants this array hears of it.
+        return UnknownArray(
+            problem="a tensor is not contiguous",
+            found=f"shape {list(at.shape)}, strides {list(at.strides)}",
+            hint="Load it with torch, make it contiguous, and save it anew.",
+            dtype=at.dtype,
+            shape=at.shape,
+            tensors=1,
+        )
+    return StoredTensor(dtype=at.dtype, shape=at.shape, expert=None, file=at.file, at=at)
+
+
+Degrees = tuple[int, int]
+"""(pipeline-parallel, tensor-parallel) ranks of a job."""
+
+
+def placed(files: FileSet, trees: Mapping[Numbers, Any], degrees: Degrees | None) -> dict[At, Any]:
+    """What the parts hold, by the rank that wrote each.
+
+    Args:
+        files: The set.
+        trees: What they hold, by the numbers in their names.
+        degrees: Ranks of the job, if anything says how many there were.
+
+    Raises:
+        CorruptCheckpointError: Parts are missing, or the files say that there were fewer ranks than have parts.
+    """
+    pp, tp = degrees or (1, 1)
+    count = len(next(iter(trees)))
+    # Names with one number count all model-parallel ranks. In the versions that wrote them there was no tp.
+    by_mp = count == 1 and tp > 1 and len(trees) > pp
+    found: dict[At, Any] = {}
+    for numbers, tree in sorted(trees.items()):
+        stage, *rest = divmod(numbers[0], tp) if by_mp else numbers
+        found[At(pp=stage, tp=rest[0] if rest else 0, dp=rest[1] if len(rest) > 1 else 0)] = tree
+    _check_grid(files, found, degrees, lambda at: _part(files, at, tp if by_mp else 0))
+    return found
+
+
+def _part(files: FileSet, at: At, by_mp: int) -> str:
+    """The name of the part of a rank. `by_mp`: the number of tp ranks, where names count all ranks; else 0."""
+    ((count, suffix),) = files.forms
+    numbers = (at.pp * by_mp + at.tp,) if by_mp else (at.pp, at.tp, at.dp)[:count]
+    if count == 1 and at.tp and not by_mp:
+        numbers = (at.pp, at.tp)
+    return f"{files.name}_{'_'.join(map(str, numbers))}{suffix}"
+
+
+def _check_grid(files: FileSet, found: Mapping[At, Any], degrees: Degrees | None, name: Callable[[At], str]) -> None:
+    names = {axis: 1 + max(getattr(at, axis) for at in found) for axis in ("pp", "tp", "dp")}
+    known = {"pp": 1, "tp": 1, "dp": 1} if degrees is None else {"pp": degrees[0], "tp": degrees[1], "dp": 1}
+    for axis in ("pp", "tp"):
+        if degrees is not None and names[axis] > known[axis]:
+            raise CorruptCheckpointError(
+                f"there are parts of more {axis} ranks than the job had that wrote them",
+                file=files.name,
+                expected=f"parts of pp {known['pp']}, tp {known['tp']}, as they say themselves",
+                found=f"{len(found)} parts, of {axis} ranks up to {names[axis] - 1}",
+                hint="Parts of another save lie under the same name: move them away. Or the name of the set is "
+                "another one, which has a number at its end.",
+            )
+    sizes = {axis: max(names[axis], known[axis]) for axis in names}
+    total = sizes["pp"] * sizes["tp"] * sizes["dp"]
+    if len(found) == total:
+        return
+    if total > 100 * len(found) + 1000:  # a file with a number in the millions makes no list of all those before it
+        raise CorruptCheckpointError("the numbers of the parts make no grid", file=files.name, found=len(found))
+    ranks = (At(pp=pp, tp=tp, dp=dp) for pp, tp, dp in product(*(range(sizes[a]) for a in ("pp", "tp", "dp"))))
+    missing = [at for at in ranks if at not in found]
+    raise CorruptCheckpointError(
+        GUARD if _never_saved(found, missing, sizes["tp"]) else f"{len(missing)} of {total} parts are missing",
+        file=name(missing[0]),
+        expected=f"{total} parts: pp {sizes['pp']}, tp {sizes['tp']}" + (f", rdp {sizes['dp']}" * (sizes["dp"] > 1)),
+        found=f"{len(found)}; missing: {listed([name(at) for at in missing])}",
+        hint="The job saved under `if smp.dp_rank() == 0`, which is true on tp rank 0 only: what the other tp ranks "
+        "held was never written. Save under `if smp.rdp_rank() == 0`."
+        if _never_saved(found, missing, sizes["tp"])
+        else "They were lost, or never written: restore them from a copy, or take another checkpoint.",
+    )
+
+
+def _never_saved(found: Mapping[At, Any], missing: list[At], tp: int) -> bool:
+    """Whether exactly the parts of all tp ranks but the first are missing."""
+    return tp > 1 and not any(at.tp for at in found) and all(at.tp for at in missing)
