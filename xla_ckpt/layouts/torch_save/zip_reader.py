@@ -195,9 +195,16 @@ class Zip:
         self._places: dict[str, tuple[int, int, int]] = {}
 
     def value(
-        self, reference: Callable[[Any], Any] | None = None, *, strided: bool = False, tolerant: bool = False
+        self,
+        reference: Callable[[Any], Any] | None = None,
+        *,
+        strided: bool = False,
+        tolerant: bool = False,
+        tensor: Callable[[TensorAt], Any] = lambda place: place,
     ) -> Any:
         """What was saved, with a `TensorAt` for every tensor (see `read`). With `strided`, one may have strides.
+
+        `tensor` says what stands in its place.
 
         With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it.
         """
@@ -206,7 +213,7 @@ class Zip:
 
         def leaf(value: Any) -> Any:
             if isinstance(value, View):
-                return self._place(value, strided)
+                return tensor(self._place(value, strided))
             if reference is None or type(value.tid) is not int or value.tid < 0:
                 raise CorruptCheckpointError(
                     "a reference to a tensor where none can be",

@@ -1,0 +1,152 @@
+"""Calls that all ranks of a group make: none goes on before all are there, and all raise the same error.
+
+A collective that some ranks never make hangs the others. So before one, the ranks of a group call the roll in the
+job's key-value store. Who is missing, or what went wrong on a rank before the collective, all of them hear, in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from neuron_compat.smp import job
+from neuron_compat.smp.errors import SMPRuntimeError, TooFewRanksError
+from xla_ckpt.errors import CheckpointError, RankFailedError
+from xla_ckpt.job.process_group import communicator
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for the others; ``SMP_MEETING_TIMEOUT`` in the environment says another number."""
+
+LINGER = 10.0
+"""Seconds that the first rank of a group waits, at most, for the others to hear what came of a call."""
+
+_counts: dict[tuple[int, ...], int] = {}
+"""Ranks of a group -> the number of its last meeting. All of its ranks count alike."""
+
+
+def _timeout() -> float:
+    return float(os.environ.get("SMP_MEETING_TIMEOUT", TIMEOUT))
+
+
+def together(kind: str, call: str, prepare: Callable[[], Any] = lambda: None, *, guard: str = "") -> list[Any]:
+    """Run `prepare` on all ranks of a group, and wait for all; what it returned, rank by rank.
+
+    Args:
+        kind: Of the group, as `job.KINDS` names it.
+        call: What the program called, for messages. All ranks have to call the same.
+        prepare: What may fail, and has to be done before the ranks need each other. What it returns is JSON.
+        guard: What to tell a program that makes the call on too few ranks.
+
+    Raises:
+        CheckpointError: What `prepare` raised on the lowest rank that failed; an error of another kind becomes an
+            `SMPRuntimeError`. The same on all ranks.
+        TooFewRanksError: Some ranks did not come in time, or made another call.
+    """
+    members = job.ranks().groups[kind]
+    if len(members) == 1:
+        return [prepare()]
+    me = job.rank()
+    number = _counts[tuple(members)] = _counts.get(tuple(members), 0) + 1
+    name = "-".join(map(str, members))
+    meeting = Round(communicator(), f"smp/{name}/{number}", _timeout(), SMPRuntimeError)
+    error, value = None, None
+    try:
+        value = prepare()
+    except Exception as found:  # told to all ranks, and raised on all of them
+        error = as_checkpoint_error(found, call, me, SMPRuntimeError)
+    meeting.say(f"here/{me}", [call, value], error)
+    if me == members[0]:
+        _decide(meeting, members, call, guard)
+    values = _verdict(meeting, members, me, call, guard, error)
+    # All ranks are in this meeting, so nobody asks for what was said in the one before.
+    for key in (f"here/{me}", f"heard/{me}", *(["verdict"] if me == members[0] else [])):
+        communicator().forget(f"smp/{name}/{number - 1}/{key}")
+    return values
+
+
+def _decide(meeting: Round, members: list[int], call: str, guard: str) -> None:
+    """On the first rank of the group: hear all, and tell all what came of it."""
+    deadline = Deadline(meeting.timeout * LEAD)  # the verdict comes before the others give up on this rank
+    values: list[Any] = []
+    missing: list[int] = []
+    others: list[tuple[int, str]] = []
+    errors: list[CheckpointError] = []
+    for rank in members:
+        try:
+            theirs, value = meeting.hear(f"here/{rank}", rank, deadline)
+        except RankFailedError as error:
+            if error.rank != rank or meeting.has(f"here/{rank}"):
+                errors.append(error)
+                continue
+            missing.append(rank)
+            continue
+        except CheckpointError as error:
+            errors.append(error)
+            continue
+        values.append(value)
+        if theirs != call or meeting.has(f"gone/{rank}"):
+            others.append((rank, theirs))
+    if missing or others:
+        meeting.say("verdict", error=_too_few(members, missing, others, call, guard))
+    elif errors:
+        meeting.say("verdict", error=errors[0])
+    else:
+        meeting.say("verdict", values)
+    _linger(meeting, [rank for rank in members[1:] if rank not in missing])
+
+
+def _linger(meeting: Round, present: list[int]) -> None:
+    """Wait until all have heard the verdict: the store may be in this process, and end with it."""
+    deadline = Deadline(LINGER)
+    for rank in present:
+        try:
+            meeting.hear(f"heard/{rank}", rank, deadline)
+        except RankFailedError as error:
+            logger.warning("a rank may not have heard what came of a call: %s", error)
+            return
+
+
+def _verdict(
+    meeting: Round, members: list[int], me: int, call: str, guard: str, mine: CheckpointError | None
+) -> list[Any]:
+    try:
+        values: list[Any] = _heard(meeting, members, me)
+    except RankFailedError as error:
+        if error.rank != members[0] or meeting.has("verdict"):
+            raise
+        # Left as word for that rank, which may come to another call of this number later.
+        meeting.say(f"gone/{me}")
+        raise _too_few(members, [members[0]], [], call, guard) from None
+    except CheckpointError as error:
+        if mine is not None and mine.to_json() == error.to_json():
+            raise mine from mine.__cause__  # the same facts, with the original traceback
+        raise
+    return values
+
+
+def _heard(meeting: Round, members: list[int], me: int) -> Any:
+    try:
+        return meeting.hear("verdict", members[0])
+    finally:
+        if meeting.has("verdict"):
+            meeting.say(f"heard/{me}")
+
+
+def _too_few(
+    members: list[int], missing: list[int], others: list[tuple[int, str]], call: str, guard: str
+) -> TooFewRanksError:
+    if missing:
+        late = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not within {_timeout():g} s"
+    else:
+        late = ", ".join(f"rank {rank} called {theirs}" for rank, theirs in others)
+    return TooFewRanksError(
+        f"{call} was not called on all ranks of its group",
+        expected=f"ranks {', '.join(map(str, members))}",
+        found=late,
+        hint=guard or None,
+    )
