@@ -16,7 +16,7 @@ import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from neuron_compat.smp.writing import Note, save_of, write_file
 from neuron_compat.torch_files import load_whole
 from xla_ckpt import NoCheckpointError, UntrustedObjectError
 from xla_ckpt.layouts.smp import sidecar
-from xla_ckpt.layouts.smp.one_part import Part, lacking, parts_at
+from xla_ckpt.layouts.smp.one_save import Part, lacking, parts_at
 from xla_ckpt.layouts.smp.tags import ALL_PARTS
 from xla_ckpt.layouts.torch_save.whole import check_whole_file, read_whole_file
 
@@ -131,7 +131,9 @@ def load(
         SMPInvalidArgumentError: The path is no string.
     """
     _check_path(f)
-    reading = _Reading(map_location, pickle_module, trust_pickle, pickle_load_args)
+    reading = Reading(
+        map_location=map_location, pickle_module=pickle_module, trust=trust_pickle, options=pickle_load_args
+    )
     if not partial:
         return _full(f, reading)
     found: list[Any] = []
@@ -172,14 +174,14 @@ def _check_path(f: Any) -> None:
 # -- reading
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
     """How a file is read."""
 
-    map_location: Any
-    pickle_module: Any
-    trust: bool
-    options: Mapping[str, Any]
+    map_location: Any = None
+    pickle_module: Any = None
+    trust: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def value(self, path: str) -> Any:
         """What a file holds, after all of it was compared with its CRC-32s."""
@@ -206,7 +208,7 @@ class _Reading:
         return storage if where is None else storage.to(where)
 
 
-def _full(f: str, reading: _Reading) -> Any:
+def _full(f: str, reading: Reading) -> Any:
     """A whole checkpoint, which each rank reads for itself."""
     if not os.path.exists(f):
         parts = parts_at(f)
@@ -218,7 +220,7 @@ def _full(f: str, reading: _Reading) -> Any:
     return as_stored(reading.value(f), None, fits=True)
 
 
-def _partial(f: str, reading: _Reading, place: Place, *, strict: bool) -> Any:
+def _partial(f: str, reading: Reading, place: Place, *, strict: bool) -> Any:
     """This process' part of a checkpoint; or, of one of another job, what all parts have in common."""
     parts = parts_at(f)
     if not parts:
@@ -226,7 +228,7 @@ def _partial(f: str, reading: _Reading, place: Place, *, strict: bool) -> Any:
         if os.path.isfile(f):
             error.details = "There is a full checkpoint of this name: pass partial=False."
         raise error
-    files = {numbers: part.path for numbers, part in parts.items()}
+    files = {numbers: part.file for numbers, part in parts.items()}
     _check_whole(parts, files, place, f)
     if strict and (refused := refusal(files, place, f)) is not None:
         raise refused

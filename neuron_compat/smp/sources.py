@@ -29,20 +29,15 @@ class Stored:
         Raises:
             xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
         """
-        target = None if model is None else _bare(model)
-        if target is None and optimizer is not None and job.state.model is not None:
-            target = NamesOnly(_bare(job.state.model))
+        known = job.state.model if model is None else model
+        target = None if known is None else known.xla_ckpt_plain
         xla_ckpt.load_checkpoint(
             self.path,
             self.tag,
-            model=target,
+            model=NamesOnly(target) if model is None and target is not None else target,
             optimizer=optimizer,
             strict=strict,
-            mesh=job.ranks().mesh if job.is_initialized() else None,
+            mesh=job.ranks().mesh,
+            shardings=None if known is None else known._rules,
             trust_pickle=self.trust_pickle,
         )
-
-
-def _bare(model: Any) -> Any:
-    """What a `DistributedModel` wraps: every rank runs all of it, whatever partition it owns."""
-    return getattr(model, "module", model)

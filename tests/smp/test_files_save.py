@@ -20,7 +20,7 @@ from tests.jobs import run_alone, run_on_ranks
 from tests.smp.made import write_parts
 from tests.smp.test_files_load import alone, begin, caught, plain  # noqa: F401  # a fixture
 from xla_ckpt.layouts.smp import sidecar
-from xla_ckpt.layouts.smp.one_part import parts_at
+from xla_ckpt.layouts.smp.one_save import parts_at
 from xla_ckpt.layouts.torch_save.whole import check_whole_file
 
 
@@ -60,7 +60,7 @@ def test_what_is_on_disk(tmp_path: Path, pp: int, tp: int, deep: list[str], new:
             assert part.saved is not None
             assert tuple(part.saved.rank.values())[: len(numbers)] == numbers[:2] + numbers[2:]
             assert dict(part.saved.sizes) == {"pp": pp, "tp": tp, "rdp": 2}
-            check_whole_file(part.path)
+            check_whole_file(part.file)
 
 
 def test_what_is_saved_is_what_torch_save_saves(tmp_path: Path, alone: Any) -> None:  # noqa: F811
@@ -158,9 +158,9 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path, alone: Any) -
         except Exception:
             died = True
         part = parts_at(f)[(0,)]
-        check_whole_file(part.path)
+        check_whole_file(part.file)
         assert part.saved is not None, f"the note is not that of the file after {moment} calls"
-        assert len(sidecar.parse(Path(sidecar.name_of(part.path)).read_bytes())) <= 2
+        assert len(sidecar.parse(Path(sidecar.name_of(part.file)).read_bytes())) <= 2
         seen.append(alone.load(f)["w"][0].item())
         alone.save({"w": torch.full((100,), 3.0)}, f)  # what was left over does not stand in the way
         assert alone.load(f)["w"][0].item() == 3
@@ -186,7 +186,7 @@ def test_parts_of_two_saves_are_an_error(tmp_path: Path, alone: Any) -> None:  #
     mixed = tmp_path / "one/0"
     for name in ("c.pt_1", ".c.pt_1.xla_ckpt.json"):
         shutil.copy(tmp_path / "other/0" / name, mixed / name)
-    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="parts of two saves") as error:
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="the parts are of two saves") as error:
         alone.load(f"{mixed}/c.pt")
     assert "c.pt_0 of " in str(error.value)
     assert "c.pt_1 of " in str(error.value)
@@ -211,6 +211,7 @@ def test_what_a_larger_job_left_is_left_out(tmp_path: Path, alone: Any) -> None:
     run_on_ranks(saves_a_longer_pipeline, 4, str(tmp_path))
     assert run_on_ranks(saves_a_pipeline, 2, str(tmp_path), False) == [("nothing", "")] * 2
     assert alone.load(f"{tmp_path}/c.pt")["saved"] == "small"
+    assert "small" in str(xla_ckpt.restore(f"{tmp_path}/c.pt").tree)
 
 
 def test_a_save_that_one_rank_missed_is_an_error_on_all(tmp_path: Path) -> None:
@@ -219,4 +220,4 @@ def test_a_save_that_one_rank_missed_is_an_error_on_all(tmp_path: Path) -> None:
     found = run_on_ranks(saves_a_pipeline, 2, str(tmp_path), True)
     assert found[0] == found[1]
     assert found[0][0] == "CorruptCheckpointError"
-    assert "parts of two saves" in found[0][1]
+    assert "the parts are of two saves" in found[0][1]

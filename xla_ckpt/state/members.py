@@ -133,7 +133,7 @@ class Objects:
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
         by_name, axes = False, None
-        if model is not None:
+        if model is not None and not isinstance(model, NamesOnly):
             tree[schema.MODEL] = module.tree_of(model)
             buffers = frozenset(map(schema.weight, module.buffer_names(model)))
             parts.append(schema.MODEL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import ForeignObject, TagReader
@@ -14,6 +15,7 @@ from xla_ckpt.layouts.nxd.rank_files import At, Scan
 from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
 from xla_ckpt.layouts.smp import contents
 from xla_ckpt.layouts.smp.contents import INNER, IS_PARTIAL, LOAD_INFO, MASTERS, ZERO_2D
+from xla_ckpt.layouts.smp.one_save import less_others
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
 from xla_ckpt.layouts.smp.parts import Degrees, Parts, placed, two_saves
 from xla_ckpt.layouts.smp.stage import SmpState, known, merged
@@ -50,6 +52,8 @@ def open_scanned(store: Store, found: SmpTag, hints: Hints, codec: ValueCodec) -
         directory = open_directory(store, found)
     try:
         with naming(path=store.path, tag=found.tag), storage_errors("reading a checkpoint"):
+            if "" in found.sets:
+                found = replace(found, sets={"": less_others(directory, found.sets[""])})
             parts = Parts(directory, found.files, codec)
             manifest, objects = scan(parts, found, hints)
             return TagReader(parts.directory, store.path, found.tag, manifest, objects)
