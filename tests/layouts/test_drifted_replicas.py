@@ -141,7 +141,7 @@ def test_a_choice_that_makes_no_sense(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("layout", ["native", "xser", "pt"])
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp"])
 def test_keys_and_values_that_several_ranks_hold(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -99,7 +99,7 @@ def test_any_job_resumes_as_any_other(
             assert differences(model, Attention(mesh, rank, **how, **kinds)) == [], (target, rank)
 
 
-@pytest.mark.parametrize("layout", ["xser", "pt"])
+@pytest.mark.parametrize("layout", ["xser", "pt", "smp"])
 @pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_their_files_say_which_ranks_held_the_same(

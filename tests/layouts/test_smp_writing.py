@@ -204,7 +204,7 @@ def test_rows_that_zero1_dealt_out_have_a_file_for_each_rank(
         assert [group["params"] for group in held["param_groups"]] == [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
         masters = read(tmp_path / "a", f"fp16_states_{numbers}.pt")
         groups = [[n for n in mine if NUMBERS[n] < 6], [n for n in mine if NUMBERS[n] >= 6]]
-        assert masters.pop("xla_ckpt") == {"param_names": groups}
+        assert masters.pop("xla_ckpt") == {"numbers": [[NUMBERS[n] for n in group] for group in groups]}
         assert unlike(masters.pop("fp32_from_fp16"), [[part(known(n, "master"), n) for n in g] for g in groups]) == []
         assert masters == {
             "loss_scaler": None, "dynamic_loss_scale": False, "overflow": False, "first_closure_call_this_step": True,
@@ -283,25 +283,23 @@ def test_a_parameter_of_several_stages_is_stored_by_each_and_found_once(
 
 
 def test_what_the_program_says_of_its_job_is_in_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = Mesh(pp=2)
+    mesh = Mesh(pp=2, dp=2)
     config = {"microbatches": 4, "pipeline_parallel_degree": 9, "smp_version": "1.11.0", "ddp": False}
-    known_of = {"config": config, "partition_info": {"main": 0, "main/layers": 1}}
-    models = [toy(mesh, rank)[0] for rank in range(2)]
-    save_as_job(
-        monkeypatch,
-        mesh,
-        tmp_path,
-        "a",
-        lambda rank: {"model": models[rank], "extras": {"smp": known_of}},
-        layout="smp",
-    )
+    partition_info = {"main": 0, "main/layers": 1}
+    scaler = {"dynamic_loss_scale": True, "overflow": True, "loss_scaler": {"cur_scale": 8.0}}
+    extras = {"smp_config": config, "partition_info": partition_info, "fp16_states": scaler}
+    states = [{**as_kwargs(toy(mesh, rank, zero=True)), "extras": extras} for rank in range(mesh.size)]
+    save_as_job(monkeypatch, mesh, tmp_path, "a", lambda rank: states[rank], layout="smp")
     assert read(tmp_path / "a", "smp_config.pt") == {
-        **config, "pipeline_parallel_degree": 2, "tensor_parallel_degree": 1, "shard_optimizer_state": False,
+        **config, "pipeline_parallel_degree": 2, "tensor_parallel_degree": 1, "shard_optimizer_state": True,
         "sharded_data_parallel_degree": 1,
     }  # fmt: skip
     info = read(tmp_path / "a", "model_0_0.pt")["_smp_load_info"]
-    assert info["partition_info"] == {"main": 0, "main/layers": 1}
-    assert xla_ckpt.restore(tmp_path, "a").tree["extras"]["smp"] == known_of
+    assert info["partition_info"] == partition_info
+    masters = read(tmp_path / "a", "fp16_states_1_0_1.pt")
+    assert {name: masters[name] for name in scaler} == scaler
+    assert masters["first_closure_call_this_step"] is True
+    assert xla_ckpt.restore(tmp_path, "a").tree["extras"] == extras
 
 
 def test_optimizers_without_names_keep_their_numbers(tmp_path: Path) -> None:

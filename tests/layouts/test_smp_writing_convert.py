@@ -148,7 +148,7 @@ def test_a_directory_that_stock_dcp_wrote(tmp_path: Path) -> None:
 
 def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
-    extras = {"smp": {"config": {"microbatches": 2, "tensor_parallel_degree": 8}, "partition_info": {"main": 5}}}
+    extras = {"smp_config": {"microbatches": 2, "tensor_parallel_degree": 8}, "partition_info": {"main": 5}}
     xla_ckpt.save_checkpoint(tmp_path, "a", model, user_content={"n": 1}, extras=extras)
     where = [str(tmp_path), str(tmp_path / "b"), "--tag", "a", "--as", "a_partial"]
     rules = ["--sharding", "0.weight", "tp,_", "--sharding", "1.weight", "_,tp"]

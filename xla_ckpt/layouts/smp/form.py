@@ -16,10 +16,11 @@ from itertools import zip_longest
 from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.layouts.by_rank.plan import RankState, by_number
+from xla_ckpt.layouts.by_rank.plan import RankState, by_number, stem
 from xla_ckpt.layouts.smp.contents import IS_PARTIAL, LOAD_INFO, MASTERS
 from xla_ckpt.layouts.smp.stage import OURS, SHAPES, SPECS
-from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
+from xla_ckpt.layouts.smp.tags import CONFIG, FP16
+from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt, leaves_in
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.tree import schema
 
@@ -32,8 +33,11 @@ WHOSE = "SageMaker model parallel's"
 PARAM_NAMES = "param_names"
 """torch's key of a group for the names of its parameters."""
 
-GIVEN = "smp"
-"""Member of `extras` by which a program gives what it knows of its own job: see `given`."""
+NUMBERS = "numbers"
+"""Key of the numbers of the parameters whose master weights a file has, group by group."""
+
+PARTITIONS = "partition_info"
+"""SMP's key for the pipeline stage of each module; a program gives it in a member of `extras` of this name."""
 
 _MAIN = "main"
 _WRAPPED = "main/module/module"
@@ -142,7 +146,7 @@ def model_file(state: RankState, job: Job, mesh: Mesh) -> dict[Any, Any]:
     info = {
         "tensor_parallel_degree": mesh.tp,
         "pipeline_parallel_degree": mesh.pp,
-        "partition_info": dict(job.partitions),
+        PARTITIONS: dict(job.partitions),
         OURS: ours,
     }
     return {**tree, IS_PARTIAL: True, LOAD_INFO: info}
@@ -190,11 +194,11 @@ def _group(group: Mapping[str, Any], names: Sequence[Any], number: Mapping[Any, 
     return {**options, schema.PARAMS: [number[name] for name in names], **named}
 
 
-def masters_file(state: RankState, job: Job) -> dict[str, Any]:
+def masters_file(state: RankState, job: Job, known: Mapping[str, Any]) -> dict[str, Any]:
     """What ``fp16_states_{pp}_{tp}.pt`` holds: the master weights of this stage, group by group.
 
-    SMP also has the state of its loss scaler there, which nobody else has. In its place are the values of a job that
-    scales no loss.
+    SMP also has its loss scaler there, an object of a class of its own. Where nobody gives one (`known`), the values
+    are those of a job that scales no loss.
     """
     masters = state.parts[schema.OPTIMIZER][schema.MASTER]
     names = [[name for name in group if name in masters] for group in job.groups]
@@ -203,8 +207,9 @@ def masters_file(state: RankState, job: Job) -> dict[str, Any]:
         "dynamic_loss_scale": False,
         "overflow": False,
         "first_closure_call_this_step": True,
+        **known,
         MASTERS: [[masters[name] for name in group] for group in names],
-        OURS: {PARAM_NAMES: names},
+        OURS: {NUMBERS: [[job.number[name] for name in group] for group in names]},
     }
 
 
@@ -233,17 +238,27 @@ def config_file(known: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> dict[st
     }
 
 
-def given(extras: Any) -> tuple[dict[str, Any], dict[str, int] | None]:
-    """What a program says of its job in ``extras={"smp": {"config": {...}, "partition_info": {...}}}``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What a program says of its job, in members of `extras` that are called as SMP calls them."""
 
-    Returns:
-        (its configuration, its partition_info or None).
-    """
-    held = extras.get(GIVEN) if isinstance(extras, Mapping) else None
-    if not isinstance(held, Mapping):
-        return {}, None
-    config, partitions = held.get("config"), held.get("partition_info")
-    return (
-        dict(config) if isinstance(config, Mapping) else {},
-        dict(partitions) if isinstance(partitions, Mapping) else None,
+    config: Mapping[str, Any]
+    """Its configuration: ``extras={"smp_config": {...}}``."""
+
+    partitions: Mapping[str, int] | None
+    """Module -> pipeline stage: ``extras={"partition_info": {...}}``."""
+
+    fp16: Mapping[str, Any]
+    """What an optimizer of half precision keeps beside master weights: ``extras={"fp16_states": {...}}``."""
+
+
+def given(extras: Any) -> Given:
+    """What a program says of its job. What has arrays in it is left where it is."""
+    held = extras if isinstance(extras, Mapping) else {}
+    config, partitions, fp16 = (
+        {key: value for key, value in member.items() if not any(leaves_in(value))}
+        if isinstance(member := held.get(name), Mapping)
+        else None
+        for name in (stem(CONFIG), PARTITIONS, FP16)
     )
+    return Given(config=config or {}, partitions=partitions, fp16=fp16 or {})

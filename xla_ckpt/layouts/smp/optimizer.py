@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
@@ -12,6 +12,7 @@ from xla_ckpt.layouts.nxd.optimizer import NAMELESS
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
 from xla_ckpt.layouts.smp.contents import INNER, MASTERS
 from xla_ckpt.layouts.smp.parts import two_saves
+from xla_ckpt.layouts.smp.rows import STORED_MASTERS, are_rows, masters_by_number, of_rows
 from xla_ckpt.layouts.smp.stage import Merged
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -36,9 +37,6 @@ _NAMES = "param_names"
 _BUFFERS = ("running_mean", "running_var")
 """What torch calls arrays of its modules that have the shapes of parameters, and are none."""
 
-_STORED_MASTERS = "sharded_master_weights"
-"""Where the reader of optimizers looks for master weights, by number."""
-
 
 @dataclass(slots=True)
 class _Share:
@@ -49,13 +47,16 @@ class _Share:
     masters: list[Any] | None = None
     """fp32 copies of the parameters that the rank has, by group."""
 
+    numbered: Mapping[int, Any] | None = None
+    """The same by number, where the file says which numbers they have."""
+
 
 @dataclass(frozen=True, slots=True)
 class Optimizers:
     """The optimizers of all parts."""
 
     trees: Mapping[At, Mapping[str, Any]] = field(default_factory=dict)
-    """One for each tp rank, of all pipeline stages."""
+    """One for each tp rank, of all pipeline stages; where rows were dealt out, one for each tp and rdp rank."""
 
     whole: frozenset[str] = frozenset()
     """Names of parameters that each tp rank has whole: SMP empties their states on all tp ranks but the first."""
@@ -82,6 +83,8 @@ def optimizers(scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged,
     """
     shares = {at: share for at, tree in sorted(parts.items()) for at, share in _shares(at, tree)}
     check_one_save(shares)
+    if are_rows(parts):
+        return Optimizers(of_rows(parts))
     if _is_flat(shares, model):
         return Optimizers(problem=_FLAT)
     united = _united(scan, shares)
@@ -111,7 +114,7 @@ def _shares(at: At, tree: Mapping[Any, Any]) -> Iterator[tuple[At, _Share]]:
         for rdp, (one, some, its) in enumerate(zip(state, groups, of_ranks, strict=True)):
             yield At(pp=at.pp, tp=at.tp, dp=rdp), _share(at, one, some, its)
     else:
-        yield at, _share(at, state, groups, masters)
+        yield at, replace(_share(at, state, groups, masters), numbered=masters_by_number(tree))
 
 
 def _share(at: At, state: Any, groups: Any, masters: Any) -> _Share:
@@ -196,7 +199,7 @@ def _united(scan: Scan, shares: Mapping[At, _Share]) -> dict[At, _Share] | None:
     for at, share in sorted(shares.items()):
         key = At(pp=at.pp, tp=at.tp)
         state = states.setdefault(key, {})
-        made.setdefault(key, _Share(state, share.groups, share.masters))
+        made.setdefault(key, replace(share, state=state))
         for number, members in share.state.items():
             if state.get(number) and members and not _same(scan, state[number], members):
                 return None
@@ -310,7 +313,7 @@ def _of_rank(
                 state[key] = members
         weights |= {numbers.get(n, n): held for n, held in (masters or {}).get(at, {}).items()}
     made: dict[str, Any] = {schema.STATE: state, schema.GROUPS: groups}
-    return {**made, _STORED_MASTERS: weights} if weights else made
+    return {**made, STORED_MASTERS: weights} if weights else made
 
 
 def _as_on_first(
@@ -366,6 +369,9 @@ def _masters(united: Mapping[At, _Share]) -> dict[At, dict[int, StoredTensor]] |
     made: dict[At, dict[int, StoredTensor]] = {}
     for at, share in united.items():
         if share.masters is None:
+            continue
+        if share.numbered is not None:
+            made[at] = dict(share.numbered)
             continue
         if len(share.masters) != len(share.groups):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,12 @@ from xla_ckpt.engine.stages import Staged
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
 from xla_ckpt.layouts.by_rank.new_job import NewJob
-from xla_ckpt.layouts.by_rank.plan import PARTS, SHARING, Laying, RankState, check_common, check_rows
+from xla_ckpt.layouts.by_rank.plan import PARTS, SHARING, Laying, RankState, check_common, check_rows, stem
 from xla_ckpt.layouts.by_rank.writing import RankWriting, held_by_rank
 from xla_ckpt.layouts.native import native_files
 from xla_ckpt.layouts.smp.form import (
     WHOSE,
+    Given,
     Job,
     config_file,
     given,
@@ -41,11 +42,8 @@ logger = logging.getLogger(__name__)
 class SmpWriting(RankWriting, Staged):
     """What one rank writes: SMP's files for what it has a place for, native ones for the rest."""
 
-    config: Mapping[str, Any]
-    """What the program says of its configuration."""
-
-    partitions: Mapping[str, int] | None
-    """Module -> pipeline stage, where the program says so."""
+    given: Given
+    """What the program says of its job."""
 
     @cached_property
     def _state(self) -> RankState:
@@ -66,8 +64,8 @@ class SmpWriting(RankWriting, Staged):
     def among(self, stages: Sequence[Any]) -> SavePlan:
         """See `Staged`."""
         placement = self.description.placement
-        job = job_of(stages, self.partitions)
-        theirs = files_of(self._state, job, placement.mesh, placement.rank, self.config)
+        job = job_of(stages, self.given.partitions)
+        theirs = files_of(self._state, job, placement.mesh, placement.rank, self.given)
         return SavePlan((*self.rest.plan.files, *theirs))
 
 
@@ -86,11 +84,10 @@ def writing_of(description: Description, name: str) -> SmpWriting:
         )
     here: Any = description.structure
     extras = description.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if schema.EXTRAS in here else {}
-    config, partitions = given(extras)
-    return SmpWriting(description=description, held=held, rest=rest, config=config, partitions=partitions)
+    return SmpWriting(description=description, held=held, rest=rest, given=given(extras))
 
 
-def files_of(state: RankState, job: Job, mesh: Mesh, rank: int, config: Mapping[str, Any]) -> list[FilePlan]:
+def files_of(state: RankState, job: Job, mesh: Mesh, rank: int, known: Given) -> list[FilePlan]:
     """The files of SMP's that one rank writes.
 
     Args:
@@ -98,7 +95,7 @@ def files_of(state: RankState, job: Job, mesh: Mesh, rank: int, config: Mapping[
         job: What all ranks have together.
         mesh: How they are arranged.
         rank: Which one it is.
-        config: What is known of the job's configuration.
+        known: What a program says of its job.
 
     Raises:
         UnsupportedStateError: Something cannot be pickled, or is no dict.
@@ -115,14 +112,15 @@ def files_of(state: RankState, job: Job, mesh: Mesh, rank: int, config: Mapping[
         tree = optimizer_file(state, job)
         made += laying.shared(f"optimizer_states_{numbers}.pt", tree, schema.OPTIMIZER, sharing)
         if has_masters(state):
-            made += laying.shared(f"fp16_states_{numbers}.pt", masters_file(state, job), schema.OPTIMIZER, sharing)
+            masters = masters_file(state, job, known.fp16)
+            made += laying.shared(f"fp16_states_{numbers}.pt", masters, schema.OPTIMIZER, sharing)
     if rank == 0:
         everybody = tuple(mesh.sizes)
         for part in (schema.SCHEDULER, schema.USER_CONTENT):
             if part in state.parts:
                 made.append(laying.whole(f"{part}.pt", state.parts[part], part, everybody))
-        settings = config_file(config, mesh, zero1=state.zero1)
-        made.append(laying.whole(CONFIG, settings, schema.in_extras("smp"), everybody))
+        settings = config_file(known.config, mesh, zero1=state.zero1)
+        made.append(laying.whole(CONFIG, settings, schema.in_extras(stem(CONFIG)), everybody))
     return made
 
 
@@ -142,7 +140,7 @@ def rewriting_of(stored: StoredState, to: Topology, name: str) -> Rewriting:
     if to.mesh.ep > 1:
         raise UsageError(f"{WHOSE} layout has no place for experts that only some ranks have", found=str(to.mesh))
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
-    config, _ = given(stored.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if schema.EXTRAS in held else {})
+    known = given(stored.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if schema.EXTRAS in held else {})
     target = NewJob(
         manifest=manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=bool(to.zero1)
     )
@@ -151,7 +149,7 @@ def rewriting_of(stored: StoredState, to: Topology, name: str) -> Rewriting:
     job = _job(target)
     files = []
     for rank in range(to.mesh.size):
-        mine = SavePlan(tuple(files_of(target.state(rank), job, to.mesh, rank, config)))
+        mine = SavePlan(tuple(files_of(target.state(rank), job, to.mesh, rank, known)))
         files.append((*native[rank], *mine.minus(target.of_earlier_stages(rank)).files))
     specs |= {path: target.spec(path) for path in manifest.arrays if path not in specs}
     return Rewriting(files, specs)
