@@ -31,6 +31,7 @@ _ERRORS = (
     "ModelTooSmallError",
     "MultipleDistributedModelError",
     "NotInitializedError",
+    "RdpSizeError",
     "SMPAMPError",
     "SMPCheckpointError",
     "SMPConfigError",
@@ -80,13 +81,46 @@ _JOB = (
     "tp_size",
 )
 
+_COMM = (
+    "CommGroup",
+    "DP_GROUP",
+    "MP_GROUP",
+    "PP_GROUP",
+    "RDP_GROUP",
+    "RankType",
+    "TP_GROUP",
+    "WORLD",
+    "allgather",
+    "barrier",
+    "broadcast",
+    "dp_barrier",
+    "gather",
+    "mp_barrier",
+    "pp_barrier",
+    "rdp_barrier",
+    "recv_from",
+    "send",
+    "tp_barrier",
+)
+
 __getattr__, __dir__ = lazily(
     __name__,
     {
         "checkpoint": ("resume_from_checkpoint", "save_checkpoint"),
+        "comm": _COMM,
         "errors": _ERRORS,
         "files": ("load", "save"),
         "job": _JOB,
+        "microbatches": ("StepOutput",),
+        "model": ("DistributedModel",),
+        "partitions": (
+            "model_creation",
+            "partition",
+            "set_partition",
+            "set_tensor_parallelism",
+            "tensor_parallelism",
+        ),
+        "stepping": ("step",),
     },
     ["config", "errors", "job", "stored"],
 )

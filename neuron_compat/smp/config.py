@@ -1,4 +1,4 @@
-"""SMP's configuration dict: what it may hold, the defaults, and what contradicts what. Pure.
+"""SMP's configuration dict: what it may hold, the defaults, and what contradicts what.
 
 The entries, defaults and bounds are those of SMP 1.12. Several change nothing here, where every pipeline rank runs the
 whole model: they are checked, kept, and stored with checkpoints.
@@ -6,6 +6,8 @@ whole model: they are checked, kept, and stored with checkpoints.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +76,9 @@ ENTRIES: dict[str, Entry] = {
     "load_partition": Entry(bool, False),
     "partition_file": Entry(str, nothing=True),
 }
+
+SAGEMAKER = "SM_HP_MP_PARAMETERS"
+"""Environment variable with the configuration as JSON, as SageMaker's estimator sets it."""
 
 ALIASES = {"partitions": "pipeline_parallel_degree"}
 
@@ -149,6 +154,22 @@ def complete(given: Mapping[str, Any]) -> Config:
         config["active_microbatches"] = min(config["pipeline_parallel_degree"] + 2, config["microbatches"])
     _check_together(config)
     return config
+
+
+def from_environment() -> Mapping[str, Any]:
+    """The configuration that SageMaker's environment says; an empty one without it.
+
+    Raises:
+        SMPConfigError: It is no JSON.
+    """
+    text = os.environ.get(SAGEMAKER)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SMPConfigError(f"{SAGEMAKER} in the environment is no JSON", found=text[:80]) from error
+    return found if isinstance(found, Mapping) else {"": found}
 
 
 def _without_aliases(given: Mapping[str, Any]) -> Config:

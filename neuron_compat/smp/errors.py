@@ -140,6 +140,18 @@ class MissingKeysInCheckpointError(SMPCheckpointError):
         )
 
 
+class RdpSizeError(SMPCheckpointError, AssertionError):
+    """Optimizer state that is sharded over another number of ranks. An AssertionError, as in SMP."""
+
+    @classmethod
+    def of(cls, saved: int, here: int) -> RdpSizeError:
+        """The error for state of `saved` ranks."""
+        return cls(
+            "Loading with shard_optimizer_state=True must use the checkpoint that was trained with the same rdp size! "
+            f"The training rdp size {saved}, the loading rdp size {here}"
+        )
+
+
 # What cannot be done.
 
 

@@ -20,28 +20,22 @@ says: programs and checkpoints go by the ranks above, not by the place of a rank
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.smp.config import ModelParallelConfig
+from neuron_compat.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
 from neuron_compat.smp.errors import (
     DDPNotEnabledError,
     NotInitializedError,
-    SMPConfigError,
     SMPRuntimeError,
     SMPValidationError,
 )
 from neuron_compat.smp.placement import Ranks, arrange
 
 logger = logging.getLogger(__name__)
-
-SAGEMAKER = "SM_HP_MP_PARAMETERS"
-"""Environment variable with the configuration as JSON, as SageMaker's estimator sets it."""
-
 
 Pending = Callable[[Any, Any], None]
 
@@ -54,8 +48,9 @@ class State:
         ranks: Where this process stands; None before `init`.
         model: The `DistributedModel`; None before there is one.
         optimizer: What `DistributedOptimizer` returned last; None before that.
-        pending: Called with (model, optimizer) as soon as both are there, and removed then: a checkpoint that was
-            resumed before them. Without an optimizer they are called with None at the first step.
+        pending: Loads that wait for what they load into. Each is called with (model, optimizer) as soon as both are
+            there, and removed then. If the model is used before there is an optimizer, each is first called with
+            (model, None), once.
     """
 
     def __init__(self) -> None:
@@ -64,6 +59,8 @@ class State:
         self.model: Any = None
         self.optimizer: Any = None
         self.pending: list[Pending] = []
+        self._applied: list[Pending] = []
+        """Those that were called with the model alone, or are being called."""
         self.lazy = False
         """Whether the configuration was read from what was there, and not given to `init`."""
 
@@ -77,9 +74,16 @@ class State:
         return int(self.cfg.microbatches) if self.cfg is not None else 1
 
     def apply_pending(self) -> None:
-        """Make the calls that wait for the model and the optimizer."""
-        while self.pending:
-            self.pending.pop(0)(self.model, self.optimizer)
+        """Make the calls that can be made: see `pending`."""
+        if self.model is None:
+            return
+        if self.optimizer is None:
+            waiting = [call for call in self.pending if call not in self._applied]
+        else:
+            waiting, self.pending = self.pending, []
+        self._applied = [*self._applied, *waiting]  # such a call may use the model, which brings us here again
+        for call in waiting:
+            call(self.model, self.optimizer)
 
 
 state = State()
@@ -106,7 +110,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
         WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
         SMPValidationError: It was called before, with another configuration.
     """
-    cfg = ModelParallelConfig(_with_degrees(_from_environment() if config is None else config))
+    cfg = ModelParallelConfig(_with_degrees(from_environment() if config is None else config))
     if state.ranks is not None and not (state.lazy and _same_degrees(cfg)):
         if cfg != state.cfg and SAGEMAKER not in os.environ:  # there SMP ignores it
             raise SMPValidationError(
@@ -121,17 +125,6 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     if state.ranks is None:
         state.ranks = arrange(cfg)
     state.cfg = cfg
-
-
-def _from_environment() -> Mapping[str, Any]:
-    text = os.environ.get(SAGEMAKER)
-    if text is None:
-        return {}
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise SMPConfigError(f"{SAGEMAKER} in the environment is no JSON", found=text[:80]) from error
-    return found if isinstance(found, Mapping) else {"": found}
 
 
 def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,7 +163,7 @@ def shutdown() -> None:
 def reset() -> None:
     """Forget the model and the optimizer, so that others can be wrapped."""
     state.model = state.optimizer = None
-    state.pending.clear()
+    state.pending, state._applied = [], []
 
 
 def ranks() -> Ranks:

@@ -62,11 +62,7 @@ def together(kind: str, call: str, prepare: Callable[[], Any] = lambda: None, *,
     meeting.say(f"here/{me}", [call, value], error)
     if me == members[0]:
         _decide(meeting, members, call, guard)
-    values = _verdict(meeting, members, me, call, guard, error)
-    # All ranks are in this meeting, so nobody asks for what was said in the one before.
-    for key in (f"here/{me}", f"heard/{me}", *(["verdict"] if me == members[0] else [])):
-        communicator().forget(f"smp/{name}/{number - 1}/{key}")
-    return values
+    return _verdict(meeting, members, me, call, guard, error)
 
 
 def _decide(meeting: Round, members: list[int], call: str, guard: str) -> None:
@@ -134,7 +130,15 @@ def _heard(meeting: Round, members: list[int], me: int) -> Any:
         return meeting.hear("verdict", members[0])
     finally:
         if meeting.has("verdict"):
-            meeting.say(f"heard/{me}")
+            _tidy(meeting, me == members[0], me)
+            meeting.say(f"heard/{me}")  # the last word: the store may end with the process that hears it
+
+
+def _tidy(meeting: Round, is_first: bool, me: int) -> None:
+    """Remove what this rank said in the meeting before: all ranks are in this one, so nobody asks for it."""
+    before, _, number = meeting.name.rpartition("/")
+    for key in (f"here/{me}", f"heard/{me}", *(["verdict"] if is_first else [])):
+        communicator().forget(f"{before}/{int(number) - 1}/{key}")
 
 
 def _too_few(

@@ -24,6 +24,9 @@ _CONFIG = "nxd_config"
 _ADAPTER = "lora_"
 """What the names of adapters' weights contain, and no other names."""
 
+_PLAIN = "xla_ckpt_plain"
+"""A property by which a wrapper's class says what is saved and loaded in the place of the wrapper."""
+
 _BASE = ".base_layer"
 """What an adapter adds to the name of the layer that it is for."""
 
@@ -33,6 +36,8 @@ _BASE = ".base_layer"
 
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is."""
+    if hasattr(type(optimizer), _PLAIN):
+        return unwrapped_optimizer(getattr(optimizer, _PLAIN))
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
         return optimizer
@@ -199,6 +204,8 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
     """
     if not isinstance(model, torch.nn.Module):
         return model
+    if hasattr(type(model), _PLAIN):
+        return unwrapped_model(getattr(model, _PLAIN), loading=loading, stored=stored)
     bare = _without_step(model)
     if bare is not None:
         found = unwrapped_model(bare, loading=loading, stored=stored)

@@ -1,0 +1,158 @@
+"""SMP's calls between ranks: any picklable object, over gloo.
+
+`broadcast` sends: who receives calls `recv_from`, as in SMP. What is sent is pickled; it comes
+from ranks of this job only.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from neuron_compat.smp import job
+from neuron_compat.smp.errors import InvalidCommGroupError, SMPInvalidArgumentError
+
+distributed: Any = torch.distributed
+
+
+class CommGroup(Enum):
+    """Groups of ranks."""
+
+    WORLD = 0
+    PP_GROUP = 1
+    TP_GROUP = 2
+    RDP_GROUP = 3
+    DP_GROUP = 4
+    MP_GROUP = 5
+
+    def get_rank_type(self) -> RankType:
+        """The ranks that count its members."""
+        return RankType(self.value)
+
+
+class RankType(Enum):
+    """What a rank counts: it is a rank in the group of the same name."""
+
+    WORLD_RANK = 0
+    PP_RANK = 1
+    TP_RANK = 2
+    RDP_RANK = 3
+    DP_RANK = 4
+    MP_RANK = 5
+
+    def get_comm_group(self) -> CommGroup:
+        """The group that it counts the members of."""
+        return CommGroup(self.value)
+
+
+WORLD = CommGroup.WORLD
+PP_GROUP = CommGroup.PP_GROUP
+TP_GROUP = CommGroup.TP_GROUP
+RDP_GROUP = CommGroup.RDP_GROUP
+DP_GROUP = CommGroup.DP_GROUP
+MP_GROUP = CommGroup.MP_GROUP
+
+_KINDS = {WORLD: "world", PP_GROUP: "pp", TP_GROUP: "tp", RDP_GROUP: "rdp", DP_GROUP: "dp", MP_GROUP: "mp"}
+
+
+def _members(group: Any) -> tuple[str, list[int]]:
+    """The kind of a group, and its ranks in the world."""
+    if group not in _KINDS:
+        raise InvalidCommGroupError(
+            f"Invalid group {group} passed, it needs to be one of CommGroup.WORLD, CommGroup.PP_GROUP, "
+            "CommGroup.DP_GROUP, CommGroup.TP_GROUP, CommGroup.RDP_GROUP, CommGroup.MP_GROUP"
+        )
+    return _KINDS[group], job.ranks().groups[_KINDS[group]]
+
+
+def _peer(rank: int, rank_type: Any) -> tuple[int, Any]:
+    """(rank in the world, process group) of another member of one of this process' groups."""
+    if not isinstance(rank_type, RankType):
+        raise SMPInvalidArgumentError("rank_type is one of smp.RankType", found=repr(rank_type))
+    kind, ranks = _members(rank_type.get_comm_group())
+    if not 0 <= rank < len(ranks):
+        raise SMPInvalidArgumentError(
+            f"there is no {rank_type.name} of this number", expected=f"0 to {len(ranks) - 1}", found=rank
+        )
+    if ranks[rank] == job.rank():
+        raise SMPInvalidArgumentError("a rank does not send to itself, or receive from itself", found=rank)
+    return ranks[rank], job.process_group(kind)
+
+
+def allgather(obj: Any, group: CommGroup) -> list[Any]:
+    """The objects of all ranks of a group, in the order of their ranks. All of them make the same call."""
+    kind, ranks = _members(group)
+    if len(ranks) == 1:
+        return [obj]
+    found: list[Any] = [None] * len(ranks)
+    distributed.all_gather_object(found, obj, group=job.process_group(kind))
+    return found
+
+
+def gather(obj: Any, group: CommGroup, rank: int = 0) -> list[Any] | None:
+    """The objects of all ranks of a group on its `rank`; None on the others. All of them make the same call."""
+    kind, ranks = _members(group)
+    if not 0 <= rank < len(ranks):
+        raise SMPInvalidArgumentError(f"{group.name} has no such rank", expected=f"0 to {len(ranks) - 1}", found=rank)
+    if len(ranks) == 1:
+        return [obj]
+    found: list[Any] | None = [None] * len(ranks) if ranks[rank] == job.rank() else None
+    distributed.gather_object(obj, found, dst=ranks[rank], group=job.process_group(kind))
+    return found
+
+
+def broadcast(obj: Any, group: CommGroup) -> Any:
+    """Send an object to all other ranks of a group, which call `recv_from`; the object."""
+    kind, ranks = _members(group)
+    for peer in ranks:
+        if peer != job.rank():
+            distributed.send_object_list([obj], dst=peer, group=job.process_group(kind))
+    return obj
+
+
+def send(obj: Any, dest_rank: int, rank_type: RankType) -> None:
+    """Send an object to a rank, which calls `recv_from`."""
+    peer, group = _peer(dest_rank, rank_type)
+    distributed.send_object_list([obj], dst=peer, group=group)
+
+
+def recv_from(src_rank: int, rank_type: RankType) -> Any:
+    """The next object that a rank sends to this one, by `send` or `broadcast` in the same kind of group."""
+    peer, group = _peer(src_rank, rank_type)
+    found: list[Any] = [None]
+    distributed.recv_object_list(found, src=peer, group=group)
+    return found[0]
+
+
+def barrier(group: CommGroup = CommGroup.WORLD) -> None:
+    """Wait until all ranks of a group are here."""
+    kind, ranks = _members(group)
+    if len(ranks) > 1:
+        distributed.barrier(group=job.process_group(kind))
+
+
+def pp_barrier() -> None:
+    """`barrier` of ``PP_GROUP``."""
+    barrier(PP_GROUP)
+
+
+def tp_barrier() -> None:
+    """`barrier` of ``TP_GROUP``."""
+    barrier(TP_GROUP)
+
+
+def rdp_barrier() -> None:
+    """`barrier` of ``RDP_GROUP``."""
+    barrier(RDP_GROUP)
+
+
+def dp_barrier() -> None:
+    """`barrier` of ``DP_GROUP``."""
+    barrier(DP_GROUP)
+
+
+def mp_barrier() -> None:
+    """`barrier` of ``MP_GROUP``."""
+    barrier(MP_GROUP)

@@ -1,0 +1,132 @@
+"""What a model's state dict holds: which partition owns an entry, and how it is split over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neuron_compat.smp import job
+from neuron_compat.smp.partitions import Partitions
+from xla_ckpt import Mesh
+from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.rules import Parsed, decided
+from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.state.attributes import declared_sharding
+
+PARTIAL = "_smp_is_partial"
+LOAD_INFO = "_smp_load_info"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An entry of a state dict."""
+
+    name: str
+    value: Any
+    """The live tensor, or any other value."""
+    owners: tuple[int, ...]
+    """The partitions that own it: several if it is tied."""
+    sharding: Sharding | None = None
+    """How it lies in the global array; None if every tensor-parallel rank has it whole."""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor."""
+        return isinstance(self.value, torch.Tensor)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor-parallel ranks hold different parts of it."""
+        return self.sharding is not None and "tp" in self.sharding.axes
+
+    def place(self, rank: int, shape: Sequence[int] | None = None) -> LocalArray:
+        """Where a rank's part lies in the global array; `shape` is that of another part than the value's."""
+        local = tuple(self.value.shape if shape is None else shape)
+        return (self.sharding or Sharding()).place(local, job.ranks().mesh, rank)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole, without padding."""
+        return self.place(job.rank()).shape
+
+
+def sharding_of(value: Any, name: str, mesh: Mesh, rules: Parsed = ()) -> Sharding | None:
+    """How a parameter or buffer is split: as a rule says, or its own attributes.
+
+    Raises:
+        xla_ckpt.UnsupportedStateError: The attributes contradict each other, the value or the mesh.
+    """
+    said = decided(rules, f"model/{name}", name)
+    found = declared_sharding(value, name, mesh) if said is None else said
+    return found if found is not None and (found.shape is not None or any(found.dims)) else None
+
+
+def entries_of(module: torch.nn.Module, partitions: Partitions, rules: Parsed = ()) -> list[Entry]:
+    """The entries of a module's state dict, in its order.
+
+    A parameter or buffer belongs to the partitions of all modules that it is registered in, under each of its names, as
+    in SMP. Any other value, such as the extra state of a module, belongs to the module that its name begins with.
+    """
+    owners: dict[int, set[int]] = {}
+    for name, part in module.named_modules():
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            owners.setdefault(id(tensor), set()).add(partitions[name])
+    mesh = job.ranks().mesh
+    found = []
+    for name, value in module.state_dict(keep_vars=True).items():
+        owning = tuple(sorted(owners.get(id(value), ()))) or (_partition_of(name, partitions),)
+        sharding = sharding_of(value, name, mesh, rules) if isinstance(value, torch.Tensor) else None
+        found.append(Entry(name, value, owning, sharding))
+    return found
+
+
+def _partition_of(name: str, partitions: Partitions) -> int:
+    """The partition of the module that a name begins with."""
+    while name not in partitions:
+        name = name.rpartition(".")[0]
+    return partitions[name]
+
+
+def without_marks(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict without SMP's own entries."""
+    return {name: value for name, value in state.items() if name not in (PARTIAL, LOAD_INFO)}
+
+
+def joined(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Tensor:
+    """A global array of the parts of all ranks that it is split over, on the CPU. Padding is left out."""
+    first, place = parts[0]
+    if len(parts) == 1 and place.shape == tuple(first.shape) and len(place.pieces) == 1:
+        return first
+    whole = torch.empty(place.shape, dtype=first.dtype)
+    for part, lies in parts:
+        for piece in lies.pieces:
+            whole[slices(piece.box)] = part[slices(piece.local)]
+    return whole
+
+
+def part_of(whole: torch.Tensor, place: LocalArray, shape: Sequence[int]) -> torch.Tensor:
+    """A rank's part, of this local shape, of a global array; its padding is zero."""
+    if place.shape == tuple(shape) and len(place.pieces) == 1:
+        return whole
+    part = whole.new_zeros(tuple(shape))
+    for piece in place.pieces:
+        part[slices(piece.local)] = whole[slices(piece.box)]
+    return part
+
+
+def slices(box: Any) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))
+
+
+def spec_of(entry: Entry) -> list[Any]:
+    """How an entry is split, as plain lists, names and numbers: the spec that a manifest of ours has."""
+    plain: list[Any] = _plain(entry.place(job.rank()).spec)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(v) for v in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,263 @@
+"""Loading a `DistributedModel`: what is stored is compared with the model first, on all ranks, and then put into it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from neuron_compat.smp import comm, job, wire
+from neuron_compat.smp.entries import LOAD_INFO, PARTIAL, Entry, part_of, without_marks
+from neuron_compat.smp.errors import (
+    IncompatibleCheckpointFoundError,
+    MissingKeysInCheckpointError,
+    SMPCheckpointError,
+    SMPInvalidArgumentError,
+)
+from neuron_compat.smp.gathering import guard
+from neuron_compat.smp.meeting import together
+from neuron_compat.smp.partitions import enforced
+from neuron_compat.smp.stored import Source, StoredState
+
+logger = logging.getLogger(__name__)
+
+Translate = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+CALL = "model.load_state_dict()"
+
+
+def load_model_state(
+    model: Any,
+    state: Mapping[str, Any],
+    strict: bool,
+    translate: Translate | None,
+    same_partition_load: bool,
+    strict_partitions: bool,
+) -> Any:
+    """See `DistributedModel.load_state_dict`."""
+    if not isinstance(state, Mapping):
+        raise SMPInvalidArgumentError("a state dict is a dict", found=type(state).__name__)
+    if state.get(PARTIAL):
+        return _load_partial(model, state, strict, same_partition_load, strict_partitions)
+    whole: Mapping[str, Any] = without_marks(state)
+    if translate is not None and PARTIAL not in state:  # with the mark, SMP saved it without translating it
+        whole = translate(dict(whole))
+    return _load_full(model, whole, strict)
+
+
+# -- a full state dict
+
+
+def _load_full(model: Any, state: Mapping[str, Any], strict: bool) -> Any:
+    entries = model.entries()
+    keys = check_names(entries, state, strict and not _renames(model.module))
+    wanted = {e.name: tuple(e.global_shape) for e in entries if e.is_tensor}
+    check_shapes(wanted, {n: tuple(v.shape) for n, v in state.items() if isinstance(v, torch.Tensor)})
+    place = {e.name: e for e in entries if e.is_tensor}
+    mine = {name: _own(place[name], value) if name in place else value for name, value in state.items()}
+    _install(model.module, mine, strict)
+    return keys
+
+
+def _own(entry: Entry, whole: Any) -> Any:
+    if not isinstance(whole, torch.Tensor):
+        return whole
+    return part_of(whole, entry.place(job.rank()), entry.value.shape)
+
+
+def check_names(entries: Sequence[Entry], names: Mapping[str, Any], strict: bool) -> Any:
+    """The missing and the unexpected names.
+
+    Raises:
+        MissingKeysInCheckpointError: Some are missing, and `strict` is True.
+        SMPCheckpointError: Some are unexpected, and `strict` is True.
+    """
+    own = {entry.name for entry in entries}
+    missing = [entry.name for entry in entries if entry.name not in names]
+    unexpected = [name for name in names if name not in own]
+    if strict and missing:
+        raise MissingKeysInCheckpointError.of(missing, job.tp_rank()).at(leaf=missing[0])
+    if strict and unexpected:
+        raise SMPCheckpointError(
+            f"Loaded checkpoint contains parameter {unexpected[0]} that does not exist in the current model!",
+            details="\n".join(unexpected[1:11]) or None,
+        )
+    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+
+def check_shapes(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a tensor of another shape, or in the place of something else.
+
+    Raises:
+        SMPCheckpointError: There is one.
+    """
+    for name, shape in wanted.items():
+        if name in stored and stored[name] != shape:
+            raise SMPCheckpointError(
+                "a tensor of another shape is stored", leaf=name, expected=list(shape), found=list(stored[name])
+            )
+
+
+def _renames(module: torch.nn.Module) -> bool:
+    """Whether a module changes names when it is loaded, so that torch has to say which of them are missing."""
+    return any(part._load_state_dict_pre_hooks for part in module.modules())
+
+
+def _install(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    try:
+        module.load_state_dict(state, strict=strict and _renames(module))
+    except RuntimeError as error:
+        raise SMPCheckpointError(f"the model did not take its state: {error}") from error
+
+
+# -- this rank's part
+
+
+def _load_partial(
+    model: Any, state: Mapping[str, Any], strict: bool, same_partition_load: bool, strict_partitions: bool
+) -> Any:
+    info = state.get(LOAD_INFO)
+    stored = without_marks(state)
+    fits = not isinstance(state, StoredState) or state.fits
+
+    def prepare() -> dict[str, Any]:
+        if strict_partitions:
+            _refuse_other_degrees(info, fits)
+        return {
+            "fits": fits and _same_degrees(info),
+            "source": _source_of(state) is not None,
+            "tensors": {n: [list(v.shape), str(v.dtype)] for n, v in stored.items() if isinstance(v, torch.Tensor)},
+            "others": [n for n, v in stored.items() if not isinstance(v, torch.Tensor)],
+        }
+
+    told = together("mp", CALL, prepare, guard=guard())
+    entries = model.entries()
+    try:
+        if not all(part["fits"] for part in told):
+            raise _other_ranks(info)
+        _check_alike(told)
+        found = _of_pipeline(told)
+        keys = check_names(entries, found, strict and not _renames(model.module))
+        check_shapes({e.name: tuple(e.value.shape) for e in entries if e.is_tensor}, _shapes(found))
+    except SMPCheckpointError as error:
+        if strict_partitions or not all(part["source"] for part in told):
+            raise
+        source = _source_of(state)
+        assert source is not None
+        logger.info("these parts do not fit as they are (%s): loading from all files of the set", error.problem)
+        source.load(model=model, strict=strict)
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+    if same_partition_load:
+        _take_partitions(model, info)
+    _install(model.module, _exchanged(stored, told), strict)
+    return keys
+
+
+def _source_of(state: Any) -> Source | None:
+    return state.source if isinstance(state, StoredState) else None
+
+
+def _same_degrees(info: Any) -> bool:
+    """Whether a state was saved with these degrees. Older versions of SMP did not say theirs."""
+    if not isinstance(info, Mapping):
+        return True
+    cfg = job.state.cfg
+    names = ("pipeline_parallel_degree", "tensor_parallel_degree")
+    return all(info.get(name) == getattr(cfg, name) for name in names)
+
+
+def _other_ranks(info: Any) -> SMPCheckpointError:
+    said = info if isinstance(info, Mapping) else {}
+    return SMPCheckpointError(
+        "a partial state of other ranks or other partitions",
+        expected=f"pipeline_parallel_degree {job.pp_size()}, tensor_parallel_degree {job.tp_size()}",
+        found=f"{said.get('pipeline_parallel_degree')}, {said.get('tensor_parallel_degree')}",
+        hint="Pass what smp.load() returned, unchanged: it knows all files of the set, and loads them on any ranks.",
+    )
+
+
+def _refuse_other_degrees(info: Any, fits: bool) -> None:
+    if fits and _same_degrees(info):
+        return
+    said = info if isinstance(info, Mapping) else {}
+    parts = int(said.get("pipeline_parallel_degree", 1)) * int(said.get("tensor_parallel_degree", 1))
+    raise IncompatibleCheckpointFoundError.of(parts, (job.pp_size(), job.tp_size(), job.rdp_size()), [])
+
+
+def _column() -> list[int]:
+    """The places of this process' pipeline in what the ranks of a model said, in the order of the stages."""
+    ranks = job.ranks().groups
+    return [ranks["mp"].index(rank) for rank in ranks["pp"]]
+
+
+def _of_pipeline(told: Sequence[Mapping[str, Any]], column: Sequence[int] | None = None) -> dict[str, Any]:
+    """Name -> (the first stage that has it, its shape and type; None for what is no tensor)."""
+    found: dict[str, Any] = {}
+    for stage, index in enumerate(_column() if column is None else column):
+        for name in told[index]["others"]:
+            found.setdefault(name, (stage, None))
+        for name, shape_and_type in told[index]["tensors"].items():
+            found.setdefault(name, (stage, shape_and_type))
+    return found
+
+
+def _shapes(found: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(said[0]) for name, (_, said) in found.items() if said is not None}
+
+
+def _check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse tensor-parallel ranks whose parts are not of one model.
+
+    Raises:
+        SMPCheckpointError: Names or shapes differ.
+    """
+    size = job.tp_size()
+    first, *others = (_of_pipeline(told, range(tp, len(told), size)) for tp in range(size))
+    for tp, theirs in enumerate(others, start=1):
+        if theirs.keys() != first.keys() or _shapes(theirs) != _shapes(first):
+            differing = sorted(first.keys() ^ theirs.keys())
+            raise SMPCheckpointError(
+                f"the parts of tensor-parallel ranks 0 and {tp} differ",
+                leaf=differing[0] if differing else None,
+                hint="Parts of two saves, or of two models, were loaded together.",
+            )
+
+
+def _take_partitions(model: Any, info: Any) -> None:
+    """Have the model be partitioned as the stored one was, as SMP does."""
+    if not isinstance(info, Mapping):
+        if job.pp_size() > 1:
+            logger.warning(
+                "same_partition_load is enabled but smp load info is not saved. To use same_partition_load, make sure "
+                "the checkpoint is saved with the most recent smp release"
+            )
+        return
+    said = info.get("partition_info")
+    partitions = enforced(said, model.module, job.pp_size()) if isinstance(said, Mapping) else None
+    if partitions is not None:
+        model.enforce_partitions(partitions)
+    elif job.pp_size() > 1:
+        logger.warning(
+            "same_partition_load is enabled, ensure that the model partitioning decision hasn't changed between the "
+            "save and load runs."
+        )
+
+
+@torch.no_grad()
+def _exchanged(stored: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all stages of this process' pipeline have, together. Each tensor comes from the first stage that has it."""
+    if job.pp_size() == 1:
+        return dict(stored)
+    others = comm.allgather({n: v for n, v in stored.items() if not isinstance(v, torch.Tensor)}, comm.PP_GROUP)
+    stages = job.get_pp_group()
+    found: dict[str, Any] = {}
+    for name, (stage, said) in _of_pipeline(told).items():
+        if said is None:
+            found[name] = others[stage][name]
+            continue
+        mine = wire.hosted([stored[name]])[0] if stages[stage] == job.rank() else None
+        dtype = getattr(torch, said[1].removeprefix("torch."))
+        found[name] = wire.broadcast(mine, said[0], dtype, stages[stage], "pp")
+    return found

@@ -1,0 +1,189 @@
+"""A batch in parts, and what a step makes of their results. Pure."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from neuron_compat.smp.errors import InvalidStepOutputError, TensorSplitError
+
+logger = logging.getLogger(__name__)
+
+
+class StepOutput:
+    """A tensor that a step returned, once for each microbatch.
+
+    Raises:
+        InvalidStepOutputError: It is made of something else than a list or a tuple.
+    """
+
+    def __init__(self, outputs: Sequence[Any]) -> None:
+        if not isinstance(outputs, list | tuple):
+            raise InvalidStepOutputError(
+                f"StepOutput only accepts list or tuple, but get {type(outputs)}", found=type(outputs).__name__
+            )
+        self._outputs: Any = outputs
+
+    def __getitem__(self, index: int) -> Any:
+        return self._outputs[index]
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __repr__(self) -> str:
+        return f"StepOutput({self._outputs!r})"
+
+    @property
+    def outputs(self) -> Any:
+        """Those of the microbatches, in their order."""
+        return self._outputs
+
+    def reduce_mean(self) -> Any:
+        """Their mean."""
+        return self.process_outputs(lambda values: sum(values) / len(values))
+
+    def reduce_sum(self) -> Any:
+        """Their sum."""
+        return self.process_outputs(sum)
+
+    def concat(self) -> torch.Tensor:
+        """One behind the other along dim 0, as in the batch."""
+        found: torch.Tensor = self.process_outputs(lambda values: torch.cat(list(values), dim=0))
+        return found
+
+    def stack(self) -> torch.Tensor:
+        """Along a new first dim."""
+        found: torch.Tensor = self.process_outputs(lambda values: torch.stack(list(values)))
+        return found
+
+    def process_outputs(self, func: Callable[[Any], Any]) -> Any:
+        """What a function returns of all of them."""
+        return func(self._outputs)
+
+    def map(self, func: Callable[[Any], Any]) -> StepOutput:
+        """Put what a function returns of each of them in its place; this object."""
+        self._outputs = [func(output) for output in self._outputs]
+        return self
+
+    def add_output(self, out: Any) -> None:
+        """Add one more."""
+        self._outputs.append(out)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._outputs = None
+
+
+def as_step_output(outputs: list[Any]) -> Any:
+    """What a step returns: the structure that the function returned for each microbatch, with all of them in it."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return StepOutput(outputs)
+    if isinstance(first, dict):
+        return {key: as_step_output([output[key] for output in outputs]) for key in first}
+    if isinstance(first, list | tuple):
+        inside = [as_step_output([output[i] for output in outputs]) for i in range(len(first))]
+        if hasattr(first, "_fields"):
+            return type(first)(*inside)
+        return inside if isinstance(first, list) else tuple(inside)
+    return outputs
+
+
+def mapped(value: Any, one: Callable[[torch.Tensor], Any]) -> Any:
+    """The same dicts, lists and tuples with `one` of each tensor in them."""
+    return _mapped(value, lambda inner: one(inner) if isinstance(inner, torch.Tensor) else inner)
+
+
+def _mapped(value: Any, one: Callable[[Any], Any]) -> Any:
+    """The same dicts, lists and tuples with `one` of everything else in them."""
+    if isinstance(value, dict):
+        made = {key: _mapped(inner, one) for key, inner in value.items()}
+        return made if type(value) is dict else _like(value, made)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(inner, one) for inner in value))
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(inner, one) for inner in value)
+    return one(value)
+
+
+def _like(value: Any, made: dict[Any, Any]) -> Any:
+    """A dict of another class, such as a tokenizer's batch, with other values."""
+    again = value.copy()
+    again.update(made)
+    return again
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    """The tensors in dicts, lists and tuples, in the order of `mapped`."""
+    found: list[torch.Tensor] = []
+    mapped(value, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def split(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    whole: Sequence[str],
+    axes: Mapping[str, int],
+    count: int,
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments of a function for each microbatch.
+
+    Args:
+        func: The function, whose arguments have names.
+        args: What it is called with.
+        kwargs: What it is called with by name.
+        whole: Names of arguments that are not split.
+        axes: Name -> the dim along which an argument is split; 0 for the others.
+        count: The number of microbatches.
+
+    Raises:
+        TensorSplitError: A tensor does not divide.
+    """
+    names = [p.name for p in inspect.signature(func).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = [*zip([*names, *("an argument" for _ in args[len(names) :])], args, strict=False), *kwargs.items()]
+    found = []
+    for number in range(count):
+        parts = [
+            _part(value, name, count, number, axes.get(name, 0), is_split=name not in whole) for name, value in named
+        ]
+        given = len(args)
+        found.append((tuple(parts[:given]), dict(zip(kwargs, parts[given:], strict=True))))
+    return found
+
+
+def _part(value: Any, name: str, count: int, number: int, axis: int, *, is_split: bool) -> Any:
+    def one(inner: Any) -> Any:
+        if hasattr(inner, "smp_slice"):
+            return inner.smp_slice(count, number, axis)
+        if isinstance(inner, StepOutput):
+            return inner.outputs[number]
+        if not is_split or not isinstance(inner, torch.Tensor) or count == 1:
+            return inner
+        return _cut(inner, name, count, number, axis)
+
+    return _mapped(value, one)
+
+
+def _cut(tensor: torch.Tensor, name: str, count: int, number: int, axis: int) -> torch.Tensor:
+    if not -tensor.dim() <= axis < tensor.dim():
+        raise TensorSplitError(
+            f"a tensor in {name} has no dim {axis}, along which it would be split into microbatches",
+            found=f"shape {list(tensor.shape)}",
+            hint=f'Name it: @smp.step(non_split_inputs=["{name}"]), or its dim in input_split_axes.',
+        )
+    size = tensor.shape[axis]
+    if size % count:
+        raise TensorSplitError(
+            f"a batch does not divide into microbatches: {name} has {size} along dim {axis}",
+            expected=f"a multiple of {count} (microbatches)",
+            found=size,
+            hint="Choose another batch size, or leave out the last batch (drop_last=True of a DataLoader).",
+        )
+    part: torch.Tensor = tensor.narrow(axis, number * (size // count), size // count)
+    return part

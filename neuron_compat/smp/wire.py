@@ -1,0 +1,70 @@
+"""Tensors on their way between ranks, over gloo: bytes, whatever their element type, in pieces of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from neuron_compat.smp import job
+
+distributed: Any = torch.distributed
+
+PIECE = 256 * 1024 * 1024
+"""Bytes of the largest message."""
+
+
+def hosted(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values on the CPU: those of XLA are computed in one graph, and brought there in one batch."""
+    of_xla = [v for v in values if v.device.type == "xla"]
+    if of_xla:
+        from xla_ckpt.arrays.xla import to_host
+
+        moved = iter(to_host(of_xla))
+    return [next(moved) if v.device.type == "xla" else v.detach().cpu() for v in values]
+
+
+def _bytes_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The bytes of a CPU tensor, in pieces that share its memory. It is contiguous."""
+    if value.numel():
+        yield from torch.split(value.reshape(-1).view(torch.uint8), PIECE)
+
+
+def _moved(
+    value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, move: Callable[[torch.Tensor], None]
+) -> torch.Tensor:
+    """Run `move` on each piece of a value, or of memory for one; the tensor whose pieces they were."""
+    held = torch.empty(tuple(shape), dtype=dtype) if value is None else value.contiguous()
+    for piece in _bytes_of(held):
+        move(piece)
+    return held
+
+
+def broadcast(
+    value: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int, kind: str
+) -> torch.Tensor:
+    """The value of one rank on all ranks of a group; all of them make the same call.
+
+    Args:
+        value: On the source a CPU tensor; None elsewhere.
+        shape: Its shape.
+        dtype: Its element type.
+        source: The rank in the world that has it.
+        kind: The group, as `job.KINDS` names it.
+    """
+    group = job.process_group(kind)
+    mine = value if job.rank() == source else None
+    return _moved(mine, shape, dtype, lambda piece: distributed.broadcast(piece, src=source, group=group))
+
+
+def send(value: torch.Tensor, to: int, kind: str) -> None:
+    """Send a CPU tensor to a rank of the world, which calls `receive`."""
+    group = job.process_group(kind)
+    _moved(value, value.shape, value.dtype, lambda piece: distributed.send(piece, dst=to, group=group))
+
+
+def receive(shape: Sequence[int], dtype: torch.dtype, source: int, kind: str) -> torch.Tensor:
+    """The tensor that a rank of the world sends."""
+    group = job.process_group(kind)
+    return _moved(None, shape, dtype, lambda piece: distributed.recv(piece, src=source, group=group))
