@@ -42,6 +42,7 @@ def test_they_load_on_any_topology(mesh: Mesh, tmp_path: Path, monkeypatch: pyte
     """Padding, strides, numbers over all stages: nothing of it has to be known by the program."""
     as_theirs(saved(monkeypatch, mesh, tmp_path))
     assert xla_ckpt.list_tags(tmp_path) == ["a_partial"]
+    assert xla_ckpt.verify(tmp_path, "a_partial").ok
     for other in LOADS:
         loaded(monkeypatch, tmp_path, "a_partial", other)
 
@@ -52,6 +53,7 @@ def test_so_do_rows_that_zero1_dealt_out(mesh: Mesh, tmp_path: Path, monkeypatch
     more = {"user_content": {"step": 7}, "scheduler": {"last_epoch": 3}}
     save_as_job(monkeypatch, mesh, tmp_path, "a", lambda rank: {**as_kwargs(states[rank]), **more}, layout="smp")
     as_theirs(tmp_path / "a")
+    assert xla_ckpt.verify(tmp_path, "a").ok
     loaded(monkeypatch, tmp_path, "a", Mesh(), zero=True)
     loaded(monkeypatch, tmp_path, "a", Mesh(dp=2), zero=True)
     loaded(monkeypatch, tmp_path, "a", mesh, zero=True)

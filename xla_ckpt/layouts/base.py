@@ -53,7 +53,7 @@ class Topology:
     """The modules after which a pipeline stage ends, in order."""
 
     zero1: bool | None = None
-    """Whether the optimizer's states are dealt out over dp; None does as the old job did."""
+    """Whether the optimizer's states are dealt out over dp; None does as the old job did, or as the layout has it."""
 
 
 class StoredState(Protocol):
@@ -171,6 +171,13 @@ class Layout:
     def find(self, store: Store, tag: str) -> TagEntry | None:
         """The tag of it that has this name; None if there is none. Asked only where there is no manifest of ours."""
         return None
+
+    def beside(self, store: Store, tag: str) -> str:
+        """What of it lies beside a tag of another layout, under the same name; empty if there is nothing.
+
+        A caller may have meant it. Asked when such a tag is opened, and told in the log.
+        """
+        return ""
 
     def tag_of(self, found: TagEntry) -> str:
         """What a tag is called that is made of it, unless its maker says."""

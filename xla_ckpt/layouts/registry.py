@@ -7,6 +7,7 @@ own tools wrote, and that layout opens it.
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, may_be_foreign, no_such_tag
 from xla_ckpt.tags.directory import open_directory as open_own
+
+logger = logging.getLogger(__name__)
 
 L = TypeVar("L", bound=Layout)
 
@@ -159,6 +162,9 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     found = find_foreign(store, tag)
     if found is not None:
         layout, entry = found
+        for other in _layouts:
+            if other is not layout and (beside := other.beside(store, tag)):
+                logger.warning("%s/%s is read. Beside it lie %s", store.path, tag, beside)
         return layout.open(store, entry, Hints() if hints is None else hints)
     try:
         directory = open_own(store, tag)

@@ -6,7 +6,7 @@ There are no digests, but each record of a zip has a CRC-32, which neither torch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from xla_ckpt.layouts.nxd.scan import AS_NXD, Around, scan
 from xla_ckpt.layouts.nxd.tags import LEGACY_OPTIMIZER, NxdTag
 from xla_ckpt.layouts.torch_save.zip_reader import check_zip, read
 from xla_ckpt.plan.hints import Hints
-from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.nested import leaves
@@ -50,19 +50,12 @@ def verify_nxd(
         directory = store.open(found.tag)
     try:
         files = Scan(directory, found.below)
-        _noted(report, files.check_optimizer)
-        _noted(report, lambda: _check_trees(files, found, report))
+        noted(report, files.check_optimizer)
+        noted(report, lambda: _check_trees(files, found, report))
         zips = sorted(name for name in files.names if name.endswith(".pt") or (found.legacy and _is_legacy(name)))
-
-        sizes: list[int] = []
-
-        def read_zip(name: str, _: memoryview) -> None:
-            _noted(report, lambda: sizes.append(check_zip(directory, name)))
-
-        work_off(zips, read_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
-        report.files, report.nbytes = len(zips), sum(sizes)
+        check_zips(report, directory, zips, workers)
         if not report.problems:
-            _noted(report, partial(_check_sums, files, found, codec, around))
+            noted(report, partial(_check_sums, files, found, codec, around))
     finally:
         directory.close()
     for problem in report.problems:
@@ -71,7 +64,18 @@ def verify_nxd(
     return report
 
 
-def _noted(report: VerifyReport, action: Callable[[], object]) -> None:
+def check_zips(report: VerifyReport, directory: Directory, names: Sequence[str], workers: int) -> None:
+    """Read zips whole, and compare each record with its CRC-32; what is wrong is added to the report."""
+    sizes: list[int] = []
+
+    def read_zip(name: str, _: memoryview) -> None:
+        noted(report, lambda: sizes.append(check_zip(directory, name)))
+
+    work_off(names, read_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
+    report.files, report.nbytes = len(names), sum(sizes)
+
+
+def noted(report: VerifyReport, action: Callable[[], object]) -> None:
     """Do something, and add the error that it raises to the report."""
     try:
         with storage_errors("reading a file"):
@@ -84,7 +88,7 @@ def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
     """Check that every rank has its files, and that every tensor that they name is there."""
     grids = _legacy_grids(files, report) if found.legacy else files.present()
     for kind, grid in grids.items():
-        _noted(report, partial(check_grid, kind, grid))
+        noted(report, partial(check_grid, kind, grid))
         for tree in _trees(files, grid, report):
             for held in leaves(tree):
                 if not isinstance(held, StoredTensor):
@@ -92,10 +96,10 @@ def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
                 report.arrays += 1
                 # A folder without any tensor is what avoid_saving_lower_precision_weights leaves.
                 if held.at is None and held.file.rpartition("/")[0] in files.folders:
-                    _noted(report, partial(files.place, held))
+                    noted(report, partial(files.place, held))
     for name in ("scheduler.pt", "user_content.pt"):
         for path in {name, f"{files.below}{name}"} & files.names:
-            _noted(report, partial(_check_pickle, files, path))
+            noted(report, partial(_check_pickle, files, path))
 
 
 def _is_legacy(name: str) -> bool:
@@ -110,7 +114,7 @@ def _legacy_grids(files: Scan, report: VerifyReport) -> dict[str, RankFiles]:
         if (optimizer := files.legacy_optimizer()) is not None:
             grids["optim"] = optimizer
 
-    _noted(report, add_optimizer)
+    noted(report, add_optimizer)
     return grids
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from xla_ckpt.layouts.dcp.names import training_state
 from xla_ckpt.layouts.numbered import Shape, named
+from xla_ckpt.layouts.smp.marks import MARKS
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
 
@@ -48,11 +49,20 @@ def members_of(tree: Any, hints: Hints, is_array: Callable[[Any], bool], shape: 
     """
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return Members(tree)
+    tree = _without_marks(tree, is_array)
     parts = training_state({k: _hidden(v) for k, v in _unlisted(tree).items()}, hints, is_array)
     if tree.keys() <= set(schema.MEMBERS):
         parts = _as_ours(tree, parts)
     parts = {name: _shown(value) for name, value in parts.items()}
     return Members(*named(parts, hints, shape, guess=True))
+
+
+def _without_marks(tree: dict[Any, Any], is_array: Callable[[Any], bool]) -> dict[Any, Any]:
+    """A tree without SageMaker model parallel's marks on state dicts, which are no names of a model's."""
+    made = {key: _without_marks(v, is_array) if type(v) is dict else v for key, v in tree.items()}
+    if MARKS.isdisjoint(made) or not any(map(is_array, made.values())):
+        return made
+    return {key: value for key, value in made.items() if key not in MARKS}
 
 
 def _as_ours(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[str, Any]:

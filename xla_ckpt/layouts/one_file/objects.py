@@ -87,6 +87,15 @@ class StoredObject:
         self.path = path
         self.called = called
 
+    def __eq__(self, other: object) -> bool:
+        """Whether two objects may be the same: what is in them is not looked at."""
+        if not isinstance(other, StoredObject):
+            return NotImplemented
+        return (self.path, self.called) == (other.path, other.called)
+
+    def __hash__(self) -> int:
+        return hash((self.path, self.called))
+
     def load(self, leaf: str, *, trust: bool) -> Any:
         """The object.
 

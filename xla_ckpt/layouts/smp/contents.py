@@ -9,17 +9,9 @@ from typing import Any
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.layouts.dcp.names import MODEL_NAMES, SCHEDULER_NAMES, program_names
 from xla_ckpt.layouts.nxd.rank_files import StoredTensor
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
-
-IS_PARTIAL = "_smp_is_partial"
-"""Key of a state dict by which SMP knows one that is a part of the whole."""
-
-LOAD_INFO = "_smp_load_info"
-"""Key of a model's state dict under which the job is described."""
-
-ZERO_2D = "_smp_zero2d"
-"""Key of what sharded data parallelism writes."""
 
 MASTERS = "fp32_from_fp16"
 """Key of the master weights of a job in half precision, by group."""

@@ -17,7 +17,8 @@ from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.plan import RankState, by_number, stem
-from xla_ckpt.layouts.smp.contents import IS_PARTIAL, LOAD_INFO, MASTERS
+from xla_ckpt.layouts.smp.contents import MASTERS
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO
 from xla_ckpt.layouts.smp.stage import OURS, SHAPES, SPECS
 from xla_ckpt.layouts.smp.tags import CONFIG, FP16
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt, leaves_in

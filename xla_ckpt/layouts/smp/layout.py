@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.one_file.layout import SUFFIXES
 from xla_ckpt.layouts.smp import tags
@@ -59,6 +61,20 @@ class SageMaker(Layout):
         from xla_ckpt.state.values import CODEC
 
         return open_scanned(store, tags.existing(store, found.tag), hints, CODEC)
+
+    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+        from xla_ckpt.layouts.smp.verify import verify_smp
+        from xla_ckpt.state.values import CODEC
+
+        return verify_smp(store, tags.existing(store, found.tag), CODEC, workers)
+
+    def beside(self, store: Store, tag: str) -> str:
+        if tag.endswith(tags.ALL_PARTS) or not store.has(tag) or store.is_directory(tag):
+            return ""
+        found = tags.find_tag(store, f"{tag}{tags.ALL_PARTS}")
+        if found is None:
+            return ""
+        return f"{len(found.files)} parts of SageMaker model parallel's; {store.path}/{found.tag} names them"
 
     def writing(self, description: Description) -> Writing:
         from xla_ckpt.layouts.smp.writing import writing_of

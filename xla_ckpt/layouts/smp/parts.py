@@ -14,6 +14,7 @@ from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import Objects, Walk
 from xla_ckpt.layouts.smp.sidecar import MAX_BYTES, Save, directory_digest, matching, name_of, parse
 from xla_ckpt.layouts.smp.tags import FileSet, Numbers
+from xla_ckpt.layouts.torch_save.restricted_pickle import attributes
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 4096
 """Bytes that are read at once: beside the header of a large storage there is nothing else to see."""
+
+_MODULE = "smdistributed.modelparallel.torch.fp16.loss_scaler"
+_SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
+"""What SMP's fp16 optimizer scales losses by: objects of its own classes, of plain numbers."""
 
 _OTHER = "another program, which has written over it since"
 
@@ -61,7 +66,7 @@ class Parts:
                 self.directory.storages[file] = archive.storages()
                 self._note_save(file, source.size, directory_digest(held.take, source.size))
                 walk = Walk(Objects(self.directory, file, archive.pickled), self.codec, _stored)
-                self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True), ())
+                self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True, more=_SCALERS), ())
         return self._trees[file]
 
     def _opened(self, file: str) -> Any:

@@ -14,7 +14,8 @@ from xla_ckpt.layouts.nxd.copies import in_common
 from xla_ckpt.layouts.nxd.rank_files import At, Scan
 from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
 from xla_ckpt.layouts.smp import contents
-from xla_ckpt.layouts.smp.contents import INNER, IS_PARTIAL, LOAD_INFO, MASTERS, ZERO_2D
+from xla_ckpt.layouts.smp.contents import INNER, MASTERS
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, ZERO_2D
 from xla_ckpt.layouts.smp.one_save import less_others
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
 from xla_ckpt.layouts.smp.parts import Degrees, Parts, placed, two_saves
@@ -195,16 +196,20 @@ def _content(files: Scan, held: _Held, wanted: Hints) -> Content:
     if found.problem is not None:
         content.parts[schema.OPTIMIZER] = found.problem
     content.parts.update(held.parts)
-    _add_rest(files, held, found, content.parts)
+    _add_rest(files, held, found, content.parts, first_rank=wanted.rank == 0)
     return content
 
 
-def _add_rest(files: Scan, held: _Held, found: Optimizers, parts: dict[str, Any]) -> None:
+def _add_rest(files: Scan, held: _Held, found: Optimizers, parts: dict[str, Any], *, first_rank: bool) -> None:
     """Add what is neither model nor optimizer: the program's own values, and what SMP's fp16 optimizer keeps."""
     extras: dict[str, Any] = dict(parts.get(schema.EXTRAS, {}))
     if held.scheduler:
         parts[schema.SCHEDULER] = in_common(files, {at: {0: tree} for at, tree in held.scheduler.items()}, 0)
     content, own = _user_content(files, held.rest)
+    if own and first_rank:
+        logger.warning(
+            "the ranks stored different values of %s: they are in extras, each rank's own", ", ".join(sorted(own))
+        )
     if content and schema.USER_CONTENT not in parts:
         parts[schema.USER_CONTENT] = content
     extras |= own
@@ -237,10 +242,6 @@ def _user_content(files: Scan, rest: Mapping[At, Mapping[Any, Any]]) -> tuple[di
         if isinstance(name, str) and _COUNTER.search(name) and all(type(one) in (int, float) for one in held):
             raise two_saves(f"{name} is {' and '.join(map(str, sorted(set(held))))}")  # type: ignore[type-var]
         own[str(name)] = {schema.WORLD: len(held), schema.RANKS: {str(n): one for n, one in enumerate(held)}}
-    if own:
-        logger.warning(
-            "the ranks stored different values of %s: they are in extras, each rank's own", ", ".join(sorted(own))
-        )
     return common, own
 
 

@@ -12,7 +12,7 @@ from xla_ckpt.layouts.dcp.names import program_names
 from xla_ckpt.layouts.nxd.arrays import Copies
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
 from xla_ckpt.layouts.nxd.state import ScannedState, Stage
-from xla_ckpt.layouts.smp.contents import IS_PARTIAL, LOAD_INFO
+from xla_ckpt.layouts.smp.marks import MARKS
 from xla_ckpt.manifest.records import ArrayRecord, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.box import Box
@@ -47,7 +47,7 @@ def merged(scan: Scan, models: Mapping[At, Mapping[Any, Any]], wanted: Hints) ->
     Raises:
         CorruptCheckpointError: A rank has a name that tp rank 0 of its pipeline stage does not have.
     """
-    names = {str(name): None for tree in models.values() for name in tree if name not in (IS_PARTIAL, LOAD_INFO)}
+    names = {str(name): None for tree in models.values() for name in tree if name not in MARKS}
     called = {**{name: name for name in names}, **program_names(names, wanted.arrays)}
     stage = Stage()
     of_stage: dict[int, tuple[str, ...]] = {}
@@ -78,7 +78,7 @@ def merged(scan: Scan, models: Mapping[At, Mapping[Any, Any]], wanted: Hints) ->
 
 
 def _members(tree: Mapping[Any, Any], called: Mapping[str, str]) -> dict[str, Any]:
-    return {called[str(name)]: value for name, value in tree.items() if name not in (IS_PARTIAL, LOAD_INFO)}
+    return {called[str(name)]: value for name, value in tree.items() if name not in MARKS}
 
 
 def _tell_other(scan: Scan, name: str, one: Copies | None, other: Copies) -> None:
@@ -114,6 +114,7 @@ def known(model: Merged, infos: list[Mapping[Any, Any]], tp: int, whole: frozens
             specs |= {str(k): v for k, v in _mapping(ours.get(SPECS)).items()}
             shapes |= {str(k): tuple(v) for k, v in _mapping(ours.get(SHAPES)).items()}
     made: dict[str, ArrayHint] = {name: wanted.hint(name) for name in wanted.arrays}
+    nothing = ArrayHint()
     for name, copies in model.stage.copies.items():
         hint = wanted.hint(name)
         if name in specs:
@@ -122,6 +123,9 @@ def known(model: Merged, infos: list[Mapping[Any, Any]], tp: int, whole: frozens
             made[name] = _told(hint, Sharding())
         else:
             made[name] = _inferred(hint, copies, tp)
+        # By what it has no name of, a rank of a pipeline knows parameters of other stages, whose states it passes over.
+        if made[name] == nothing:
+            del made[name]
     return replace(wanted, arrays=made, rules=())
 
 

@@ -274,6 +274,7 @@ def _set(store: Store, tag: str, prefix: str) -> SmpTag | None:
                 forms.setdefault((count, suffix), {})[part[1]] = name
                 break
     if len(forms) > 1:
+        forms.pop((1, ".pt"), None)  # no version writes this form: it is what parts of another set look like
         # Parts of other sets, whose names begin with this one and a number: no part 0 of the first axis is among them.
         forms = {form: held for form, held in forms.items() if any(n[0] == 0 for n in held)} or forms
     found = FileSet(prefix, forms)

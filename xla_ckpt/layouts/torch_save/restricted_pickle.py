@@ -115,6 +115,22 @@ def opaque(called: str) -> type[Opaque]:
     return type("Opaque", (Opaque,), {"called": called})
 
 
+class Attributes:
+    """Stands for an object whose attributes are all that is wanted of it: it becomes a dict of them.
+
+    Only for classes that a caller of `loads` names, and that pickle by their attributes. Nothing of the class itself
+    is imported or run.
+    """
+
+    called = ""
+    """The name of the class in the pickle."""
+
+
+def attributes(called: str) -> type[Attributes]:
+    """What stands for a class of this name."""
+    return type("Attributes", (Attributes,), {"called": called})
+
+
 class _Factory:
     """A type that a pickle may name and not call: the factory of a defaultdict, the class of a tensor."""
 
@@ -391,6 +407,8 @@ class _Walk:
             if value.value is None:
                 raise CorruptCheckpointError("a pickle names a numpy array that it does not describe", file=self.file)
             return value.value
+        if isinstance(value, Attributes):
+            return {"class": value.called.rpartition(".")[2], **self.mapping(vars(value), depth + 1)}
         if isinstance(value, Mapping):
             return self.mapping(value, depth + 1)
         if kind is list or kind is tuple:

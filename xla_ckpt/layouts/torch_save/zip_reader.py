@@ -7,8 +7,9 @@ part of a larger file, in which others lie before and after it: then its neighbo
 from __future__ import annotations
 
 import struct
+import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -201,12 +202,13 @@ class Zip:
         strided: bool = False,
         tolerant: bool = False,
         tensor: Callable[[TensorAt], Any] = lambda place: place,
+        more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Any:
         """What was saved, with a `TensorAt` for every tensor (see `read`). With `strided`, one may have strides.
 
-        `tensor` says what stands in its place.
-
-        With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it.
+        `tensor` says what stands in the place of a tensor. With `tolerant`, an `Opaque` stands for what is no plain
+        value, and nothing is refused for it. `more` are names that the pickle may have besides, with what stands for
+        each.
         """
         if f"{self.prefix}byteorder" in self.records and self._small("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
@@ -225,7 +227,7 @@ class Zip:
                 )
             return reference(value.tid)
 
-        return replaced(loads(self._small("data.pkl"), self.file, tolerant=tolerant), leaf, self.file)
+        return replaced(loads(self._small("data.pkl"), self.file, more, tolerant=tolerant), leaf, self.file)
 
     @property
     def pickled(self) -> bytes:

@@ -1,0 +1,195 @@
+"""Names of SageMaker model parallel's files: which are parts of sets, which directories, and in which order."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.layouts.smp_files import GENERATIONS, write_set, write_tag
+from tests.layouts.writing import toy
+from tests.topology.state import differences
+from xla_ckpt import Mesh
+from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError
+from xla_ckpt.layouts.smp.tags import find_tag, listed_sets, part_of
+from xla_ckpt.storage.local import LocalStore
+
+
+def loads(path: Path | str, tag: str | None = None) -> xla_ckpt.Loaded:
+    """Load everything into one process, and compare it with what was saved."""
+    model, optimizer = toy(Mesh(), 0, blank=True)
+    found = xla_ckpt.load_checkpoint(path, tag, model, optimizer)
+    assert differences(optimizer, model.by_name, Mesh(), 0) == []
+    assert model.seen == 5
+    return found
+
+
+MESHES = {"1.6": Mesh(pp=2), "v3": Mesh(pp=2, dp=2, tp=2)}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_each_generation_loads_by_its_prefix(generation: str, tmp_path: Path) -> None:
+    """SMP 1.12 itself needs `back_compat` for two of them, and stops with an UnboundLocalError without it."""
+    write_set(tmp_path / "checkpoint.pt", MESHES.get(generation, Mesh(pp=2, tp=2)), generation)
+    found = loads(tmp_path / "checkpoint.pt")
+    assert found.user_content == {"epoch": 3}
+    assert (found.report.tag, found.report.path) == ("checkpoint.pt", str(tmp_path))
+    assert loads(tmp_path, "checkpoint.pt").user_content == {"epoch": 3}
+    assert loads(tmp_path / "checkpoint.pt_*").user_content == {"epoch": 3}
+    assert xla_ckpt.has_checkpoint(tmp_path / "checkpoint.pt")
+    assert xla_ckpt.verify(tmp_path / "checkpoint.pt").ok
+    assert not xla_ckpt.has_checkpoint(tmp_path / "other.pt")
+    with pytest.raises(NoCheckpointError):
+        xla_ckpt.load_checkpoint(tmp_path / "other.pt", model={})
+
+
+@pytest.mark.parametrize("folder", ["run+1", "run(1)", "a[0]", "run.*", "back\\slash", "ünï"])
+def test_a_directory_of_any_name(folder: str, tmp_path: Path) -> None:
+    """SMP searches by a regular expression that it makes of the path."""
+    (tmp_path / folder).mkdir()
+    write_set(tmp_path / folder / "c+[1].pt", Mesh(pp=2, tp=2), "1.12")
+    loads(tmp_path / folder / "c+[1].pt")
+
+
+@pytest.mark.parametrize(
+    "stray",
+    ["c.pt_0_0.pt.tmp", ".c.pt_0_0.pt.swp", "c.pt_0_0.pt.sagemaker-uploading", "c.pt_best", "c.pt_0_0.txt", "c.pt_",
+     "c.pt_0_0.pt~", "c.pt__0.pt", "c.pt_0_x.pt", "c.pt.sagemaker-uploading_0_0.pt"],
+)  # fmt: skip
+def test_other_files_beside_a_set(stray: str, tmp_path: Path) -> None:
+    """With SMP any file more changes the number of parts, and none of them loads."""
+    write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "1.12")
+    (tmp_path / stray).write_bytes(b"PK\3\4 half of a file")
+    loads(tmp_path / "c.pt")
+    assert xla_ckpt.list_tags(tmp_path) == ["c.pt"]
+
+
+def test_a_directory_of_the_name_of_a_part_is_none(tmp_path: Path) -> None:
+    write_set(tmp_path / "c.pt", Mesh(tp=2), "documents")
+    (tmp_path / "c.pt_0_2").mkdir()
+    loads(tmp_path / "c.pt")
+
+
+def test_a_full_file_counts_as_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = toy(Mesh(), 0)
+    torch.save({**model.state_dict(), "_smp_is_partial": False}, tmp_path / "c.pt")
+    write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "1.12")
+    other, _ = toy(Mesh(), 0, blank=True)
+    assert xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=other).user_content is None
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert "Beside it lie 4 parts of SageMaker model parallel's" in caplog.text
+    assert f"{tmp_path}/c.pt_* names them" in caplog.text
+    assert loads(tmp_path / "c.pt_*").user_content == {"epoch": 3}
+    assert xla_ckpt.list_tags(tmp_path) == ["c.pt_*"]
+
+
+def test_sets_are_listed_once_and_by_time(tmp_path: Path) -> None:
+    for number, name in enumerate(["b.pt", "a.pt", "step_20", "step_9"]):
+        for file in write_set(tmp_path / name, Mesh(pp=2, tp=2), "1.12"):
+            os.utime(file, ns=(10**18, 10**18 + number * 10**9))
+    assert xla_ckpt.list_tags(tmp_path) == ["b.pt", "a.pt", "step_20", "step_9"]
+    assert loads(tmp_path).report.tag == "step_9"
+
+
+def test_incomplete_sets_are_not_listed(tmp_path: Path) -> None:
+    """A name that others have, too, is no set."""
+    write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "1.12")[1].unlink()
+    (tmp_path / "log_0").write_text("no zip")
+    torch.save({"w": torch.ones(2)}, tmp_path / "epoch_0.pt")
+    assert xla_ckpt.list_tags(tmp_path) == []
+    assert not xla_ckpt.has_checkpoint(tmp_path)
+    assert not xla_ckpt.has_checkpoint(tmp_path / "log")
+
+
+def test_names_that_are_one_behind_another() -> None:
+    """The number of a step is a part of the name."""
+    assert listed_sets(["s_10_0_0.pt", "s_10_0_1.pt", "s_9_0_0.pt", "s_9_0_1.pt"]) == ["s_10", "s_9"]
+    assert listed_sets([f"f_{pp}_{tp}_{rdp}.pt" for pp in (0, 1) for tp in (0, 1) for rdp in (0, 1)]) == ["f_0", "f_1"]
+    assert part_of("f_0_1_0.pt", 3, ".pt") == ("f", (0, 1, 0))
+    assert part_of("f_0_1_0.pt", 2, ".pt") == ("f_0", (1, 0))
+    assert listed_sets(["f_0_0.pt", "f_1_1.pt"]) == []  # as many as two ranks would have
+
+
+def test_sets_whose_names_begin_alike(tmp_path: Path) -> None:
+    """`ckpt` and `ckpt_1`: the parts of the second look like those of a third generation of the first."""
+    write_set(tmp_path / "ckpt", Mesh(pp=2, tp=2), "1.12")
+    write_set(tmp_path / "ckpt_1", Mesh(pp=2, tp=2), "1.12")
+    assert xla_ckpt.list_tags(tmp_path) == ["ckpt", "ckpt_1"]
+    loads(tmp_path / "ckpt")
+    loads(tmp_path / "ckpt_1")
+
+
+def test_parts_of_two_generations_are_refused(tmp_path: Path) -> None:
+    write_set(tmp_path / "c.pt", Mesh(pp=2), "1.6")
+    write_set(tmp_path / "c.pt", Mesh(pp=2), "1.12")
+    with pytest.raises(CorruptCheckpointError, match="parts of several versions of SMP") as refused:
+        xla_ckpt.load_checkpoint(tmp_path / "c.pt", model={})
+    assert "c.pt_0, c.pt_1" in str(refused.value)
+    assert "c.pt_0_0.pt, c.pt_1_0.pt" in str(refused.value)
+
+
+# Directories of `save_checkpoint`.
+
+
+def test_directories_are_listed_in_the_order_of_newest(tmp_path: Path) -> None:
+    """Whatever their time stamps are: a copy of the root has others."""
+    for tag in ("z", "a", "m"):
+        write_tag(tmp_path, tag, Mesh(pp=2, tp=2), user_content={"tag": tag})
+    for number, tag in enumerate(("a", "m", "z")):
+        for file in (tmp_path / f"{tag}_partial").iterdir():
+            os.utime(file, ns=(10**18, 10**18 + number * 10**9))
+    assert xla_ckpt.list_tags(tmp_path) == ["z_partial", "a_partial", "m_partial"]
+    assert loads(tmp_path).user_content == {"tag": "m"}
+    assert loads(tmp_path, "a_partial").user_content == {"tag": "a"}
+    assert loads(tmp_path / "z_partial").user_content == {"tag": "z"}
+
+
+def test_a_tag_that_newest_names_twice(tmp_path: Path) -> None:
+    for tag in ("a", "b"):
+        write_tag(tmp_path, tag, Mesh())
+    with (tmp_path / "newest").open("a") as newest:
+        newest.write("a_partial\n\ngone_partial\n")
+    assert xla_ckpt.list_tags(tmp_path) == ["b_partial", "a_partial"]
+
+
+def test_a_save_that_has_not_ended_is_not_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_tag(tmp_path, "a", Mesh(pp=2))
+    write_tag(tmp_path, "b", Mesh(pp=2), ended=False)
+    assert xla_ckpt.list_tags(tmp_path) == ["a_partial"]
+    loads(tmp_path, "b_partial")
+    assert "b_partial: its save may not have ended" in caplog.text
+    assert not xla_ckpt.verify(tmp_path, "b_partial").ok
+
+
+def test_without_newest_time_stamps_count(tmp_path: Path) -> None:
+    """SMP writes its configuration when all parts are there, so such a directory is complete."""
+    for number, tag in enumerate(("z", "a", "m")):
+        for file in write_tag(tmp_path, tag, Mesh()).iterdir():
+            os.utime(file, ns=(10**18, 10**18 + number * 10**9))
+    (tmp_path / "newest").write_text("a_partial\n")
+    assert xla_ckpt.list_tags(tmp_path) == ["z_partial", "a_partial", "m_partial"]
+    (tmp_path / "newest").unlink()
+    assert xla_ckpt.list_tags(tmp_path) == ["z_partial", "a_partial", "m_partial"]
+
+
+def test_a_directory_without_the_suffix(tmp_path: Path) -> None:
+    write_tag(tmp_path, "a", Mesh(pp=2, tp=2)).rename(tmp_path / "best")
+    (tmp_path / "newest").unlink()
+    assert xla_ckpt.list_tags(tmp_path) == ["best"]
+    loads(tmp_path / "best")
+    # Within it there are no tags, so that its own path names it.
+    assert xla_ckpt.list_tags(tmp_path / "best") == []
+
+
+def test_names_alone_are_looked_at(tmp_path: Path) -> None:
+    """A file that no one may read is found all the same: its opening tells."""
+    files = write_set(tmp_path / "c.pt", Mesh(tp=2), "1.12")
+    store = LocalStore(str(tmp_path))
+    for file in files:
+        file.chmod(0)
+    found = find_tag(store, "c.pt")
+    assert found is not None
+    assert found.files == ("c.pt_0_0.pt", "c.pt_0_1.pt")
