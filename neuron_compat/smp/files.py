@@ -37,6 +37,7 @@ from neuron_compat.torch_files import load_whole
 from xla_ckpt import NoCheckpointError, UntrustedObjectError
 from xla_ckpt.layouts.smp import sidecar
 from xla_ckpt.layouts.smp.one_save import Part, lacking, parts_at
+from xla_ckpt.layouts.smp.parts import SCALERS
 from xla_ckpt.layouts.smp.tags import ALL_PARTS
 from xla_ckpt.layouts.torch_save.whole import check_whole_file, read_whole_file
 
@@ -192,7 +193,7 @@ class Reading:
                 path, trust_pickle=True, map_location=self.map_location or "cpu", **options, **self.options
             )
         try:
-            return read_whole_file(path, self.put)
+            return read_whole_file(path, self.put, more=SCALERS)
         except UntrustedObjectError as error:
             error.hint = "Pass trust_pickle=True if you trust whoever wrote this file."
             raise

@@ -16,6 +16,7 @@ import neuron_compat.smp as smp
 import xla_ckpt
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import run_alone, run_on_ranks
+from tests.runs import run
 from tests.smp.made import GENERATIONS, part, write_parts
 
 
@@ -280,3 +281,27 @@ def test_a_load_on_too_few_ranks_is_an_error_in_time(tmp_path: Path, monkeypatch
     (kind, text), _ = run_on_ranks(loads_on_too_few, 2, str(tmp_path))
     assert kind == "TooFewRanksError"
     assert "rank 1 did not" in text
+
+
+SCALER = """
+import sys, types
+import torch
+
+package = "smdistributed.modelparallel.torch.fp16.loss_scaler"
+for depth in range(1, 6):
+    name = ".".join(package.split(".")[:depth])
+    sys.modules[name] = types.ModuleType(name)
+scaler = type("DynamicLossScaler", (), {"__module__": package})
+sys.modules[package].DynamicLossScaler = scaler
+made = scaler()
+made.cur_scale, made.scale_window = 1024.0, 10
+torch.save({"optimizer_state_dict": {"loss_scaler": made}}, sys.argv[1])
+"""
+
+
+def test_the_loss_scaler_that_smp_stores_is_read_without_its_class(tmp_path: Path, alone: Any) -> None:
+    run(SCALER, f"{tmp_path}/c.pt_0_0.pt")
+    found = alone.load(f"{tmp_path}/c.pt")
+    assert found["optimizer_state_dict"]["loss_scaler"] == {
+        "class": "DynamicLossScaler", "cur_scale": 1024.0, "scale_window": 10,
+    }  # fmt: skip

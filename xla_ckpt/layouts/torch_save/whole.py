@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import types
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -20,7 +21,9 @@ Put = Callable[[torch.Tensor], torch.Tensor]
 """The bytes of a storage (uint8, on the CPU) -> the same where they are wanted."""
 
 
-def read_whole_file(path: str, put: Put = lambda storage: storage) -> Any:
+def read_whole_file(
+    path: str, put: Put = lambda storage: storage, *, more: Mapping[str, Any] = types.MappingProxyType({})
+) -> Any:
     """What a file holds. Tensors that shared a storage share one again.
 
     Every record of the file is compared with its CRC-32 before anything is made of it.
@@ -28,6 +31,7 @@ def read_whole_file(path: str, put: Put = lambda storage: storage) -> Any:
     Args:
         path: The file.
         put: See `Put`.
+        more: Names that the pickle may have besides, with what stands for each.
 
     Raises:
         NoCheckpointError: There is no such file.
@@ -39,7 +43,7 @@ def read_whole_file(path: str, put: Put = lambda storage: storage) -> Any:
     with storage_errors("reading a file", path=path), closing(_opened(path)) as source:
         held = Zip(Ahead(source, path, AHEAD), 0, source.size)
         held.check()
-        return held.value(strided=True, tensor=_Tensors(held, source, put).of)
+        return held.value(strided=True, tensor=_Tensors(held, source, put).of, more=more)
 
 
 def check_whole_file(path: str) -> None:
