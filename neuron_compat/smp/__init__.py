@@ -103,9 +103,15 @@ _COMM = (
     "tp_barrier",
 )
 
+_NO_REGISTRY = (
+    "Modules are not replaced here. Use the layers of neuron_compat.nxd.parallel_layers, or give parameters "
+    "neuronx-distributed's attributes (tensor_model_parallel, partition_dim, partition_stride)."
+)
+
 __getattr__, __dir__ = lazily(
     __name__,
     {
+        "accepted": ("delay_param_initialization", "is_tracing", "set_activation_checkpointing"),
         "checkpoint": ("resume_from_checkpoint", "save_checkpoint"),
         "comm": _COMM,
         "errors": _ERRORS,
@@ -113,6 +119,7 @@ __getattr__, __dir__ = lazily(
         "job": _JOB,
         "microbatches": ("StepOutput",),
         "model": ("DistributedModel",),
+        "optimizer": ("DistributedOptimizer",),
         "partitions": (
             "model_creation",
             "partition",
@@ -122,5 +129,6 @@ __getattr__, __dir__ = lazily(
         ),
         "stepping": ("step",),
     },
-    ["config", "errors", "job", "stored"],
+    ["amp", "comm", "config", "errors", "job", "nn", "optimizers", "stored"],
+    missing={"tp_register": _NO_REGISTRY, "tp_register_with_module": _NO_REGISTRY},
 )

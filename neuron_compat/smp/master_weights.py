@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import job
-from neuron_compat.smp.loss_scale import Scaler
+from neuron_compat.smp.loss_scale import DynamicLossScaler, Scaler
 
 distributed: Any = torch.distributed
 
@@ -44,10 +44,6 @@ class MasterWeights:
     def __iter__(self) -> Iterator[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
         return (pair for group in self.pairs for pair in group)
 
-    def model_parameter(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter of the model that a master weight belongs to; any other parameter as it is."""
-        return next((narrow for narrow, master in self if master is parameter), parameter)
-
     @torch.no_grad()
     def take_gradients(self, others: Sequence[torch.nn.Parameter]) -> None:
         """Give the master weights the gradients of their parameters, without the loss scale.
@@ -57,7 +53,9 @@ class MasterWeights:
         """
         self.used_scale = self.scaler.loss_scale
         held = [p.grad for p, _ in self if p.grad is not None] + [p.grad for p in others if p.grad is not None]
-        self.overflow = _any_rank(any(not bool(torch.isfinite(g).all()) for g in held))
+        # As in SMP, nobody looks for an overflow where nothing would follow from it.
+        follows = isinstance(self.scaler, DynamicLossScaler)
+        self.overflow = follows and _any_rank(any(not bool(torch.isfinite(g).all()) for g in held))
         self.scaler.update_scale(self.overflow)
         for narrow, master in self:
             master.grad = None if narrow.grad is None or self.overflow else narrow.grad.float() / self.used_scale

@@ -197,6 +197,11 @@ class DistributedModel(Wrapper):
                 "join() divides gradients by the number of all ranks, and raises nothing when one of them ends",
                 expected="divide_by_initial_world_size=True, throw_on_early_termination=False",
             )
+        if enable and (job.state.cfg.shard_optimizer_state or self.narrow_type is not None):
+            raise SMPUnsupportedError(
+                "in join() a rank without batches does not step, so no other rank may need it for that",
+                expected="neither shard_optimizer_state nor fp16 or bf16",
+            )
         from neuron_compat.smp.stepping import shadow
 
         yield self
@@ -321,6 +326,9 @@ class DistributedModel(Wrapper):
 
         found = load_model_state(self, state_dict, strict, translate_function, same_partition_load, strict_partitions)
         self._smp.needs_spreading = True
+        masters = getattr(getattr(job.state.optimizer, "_smp", None), "masters", None)
+        if masters is not None:
+            masters.take_weights()
         return found
 
     # -- hooks

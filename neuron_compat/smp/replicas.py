@@ -63,7 +63,7 @@ def take_from_owners(entries: Sequence[Entry]) -> None:
         return
     for entry in _unique(entries):
         source = holder(entry.owners[0], job.tp_rank())
-        _take(entry, source, "pp")
+        take(entry.value, source, "pp")
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def take_from_replica(entries: Sequence[Entry], alive: Sequence[int]) -> None:
     for entry in _unique(entries):
         kind = "rdp" if entry.is_split else "dp"
         if len(job.ranks().groups[kind]) > 1:
-            _take(entry, first_alive(kind, alive), kind)
+            take(entry.value, first_alive(kind, alive), kind)
 
 
 def _unique(entries: Sequence[Entry]) -> list[Entry]:
@@ -83,8 +83,9 @@ def _unique(entries: Sequence[Entry]) -> list[Entry]:
     return list({id(e.value): e for e in entries if e.is_tensor}.values())
 
 
-def _take(entry: Entry, source: int, kind: str) -> None:
-    value = entry.value
+@torch.no_grad()
+def take(value: torch.Tensor, source: int, kind: str) -> None:
+    """Give the ranks of a group the value that one of them has, in place. All of them make the same call."""
     mine = wire.hosted([value])[0] if source == job.rank() else None
     found = wire.broadcast(mine, value.shape, value.dtype, source, kind)
     if source != job.rank():

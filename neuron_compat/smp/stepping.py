@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -183,6 +184,10 @@ def spread(model: Any, turn: Turn) -> None:
     entries = model.entries()
     known = {id(e.value) for e in entries if e.is_tensor}
     entries += [entry for entry in _buffers(model) if id(entry.value) not in known]
+    masters = getattr(getattr(job.state.optimizer, "_smp", None), "masters", None)
+    if masters is not None:  # they are what the parameters are rounded from
+        lies = {id(e.value): e for e in entries}
+        entries += [replace(lies[id(narrow)], value=master) for narrow, master in masters if id(narrow) in lies]
     replicas.take_from_owners(entries)
     if job.state.cfg.ddp:
         replicas.take_from_replica(entries, turn.alive)

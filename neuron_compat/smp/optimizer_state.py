@@ -1,0 +1,275 @@
+"""The state of a `DistributedOptimizer`: of this rank's partition, or of the whole model, gathered tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from neuron_compat.smp import comm, job, wire
+from neuron_compat.smp.entries import PARTIAL, Entry
+from neuron_compat.smp.errors import SMPUnsupportedError
+from neuron_compat.smp.gathering import Part, collected, guard
+from neuron_compat.smp.loss_scale import stored
+from neuron_compat.smp.meeting import together
+from xla_ckpt.sharding.local_array import LocalArray, whole
+
+MASTERS = "fp32_from_fp16"
+MASTER_NAMES = "fp32_from_fp16_names"
+"""The names of the master weights, group by group: SMP has none, and leaves alone what it does not know."""
+
+CALL = "optimizer.state_dict()"
+
+MASTER = "\0master"
+"""A master weight among the states of a parameter, while they are exchanged: no optimizer has such a state."""
+
+
+# -- this rank's
+
+
+def own_state(optimizer: Any, *, cast_to_cpu: bool, drops_copies: bool) -> dict[str, Any]:
+    """The states of this rank's partition, as a dict of torch's with SMP's mark.
+
+    Args:
+        optimizer: The optimizer.
+        cast_to_cpu: Bring tensors on an XLA device to the CPU.
+        drops_copies: On tensor-parallel ranks above 0, leave out states of what is not split.
+    """
+    packed = optimizer.xla_ckpt_plain.state_dict()
+    entries = optimizer._smp.entries(optimizer)
+    here, first = job.pp_rank(), job.tp_rank() == 0
+    state: dict[Any, Any] = {}
+    for number, held in packed["state"].items():
+        entry = entries[number] if isinstance(number, int) else None
+        if entry is None or here in entry.owners:
+            drops = entry is not None and drops_copies and not first and not entry.is_split
+            state[number] = {} if drops else held
+    found = {"state": state, "param_groups": named_groups(optimizer, packed["param_groups"])}
+    return {**(on_cpu(found) if cast_to_cpu else found), PARTIAL: True}
+
+
+def named_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups of a state dict, with the names of their parameters (torch's own key for them)."""
+    names = optimizer._smp.names(optimizer)
+    return [{**group, "param_names": [names[number] for number in group["params"]]} for group in groups]
+
+
+def on_cpu(value: Any) -> Any:
+    """The same dicts, lists and tuples with their tensors on the CPU, brought there in one batch."""
+    tensors: list[torch.Tensor] = []
+    _mapped(value, tensors.append)
+    moved = iter(wire.hosted(tensors))
+    return _mapped(value, lambda _: next(moved))
+
+
+def _mapped(value: Any, one: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return one(value)
+    if isinstance(value, dict):
+        return {k: _mapped(v, one) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(v, one) for v in value)
+    return value
+
+
+def own_masters(optimizer: Any) -> dict[str, Any]:
+    """The master weights of this rank's partition, group by group, and their names; nothing without any.
+
+    With ``shard_optimizer_state`` they are those of this rank's share.
+    """
+    runtime = optimizer._smp
+    if runtime.masters is None:
+        return {}
+    own = {id(master) for _, master in runtime.masters}
+    entries, names, shares = runtime.entries(optimizer), runtime.names(optimizer), runtime.shares(optimizer)
+    held: list[list[torch.Tensor]] = []
+    called: list[list[str]] = []
+    number = 0
+    for group in optimizer.param_groups:
+        held.append([])
+        called.append([])
+        for parameter in group["params"]:
+            mine = shares is None or shares[number] == job.rdp_rank()
+            if id(parameter) in own and mine and job.pp_rank() in entries[number].owners:
+                held[-1].append(parameter.detach())
+                called[-1].append(names[number])
+            number += 1
+    return {MASTERS: on_cpu(held), MASTER_NAMES: called}
+
+
+def fp16_state(optimizer: Any) -> dict[str, Any]:
+    """What SMP stores of a loss scale."""
+    return {
+        "loss_scaler": stored(optimizer.loss_scaler),
+        "dynamic_loss_scale": optimizer.dynamic_loss_scale,
+        "overflow": optimizer.overflow,
+        "first_closure_call_this_step": optimizer.first_closure_call_this_step,
+    }
+
+
+def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool) -> dict[str, Any]:
+    """See `Distributed.local_state_dict`."""
+    sharded = optimizer._smp.shares(optimizer) is not None
+    inner = own_state(optimizer, cast_to_cpu=cast_to_cpu, drops_copies=not sharded)
+    masters = own_masters(optimizer)
+    if sharded and gather:
+        hint = "With shard_optimizer_state call it on all ranks, and save on those with smp.rdp_rank() == 0."
+        together("rdp", "optimizer.local_state_dict()", guard=hint)
+        parts = comm.gather((inner, masters), comm.RDP_GROUP)
+        if parts is not None:
+            inner = {key: [part[key] for part, _ in parts] for key in ("state", "param_groups")} | {PARTIAL: True}
+            masters = {key: [held[key] for _, held in parts] for key in masters}
+    if job.state.cfg.fp16:
+        return {"optimizer_state_dict": inner, **fp16_state(optimizer), **masters}
+    return {**inner, **masters}
+
+
+# -- the whole
+
+
+def described(held: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of a parameter, as JSON: [shape, type] of a tensor, [value] of a plain value, [] of anything else."""
+    return {
+        key: [list(v.shape), str(v.dtype)]
+        if isinstance(v, torch.Tensor)
+        else [v]
+        if v is None or type(v) in (bool, int, float, str)
+        else []
+        for key, v in held.items()
+    }
+
+
+def lies_like(entry: Entry, shape: Sequence[int], key: str) -> bool:
+    """Whether a state is split as its parameter is; otherwise all tensor-parallel ranks have the same.
+
+    Raises:
+        SMPUnsupportedError: Nobody knows.
+    """
+    if not entry.is_split:
+        return False
+    if tuple(shape) == tuple(entry.value.shape):
+        return True
+    if torch.Size(shape).numel() == 1:
+        return False
+    raise SMPUnsupportedError(
+        f"the state {key} of a parameter that is split has another shape, so that its parts cannot be joined",
+        leaf=entry.name,
+        expected=list(entry.value.shape),
+        found=list(shape),
+        hint="Save partial states: local_state_dict().",
+    )
+
+
+def states_of(optimizer: Any, packed: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The states of each parameter by number, its master weight among them."""
+    found = {n: dict(held) for n, held in packed["state"].items() if isinstance(n, int)}
+    masters = optimizer._smp.masters
+    if masters is not None:
+        own = {id(master) for _, master in masters}
+        for number, parameter in enumerate(optimizer._smp.parameters(optimizer)):
+            if id(parameter) in own:
+                found.setdefault(number, {})[MASTER] = parameter.detach()
+    return found
+
+
+def full_state(optimizer: Any, to_rank0: bool) -> dict[str, Any]:
+    """See `Distributed.state_dict`."""
+    runtime = optimizer._smp
+    entries, shares = runtime.entries(optimizer), runtime.shares(optimizer)
+    kind = "mp" if shares is None else "world"
+    if to_rank0 and shares is None and job.rdp_rank() > 0:
+        return {}
+    packed = optimizer.xla_ckpt_plain.state_dict()
+    states = states_of(optimizer, packed)
+    held: dict[Hashable, torch.Tensor] = {}
+
+    def prepare() -> dict[str, Any]:
+        for number, of_one in states.items():
+            for key, value in of_one.items():
+                if isinstance(value, torch.Tensor):
+                    lies_like(entries[number], value.shape, key)
+        mine = {
+            (n, key): value
+            for n, of_one in states.items()
+            if job.rank() in _sources(entries[n], shares, n, split=True)
+            for key, value in of_one.items()
+            if isinstance(value, torch.Tensor)
+        }
+        held.update(zip(mine, wire.hosted(list(mine.values())), strict=True))
+        return {str(n): described(of_one) for n, of_one in states.items()}
+
+    hint = guard() if shares is None else "With shard_optimizer_state call it on all ranks of the job."
+    told = dict(zip(job.ranks().groups[kind], together(kind, CALL, prepare, guard=hint), strict=True))
+    parts, plain = _parts(entries, shares, told)
+    tensors = collected(parts, held, kind, to_rank0)
+    objects = comm.allgather(_objects(states), comm.MP_GROUP if kind == "mp" else comm.WORLD)
+    if to_rank0 and job.rank() != 0:
+        return {}
+    found: dict[int, dict[str, Any]] = {}
+    ranks = job.ranks().groups[kind]
+    for number, key, source, said in plain:
+        value = tensors[(number, key)] if len(said) == 2 else said[0] if said else None
+        found.setdefault(number, {})[key] = value if said else objects[ranks.index(source)][number][key]
+    return _assembled(optimizer, packed, found)
+
+
+def _sources(entry: Entry, shares: Sequence[int] | None, number: int, *, split: bool) -> tuple[int, ...]:
+    """The ranks that the states of a parameter come from."""
+    here = job.ranks()
+    rdp = here.of("rdp") if shares is None else shares[number]
+    tps = range(job.tp_size() if split and entry.is_split else 1)
+    return tuple(here.mesh.rank({"pp": entry.owners[0], "dp": rdp, "tp": tp}) for tp in tps)
+
+
+Said = tuple[int, str, int, list[Any]]
+"""(number of a parameter, key of a state, rank that it comes from, what `described` says of it)."""
+
+
+def _parts(
+    entries: Sequence[Entry], shares: Sequence[int] | None, told: Mapping[int, Mapping[str, Any]]
+) -> tuple[list[Part], list[Said]]:
+    """What is gathered, and all states in the order of the parameters; the same on all ranks."""
+    parts: list[Part] = []
+    found: list[Said] = []
+    for number, entry in enumerate(entries):
+        first = _sources(entry, shares, number, split=False)[0]
+        for key, said in told[first].get(str(number), {}).items():
+            found.append((number, key, first, said))
+            if len(said) != 2:
+                continue
+            shape, dtype = tuple(said[0]), getattr(torch, said[1].removeprefix("torch."))
+            split = lies_like(entry, shape, key)
+            sources = _sources(entry, shares, number, split=split)
+            places: tuple[LocalArray, ...] = tuple(entry.place(r) if split else whole(shape) for r in sources)
+            parts.append(Part((number, key), None, shape, dtype, sources, places))
+    return parts, found
+
+
+def _objects(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The states that are neither tensors nor plain values."""
+    found = {n: {k: v for k, v in held.items() if described({k: v})[k] == []} for n, held in states.items()}
+    return {n: held for n, held in found.items() if held}
+
+
+def _assembled(optimizer: Any, packed: Mapping[str, Any], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    masters = {number: held.pop(MASTER) for number, held in states.items() if MASTER in held}
+    inner = {
+        "state": {
+            **{number: held for number, held in states.items() if held},
+            **{key: on_cpu(value) for key, value in packed["state"].items() if not isinstance(key, int)},
+        },
+        "param_groups": on_cpu(named_groups(optimizer, packed["param_groups"])),
+    }
+    extra: dict[str, Any] = {}
+    if optimizer._smp.masters is not None:
+        names = optimizer._smp.names(optimizer)
+        numbers = [[n for n in group["params"] if n in masters] for group in packed["param_groups"]]
+        extra = {
+            MASTERS: [[masters[n] for n in group] for group in numbers],
+            MASTER_NAMES: [[names[n] for n in group] for group in numbers],
+            "param_name_groups": [{names[n]: i for i, n in enumerate(group)} for group in numbers],
+        }
+    if job.state.cfg.fp16:
+        return {"optimizer_state_dict": inner, **fp16_state(optimizer), **extra}
+    return {**inner, **extra}
