@@ -25,7 +25,7 @@ from neuron_compat.smp.files import IS_PARTIAL, current_place
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.model import DistributedModel
 from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
-from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer
+from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
 from neuron_compat.smp.writing import partly_written, write_file
 from neuron_compat.torch_files import make_directory, sync_directory, write_whole_bytes
 from xla_ckpt.layouts.smp.roots import oldest_beyond, root_at
@@ -119,15 +119,16 @@ def _on_all(call: str, prepare: Callable[[], Any]) -> list[Any]:
 def _save_partial(root: str, directory: str, model: Any, optimizer: Any, user_content: Any, kept: int | None) -> None:
     held = job.state.model if model is None else model
     named = local_model(held)
+    scale = {} if optimizer is None else scale_of(optimizer)
     handle = xla_ckpt.save_checkpoint(
         root,
         directory,
         named if model is not None else NamesOnly(named),
-        None if optimizer is None else local_optimizer(held, optimizer),
+        None if optimizer is None else local_optimizer(optimizer),
         user_content=user_content,
         layout="smp",
         num_kept_ckpts=kept,
-        extras={CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict()},
+        extras={CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict(), **scale},
         mesh=job.ranks().mesh,
         shardings=held._rules,
     )

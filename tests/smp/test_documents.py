@@ -21,9 +21,10 @@ IMPORT = "import neuron_compat.smp as smp  # was: import smdistributed.modelpara
 FILLED_IN = """
 import json, os, sys
 import torch
-from tests.smp.models import Plain, Split, batches, losses_of, make
+from tests.smp.models import Plain, batches, losses_of
+from tests.smp.training import Net
 
-MyModel = {"Plain": Plain, "Split": Split}[sys.argv[2]]
+MyModel = {"Plain": Plain, "Net": Net}[sys.argv[2]]
 MyOpt = torch.optim.AdamW
 branches = sys.argv[3].split(",")
 partial, save_partial_model, save_full_model, partial_checkpoint, full_checkpoint = (
@@ -31,9 +32,8 @@ partial, save_partial_model, save_full_model, partial_checkpoint, full_checkpoin
     for name in ("partial", "save_partial_model", "save_full_model", "partial_checkpoint", "full_checkpoint")
 )
 torch.manual_seed(3)
-data = [(i.chunk(smp.rdp_size())[smp.rdp_rank()], o.chunk(smp.rdp_size())[smp.rdp_rank()]) for i, o in batches(4)]
-if MyModel is Plain:
-    data = [(i.chunk(smp.dp_size())[smp.dp_rank()], o.chunk(smp.dp_size())[smp.dp_rank()]) for i, o in batches(4)]
+size, rank = (smp.rdp_size(), smp.rdp_rank()) if MyModel is Net else (smp.dp_size(), smp.dp_rank())
+data = [(ids.chunk(size)[rank], labels.chunk(size)[rank]) for ids, labels in batches(4)]
 
 
 def train(steps):
@@ -154,7 +154,7 @@ def run(folder: Path, name: str, program: str, degrees: dict[str, int], *args: s
     """Run a program on so many ranks; the losses that each of them wrote, if any."""
     file = folder / f"{name}.py"
     file.write_text(IMPORT + FILLED_IN + program.replace('"/checkpoint.pt"', f'"{folder}/checkpoint.pt"'))
-    config = json.dumps({"ddp": True, "microbatches": 2, "auto_partition": False, "default_partition": 0, **degrees})
+    config = json.dumps({"ddp": True, "microbatches": 2, **degrees})
     command = [sys.executable, *TORCHRUN, f"--nproc-per-node={ranks}", str(file), str(folder), *args, name]
     Commands.run(command, env={"SM_HP_MP_PARAMETERS": config}, check=True)
     found = [folder / f"losses.{rank}.{name}" for rank in range(ranks)]
@@ -184,14 +184,14 @@ DEGREES = {"tp2 x rdp2": {"tensor_parallel_degree": 2}, "pp2 x tp2": {"tensor_pa
 def test_the_options_of_the_page_on_tensor_parallelism(tmp_path: Path, option: int, degrees: dict[str, int]) -> None:
     save = TP_WRAP + "train(slice(0, 2))\n" + TP_SAVE[option] + "train(slice(2, 4))\n"
     load = TP_WRAP + TP_LOAD[option] + "train(slice(2, 4))\n"
-    saved = run(tmp_path, "save", save, degrees, "Split", "")
+    saved = run(tmp_path, "save", save, degrees, "Net", "")
     parts = [f"checkpoint.pt_{pp}_{tp}" for pp in range(degrees.get("partitions", 1)) for tp in range(2)]
     files = sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("checkpoint.pt"))
     assert files == (["checkpoint.pt"] if option == 2 else parts)
-    loaded = run(tmp_path, "load", load, degrees, "Split", "")
+    loaded = run(tmp_path, "load", load, degrees, "Net", "")
     if option == 1:
         assert loaded == saved
     else:  # it stores no optimizer: the first step is made with the stored weights
         assert [losses[0] for losses in loaded] == [losses[0] for losses in saved]
         whole = torch.load(tmp_path / "checkpoint.pt")["model_state_dict"]
-        assert whole["embed.weight"].shape == (11, 8)
+        assert whole["embed.weight"].shape == (12, 8)
