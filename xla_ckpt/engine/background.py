@@ -56,6 +56,17 @@ class SaveHandle:
         assert self._report is not None
         return self._report
 
+    def tidied(self) -> SaveReport:
+        """As `result`; and wait until the older tags are deleted that the save has given up.
+
+        Raises:
+            CheckpointError: The save failed; the same error on every rank.
+        """
+        report = self.result()
+        assert self._thread is not None
+        self._thread.join()
+        return report
+
     @property
     def report(self) -> SaveReport | None:
         """What the save did, phase by phase; None while it is in flight, or if it failed. Never waits, never raises."""

@@ -25,7 +25,7 @@ from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
-from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
+from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model, unwrapped_optimizer
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave, children
@@ -133,7 +133,7 @@ class Objects:
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
         by_name, axes = False, None
-        if model is not None:
+        if model is not None and not isinstance(model, NamesOnly):
             tree[schema.MODEL] = module.tree_of(model)
             buffers = frozenset(map(schema.weight, module.buffer_names(model)))
             parts.append(schema.MODEL)
@@ -211,7 +211,7 @@ class Objects:
     def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, Callable[[Stored], Loading]]]:
         """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
         found: list[tuple[str, Callable[[Stored], Loading]]] = []
-        if model is not None:
+        if model is not None and not isinstance(model, NamesOnly):
             found.append((schema.MODEL, lambda part: module.load(part, model)))
         if optimizer is not None:
             names = module.parameter_names(model)

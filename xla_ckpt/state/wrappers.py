@@ -174,6 +174,22 @@ class Adapted(View):
         return self._put(held) if held else None
 
 
+class NamesOnly(View):
+    """A model that only says what the parameters of an optimizer are called, and how they are split.
+
+    An optimizer is loaded with it where the weights are to stay as they are.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        bare = unwrapped_model(model, loading=True)
+        super().__init__(
+            bare.state_dict(keep_vars=True),
+            parameters=list(bare.named_parameters(remove_duplicate=False)),
+            parts=bare.parts if isinstance(bare, View) else [bare],
+            put=lambda state_dict: None,
+        )
+
+
 def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
     """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
 

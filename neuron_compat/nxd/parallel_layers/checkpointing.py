@@ -20,7 +20,8 @@ import torch
 
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.nxd.parallel_layers.partition import part_of
-from neuron_compat.nxd.parallel_layers.rank_file import read, write_whole, write_xser, xla_tensors
+from neuron_compat.nxd.parallel_layers.rank_file import read, write_whole, write_xser
+from neuron_compat.torch_files import xla_tensors
 from xla_ckpt import IncompatibleCheckpointError, RankFailedError, UsageError
 
 PathLike = str | os.PathLike[str]

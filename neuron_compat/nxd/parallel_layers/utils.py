@@ -11,8 +11,8 @@ import torch
 from neuron_compat.nxd.parallel_layers.checkpointing import materialize_all
 from neuron_compat.nxd.parallel_layers.parallel_state import get_tensor_model_parallel_rank
 from neuron_compat.nxd.parallel_layers.partition import set_tensor_model_parallel_attributes
-from neuron_compat.nxd.parallel_layers.rank_file import mapped
 from neuron_compat.nxd.utils.model_utils import move_model_to_device
+from neuron_compat.torch_files import mapped
 
 __all__ = [
     "EmbeddingUtility",

@@ -26,7 +26,7 @@ _AHEAD = 4096
 """Bytes that are read at once: beside the header of a large storage there is nothing else to see."""
 
 _MODULE = "smdistributed.modelparallel.torch.fp16.loss_scaler"
-_SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
+SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
 """What SMP's fp16 optimizer scales losses by: objects of its own classes, of plain numbers."""
 
 _OTHER = "another program, which has written over it since"
@@ -66,7 +66,7 @@ class Parts:
                 self.directory.storages[file] = archive.storages()
                 self._note_save(file, source.size, directory_digest(held.take, source.size))
                 walk = Walk(Objects(self.directory, file, archive.pickled), self.codec, _stored)
-                self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True, more=_SCALERS), ())
+                self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
         return self._trees[file]
 
     def _opened(self, file: str) -> Any:

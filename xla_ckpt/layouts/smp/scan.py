@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import ForeignObject, TagReader
@@ -15,6 +16,7 @@ from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
 from xla_ckpt.layouts.smp import contents
 from xla_ckpt.layouts.smp.contents import INNER, MASTERS
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, ZERO_2D
+from xla_ckpt.layouts.smp.one_save import less_others
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
 from xla_ckpt.layouts.smp.parts import Degrees, Parts, placed, two_saves
 from xla_ckpt.layouts.smp.stage import OURS, SmpState, known, merged
@@ -48,6 +50,8 @@ def open_scanned(store: Store, found: SmpTag, hints: Hints, codec: ValueCodec) -
         directory = open_directory(store, found)
     try:
         with naming(path=store.path, tag=found.tag), storage_errors("reading a checkpoint"):
+            if "" in found.sets:
+                found = replace(found, sets={"": less_others(directory, found.sets[""])})
             parts = Parts(directory, found.files, codec)
             manifest, objects = scan(parts, found, hints)
             return TagReader(parts.directory, store.path, found.tag, manifest, objects)

@@ -201,19 +201,21 @@ class Zip:
         *,
         strided: bool = False,
         tolerant: bool = False,
+        tensor: Callable[[TensorAt], Any] = lambda place: place,
         more: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> Any:
         """What was saved, with a `TensorAt` for every tensor (see `read`). With `strided`, one may have strides.
 
-        With `tolerant`, an `Opaque` stands for what is no plain value, and nothing is refused for it. `more` are names
-        that the pickle may have besides, with what stands for each.
+        `tensor` says what stands in the place of a tensor. With `tolerant`, an `Opaque` stands for what is no plain
+        value, and nothing is refused for it. `more` are names that the pickle may have besides, with what stands for
+        each.
         """
         if f"{self.prefix}byteorder" in self.records and self._small("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
 
         def leaf(value: Any) -> Any:
             if isinstance(value, View):
-                return self._place(value, strided)
+                return tensor(self._place(value, strided))
             if reference is None or type(value.tid) is not int or value.tid < 0:
                 raise CorruptCheckpointError(
                     "a reference to a tensor where none can be",

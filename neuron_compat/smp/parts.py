@@ -1,0 +1,148 @@
+"""The parts of a partial checkpoint: their names, and what SMP 1.12 says of parts that do not fit. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from neuron_compat.smp.errors import (
+    IncompatibleCheckpointFoundError,
+    IncompatibleCheckpointRankFoundError,
+    SMPCheckpointError,
+    SMPInvalidArgumentError,
+)
+
+NAMINGS = ("auto", "1.12")
+
+Numbers = tuple[int, ...]
+"""The numbers in the name of a part: ``(mp,)``, ``(pp, tp)`` or ``(pp, tp, rdp)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process stands in its job, and how large that is along each axis."""
+
+    pp: int = 0
+    tp: int = 0
+    rdp: int = 0
+    pp_size: int = 1
+    tp_size: int = 1
+    rdp_size: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Pipeline, tensor and reduced-data parallel degree."""
+        return self.pp_size, self.tp_size, self.rdp_size
+
+    @property
+    def own(self) -> tuple[int, int, int]:
+        """The ranks along the same axes."""
+        return self.pp, self.tp, self.rdp
+
+
+def name_of(f: str, place: Place, *, v3: bool = False, naming: str = "auto") -> str:
+    """The path of the part that a process saves.
+
+    ``"auto"`` are the names of SMP's documents, ``"1.12"`` those of its last version. With `v3` each data-parallel rank
+    has a part of its own, which only the last version knows.
+
+    Raises:
+        SMPInvalidArgumentError: There is no such naming.
+
+    >>> name_of("a.pt", Place(pp=1, pp_size=2)), name_of("a.pt", Place(pp=1, tp=1, pp_size=2, tp_size=2))
+    ('a.pt_1', 'a.pt_1_1')
+    >>> name_of("a", Place(), naming="1.12"), name_of("a", Place(rdp=3, rdp_size=4), v3=True)
+    ('a_0_0.pt', 'a_0_0_3.pt')
+    """
+    if naming not in NAMINGS:
+        raise SMPInvalidArgumentError("there is no such naming", expected=" or ".join(NAMINGS), found=repr(naming))
+    if v3:
+        return f"{f}_{place.pp}_{place.tp}_{place.rdp}.pt"
+    if naming == "1.12":
+        return f"{f}_{place.pp}_{place.tp}.pt"
+    return f"{f}_{place.pp}_{place.tp}" if place.tp_size > 1 else f"{f}_{place.pp}"
+
+
+def own_part(numbers: int, place: Place) -> Numbers:
+    """The numbers of the part that belongs to a process, in a set whose names have so many."""
+    return place.own[:numbers]
+
+
+def sizes_of(found: Collection[Numbers]) -> tuple[int, int, int]:
+    """The (pp, tp, rdp) of the job that left a set of parts, if none is missing.
+
+    >>> sizes_of([(0, 0), (0, 1)]), sizes_of([(0,), (1,)]), sizes_of([(0, 0, 0), (0, 0, 1)])
+    ((1, 2, 1), (2, 1, 1), (1, 1, 2))
+    """
+    axes = [1 + max(axis) for axis in zip(*found, strict=True)]
+    pp, tp, rdp = (*axes, 1, 1)[:3]
+    return pp, tp, rdp
+
+
+def fits(found: Collection[Numbers], place: Place) -> bool:
+    """Whether a set is of a job of the same degrees. Data parallelism counts where each such rank has a part."""
+    count = len(next(iter(found)))
+    return sizes_of(found)[:count] == place.sizes[:count] and (count > 1 or place.tp_size == 1)
+
+
+def missing(found: Collection[Numbers]) -> list[Numbers]:
+    """The parts that are missing among some, as far as the others tell.
+
+    >>> missing([(0, 0), (0, 1), (1, 1)]), missing([(1,)])
+    ([(1, 0)], [(0,)])
+    """
+    held = set(found)
+    whole = itertools.product(*(range(1 + max(axis)) for axis in zip(*held, strict=True)))
+    return [numbers for numbers in whole if numbers not in held]
+
+
+def refusal(parts: Mapping[Numbers, str], place: Place, prefix: str) -> SMPCheckpointError | None:
+    """What SMP 1.12 raises for these parts in a job of these degrees; None where it loads them.
+
+    It counts files, and compares the number in each name with what the count leaves room for.
+    """
+    count, (pp_size, tp_size, rdp_size) = len(parts), place.sizes
+    kinds: Sequence[str] = ("pp_rank", "tp_rank", "rdp_rank")
+    numbers = len(next(iter(parts)))
+    if numbers == 1:
+        room: Sequence[int] = (count,)
+        kinds = ("rank",)
+    elif numbers == 2:
+        room = (count // tp_size, count // pp_size)
+    else:
+        room = (count // (tp_size * rdp_size), count // (pp_size * rdp_size), count // (tp_size * pp_size))
+    for part in sorted(parts):
+        for kind, number, there in zip(kinds, part, room, strict=False):
+            if number >= there:
+                return IncompatibleCheckpointRankFoundError.of(kind, number, there, prefix)
+    wanted = place.sizes[: max(numbers, 2)]
+    product = pp_size * tp_size * (rdp_size if numbers == 3 else 1)
+    if (*room, 1)[: max(numbers, 2)] != wanted or count != product:
+        return IncompatibleCheckpointFoundError.of(count, place.sizes, sorted(parts.values()))
+    return None
+
+
+def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: tuple[int, ...]) -> SMPCheckpointError:
+    """The error for a set of which parts are missing: SMP's own, where it has one, and which parts these are.
+
+    Args:
+        parts: The parts that are there.
+        place: Where this process stands.
+        prefix: What their names begin with.
+        sizes: The degrees of the job that saved them, along each axis that their names have.
+    """
+    whole = itertools.product(*map(range, sizes))
+    absent = [numbers for numbers in whole if numbers not in parts]
+    error = refusal(parts, place, prefix) or IncompatibleCheckpointFoundError.of(
+        len(parts), place.sizes, sorted(parts.values())
+    )
+    named = ", ".join("_".join(map(str, numbers)) for numbers in absent[:8])
+    told = f"Parts are missing: {named}{', ...' if len(absent) > 8 else ''}."
+    if len(sizes) > 1 and all(numbers[1] == 0 for numbers in parts) and all(numbers[1] > 0 for numbers in absent):
+        told = (
+            f"{told} Ranks with tp_rank > 0 never saved theirs: with tensor parallelism the data-parallel group "
+            "contains them. Call smp.save under `if smp.rdp_rank() == 0`, not `if smp.dp_rank() == 0`."
+        )
+    error.details = told
+    return error

@@ -1,0 +1,186 @@
+"""Which checkpoint a job resumes from, whether its configuration fits, and how it is loaded."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import xla_ckpt
+from neuron_compat.smp import files
+from neuron_compat.smp.errors import MissingCheckpointFilesError, SMPValidationError
+from neuron_compat.smp.sources import Stored
+from xla_ckpt.layouts.smp.form import VERSION
+from xla_ckpt.layouts.smp.roots import root_at
+from xla_ckpt.layouts.smp.tags import CONFIG, MODEL, NEWEST, OPTIMIZERS, PARTIAL, USER_CONTENT
+from xla_ckpt.layouts.torch_save.whole import read_whole_file
+
+logger = logging.getLogger(__name__)
+
+FIXED = (
+    "pipeline_parallel_degree",
+    "sharded_data_parallel_degree",
+    "shard_optimizer_state",
+    "tensor_parallel_degree",
+)
+"""What SMP wants to be as it was if it loads an optimizer."""
+
+
+def chosen(root: str, tag: str | None, *, partial: bool) -> str:
+    """The name of a checkpoint in its root: that of the directory, or of the file.
+
+    Raises:
+        SMPValidationError: There is none.
+    """
+    if tag is not None:
+        name = f"{tag}{PARTIAL}" if partial else tag
+    elif partial:
+        name = _newest(root)
+    else:
+        raise SMPValidationError("tag is required to load a full checkpoint!")
+    if not os.path.exists(f"{root}/{name}"):
+        raise SMPValidationError(f"Checkpoint {root}/{name} does not exist!")
+    return name
+
+
+def _newest(root: str) -> str:
+    found = root_at(root)
+    if found.lines is None and not found.committed:
+        raise SMPValidationError(
+            f"Unable to find newest file at {root}/{NEWEST}, if trying to load newest checkpoint please ensure this "
+            "file exists or pass an explicit checkpoint tag when loading a checkpoint."
+        )
+    last = found.lines[-1] if found.lines else ""
+    if last and PARTIAL.removeprefix("_") not in last:
+        raise SMPValidationError(
+            "The newest checkpoint file is not saved with `partial` postfix, this might be a checkpoint saved with smp "
+            "<= 1.10, please load with the back compatible APIs."
+        )
+    # The directories count: a job may have ended after a save, before it was listed.
+    return found.order[-1] if found.order else last
+
+
+# -- the configuration
+
+
+def config_differences(root: str, name: str, current: Mapping[str, Any], *, refuse: bool) -> None:
+    """Compare the configuration of a checkpoint with that of the job, and say what differs.
+
+    Every difference is a warning only, unless `refuse`: what SMP cannot load then, is loaded here.
+
+    Raises:
+        SMPValidationError: SMP before 1.10 wrote it; or `refuse`, and SMP refuses the difference.
+        xla_ckpt.CorruptCheckpointError: The file with the configuration is damaged.
+    """
+    try:
+        saved = read_whole_file(f"{root}/{name}/{CONFIG}")
+    except xla_ckpt.NoCheckpointError:
+        logger.warning("%s has no %s: its configuration is unknown", name, CONFIG)
+        return
+    if not isinstance(saved, Mapping):
+        raise xla_ckpt.CorruptCheckpointError("the configuration is no dict", file=f"{name}/{CONFIG}")
+    version = str(saved.get("smp_version", VERSION))
+    if _numbers(version) < (1, 10):
+        raise SMPValidationError(
+            f"Checkpoint was saved with smp version {version} < 1.10.0, which is not supported with this checkpointing "
+            "API."
+        )
+    if version != VERSION:
+        logger.warning(
+            "WARNING: Checkpoint was saved with a different version of smp, this might potentially cause issues. "
+            "Checkpoint version: %s, Current smp version: %s.",
+            version,
+            VERSION,
+        )
+    differing = {
+        key: f"feature {key}, loaded {value}, current {current[key]}\n"
+        for key, value in saved.items()
+        if key in current and value != current[key]
+    }
+    refused = [text for key, text in sorted(differing.items()) if key in FIXED]
+    if refuse and refused:
+        raise SMPValidationError(
+            f"The following features changes are not allowed for loading partial: \n{''.join(refused)}"
+        )
+    if differing:
+        logger.warning("Warning: Found mismatched features between save and load: \n%s", "".join(differing.values()))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+
+
+# -- what was saved
+
+
+def user_content_of(root: str, name: str, *, partial: bool, trust: bool) -> Any:
+    """The user content of a checkpoint; None if it has none.
+
+    Raises:
+        xla_ckpt.CorruptCheckpointError: Its file is damaged.
+        xla_ckpt.UntrustedObjectError: It holds pickled objects, which are not trusted.
+    """
+    file = f"{root}/{name}/{USER_CONTENT}" if partial else f"{root}/user_content_{name}"
+    return files.Reading(trust=trust).value(file) if os.path.isfile(file) else None
+
+
+class Resumed:
+    """A checkpoint that is loaded as soon as there is something to load it into.
+
+    Args:
+        root: Root directory.
+        name: That of the directory in it, or of the file.
+        partial: Whether it is a directory.
+        strict: Whether all of it has to fit.
+        optimizer: Whether the optimizer is loaded, too.
+        translate: Makes names of this model of those of a full checkpoint.
+        trust: Whether pickled objects are trusted.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: str,
+        name: str,
+        partial: bool,
+        strict: bool,
+        optimizer: bool,
+        translate: Callable[[dict[str, Any]], Any] | None,
+        trust: bool,
+    ) -> None:
+        self.root, self.name, self.partial = root, name, partial
+        self.strict, self.optimizer, self.translate, self.trust = strict, optimizer, translate, trust
+        self._has_model = False
+
+    def apply(self, model: Any, optimizer: Any) -> None:
+        """Load it into a model, and an optimizer if there is one. A second call loads what the first one lacked.
+
+        Raises:
+            MissingCheckpointFilesError: The checkpoint has no model, or no optimizer.
+            xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
+        """
+        if not self.partial:
+            self._apply_full(model)
+            return
+        optimizer = optimizer if self.optimizer else None
+        self._check_files(None if self._has_model else MODEL)
+        self._check_files(None if optimizer is None else OPTIMIZERS[1])
+        wanted = None if self._has_model else model
+        if wanted is not None or optimizer is not None:
+            source = Stored(path=self.root, tag=self.name, trust_pickle=self.trust)
+            source.load(model=wanted, optimizer=optimizer, strict=self.strict)
+        self._has_model = True
+
+    def _check_files(self, kind: str | None) -> None:
+        folder = f"{self.root}/{self.name}"
+        if kind is not None and not any(name.startswith(f"{kind}_") for name in os.listdir(folder)):
+            raise MissingCheckpointFilesError.of(f"{folder}/{kind}")
+
+    def _apply_full(self, model: Any) -> None:
+        if self._has_model:
+            return
+        state = files.load(f"{self.root}/{self.name}", partial=False, trust_pickle=self.trust)
+        model.load_state_dict(state, strict=self.strict, translate_function=self.translate)
+        self._has_model = True

@@ -1,0 +1,79 @@
+"""What a rank saves of a model and of its optimizer: the partition that it owns, under the names of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from neuron_compat.smp import comm, job
+from neuron_compat.smp.optimizer_methods import Distributed
+from neuron_compat.smp.optimizer_state import fp16_state, on_cpu
+from xla_ckpt.state.wrappers import View
+
+FP16 = "fp16_states"
+"""SMP's name for what an optimizer of 16-bit training stores besides."""
+
+
+def local_model(model: Any) -> View:
+    """The part of a `DistributedModel` that this rank owns, as `xla_ckpt` saves modules."""
+    entries = {entry.name: entry.value for entry in model.local_entries()}
+    return View(
+        entries,
+        parameters=[(name, value) for name, value in entries.items() if isinstance(value, torch.nn.Parameter)],
+        parts=[model.module],
+        put=lambda state_dict: None,
+    )
+
+
+def local_optimizer(optimizer: Any) -> dict[str, Any]:
+    """The state of a `DistributedOptimizer` by parameter name: all groups, and the states of what this rank owns.
+
+    With ``shard_optimizer_state`` the ranks that hold the same parameters give each other their shares of the states:
+    all of them make the call. Master weights are under ``master``, by name.
+    """
+    runtime = optimizer._smp
+    names, entries = runtime.names(optimizer), runtime.entries(optimizer)
+    here = job.pp_rank()
+    owned = [number for number, entry in enumerate(entries) if here in entry.owners]
+    plain = optimizer.xla_ckpt_plain
+    of_parameters = dict(_states(optimizer, owned))
+    shared = {key: value for key, value in plain.state.items() if not isinstance(key, torch.Tensor)}
+    groups, first = [], 0
+    for group in optimizer.param_groups:
+        last = first + len(group["params"])
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({**options, "params": names[first:last]})
+        first = last
+    state = {names[number]: held for number, held in of_parameters.items() if held}
+    found: dict[str, Any] = {"state": {**state, **shared}, "param_groups": groups}
+    if runtime.masters is not None:
+        own = {id(master) for _, master in runtime.masters}
+        parameters = runtime.parameters(optimizer)
+        found["master"] = {names[n]: parameters[n].detach() for n in owned if id(parameters[n]) in own}
+    return found
+
+
+def _states(optimizer: Any, owned: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The states of parameters by number."""
+    runtime = optimizer._smp
+    parameters, shares = runtime.parameters(optimizer), runtime.shares(optimizer)
+    for number in owned:
+        mine = dict(optimizer.state.get(parameters[number], {}))
+        if shares is None or job.rdp_size() == 1:
+            yield number, mine
+        elif shares[number] == job.rdp_rank():
+            yield number, comm.broadcast(on_cpu(mine), comm.RDP_GROUP)
+        else:
+            yield number, comm.recv_from(shares[number], comm.RankType.RDP_RANK)
+
+
+def scale_of(optimizer: Any) -> dict[str, Any]:
+    """What is stored of the loss scale of an optimizer, as a member of `extras`; nothing without one."""
+    return {FP16: fp16_state(optimizer)} if job.state.cfg.fp16 and optimizer._smp.masters is not None else {}
+
+
+def is_distributed_optimizer(optimizer: Any) -> bool:
+    """Whether `smp.DistributedOptimizer` returned it."""
+    return isinstance(optimizer, Distributed)

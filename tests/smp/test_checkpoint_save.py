@@ -1,0 +1,141 @@
+"""smp.save_checkpoint: what it refuses, on all ranks; full checkpoints; and kills between commit and `newest`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import neuron_compat.smp as smp
+import xla_ckpt
+from neuron_compat.smp.model import DistributedModel
+from tests.jobs import run_alone, run_on_ranks
+from tests.smp.test_checkpoint_resume import fresh, model, resumed  # noqa: F401  # a fixture
+from tests.smp.test_files_load import begin, caught
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_nothing_to_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin(1, 1)
+    with caplog.at_level(logging.WARNING):
+        smp.save_checkpoint(tmp_path / "a", "t")
+    assert "Both model and optimizer are None, skipping saving checkpoint..." in caplog.text
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_number_of_checkpoints_that_makes_no_sense(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin(1, 1)
+    held = model()
+    with caplog.at_level(logging.WARNING):
+        for tag in ("a", "b"):
+            smp.save_checkpoint(tmp_path, tag, model=held, num_kept_partial_checkpoints=0)
+    assert "Invalid num_kept_partial_checkpoints number 0, ignoring..." in caplog.text
+    assert names(tmp_path) == ["a_partial", "b_partial", "newest"]
+
+
+def test_what_is_no_model_of_smps(tmp_path: Path) -> None:
+    begin(1, 1)
+    bare = torch.nn.Linear(2, 2)
+    cases = {
+        "smp.save_checkpoint can only take smp.DistributedModel as input model": {"model": bare},
+        "smp.save_checkpoint can only take smp.DistributeOptimizer as input optimizer": {
+            "optimizer": torch.optim.SGD(bare.parameters())
+        },
+        "checkpoint tag can only be str, getting <class 'int'>": {"tag": 3, "model": bare},
+    }
+    for text, options in cases.items():
+        assert caught(lambda options=options: smp.save_checkpoint(tmp_path, **{"tag": "t", **options}))[1] == text
+    assert names(tmp_path) == []
+
+
+def test_a_full_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    begin(1, 1)
+    held = model(3.0)
+    with caplog.at_level(logging.WARNING):
+        smp.save_checkpoint(tmp_path, "test.pt", partial=False, model=held, user_content={"a": 1})
+        smp.save_checkpoint(tmp_path, "marked.pt", partial=False, model=held, translate_if_full=False)
+    assert names(tmp_path) == ["marked.pt", "test.pt", "user_content_test.pt"]
+    found = torch.load(tmp_path / "test.pt")
+    assert list(found) == ["weight"]
+    assert found["weight"].eq(3).all()
+    assert torch.load(tmp_path / "user_content_test.pt") == {"a": 1}
+    assert torch.load(tmp_path / "marked.pt")["_smp_is_partial"] is False
+
+
+# -- jobs
+
+
+def save_wrongly(rank: int, root: str) -> list[Any]:
+    begin(2, 1)
+    made = DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)))
+    found = [
+        caught(lambda: smp.save_checkpoint(f"{root}/run", f"tag{rank}", model=made)),
+        caught(lambda: smp.save_checkpoint(f"{root}/run", "a" if rank else 3, model=made)),
+        caught(lambda: smp.save_checkpoint(f"{root}/run", "a", model=made.module if rank else made)),
+        caught(lambda: smp.save_checkpoint(f"{root}/file/run", "a", model=made)),
+        caught(lambda: smp.save_checkpoint(f"{root}/file/run", "a", partial=False, model=made)),
+    ]
+    torch.distributed.barrier()
+    found.append(os.path.exists(f"{root}/run"))
+    os.makedirs(f"{root}/list/newest", exist_ok=True)  # `newest` cannot be written
+    found.append(caught(lambda: smp.save_checkpoint(f"{root}/list", "a", model=made)))
+    return found
+
+
+def test_all_ranks_raise_the_same_error(tmp_path: Path) -> None:
+    """SMP raises on rank 0 only, and the others wait for it in a barrier."""
+    (tmp_path / "file").write_text("")
+    one, other = run_on_ranks(save_wrongly, 2, str(tmp_path))
+    assert one == other
+    tags, kind, wrong, partial, full, made, newest = one
+    assert tags == ("SMPCheckpointError", "checkpoint tag should be same across ranks, getting ['tag0', 'tag1']")
+    assert kind == ("SMPCheckpointError", "checkpoint tag can only be str, getting <class 'int'>")
+    assert wrong[1] == "smp.save_checkpoint can only take smp.DistributedModel as input model"
+    assert partial[0] == full[0] == newest[0] == "StorageError"
+    assert not made
+
+
+# -- killed
+
+
+def save_and_die(moment: str, root: str) -> None:
+    begin(1, 1)
+    held = model(2.0)
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            if moment == "before" and str(target).endswith("newest"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            done = original(source, target, *args, **kwargs)
+            if moment == "after" and str(target).endswith("newest"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return done
+
+        return call
+
+    os.rename = dying(os.rename)  # type: ignore[assignment]
+    smp.save_checkpoint(root, "b", model=held, num_kept_partial_checkpoints=1)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_killed_between_the_commit_and_the_list(tmp_path: Path, moment: str) -> None:
+    begin(1, 1)
+    held = model(1.0)
+    smp.save_checkpoint(tmp_path, "a", model=held)
+    with pytest.raises(Exception, match=r"-9|SIGKILL|exit code"):
+        run_alone(save_and_die, moment, str(tmp_path))
+    resumed(tmp_path)
+    assert held.weight.eq(2).all()
+    smp.save_checkpoint(tmp_path, "c", model=held, num_kept_partial_checkpoints=2)
+    assert (tmp_path / "newest").read_text() == "b_partial\nc_partial\n"
+    assert names(tmp_path) == ["b_partial", "c_partial", "newest"]
+    assert all(xla_ckpt.verify(tmp_path, tag).ok for tag in ("b_partial", "c_partial"))

@@ -1,0 +1,119 @@
+"""Jobs under the real torchrun that save, and jobs of other degrees that go on: their losses are those of the first.
+
+What they have after the load is what was saved, to the bit. Losses of other degrees differ by what sums differ by in
+another order: the layers add up in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import neuron_compat.smp as smp
+import xla_ckpt
+from tests.jobs import run_alone, run_on_ranks, torchrun
+from tests.smp.training import begin, trained, wrapped
+
+FORMS = ("partial", "1.12", "full", "tag")
+Degrees = tuple[int, int, int]
+
+
+def saves(rank: int, root: str, pp: int, tp: int, shard: bool = False) -> list[float]:
+    """Two steps, a save in each form, and two more: the losses of these."""
+    begin(pp, tp, shard_optimizer_state=shard)
+    model, optimizer = wrapped()
+    trained(model, optimizer, 0, 2)
+    local = {
+        "model_state_dict": model.local_state_dict(),
+        "optimizer_state_dict": optimizer.local_state_dict(),
+        "step": 2,
+    }
+    if smp.rdp_rank() == 0:
+        smp.save(local, f"{root}/partial.pt")
+        smp.save(local, f"{root}/1.12", naming="1.12")
+    whole = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "step": 2}
+    smp.save(whole, f"{root}/full.pt", partial=False)
+    smp.save_checkpoint(f"{root}/tags", "two", model=model, optimizer=optimizer, user_content={"step": 2})
+    return trained(model, optimizer, 2, 4)
+
+
+def unlike(found: Any, saved: Any, path: str = "") -> list[str]:
+    """Where two trees differ, if in one bit only. Options that only one torch has, and names, do not count."""
+    if isinstance(saved, dict):
+        return [
+            p for k, v in saved.items() if k in found or path.count("/") < 2 for p in unlike(found[k], v, f"{path}/{k}")
+        ]
+    if isinstance(saved, list):
+        return [p for i, v in enumerate(saved) for p in unlike(found[i], v, f"{path}/{i}")]
+    if isinstance(saved, torch.Tensor):
+        same = found.dtype == saved.dtype and torch.equal(found.cpu().view(-1), saved.view(-1))
+        return [] if same else [path]
+    return [] if found == saved else [path]
+
+
+def goes_on(rank: int, root: str, pp: int, tp: int, shard: bool = False) -> dict[str, list[float]]:
+    """The losses of the two steps after a load, for each form."""
+    saved = torch.load(f"{root}/full.pt")
+    begin(pp, tp, shard_optimizer_state=shard)
+    found = {}
+    for form in FORMS:
+        smp.reset()
+        if form == "tag":  # before there is a model
+            assert smp.resume_from_checkpoint(f"{root}/tags") == {"step": 2}
+        model, optimizer = wrapped(seed=11, lr=0.9)
+        if form != "tag":
+            name = form if form == "1.12" else f"{form}.pt"
+            checkpoint = smp.load(f"{root}/{name}", partial=form != "full")
+            assert checkpoint["step"] == 2
+            model.load_state_dict(checkpoint["model_state_dict"])
+            optimizer.load_state_dict(checkpoint["optimizer_state_dict"])
+        has = {
+            "model_state_dict": model.state_dict(gather_to_rank0=False),
+            "optimizer_state_dict": optimizer.state_dict(),
+            "step": 2,
+        }
+        assert unlike(has, saved) == [], form
+        found[form] = trained(model, optimizer, 2, 4)
+    return found
+
+
+PAIRS: list[tuple[Degrees, Degrees]] = [
+    ((2, 2, 1), (1, 4, 1)),
+    ((1, 2, 2), (1, 1, 1)),
+    ((4, 1, 1), (2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_a_job_of_other_degrees_goes_on(tmp_path: Path, source: Degrees, target: Degrees) -> None:
+    torch.manual_seed(0)
+    unbroken = torchrun(saves, 4, tmp_path, str(tmp_path), *source[:2])
+    world = target[0] * target[1] * target[2]
+    found = (
+        [run_alone(goes_on, 0, str(tmp_path), 1, 1)]
+        if world == 1
+        else torchrun(goes_on, world, tmp_path, str(tmp_path), *target[:2])
+    )
+    for losses in found:
+        for form in FORMS:
+            assert losses[form] == pytest.approx(unbroken[0], rel=1e-6), form
+    for name in ("partial.pt", "1.12", "full.pt", "tags/two_partial"):
+        assert xla_ckpt.verify(tmp_path / name).ok, name
+
+
+def test_a_job_of_the_same_degrees_goes_on_to_the_bit(tmp_path: Path) -> None:
+    unbroken = run_on_ranks(saves, 4, str(tmp_path), 2, 2)
+    for losses, same in zip(run_on_ranks(goes_on, 4, str(tmp_path), 2, 2), unbroken, strict=True):
+        assert losses == dict.fromkeys(FORMS, same)
+
+
+@pytest.mark.parametrize("target", [(1, 2, False), (2, 2, True), (1, 1, True)], ids=str)
+def test_sharded_states_of_the_optimizer(tmp_path: Path, target: tuple[int, int, bool]) -> None:
+    """Each data-parallel rank has the states of a share of the parameters; others have other shares, or none."""
+    unbroken = run_on_ranks(saves, 4, str(tmp_path), 1, 2, True)
+    for losses in run_on_ranks(goes_on, 4, str(tmp_path), *target):
+        for form in FORMS:
+            assert losses[form] == pytest.approx(unbroken[0], rel=1e-6), form

@@ -1,0 +1,101 @@
+"""A whole file of torch.save as the value that was saved, without running anything that is in it."""
+
+from __future__ import annotations
+
+import types
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from xla_ckpt.arrays.torch_host import bytes_of, torch_dtype
+from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UnsupportedStateError, storage_errors
+from xla_ckpt.layouts.torch_save.zip_reader import AHEAD, Ahead, StorageAt, TensorAt, Zip
+from xla_ckpt.sharding.ranges import strides
+from xla_ckpt.storage.base import Source
+from xla_ckpt.storage.door import above
+
+Put = Callable[[torch.Tensor], torch.Tensor]
+"""The bytes of a storage (uint8, on the CPU) -> the same where they are wanted."""
+
+
+def read_whole_file(
+    path: str, put: Put = lambda storage: storage, *, more: Mapping[str, Any] = types.MappingProxyType({})
+) -> Any:
+    """What a file holds. Tensors that shared a storage share one again.
+
+    Every record of the file is compared with its CRC-32 before anything is made of it.
+
+    Args:
+        path: The file.
+        put: See `Put`.
+        more: Names that the pickle may have besides, with what stands for each.
+
+    Raises:
+        NoCheckpointError: There is no such file.
+        CorruptCheckpointError: It is cut off, or a record is not what was written.
+        UntrustedObjectError: It names anything but tensors, containers and plain values. Nothing of it has run.
+        UnsupportedStateError: A tensor is of a kind that cannot be described.
+        StorageError: It cannot be read.
+    """
+    with storage_errors("reading a file", path=path), closing(_opened(path)) as source:
+        held = Zip(Ahead(source, path, AHEAD), 0, source.size)
+        held.check()
+        return held.value(strided=True, tensor=_Tensors(held, source, put).of, more=more)
+
+
+def check_whole_file(path: str) -> None:
+    """Read a whole file, and compare each of its records with its CRC-32.
+
+    Raises:
+        NoCheckpointError: There is no such file.
+        CorruptCheckpointError: It is cut off, or a record is not what was written.
+        StorageError: It cannot be read.
+    """
+    with storage_errors("reading a file", path=path), closing(_opened(path)) as source:
+        Zip(Ahead(source, path, AHEAD), 0, source.size).check()
+
+
+def _opened(path: str) -> Source:
+    store, name = above(path)
+    try:
+        with closing(store.open("", lock=False, links=True)) as directory:
+            return directory.open(name)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise NoCheckpointError("there is no such file", file=path) from error
+
+
+class _Tensors:
+    """The tensors of a file, each storage read once."""
+
+    def __init__(self, held: Zip, source: Source, put: Put) -> None:
+        self.storages = held.storages()
+        self.starts = [storage.offset for storage in self.storages]
+        self.source, self.put = source, put
+        self.read: dict[str, torch.Tensor] = {}
+
+    def of(self, place: TensorAt) -> torch.Tensor:
+        """The tensor that lies there."""
+        dtype = torch_dtype(place.dtype)
+        if dtype is None:
+            raise UnsupportedStateError("torch has no such element type", file=place.file, found=place.dtype.name)
+        if 0 in place.shape:
+            return torch.empty(place.shape, dtype=dtype, device=self.put(torch.empty(0, dtype=torch.uint8)).device)
+        storage = self.storages[bisect_right(self.starts, place.offset) - 1]
+        held = self._held(storage, place.file)
+        first = (place.offset - storage.offset) // place.dtype.itemsize
+        steps = strides(place.shape, 1) if place.strides is None else place.strides
+        made = torch.empty(0, dtype=dtype, device=held.device)
+        return made.set_(held.untyped_storage(), first, place.shape, steps)
+
+    def _held(self, storage: StorageAt, file: str) -> torch.Tensor:
+        """The bytes of a storage."""
+        if storage.key not in self.read:
+            made = torch.empty(storage.nbytes, dtype=torch.uint8)
+            got = self.source.read_into(bytes_of(made), storage.offset)
+            if got < storage.nbytes:
+                raise CorruptCheckpointError("the file is cut off", file=file, expected=storage.nbytes, found=got)
+            self.read[storage.key] = self.put(made)
+        return self.read[storage.key]
