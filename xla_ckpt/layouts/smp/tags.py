@@ -38,6 +38,10 @@ MAX_NEWEST = 1 << 20
 _WITH_NUMBERS = {count: re.compile("(.+)" + count * r"_(\d{1,9})") for count in (1, 2, 3)}
 """The name of a part with so many numbers in it."""
 
+_FORMS = ((3, ".pt"), (2, ".pt"), (3, ""), (2, ""), (1, ""))
+"""The forms that versions of SMP have written: how many numbers, and what stands behind them. No version wrote one
+number with ``.pt``, which is how other programs number their files."""
+
 _OF_TAG = re.compile(r"(model|optimizer_states|fp16_states|optimizer)_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?\.pt")
 """A file in a directory of `save_checkpoint`. Those of sharded data parallelism have one number only."""
 
@@ -263,13 +267,12 @@ def _set(store: Store, tag: str, prefix: str) -> SmpTag | None:
     for name in store.names():
         if not name.startswith(f"{prefix}_") or store.is_directory(name):
             continue
-        for count, suffix in ((n, s) for n in (3, 2, 1) for s in (".pt", "")):
+        for count, suffix in _FORMS:
             part = part_of(name, count, suffix)
             if part is not None and part[0] == prefix:
                 forms.setdefault((count, suffix), {})[part[1]] = name
                 break
     if len(forms) > 1:
-        forms.pop((1, ".pt"), None)  # no version writes this form: it is what parts of another set look like
         # Parts of other sets, whose names begin with this one and a number: no part 0 of the first axis is among them.
         forms = {form: held for form, held in forms.items() if any(n[0] == 0 for n in held)} or forms
     found = FileSet(prefix, forms)
