@@ -227,6 +227,35 @@ def test_without_tp_no_model_is_needed(tmp_path: Path) -> None:
     job.check(tmp_path / "native")
 
 
+def test_tied_parameters(tmp_path: Path) -> None:
+    """A state dict has a shared parameter under each of its names, the optimizer has it once."""
+
+    def tied() -> tuple[torch.nn.Module, torch.optim.AdamW]:
+        net = torch.nn.Module()
+        net.embed, net.norm, net.head = torch.nn.Embedding(4, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 4, False)
+        net.head.weight = net.embed.weight
+        return net, torch.optim.AdamW(net.parameters(), lr=0.25)
+
+    net, optimizer = tied()
+    net.head(net.norm(net.embed(torch.arange(4)))).square().sum().backward()
+    optimizer.step()
+    for tp in range(2):
+        model: dict[str, Any] = {n: v.chunk(2)[tp] if v.dim() > 1 else v for n, v in net.state_dict().items()}
+        model |= {"_smp_is_partial": True, "_smp_load_info": load_info(1, 2)}
+        state: dict[int, Any] = {
+            n: {k: v.chunk(2)[tp].clone() if v.dim() > 1 else v for k, v in members.items()}
+            for n, members in optimizer.state_dict()["state"].items()
+        }
+        state |= {1: {}, 2: {}} if tp else {}
+        groups = optimizer.state_dict()["param_groups"]
+        torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / f"c_0_{tp}.pt")
+    other, its = tied()
+    xla_ckpt.load_checkpoint(tmp_path / "c", model=other, optimizer=its)
+    assert all(torch.equal(v, other.state_dict()[n]) for n, v in net.state_dict().items())
+    for number, members in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(v, its.state_dict()["state"][number][k]) for k, v in members.items()), number
+
+
 # Half precision.
 
 

@@ -14,7 +14,7 @@ from xla_ckpt.layouts.nxd.rank_files import At, Scan
 from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
 from xla_ckpt.layouts.smp import contents
 from xla_ckpt.layouts.smp.contents import INNER, MASTERS
-from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, ZERO_2D
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
 from xla_ckpt.layouts.smp.parts import Degrees, Parts, placed, two_saves
 from xla_ckpt.layouts.smp.stage import SmpState, known, merged
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 FP16 = "fp16_states"
 """Name in `extras` of what a job in half precision stores besides its master weights; SMP's own name for it."""
-
-_PP, _TP = "pipeline_parallel_degree", "tensor_parallel_degree"
 
 _COUNTER = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re.IGNORECASE)
 """Names of numbers that all ranks count alike."""
@@ -136,7 +134,7 @@ def _of_directory(parts: Parts, found: SmpTag) -> _Held:
     config = parts.tree(CONFIG) if CONFIG in found.others else None
     models = trees.get(MODEL, {})
     infos = [tree.get(LOAD_INFO) for tree in models.values()]
-    if isinstance(config, Mapping) and {_PP, _TP} <= config.keys():
+    if isinstance(config, Mapping) and {PP, TP} <= config.keys():
         infos.append(config)
     held = _Held(degrees_of(infos))
     grids = {kind: placed(found.sets[kind], trees[kind], held.degrees) for kind in trees}
@@ -171,7 +169,7 @@ def degrees_of(infos: list[Any]) -> Degrees | None:
     Raises:
         CorruptCheckpointError: They contradict each other.
     """
-    said = {(int(i.get(_PP, 1)), int(i.get(_TP, 1))) for i in infos if isinstance(i, Mapping) and {_PP, _TP} & i.keys()}
+    said = {(int(i.get(PP, 1)), int(i.get(TP, 1))) for i in infos if isinstance(i, Mapping) and {PP, TP} & i.keys()}
     if len(said) > 1:
         raise two_saves("; ".join(f"a job of pp {pp}, tp {tp}" for pp, tp in sorted(said)))
     return next(iter(said), None)
