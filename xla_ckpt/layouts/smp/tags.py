@@ -189,7 +189,8 @@ def complete_tags(store: Store) -> list[SmpTag]:
     """
     names = names_in(store)
     found = {name: tag for name in names if (tag := find_tag(store, name)) is not None and tag.directory}
-    prefixes = listed_sets(name for name in _without_own(names) if not store.is_directory(name))
+    # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
+    prefixes = listed_sets(name for name in names if not _OF_TAG.fullmatch(name) and not store.is_directory(name))
     found |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
     complete = {name: tag for name, tag in found.items() if tag.complete}
     ordered = [complete.pop(name) for name in order_of(newest(store)) if name in complete]
@@ -292,12 +293,6 @@ def _may_be_saved(store: Store, file: str) -> bool:
 def _listed(store: Store, prefix: str) -> SmpTag | None:
     """A set that a root lists. One that lies beside a full file of its name is called with ``_*``."""
     return find_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
-
-
-def _without_own(names: Sequence[str]) -> list[str]:
-    """The names of what may be parts of sets: in a directory of `save_checkpoint` its own files are none."""
-    own = _is_directory_of_tag("", sets_in(names)) or CONFIG in names
-    return [name for name in names if not (own and _OF_TAG.fullmatch(name))]
 
 
 def _directory(store: Store, tag: str) -> SmpTag | None:
