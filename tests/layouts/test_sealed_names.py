@@ -12,6 +12,7 @@ import torch
 
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.dcp import metadata
+from xla_ckpt.layouts.smp.parts import SCALERS
 from xla_ckpt.layouts.torch_save import restricted_pickle
 from xla_ckpt.layouts.torch_save.restricted_pickle import View, loads
 
@@ -39,7 +40,8 @@ def with_state(called: str, state: Any) -> bytes:
     return b"\x80\x02c" + f"{module}\n{name}\n".encode() + pickled + b"b."
 
 
-NAMES = [*restricted_pickle._NAMES, *metadata._NAMES]
+MORE: dict[str, Any] = {**metadata._NAMES, **SCALERS}
+NAMES = [*restricted_pickle._NAMES, *MORE]
 
 
 @pytest.mark.parametrize("tolerant", [False, True])
@@ -49,9 +51,9 @@ def test_a_name_takes_no_state(called: str, tolerant: bool) -> None:
     before = repr(loads(data, "good.pt"))
     for state in STATES:
         with pytest.raises(CheckpointError):
-            loads(with_state(called, state), "crafted.pt", metadata._NAMES, tolerant=tolerant)
+            loads(with_state(called, state), "crafted.pt", MORE, tolerant=tolerant)
         assert repr(loads(data, "good.pt")) == before
-    known = restricted_pickle._NAMES.get(called, metadata._NAMES.get(called))
+    known = restricted_pickle._NAMES.get(called, MORE.get(called))
     assert getattr(known, "tid", None) is None
 
 

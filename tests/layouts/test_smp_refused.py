@@ -170,6 +170,38 @@ def test_jobs_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert error.found == "a job of pp 2, tp 2; a job of pp 2, tp 4"
 
 
+def test_an_optimizer_of_fewer_ranks_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a description of the job the names of one set tell of another."""
+    folder = write_tag(tmp_path, "t", PP2TP2)
+    (folder / "smp_config.pt").unlink()
+    for file in folder.glob("model_*"):
+        held = torch.load(file, weights_only=False)
+        del held["_smp_load_info"]
+        torch.save(held, file)
+    for file in folder.glob("optimizer_states_*_1.pt"):
+        file.unlink()
+    error = refused(monkeypatch, folder, CorruptCheckpointError, "ranks tp > 0 never saved")
+    assert error.file == "optimizer_states_0_1.pt"
+
+
+def test_a_directory_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "t_partial"
+    folder.mkdir()
+    torch.save({"overflow": False}, folder / "fp16_states_0_0.pt")
+    refused(monkeypatch, folder, CorruptCheckpointError, "there is neither a model nor an optimizer")
+
+
+@pytest.mark.parametrize("degrees", [(0, 1), (None, 2), ("2", 2), (2, -1), (10**12, 10**12)])
+def test_a_job_that_there_cannot_be(degrees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def content(pp: int, tp: int) -> Mapping[str, Any]:
+        held = other_content(pp, tp)
+        held["model_state_dict"]["_smp_load_info"] = load_info(*degrees)
+        return held
+
+    write_set(tmp_path / "c.pt", PP2TP2, "1.12", content)
+    refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, "a job that there cannot be|make no grid")
+
+
 def test_another_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tag(tmp_path, "t", PP2TP2)
     torch.save({"tensor_parallel_degree": 4, "pipeline_parallel_degree": 1}, folder / "smp_config.pt")
