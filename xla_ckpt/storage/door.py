@@ -76,7 +76,7 @@ def above(path: PathLike, *, follow: bool = False) -> tuple[Store, str]:
 def is_working_directory(path: PathLike) -> bool:
     """Whether a path is that of the directory in which this process works, which would not follow an exchange."""
     full = full_path(path)
-    return "://" not in full and os.path.realpath(full) == os.path.realpath(os.curdir)
+    return "://" not in full and os.path.realpath(full) == os.path.realpath(".")
 
 
 def same_directory(one: Store, name: str, other: Store, its_name: str) -> bool:
