@@ -29,10 +29,10 @@ from torch.futures import Future
 from xla_ckpt.arrays.torch_host import dtype_of
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ
+from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
 from xla_ckpt.errors import (
     SaveError,
-    StorageError,
     UnsupportedStateError,
     UsageError,
     from_json,
@@ -279,7 +279,7 @@ class StorageWriter(StockWriter):
             held = self._held(plan, planner, [*zip(tensors, values, shards, strict=True)])
         mine = self._draft is not None
         with storage_errors("saving", rank=order.rank, path=self._path):
-            directory = self._draft.directory if self._draft is not None else _opened(store, draft)
+            directory = self._draft.directory if self._draft is not None else open_shared(store, draft)
             try:
                 results, files = self._write_tensors(directory, order, tensors, values, shards)
                 written, record = _write_objects(directory, order, objects, planner)
@@ -343,13 +343,17 @@ class StorageWriter(StockWriter):
         for key, path in paths.items():
             if len(path) > MAX_STEPS:
                 raise UnsupportedStateError(f"the state is nested deeper than {MAX_STEPS} containers", leaf=key[:80])
-        files = [(report.rank, record) for report in reports for record in report.files]
-        _check_files(files, draft.directory)
+        for report in reports:
+            check_written(draft.directory, report.rank, report.files)
         stored = {r.index: r.storage_data for of_rank in results for r in of_rank if r.index != _REPORT}
         complete = dataclasses.replace(metadata, version=VERSION, storage_data=stored, storage_meta=self.storage_meta())
         text = pickled(complete)
         write_small(draft.directory, METADATA, text)
-        write_small(draft.directory, DIGESTS, dump([*(record for _, record in files), record_of(METADATA, text)]))
+        write_small(
+            draft.directory,
+            DIGESTS,
+            dump([*(record for report in reports for record in report.files), record_of(METADATA, text)]),
+        )
         draft.directory.sync()
         replacement.commit(draft)
 
@@ -390,19 +394,6 @@ class FileSystemWriter(StorageWriter):
                 "xla_ckpt.export_hf.",
             )
         super().__init__(path, overwrite=overwrite, num_workers=max(thread_count, WRITERS))
-
-
-def _opened(store: Store, draft: str) -> Directory:
-    """The directory that the coordinator made, which holds the lock on it."""
-    try:
-        return store.open(draft, lock=False)
-    except FileNotFoundError as error:
-        raise StorageError.of(
-            error,
-            "opening the directory that the coordinator made",
-            file=draft,
-            hint="All ranks need the same directory: a network file system, if they are on several hosts.",
-        ) from error
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -493,24 +484,3 @@ def _report(rank: int, results: Sequence[WriteResult]) -> _Report:
         if isinstance(result.storage_data, _Report):
             return result.storage_data
     raise SaveError("a rank wrote with another StorageWriter", rank=rank)
-
-
-def _check_files(files: Sequence[tuple[int, FileRecord]], directory: Directory) -> None:
-    """Another host may have found a directory of that name on a disk of its own, and have written there."""
-    for rank, record in files:
-        try:
-            source = directory.open(record.path)
-        except FileNotFoundError:
-            size = None
-        else:
-            size = source.size
-            source.close()
-        if size != record.size:
-            raise StorageError(
-                "what a rank has written is not in the directory that the coordinator made",
-                rank=rank,
-                file=record.path,
-                expected=f"{record.size} bytes",
-                found="no file" if size is None else f"{size} bytes",
-                hint="All ranks need the same directory: a network file system, if they are on several hosts.",
-            )

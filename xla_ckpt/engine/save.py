@@ -17,6 +17,7 @@ from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.phases import Phases, as_line
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
+from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import WRITERS, write_files, write_objects
@@ -24,7 +25,6 @@ from xla_ckpt.errors import (
     CheckpointError,
     DivergentReplicasError,
     RankFailedError,
-    StorageError,
     UsageError,
     naming,
 )
@@ -43,9 +43,6 @@ from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directory import MANIFEST
 
 logger = logging.getLogger(__name__)
-
-ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path, such as a shared file system."
-"""What to do about hosts that do not."""
 
 
 class Writing(Protocol):
@@ -185,7 +182,8 @@ class Save:
             mine = self._write(part, plan, directory)
             with self.phases.timed("meet"):
                 records = [mine, *self._hear_records()]
-            _check_files(records, directory)
+            for record in records:
+                check_written(directory, record.rank, record.files)
             manifest = self._manifest(records, directory, draft.sequence)
             manifest = indexed(directory, self.store.path, manifest, part.writing.index)
             write_small(directory, MANIFEST, manifest_json.dump(manifest))
@@ -228,7 +226,7 @@ class Save:
             if (theirs, mesh, replicas) != (self.tag, str(self.mesh), self.replicas):
                 out_of_step = _out_of_step(self, theirs, mesh, replicas)
                 raise out_of_step
-            directory = self._open(name)
+            directory = open_shared(self.store, name)
             try:
                 plan = self._plan(part)
                 record = self._write(part, plan, directory)
@@ -266,15 +264,6 @@ class Save:
 
     def _plan(self, part: Part) -> SavePlan:
         return self._stages.plan(part.writing, [leaf.path for leaf in part.leaves], self.phases)
-
-    def _open(self, name: str) -> Directory:
-        """The directory that rank 0 made, which holds the lock on it."""
-        try:
-            return self.store.open(name, lock=False)
-        except FileNotFoundError as error:
-            raise StorageError.of(
-                error, "opening the directory that rank 0 made", file=name, hint=ONE_DIRECTORY
-            ) from error
 
     def _write(self, part: Part, plan: SavePlan, directory: Directory) -> Record:
         """Write this rank's files; the record of what is in them."""
@@ -356,31 +345,6 @@ def _give_up(error: RankFailedError, exchange: Round) -> None:
             exchange.say("abort", error=error)
     except RankFailedError:
         pass  # it holds the store, and is gone with it
-
-
-def _check_files(records: Sequence[Record], directory: Directory) -> None:
-    """Another host may have found a directory of that name on a disk of its own, and have written there."""
-    for record in records:
-        for file in record.files:
-            size = _size(directory, file.path)
-            if size != file.size:
-                raise StorageError(
-                    "what this rank has written is not in the directory that rank 0 made",
-                    rank=record.rank,
-                    file=file.path,
-                    expected=f"{file.size} bytes",
-                    found="no file" if size is None else f"{size} bytes",
-                    hint=ONE_DIRECTORY,
-                )
-
-
-def _size(directory: Directory, path: str) -> int | None:
-    try:
-        source = directory.open(path)
-    except FileNotFoundError:
-        return None
-    source.close()
-    return source.size
 
 
 def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
