@@ -32,6 +32,7 @@ FOREIGN = {
     "xla_ckpt/layouts/nxd/rank_files.py": {"model"},
     "xla_ckpt/layouts/nxd/scan.py": {"model", "optimizer", "scheduler"},
     "xla_ckpt/layouts/nxd/tags.py": {"model"},
+    "xla_ckpt/layouts/smp/form.py": {"param_groups", "state"},  # keys of SMP's files
     "xla_ckpt/layouts/smp/tags.py": {"model", "optimizer"},  # a part of names of SMP's files
     "xla_ckpt/state/wrappers.py": {"optimizer"},  # the attribute of a wrapper
 }
@@ -164,7 +165,7 @@ def test_only_its_own_package_knows_neuronx_distributed() -> None:
 
 def test_nobody_asks_which_layout_it_has() -> None:
     """What differs between layouts is a method or an attribute of theirs. Names are compared by the registry alone."""
-    names = {"native", "xser", "pt", "nxd", "safetensors", "dcp"}
+    names = {"native", "xser", "pt", "nxd", "safetensors", "dcp", "smp"}
     found = []
     for path in LIBRARY:
         for node in code_of(path):
@@ -174,7 +175,8 @@ def test_nobody_asks_which_layout_it_has() -> None:
                     found.append((str(path.relative_to(ROOT / "xla_ckpt")), ast.unparse(node)))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
                 kinds = {word for part in ast.walk(node.args[1]) for word in words_of(part)}
-                assert not kinds & {"Native", "NeuronxDistributed", "HuggingFace", "Layout"}, (path, node.lineno)
+                layouts = {"Native", "NeuronxDistributed", "HuggingFace", "SageMaker", "Layout"}
+                assert not kinds & layouts, (path, node.lineno)
     assert sorted(found) == [
         ("cli/render.py", "facts['layout'] == 'native'"),  # what is usual is not mentioned
         ("cli/render.py", "t['layout'] not in (None, 'native')"),

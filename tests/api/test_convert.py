@@ -64,7 +64,7 @@ def everything(root: Path, tag: str) -> Any:
 MESHES = ["dp=1", "tp=2", "dp=3,tp=2", "pp=2,dp=2,tp=2"]
 
 
-@pytest.mark.parametrize(("to", "mesh"), list(itertools.product(["native", "xser", "pt"], MESHES)))
+@pytest.mark.parametrize(("to", "mesh"), list(itertools.product(["native", "xser", "pt", "smp"], MESHES)))
 def test_there_and_back(to: str, mesh: str, tmp_path: Path) -> None:
     make(tmp_path)
     cuts = ["layers.0"] if "pp=2" in mesh else []
@@ -84,7 +84,7 @@ def test_there_and_back(to: str, mesh: str, tmp_path: Path) -> None:
 
 def test_memory_does_not_change_a_byte(tmp_path: Path) -> None:
     make(tmp_path)
-    for to in ("native", "xser", "pt"):
+    for to in ("native", "xser", "pt", "smp"):
         for name, limit in (("wide", 1 << 30), ("narrow", 1)):
             xla_ckpt.convert(tmp_path, tmp_path / name, to=to, as_tag=to, mesh="dp=2,tp=2", shardings=RULES,
                              zero1=True, max_memory=limit)  # fmt: skip

@@ -20,7 +20,7 @@ from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
 xla.begin()
 
-LAYOUTS = pytest.mark.parametrize("layout", ["native", "xser", "pt"])
+LAYOUTS = pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp"])
 DEVICES = pytest.mark.parametrize("device", xla.DEVICES)
 
 

@@ -42,7 +42,7 @@ def is_first(found: Any) -> bool:
     return found.keys() == first().keys() and all(torch.equal(found[name], value) for name, value in first().items())
 
 
-@pytest.mark.parametrize("layout", ["native", "xser", "pt"])
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp"])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_the_first_replica_is_stored_whole(
     layout: str,
@@ -120,7 +120,7 @@ def test_conversions_keep_the_mark(
 ) -> None:
     state = {rank: {"model": model_of(rank)} for rank in range(MESH.size)}
     save_as_job(monkeypatch, MESH, tmp_path, "a", state.__getitem__, shardings=RULES, replicas="first")
-    for to in ("native", "pt", "xser"):
+    for to in ("native", "pt", "xser", "smp"):
         with caplog.at_level(logging.WARNING):
             xla_ckpt.convert(tmp_path, tmp_path / to, "a", to=to, mesh="tp=2", shardings=RULES)
         assert "tag a: the replicas of 2 arrays differed" in caplog.text
@@ -141,7 +141,7 @@ def test_a_choice_that_makes_no_sense(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("layout", ["native", "xser", "pt"])
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp"])
 def test_keys_and_values_that_several_ranks_hold(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,7 +75,7 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("layout", ["native", "xser", "pt"])
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp"])
 @pytest.mark.parametrize(("fuse", "bias"), [(True, False), (True, True), (False, True)])
 @pytest.mark.parametrize("job", JOBS, ids=str)
 def test_any_job_resumes_as_any_other(
@@ -99,7 +99,7 @@ def test_any_job_resumes_as_any_other(
             assert differences(model, Attention(mesh, rank, **how, **kinds)) == [], (target, rank)
 
 
-@pytest.mark.parametrize("layout", ["xser", "pt"])
+@pytest.mark.parametrize("layout", ["xser", "pt", "smp"])
 @pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_their_files_say_which_ranks_held_the_same(
@@ -121,7 +121,7 @@ def test_their_files_say_which_ranks_held_the_same(
             assert differences(model, Attention(over, rank, copies=copies, **how)) == []
 
 
-@pytest.mark.parametrize("layout", ["native", "xser", "pt"])
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp"])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_keys_that_drifted_apart_are_not_saved(
     fuse: bool, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

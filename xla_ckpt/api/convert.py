@@ -98,14 +98,15 @@ def convert(
     Llama-like model gets the names and fused projections of neuronx-distributed's examples, split over tp as they are.
 
     Args:
-        source: Root directory of the tag: one of ours, or neuronx-distributed's. Or a directory of Hugging Face's, or
-            a file that torch.save wrote.
+        source: Root directory of the tag: one of ours, neuronx-distributed's, SageMaker's or
+            torch.distributed.checkpoint's. Or a directory of Hugging Face's, or a file that torch.save wrote.
         destination: Root directory of the new tag; for ``safetensors`` a directory that does not exist yet, for
             ``torch`` a file that does not exist yet (``"out.pt"``).
         tag: Which checkpoint; None takes the newest.
-        to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts;
-            ``"dcp"``, which torch.distributed.checkpoint reads; ``"torchtitan"``, the same under torchtitan's keys;
-            ``"safetensors"``, the model alone, as `export_hf` writes it; ``"torch"``, one file for torch.load.
+        to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts; ``"smp"``,
+            which SageMaker model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads;
+            ``"torchtitan"``, the same under torchtitan's keys; ``"safetensors"``, the model alone, as `export_hf`
+            writes it; ``"torch"``, one file for torch.load.
         part: For ``"torch"``: the leaf path of what is written, such as ``"model"``; by default all of the state, as
             ``{"model": ..., "optimizer": ..., ...}``.
         mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The
@@ -126,9 +127,10 @@ def convert(
             attention; else queries, keys and values are separate layers.
         shardings: Rules as in `save_checkpoint`, found in leaf paths: how the new job splits arrays, where it is not
             as the old one did; for neuronx-distributed's own tags also how the old one did.
-        pipeline_cuts: For several pipeline stages in neuronx-distributed's layouts: the modules after which a stage
-            ends, in order (``["model.layers.15"]``).
-        zero1: Whether the optimizer's states are dealt out over dp in those layouts; None does as the old job did.
+        pipeline_cuts: For several pipeline stages in the layouts of neuronx-distributed and SageMaker: the modules
+            after which a stage ends, in order (``["model.layers.15"]``).
+        zero1: Whether the optimizer's states are dealt out over dp in those layouts; None does as the old job did, and
+            in ``"smp"`` puts them together: SageMaker's library reads no others.
         max_memory: Bytes of array data in memory at a time.
         num_workers: Threads that read, at most.
         trust_pickle: Load pickled objects where they have to be written anew, which can run any code.

@@ -80,9 +80,9 @@ def save_checkpoint(
             ``(r"up_proj", ("tp", None))`` splits dim 0 over the mesh axis ``tp``. The first expression that is found
             in a leaf path or parameter name counts; optimizer state follows its parameter.
         pinned: Exempt this tag from retention, now and later.
-        layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"dcp"``, which
-            torch.distributed.checkpoint reads, or ``"torchtitan"``, the same under torchtitan's keys; or several of
-            them, of which the first that can hold the state is written.
+        layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
+            model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
+            under torchtitan's keys; or several of them, of which the first that can hold the state is written.
         replicas: ``"equal"``: what several ranks hold alike is compared, by samples, and a difference is an error.
             ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
             and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument(
         "--zero1",
         action=argparse.BooleanOptionalAction,
-        help="whether xser and pt have the optimizer dealt out over dp (default: as the old job did)",
+        help="whether xser, pt and smp have the optimizer dealt out over dp (default: as the old job did; smp: no)",
     )
     convert.add_argument(
         "--fuse-qkv",

@@ -17,6 +17,7 @@ from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.phases import Phases, as_line
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
+from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import WRITERS, write_files, write_objects
 from xla_ckpt.errors import (
@@ -30,7 +31,6 @@ from xla_ckpt.errors import (
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
@@ -208,6 +208,7 @@ class Save:
                 if draft is None:
                     exchange.say("begin", error=problem)
                 exchange.say("verdict", error=problem)
+                self._stages.tell_failure(problem)
             if problem is error:
                 raise
             raise problem from error
@@ -221,7 +222,6 @@ class Save:
         """The part of any other rank: write, report, hear the verdict."""
         exchange, plan = self.exchange, SavePlan(())
         out_of_step: UsageError | None = None
-        key = f"record/{exchange.rank}"
         try:
             part = self._ready()
             theirs, name, mesh, replicas = exchange.hear("begin", 0)
@@ -235,13 +235,15 @@ class Save:
                 directory.sync()
             finally:
                 directory.close()
-            exchange.say(key, record.to_json())
+            exchange.say(f"record/{exchange.rank}", record.to_json())
         except Exception as error:
             # A verdict that is there before this rank has said its word is that of a call which it never made. One that
             # comes later may be rank 0's answer to that word, which all ranks raise.
             stray = out_of_step if out_of_step is not None and exchange.has("verdict") else None
             # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
-            exchange.say(key, error=as_checkpoint_error(error, "saving", exchange.rank))
+            problem = as_checkpoint_error(error, "saving", exchange.rank)
+            exchange.say(f"record/{exchange.rank}", error=problem)
+            self._stages.tell_failure(problem)
             if stray is not None:
                 raise stray from None
         try:
@@ -258,23 +260,12 @@ class Save:
             raise self.part
         return self.part
 
-    def _plan(self, part: Part) -> SavePlan:
-        """What this rank writes: without what an earlier pipeline stage holds, too, so that it is stored once.
+    @property
+    def _stages(self) -> Stages:
+        return Stages(self.exchange, self.mesh)
 
-        The first rank of each stage publishes the names of its leaves; the others of its stage have the same ones.
-        """
-        with self.phases.timed("plan"):
-            plan = part.writing.plan
-        exchange, mesh = self.exchange, self.mesh
-        if mesh.pp == 1 or exchange.size == 1:
-            return plan
-        with self.phases.timed("meet"):
-            stage = mesh.coordinates(exchange.rank)["pp"]
-            names = {leaf.path: to_hex(digest(leaf.path.encode())) for leaf in part.leaves}
-            if exchange.rank == mesh.rank({"pp": stage}):
-                exchange.say(f"names/{stage}", list(names.values()))
-            earlier = {name for s in range(stage) for name in exchange.hear(f"names/{s}", mesh.rank({"pp": s}))}
-        return plan.minus(frozenset(path for path, name in names.items() if name in earlier))
+    def _plan(self, part: Part) -> SavePlan:
+        return self._stages.plan(part.writing, [leaf.path for leaf in part.leaves], self.phases)
 
     def _open(self, name: str) -> Directory:
         """The directory that rank 0 made, which holds the lock on it."""

@@ -53,7 +53,7 @@ class Topology:
     """The modules after which a pipeline stage ends, in order."""
 
     zero1: bool | None = None
-    """Whether the optimizer's states are dealt out over dp; None does as the old job did."""
+    """Whether the optimizer's states are dealt out over dp; None does as the old job did, or as the layout has it."""
 
 
 class StoredState(Protocol):

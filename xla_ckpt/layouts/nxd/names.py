@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.layouts.by_rank.stages import in_stage
 from xla_ckpt.layouts.nxd.rank_files import StoredTensor
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers import only_names
@@ -102,29 +103,6 @@ def _of_stage(names: Sequence[str], wanted: Hints, model: Mapping[str, Any] | No
         return list(names)
     called = {name: other for name in names if (other := _present(name, wanted, model)) in model}
     return in_stage(names, called, wanted.order)
-
-
-def in_stage(names: Sequence[str], called: Mapping[str, str], order: Mapping[str, int]) -> list[str]:
-    """The parameters of a group that a pipeline stage has, in the order of the stage's own optimizer.
-
-    Args:
-        names: Names of the group's parameters.
-        called: The name under which the stage has each of its parameters: a shared one may have another name there.
-        order: Place of each name in the model.
-
-    >>> in_stage(["embed", "b", "c"], {"embed": "head", "c": "c"}, {"embed": 0, "b": 1, "c": 2, "head": 3})
-    ['c', 'embed']
-    """
-    here = [name for name in names if called.get(name) == name]
-    for name in names:
-        other = called.get(name, name)
-        if other == name:
-            continue
-        # The optimizer of the stage found this parameter at the place of its other name.
-        place = order.get(other, len(order))
-        at = next((i for i, n in enumerate(here) if order.get(n, -1) > place), len(here))
-        here.insert(at, name)
-    return here
 
 
 def _present(name: str, wanted: Hints, model: Mapping[str, Any] | None) -> str:

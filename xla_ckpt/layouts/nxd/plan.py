@@ -9,74 +9,25 @@ Every rank decides alone what it writes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 
-from xla_ckpt.dtypes import DType
-from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.errors import UsageError
 from xla_ckpt.files.torch_file import TorchFile
+from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, RankTensor, by_number, plain, stem
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
 from xla_ckpt.layouts.torch_save.restricted_pickle import Reference
-from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Piece
+from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.sharding import position
+from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.nested import replaced_leaves
 
-PARTS = (schema.MODEL, schema.OPTIMIZER, schema.SCHEDULER, schema.USER_CONTENT)
-"""Members of a state that these layouts have a place for."""
-
-_SHARING = ("edp", "cp")
-"""Mesh axes along which ranks have a rank file in common."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTensor:
-    """One rank's part of an array, as it has it in memory."""
-
-    leaf: str
-    dtype: DType
-    shape: tuple[int, ...]
-    """Shape of the tensor itself, padding included."""
-
-    pieces: tuple[Piece, ...]
-    """Which elements of the global array it consists of."""
-
-    alike: tuple[str, ...]
-    """Mesh axes along which ranks hold the same."""
-
-    expert: bool = False
-    """Whether it belongs to an expert, which only some ranks have."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor."""
-        return Box.whole(self.shape).size * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankState:
-    """The state of one rank, with a `LeafAt` for each array."""
-
-    parts: Mapping[str, Any]
-    tensors: Mapping[str, RankTensor]
-    """The tensor of each array, by leaf path. Several paths of one shared array have the same tensor."""
-
-    zero1: bool = False
-    """Whether the rows of the optimizer's states are dealt out over dp."""
-
-    by_name: bool = False
-    """Whether the optimizer's state is kept by parameter name; else it is stored as it is."""
-
-    shapes: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
-    """Local shape of each parameter of the optimizer, by name."""
+WHOSE = "neuronx-distributed's"
+"""Whose layout it is, in errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +46,23 @@ class RankPlan:
         Raises:
             UnsupportedStateError: Something in its state cannot be pickled.
         """
+        laying = Laying(self.mesh, self.rank, state.tensors)
         made: list[FilePlan] = []
         if schema.MODEL in state.parts:
-            made += self._rank_file(f"model/{self._name(0)}", state, state.parts[schema.MODEL], schema.MODEL, _SHARING)
+            path = f"model/{self._name(0)}"
+            made += self._rank_file(path, laying, state.parts[schema.MODEL], schema.MODEL, SHARING)
         if schema.OPTIMIZER in state.parts:
             tree = numbered(state) if state.by_name else state.parts[schema.OPTIMIZER]
             if state.zero1:
                 # Every dp rank has rows of its own, so only ranks along cp have a file in common.
                 path = f"optim/{self._name(self._at['dp'], zero1=True)}"
-                made += self._rank_file(path, state, tree, schema.OPTIMIZER, ("cp",))
+                made += self._rank_file(path, laying, tree, schema.OPTIMIZER, ("cp",))
             else:
-                made += self._rank_file(f"optim/{self._name(0)}", state, tree, schema.OPTIMIZER, _SHARING)
+                made += self._rank_file(f"optim/{self._name(0)}", laying, tree, schema.OPTIMIZER, SHARING)
         if self.rank == 0:
             for part in (schema.SCHEDULER, schema.USER_CONTENT):
                 if part in state.parts:
-                    made.append(self._whole(f"{part}.pt", state, state.parts[part], part, tuple(self.mesh.sizes)))
+                    made.append(laying.whole(f"{part}.pt", state.parts[part], part, tuple(self.mesh.sizes)))
         return tuple(made)
 
     @property
@@ -121,20 +74,20 @@ class RankPlan:
         ep = f"_ep_rank_{at['ep']:02d}" if self.mesh.ep > 1 and not zero1 else ""
         return f"dp_rank_{dp:02d}{ep}_tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}.pt"
 
-    def _rank_file(self, path: str, state: RankState, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
+    def _rank_file(self, path: str, laying: Laying, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
         """What this rank writes of a rank file that the ranks along the axes `sharing` have in common."""
-        mine = position(sharing, self.mesh, self.rank)
         if not self.xser:
-            return [] if mine else [self._whole(path, state, _plain(tree), part, sharing)]
+            return laying.shared(path, plain(tree), part, sharing)
+        mine = position(sharing, self.mesh, self.rank)
         tensors: list[tuple[str, RankTensor]] = []
 
         def reference(path: str) -> Reference:
             made = Reference()
             made.tid = len(tensors)
-            tensors.append((path, state.tensors[path]))
+            tensors.append((path, laying.tensors[path]))
             return made
 
-        pickled = dumps(_plain(tree), part, reference)
+        pickled = dumps(plain(tree), part, reference)
         files = []
         ranks = 1 if self.first else prod(self.mesh.sizes[axis] for axis in sharing)
         for tid, writer in enumerate(_dealt([t.nbytes for _, t in tensors], ranks)):
@@ -142,7 +95,7 @@ class RankPlan:
             # What is no expert's lies with the expert-parallel rank 0 alone: that is where readers look for it.
             if writer == mine and (self._at["ep"] == 0 or tensor.expert):
                 name = f"tensor_{tid}"
-                lengths, sources, entries = self._laid_out([(leaf, tensor)], sharing)
+                lengths, sources, entries = laying.regions([(leaf, tensor)], sharing)
                 codec = TorchFile(
                     stem=name, pickled=dumps(InFile(0, tensor.dtype, tensor.shape), leaf), storages=lengths
                 )
@@ -150,76 +103,14 @@ class RankPlan:
         if mine == 0:
             info = {tid: _info(tensor) for tid, (_, tensor) in enumerate(tensors)}
             # neuronx-distributed has this directory of every rank file, without tensors, too: programs look for it.
-            codec = TorchFile(stem=_stem(path), pickled=pickled)
+            codec = TorchFile(stem=stem(path), pickled=pickled)
             files.append(FilePlan(path=path, codec=codec, folder=f"{path}.tensors"))
             files.append(
                 FilePlan(
-                    path=f"{path}.info.pt", codec=TorchFile(stem=_stem(f"{path}.info.pt"), pickled=dumps(info, part))
+                    path=f"{path}.info.pt", codec=TorchFile(stem=stem(f"{path}.info.pt"), pickled=dumps(info, part))
                 )
             )
         return files
-
-    def _whole(self, path: str, state: RankState, tree: Any, part: str, sharing: Sequence[str]) -> FilePlan:
-        """A file that holds its tensors itself."""
-        tensors: list[tuple[str, RankTensor]] = []
-
-        def in_file(path: str) -> InFile:
-            tensor = state.tensors[path]
-            tensors.append((path, tensor))
-            return InFile(len(tensors) - 1, tensor.dtype, tensor.shape)
-
-        pickled = dumps(tree, part, in_file)
-        lengths, sources, entries = self._laid_out(tensors, sharing)
-        return FilePlan(
-            path=path,
-            codec=TorchFile(stem=_stem(path), pickled=pickled, storages=lengths),
-            sources=sources,
-            entries=entries,
-        )
-
-    def _laid_out(
-        self, tensors: Sequence[tuple[str, RankTensor]], sharing: Sequence[str]
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[RegionSource, ...], tuple[Entry, ...]]:
-        """(bytes of the regions of each storage, sources of all regions, entries of the manifest)."""
-        lengths: list[tuple[int, ...]] = []
-        sources: list[RegionSource] = []
-        entries: list[Entry] = []
-        for path, tensor in tensors:
-            first = len(sources)
-            cuts, frames = _regions(tensor)
-            # The manifest finds an array once: under its first name, and on the first of the ranks that hold the same.
-            is_first_name = path == tensor.leaf
-            is_first_rank = all(self._at[axis] == 0 for axis in tensor.alike if axis not in sharing)
-            is_copy = not (is_first_name and is_first_rank)
-            lengths.append(tuple(b - a for a, b in pairwise(cuts)))
-            sources += [RegionSource(leaf=tensor.leaf, shard=0, offset=a, nbytes=b - a) for a, b in pairwise(cuts)]
-            region = {offset: first + i for i, offset in enumerate(cuts)}
-            entries += [
-                Entry(
-                    leaf=tensor.leaf,
-                    box=p.box,
-                    region=region[at],
-                    frame=frame,
-                    copy=is_copy or (p.copy is not None and p.copy.index > 0),
-                )
-                for p, frame, at in frames
-            ]
-        return tuple(lengths), tuple(sources), tuple(entries)
-
-
-def _regions(tensor: RankTensor) -> tuple[list[int], list[tuple[Piece, Box | None, int]]]:
-    """Where a tensor's bytes are cut into regions; and for each piece (piece, its frame, offset of its region).
-
-    A piece that is one run of bytes is a region of its own, so that a reader verifies no more than it reads. If some
-    piece is scattered, the whole tensor is one region, and each piece has the frame that says where it lies in it.
-    """
-    whole, itemsize = Box.whole(tensor.shape), tensor.dtype.itemsize
-    pieces = [p for p in tensor.pieces if p.box.size]
-    places = [runs(p.local, whole, itemsize) for p in pieces]
-    if all(where.contiguous for where in places):
-        cuts = {0, tensor.nbytes} | {w.offset for w in places} | {w.offset + w.nbytes for w in places}
-        return sorted(cuts), [(p, None, w.offset) for p, w in zip(pieces, places, strict=True)]
-    return [0, tensor.nbytes], [(p, p.frame(tensor.shape), 0) for p in pieces]
 
 
 def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -241,20 +132,6 @@ def _info(tensor: RankTensor) -> dict[str, Any]:
     }
 
 
-def with_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, RankTensor]:
-    """The same tensors. Those of experts are marked: parameters that are split over ep, and all states of these."""
-    if mesh.ep == 1:
-        return dict(tensors)
-    parameters = {path: schema.parameter_of(path) or path for path in tensors}
-    experts = {parameters[path] for path, tensor in tensors.items() if "ep" not in tensor.alike}
-    return {path: replace(tensor, expert=parameters[path] in experts) for path, tensor in tensors.items()}
-
-
-def _stem(path: str) -> str:
-    """What torch.save calls the folder in a zip: the file's own name without its ending."""
-    return path.rpartition("/")[2].removesuffix(".pt")
-
-
 def numbered(state: RankState) -> dict[str, Any]:
     """The optimizer's state as neuronx-distributed keeps it: by the running number of each parameter."""
     tree = state.parts[schema.OPTIMIZER]
@@ -266,64 +143,35 @@ def numbered(state: RankState) -> dict[str, Any]:
         groups.append({**options, "params": [number[name] for name in group[schema.PARAMS]]})
     others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
     if not state.zero1:
-        return {"state": _by_number(tree[schema.STATE], number), "param_groups": groups, **others}
+        return {"state": by_number(tree[schema.STATE], number), "param_groups": groups, **others}
     made = {
         "state": {},
         "param_groups": groups,
-        "base_state": _by_number(tree[schema.STATE], number),
+        "base_state": by_number(tree[schema.STATE], number),
         "shape_info": {i: list(state.shapes[name]) for name, i in number.items()},
     }
     if schema.MASTER in tree:
-        made["sharded_master_weights"] = _by_number(tree[schema.MASTER], number)
+        made["sharded_master_weights"] = by_number(tree[schema.MASTER], number)
     return {**made, **others}
 
 
-def _by_number(members: Mapping[Any, Any], number: Mapping[Any, int]) -> dict[Any, Any]:
-    """Members by the number of their parameter, in that order; what belongs to no parameter comes last."""
-    ordered = sorted(members.items(), key=lambda item: number.get(item[0], len(number)))
-    return {number.get(name, name): value for name, value in ordered}
+def check_job(trees: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> None:
+    """Refuse a job that these files are not written for.
 
-
-def _plain(tree: Any) -> Any:
-    """The same tree in the containers that neuronx-distributed's rank files have: dicts and lists."""
-    return replaced_leaves(tree, lambda _, leaf: leaf, "", tuples=False)
-
-
-def check_fits(state: RankState, mesh: Mesh, axes: Sequence[str]) -> None:
-    """Refuse what these layouts have no place for; `axes` are those over which ZeRO-1 deals rows out.
+    Args:
+        trees: Members of the state that is converted.
+        mesh: That of the job.
+        zero1: Whether it deals out the rows of the optimizer's states.
 
     Raises:
-        UnsupportedStateError: It would lose data, as neuronx-distributed does.
+        UsageError: Something would be lost.
     """
-    if not state.zero1:
-        return
-    why = None
-    over = [axis for axis in axes if mesh.sizes[axis] > 1]
-    if mesh.ep > 1:
-        why = "it has one ZeRO-1 optimizer for experts and others, with names that no file tells"
-    elif set(over) - {"dp", "edp"}:
-        why = f"its files are named by dp, and these ZeRO-1 shards are dealt out over {' and '.join(over)}"
-    elif mesh.dp > 1 and not over:
-        why = "its ZeRO-1 files are one for each dp rank, and these shards are not dealt out over dp"
-    if why is not None:
-        raise UnsupportedStateError(
-            f"neuronx-distributed's layout cannot hold this optimizer: {why}",
-            leaf=schema.OPTIMIZER,
-            found=str(mesh),
-            hint="Save in the native format, which holds any state and loads on any topology.",
+    if not zero1 and schema.MASTER in (trees.get(schema.OPTIMIZER) or {}):
+        raise UsageError(
+            "master weights have a place in ZeRO-1 files only",
+            leaf=paths.join(schema.OPTIMIZER, schema.MASTER),
+            found="zero1=False",
+            hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
         )
-
-
-def check_common(skeleton: Mapping[str, Any]) -> None:
-    """Refuse state of an optimizer that every rank has its own of: ranks that differ along dp share a file.
-
-    Raises:
-        UnsupportedStateError: There is such state.
-    """
-    optimizer = skeleton.get(schema.OPTIMIZER)
-    if isinstance(optimizer, Mapping) and schema.OWN in optimizer:
-        raise UnsupportedStateError(
-            "neuronx-distributed's layout has no place for state that every rank has its own of",
-            leaf=schema.own_states(),
-            hint="Save in the native format, which holds any state.",
-        )
+    if zero1 and mesh.ep > 1:
+        raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")

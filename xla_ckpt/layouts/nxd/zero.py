@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
+from xla_ckpt.layouts.by_rank.plan import RankState, RankTensor
 from xla_ckpt.layouts.nxd.arrays import assembled, check_rows
 from xla_ckpt.layouts.nxd.copies import in_common
-from xla_ckpt.layouts.nxd.plan import RankPlan, RankState, RankTensor
+from xla_ckpt.layouts.nxd.plan import RankPlan
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
 from xla_ckpt.layouts.nxd.state import trees
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt

@@ -1,21 +1,29 @@
-"""SageMaker model parallel's (SMP) files as a layout: read, verified and converted from.
+"""SageMaker model parallel's (SMP) files as a layout.
 
 A *set* of files is named by what ``smp.save`` was given: ``load_checkpoint("runs/checkpoint.pt", model=...)`` finds
 ``runs/checkpoint.pt_0_0.pt`` and its peers. A directory that ``smp.save_checkpoint`` made is named by its root and its
-name, or by its own path. The work is done by the modules beside this one, and loads torch.
+name, or by its own path. Such directories are written, too, with our manifest in them. The work is done by the modules
+beside this one, and loads torch.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.one_file.layout import SUFFIXES
 from xla_ckpt.layouts.smp import tags
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry
+
+if TYPE_CHECKING:
+    from xla_ckpt.engine.save import Writing
+    from xla_ckpt.state.describe import Description
 
 
 class SageMaker(Layout):
@@ -25,8 +33,15 @@ class SageMaker(Layout):
     origin = "SageMaker model parallel"
     itself = True
     asks = True
+    saves = True
     pickles = True
-    converts = False
+    saved_over = (
+        f"If SMP has saved a tag of this name since, remove {MANIFEST} and {COMMITTED} from the tag: then it is read "
+        "as SMP's."
+    )
+
+    def wrote(self, manifest: Manifest) -> bool:
+        return any(file.path == tags.CONFIG for file in manifest.files)
 
     def tags(self, store: Store) -> list[TagEntry]:
         return [found.entry() for found in tags.complete_tags(store)]
@@ -60,3 +75,13 @@ class SageMaker(Layout):
         if found is None:
             return ""
         return f"{len(found.files)} parts of SageMaker model parallel's; {store.path}/{found.tag} names them"
+
+    def writing(self, description: Description) -> Writing:
+        from xla_ckpt.layouts.smp.writing import writing_of
+
+        return writing_of(description, self.name)
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.smp.writing import rewriting_of
+
+        return rewriting_of(stored, to, self.name)

@@ -11,6 +11,7 @@ from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.names import names_of_stage
 from xla_ckpt.layouts.nxd.optimizer import NAMELESS
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
+from xla_ckpt.layouts.smp.rows import STORED_MASTERS, are_rows, of_rows
 from xla_ckpt.layouts.smp.shares import (
     NAMES,
     Share,
@@ -52,16 +53,13 @@ _NO_MODEL = UnknownArray(
 _BUFFERS = ("running_mean", "running_var")
 """What torch calls arrays of its modules that have the shapes of parameters, and are none."""
 
-_STORED_MASTERS = "sharded_master_weights"
-"""Where the reader of optimizers looks for master weights, by number."""
-
 
 @dataclass(frozen=True, slots=True)
 class Optimizers:
     """The optimizers of all parts."""
 
     trees: Mapping[At, Mapping[str, Any]] = field(default_factory=dict)
-    """One for each tp rank, of all pipeline stages."""
+    """One for each tp rank, of all pipeline stages; where rows were dealt out, one for each tp and rdp rank."""
 
     whole: frozenset[str] = frozenset()
     """Names of parameters that each tp rank has whole: SMP empties their states on all tp ranks but the first."""
@@ -90,6 +88,8 @@ def optimizers(scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged,
     if not all(map(is_whole, shares.values())):
         return Optimizers(problem=_NO_STATE)
     check_one_save(shares)
+    if are_rows(parts):
+        return Optimizers(trees=of_rows(parts))
     lost = _lost_masters(shares)
     united = None if is_flat(shares, model) else united_of(scan, shares)
     if united is None:
@@ -226,7 +226,7 @@ def _of_rank(
                 state[key] = members
         weights |= {numbers.get(n, n): held for n, held in (masters or {}).get(at, {}).items()}
     made: dict[str, Any] = {schema.STATE: state, schema.GROUPS: groups}
-    return {**made, _STORED_MASTERS: weights} if weights else made
+    return {**made, STORED_MASTERS: weights} if weights else made
 
 
 def _as_on_first(
@@ -274,6 +274,9 @@ def _masters(united: Mapping[At, Share]) -> dict[At, dict[int, StoredTensor]] | 
     made: dict[At, dict[int, StoredTensor]] = {}
     for at, share in united.items():
         if share.masters is None:
+            continue
+        if share.numbered is not None:
+            made[at] = dict(share.numbered)
             continue
         if len(share.masters) != len(share.groups):
             return None

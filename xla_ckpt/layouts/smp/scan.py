@@ -17,8 +17,8 @@ from xla_ckpt.layouts.smp.contents import INNER, MASTERS
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
 from xla_ckpt.layouts.smp.parts import Degrees, Parts, degrees_in, placed, two_saves
-from xla_ckpt.layouts.smp.stage import SmpState, known, merged
-from xla_ckpt.layouts.smp.tags import CONFIG, MODEL, OPTIMIZERS, USER_CONTENT, SmpTag
+from xla_ckpt.layouts.smp.stage import OURS, SmpState, known, merged
+from xla_ckpt.layouts.smp.tags import CONFIG, FP16, MODEL, OPTIMIZERS, SCHEDULER, USER_CONTENT, SmpTag
 from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -27,9 +27,6 @@ from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import ValueCodec
 
 logger = logging.getLogger(__name__)
-
-FP16 = "fp16_states"
-"""Name in `extras` of what a job in half precision stores besides its master weights; SMP's own name for it."""
 
 _COUNTER = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re.IGNORECASE)
 """Names of numbers that all ranks count alike."""
@@ -129,8 +126,9 @@ def _of_directory(parts: Parts, found: SmpTag) -> _Held:
     held.optimizers = {at: {INNER: tree, **fp16[at]} if at in fp16 else tree for at, tree in states.items()}
     if config is not None:
         held.parts[schema.EXTRAS] = {CONFIG.removesuffix(".pt"): config}
-    if USER_CONTENT in found.others:
-        held.parts[schema.USER_CONTENT] = parts.tree(USER_CONTENT)
+    for part, file in ((schema.USER_CONTENT, USER_CONTENT), (schema.SCHEDULER, SCHEDULER)):
+        if file in found.others:
+            held.parts[part] = parts.tree(file)
     return held
 
 
@@ -178,7 +176,8 @@ def _content(files: Scan, held: _Held, wanted: Hints) -> Content:
     stages = {0: model.stage} if held.models else {}
     state = SmpState(files, hints, stages, Mesh(tp=tp))
     has_optimizer = bool(held.optimizers) and found.problem is None
-    sizes = At(pp=1, dp=1, ep=1, tp=tp) if has_optimizer else None
+    shares = 1 + max((at.dp for at in found.trees), default=0)
+    sizes = At(pp=1, dp=shares, ep=1, tp=tp) if has_optimizer else None
     content = content_of(state, sizes, lambda: found.trees, Mesh(pp=pp, dp=dp, tp=tp))
     if found.problem is not None:
         content.parts[schema.OPTIMIZER] = found.problem
@@ -203,7 +202,7 @@ def _add_rest(files: Scan, held: _Held, found: Optimizers, parts: dict[str, Any]
     states = {at: tree for at, tree in held.optimizers.items() if MASTERS in tree}
     if states:
         first = states[min(states)]
-        names = [name for name in first if name not in (INNER, MASTERS, IS_PARTIAL, schema.STATE, schema.GROUPS)]
+        names = [name for name in first if name not in (INNER, MASTERS, IS_PARTIAL, OURS, schema.STATE, schema.GROUPS)]
         extras[FP16] = {name: in_common(files, states, name) for name in names}
         if found.masters is not None:
             extras[FP16][MASTERS] = found.masters

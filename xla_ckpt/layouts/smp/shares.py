@@ -9,6 +9,7 @@ from typing import Any
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
 from xla_ckpt.layouts.smp.contents import INNER, MASTERS
 from xla_ckpt.layouts.smp.parts import two_saves
+from xla_ckpt.layouts.smp.rows import masters_by_number
 from xla_ckpt.layouts.smp.stage import Merged
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import STEP
@@ -28,6 +29,9 @@ class Share:
     masters: list[Any] | None = None
     """fp32 copies of the parameters that the rank has, by group."""
 
+    numbered: Mapping[int, Any] | None = None
+    """The same by number, where the file says which numbers they have."""
+
     sharded: bool = False
     """Whether ranks that have the same model have each a part of the states."""
 
@@ -42,7 +46,7 @@ def shares_of(at: At, tree: Mapping[Any, Any]) -> Iterator[tuple[At, Share]]:
         for rdp, (one, some, its) in enumerate(zip(state, groups, of_ranks, strict=True)):
             yield At(pp=at.pp, tp=at.tp, dp=rdp), Share(one, some, _listed(its), sharded=True)
     else:
-        yield at, Share(state, groups, _listed(masters), sharded=at.dp > 0)
+        yield at, Share(state, groups, _listed(masters), masters_by_number(tree), sharded=at.dp > 0)
 
 
 def _listed(masters: Any) -> list[Any] | None:
@@ -128,7 +132,7 @@ def united_of(scan: Scan, shares: Mapping[At, Share]) -> dict[At, Share] | None:
     for at, share in sorted(shares.items()):
         key = At(pp=at.pp, tp=at.tp)
         state = states.setdefault(key, {})
-        made.setdefault(key, Share(state, share.groups, share.masters))
+        made.setdefault(key, Share(state, share.groups, share.masters, share.numbered))
         for number, members in share.state.items():
             if state.get(number) and members and not _same(scan, state[number], members):
                 return None

@@ -136,8 +136,10 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 def _told(hint: ArrayHint, sharding: Sharding) -> ArrayHint:
     if not sharding.axes and hint.ruled and hint.sharding is not None and not hint.sharding.axes:
-        return hint  # the rule None takes the first of copies that have drifted apart; otherwise they are compared
-    return replace(hint, sharding=sharding, ruled=False, told=True)
+        return hint
+    # A rule that says the same takes the first of copies that have drifted apart; otherwise they are compared.
+    same = hint.ruled and hint.sharding is not None and hint.sharding.axes == sharding.axes
+    return replace(hint, sharding=sharding, ruled=same, told=True)
 
 
 def _said(name: str, hint: ArrayHint, spec: Any, shape: tuple[int, ...] | None) -> ArrayHint:

@@ -32,6 +32,9 @@ CONFIG = "smp_config.pt"
 
 USER_CONTENT = "user_content.pt"
 
+SCHEDULER = "scheduler.pt"
+"""What this library writes beside them; SMP has no place for it."""
+
 MAX_NEWEST = 1 << 20
 """A longer list is not read to its end (bytes)."""
 
@@ -47,7 +50,9 @@ _OF_TAG = re.compile(r"(model|optimizer_states|fp16_states|optimizer)_(\d{1,9})(
 
 MODEL = "model"
 OPTIMIZERS = ("optimizer", "optimizer_states")
-"""What the sets in such a directory are called: the model, and the optimizer, the second as SMP writes it now."""
+FP16 = "fp16_states"
+"""What the sets in such a directory are called: the model; the optimizer, the second as SMP writes it now; and what an
+optimizer of half precision keeps besides."""
 
 _TEMPORARY = ".sagemaker-"
 """In the names of files that SageMaker is just copying."""
@@ -300,7 +305,7 @@ def _directory(store: Store, tag: str) -> SmpTag | None:
     sets = sets_in(names)
     if not _is_directory_of_tag(tag, sets):
         return None
-    others = tuple(name for name in (CONFIG, USER_CONTENT) if name in names)
+    others = tuple(name for name in (CONFIG, USER_CONTENT, SCHEDULER) if name in names)
     files = [*(file for held in sets.values() for file in held.files), *others]
     ended = CONFIG in others or tag in order_of(newest(store))
     if not ended and not tag.endswith(PARTIAL):

@@ -1,4 +1,4 @@
-"""A stored state as the ranks of a neuronx-distributed job would have it, for a conversion to its layouts."""
+"""A stored state as the ranks of another job would have it, for a conversion to files of ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
-from xla_ckpt.layouts.nxd.names import in_stage
-from xla_ckpt.layouts.nxd.plan import PARTS, RankState, RankTensor, with_experts
+from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, with_experts
+from xla_ckpt.layouts.by_rank.stages import in_stage
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.plan.order import other_copies
@@ -44,7 +44,7 @@ class NewJob:
     """The manifest of the tag that is converted."""
 
     trees: Mapping[str, Any]
-    """Members of the state that neuronx-distributed has a place for, with a `LeafAt` for each array."""
+    """Members of the state that the layout has a place for, with a `LeafAt` for each array."""
 
     mesh: Mesh
     rules: Parsed
@@ -61,15 +61,6 @@ class NewJob:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_parameters", parameters_in(self.manifest))
         self._stages.update(self._stages_by_cuts())
-        if not self.zero1 and schema.MASTER in (self.trees.get(schema.OPTIMIZER) or {}):
-            raise UsageError(
-                "master weights have a place in ZeRO-1 files only",
-                leaf=paths.join(schema.OPTIMIZER, schema.MASTER),
-                found="zero1=False",
-                hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
-            )
-        if self.zero1 and self.mesh.ep > 1:
-            raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")
 
     def _stages_by_cuts(self) -> dict[str, int]:
         """The stage of each name of the model.
@@ -125,6 +116,11 @@ class NewJob:
             by_name=self._by_name(),
             shapes=self._shapes(),
         )
+
+    @property
+    def stages(self) -> Mapping[str, int]:
+        """The pipeline stage of each name of the model."""
+        return self._stages
 
     def of_earlier_stages(self, rank: int) -> frozenset[str]:
         """Leaves that a stage before a rank's own has, too: the manifest finds them there."""
@@ -207,7 +203,15 @@ class NewJob:
                 hint="Say with a sharding rule how it is split.",
             ) from error
         alike = placed.group[1] if isinstance(placed.group, tuple) else AXES
-        return RankTensor(leaf=leaf, dtype=record.dtype, shape=local, pieces=placed.pieces, alike=alike)
+        return RankTensor(
+            leaf=leaf,
+            dtype=record.dtype,
+            shape=local,
+            pieces=placed.pieces,
+            alike=alike,
+            full=record.shape,
+            spec=placed.spec,
+        )
 
     def _placed(self, path: str, record: ArrayRecord, rank: int) -> tuple[LocalArray, tuple[int, ...]]:
         """Where a rank's tensor lies, and its shape, which padding may enlarge."""

@@ -1,0 +1,91 @@
+"""What the pipeline stages of a job tell each other in a save, before they write.
+
+The first rank of each stage speaks for it: its other ranks hold leaves of the same names.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.errors import CheckpointError
+from xla_ckpt.job.verdict import LEAD, Deadline, Round
+from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.plan.save_plan import SavePlan
+from xla_ckpt.sharding.mesh import Mesh
+
+if TYPE_CHECKING:
+    from xla_ckpt.engine.save import Writing
+
+
+class Staged(ABC):
+    """A `Writing` whose files say what other pipeline stages hold: its plan is made anew when all of them have told."""
+
+    @property
+    @abstractmethod
+    def told(self) -> Any:
+        """What the other stages have to know of this one, as plain JSON. All ranks of a stage would tell the same."""
+
+    @abstractmethod
+    def among(self, stages: Sequence[Any]) -> SavePlan:
+        """What this rank writes, once all stages have told, this one included: from the sources that `plan` has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The pipeline stages of a job, as one rank meets them."""
+
+    exchange: Round
+    mesh: Mesh
+
+    @property
+    def _own(self) -> int:
+        return self.mesh.coordinates(self.exchange.rank)["pp"]
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank tells the other stages about its own."""
+        return self.mesh.pp > 1 and self.exchange.rank == self.mesh.rank({"pp": self._own})
+
+    def plan(self, writing: Writing, leaves: Iterable[str], phases: Phases) -> SavePlan:
+        """What this rank writes: without what an earlier stage holds, too, so that it is stored once.
+
+        Args:
+            writing: How it writes its state.
+            leaves: Leaf paths of its arrays.
+            phases: Where the time goes.
+
+        Raises:
+            CheckpointError: The first rank of another stage has failed.
+        """
+        if self.mesh.pp == 1 or self.exchange.size == 1:
+            with phases.timed("plan"):
+                return writing.plan
+        staged = writing if isinstance(writing, Staged) else None
+        with phases.timed("meet"):
+            names = {path: to_hex(digest(path.encode())) for path in leaves}
+            if self._speaks:
+                self.exchange.say(self._key(self._own), [list(names.values()), None if staged is None else staged.told])
+            told = self._hear(self._own if staged is None else self.mesh.pp)
+        with phases.timed("plan"):
+            plan = writing.plan if staged is None else staged.among([about for _, about in told])
+        earlier = {name for held, _ in told[: self._own] for name in held}
+        return plan.minus(frozenset(path for path, name in names.items() if name in earlier))
+
+    def _hear(self, count: int) -> list[Any]:
+        """What the first so many stages have told."""
+        # Rank 0 gives up before the others do, so that they hear its verdict.
+        deadline = Deadline(self.exchange.timeout * (LEAD if self.exchange.rank == 0 else 1))
+        return [self.exchange.hear(self._key(s), self.mesh.rank({"pp": s}), deadline) for s in range(count)]
+
+    def tell_failure(self, error: CheckpointError) -> None:
+        """Tell the other stages an error, if they would wait for this rank. Otherwise they would do so in vain."""
+        if self._speaks and not self.exchange.has(self._key(self._own)):
+            self.exchange.say(self._key(self._own), error=error)
+
+    @staticmethod
+    def _key(stage: int) -> str:
+        return f"names/{stage}"

@@ -1,0 +1,103 @@
+"""What one rank of a job has, for layouts whose files hold the state of one rank each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from xla_ckpt.engine.index import Index, no_index
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, check_common, with_experts
+from xla_ckpt.layouts.native import NativeWriting
+from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.mesh import AXES
+from xla_ckpt.state.describe import Description
+from xla_ckpt.tree import schema
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWriting:
+    """What one rank writes: files of a layout for what it has a place for, native ones for the rest.
+
+    A layout derives a class from it that has a `plan`.
+    """
+
+    description: Description
+    held: RankState
+    """This rank's state, without its trees."""
+
+    rest: NativeWriting
+    marks: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def index(self) -> Index:
+        """It has no files that are made from the manifest."""
+        return no_index
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """See `xla_ckpt.engine.save.Writing`."""
+        return frozenset(self.held.tensors)
+
+    def state(self) -> RankState:
+        """This rank's state."""
+        about = self.description
+        here = about.structure or {}
+        trees = {part: about.tree(part, lambda path, _: LeafAt(path)) for part in PARTS if part in here}
+        return replace(self.held, parts=trees)
+
+
+def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankState, NativeWriting]:
+    """What a rank has of the members that such layouts have a place for, without its trees; and who writes the rest.
+
+    Args:
+        description: That of the state.
+        whose: Who has the layout, for errors.
+        to: The layout's name.
+
+    Raises:
+        UnsupportedStateError: The layout has no place for something in it.
+    """
+    mesh, state = description.placement.mesh, description.state
+    here = description.structure if isinstance(description.structure, dict) else {}
+    if not any(part in here for part in PARTS):
+        raise UnsupportedStateError(f"{whose} layout holds {', '.join(PARTS)}, and nothing of it is here")
+    check_common(here, whose)
+    mine = [leaf.path for leaf in description.leaves if schema.member_of(leaf.path) in PARTS]
+    tensors = with_experts({path: _tensor(path, description, whose, to) for path in mine}, mesh)
+    arrays = tensors | {alias: tensors[path] for alias, path in description.aliases.items() if path in tensors}
+    shapes: dict[Any, tuple[int, ...]] = {p.name: tuple(p.value.shape) for p in state.parameters.values()}
+    rest = tuple(leaf for leaf in description.leaves if leaf.path not in tensors)
+    held = RankState(parts={}, tensors=arrays, zero1=state.zero1 is not None, by_name=state.by_name, shapes=shapes)
+    return held, NativeWriting(description, rest)
+
+
+def _tensor(path: str, description: Description, whose: str, to: str) -> RankTensor:
+    held = description.arrays[path]
+    local, placement = held.local, description.placement
+    # A file is shared by ranks that hold the same, so it has to be known along which axes they do.
+    alike: tuple[str, ...] | None = None
+    if isinstance(local.group, tuple) and local.group[0] == "mesh":
+        alike = local.group[1]
+    complete = [p.box for p in local.pieces] == [Box.whole(local.shape)] or not Box.whole(local.shape).size
+    held_by_one = placement.world == 1 or path.startswith(description.state.alone)
+    if alike is None and complete and held_by_one:
+        alike = AXES
+    if alike is None:
+        raise UnsupportedStateError(
+            f"{whose} layout holds what each rank has as one tensor, and this array is spread by its own rules "
+            "(DTensor, SPMD, jax)",
+            leaf=path,
+            hint=f"Save in the native format, and convert it: xla-ckpt convert SRC DST --to {to} --mesh ...",
+        )
+    return RankTensor(
+        leaf=path,
+        dtype=held.adapter.dtype(held.value, path),
+        shape=held.shape,
+        pieces=local.pieces,
+        alike=alike,
+        full=local.shape,
+        spec=local.spec,
+    )
