@@ -179,6 +179,18 @@ def test_files_of_1_6_have_no_marks(tmp_path: Path) -> None:
     job.check(tmp_path / "c.pt")
 
 
+def test_without_marks_names_tell_the_model(tmp_path: Path) -> None:
+    """Other dicts of tensors lie beside it: states of random number generators, averages."""
+    job = Job(2, 1)
+    for pp in range(2):
+        model = {n: v for n, v in job.model(pp, 0).items() if not n.startswith("_smp")}
+        held = {"weights": model, "rng": {"cpu": torch.ones(3)}, "loss": torch.tensor(0.5)}
+        torch.save(held, tmp_path / f"c.pt_{pp}")
+    found = job.check(tmp_path / "c.pt", optimizer=False)
+    assert list(found.user_content) == ["rng", "loss"]
+    assert found.user_content["rng"]["cpu"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_values_that_each_rank_has_its_own_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They are not in the way of the model, and are not lost."""
     job = Job()

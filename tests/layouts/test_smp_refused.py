@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,32 @@ def test_a_part_that_is_cut_off(size: int, tmp_path: Path, monkeypatch: pytest.M
     files[3].write_bytes(files[3].read_bytes()[:size])
     assert refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, "zip|cut off").file == files[3].name
     assert not xla_ckpt.verify(tmp_path / "c.pt").ok
+
+
+def test_bytes_that_change_anywhere(tmp_path: Path) -> None:
+    """A load gives what was saved, or raises an error of this library's."""
+    model = {"w": torch.arange(6.0).reshape(2, 3), "_smp_is_partial": True, "_smp_load_info": load_info(1, 2)}
+    for tp in range(2):
+        torch.save({"model": model, "epoch": 3}, tmp_path / f"c.pt_0_{tp}")
+    file, sound = tmp_path / "c.pt_0_1", (tmp_path / "c.pt_0_1").read_bytes()
+    chance = random.Random(0)
+    outcomes = {"refused": 0, "loaded": 0}
+    for _ in range(300):
+        data = bytearray(sound)
+        for _ in range(chance.choice((1, 1, 4))):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        file.write_bytes(data if chance.random() < 0.9 else data[: chance.randrange(len(data))])
+        net = {"w": torch.zeros(2, 3)}
+        try:
+            found = xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=net, shardings=[("w", None)])
+        except CheckpointError:
+            outcomes["refused"] += 1
+            assert not net["w"].any()
+        else:
+            outcomes["loaded"] += 1
+            assert torch.equal(net["w"], model["w"])
+            assert found.user_content == {"epoch": 3}
+    assert min(outcomes.values()) > 20, outcomes
 
 
 def test_a_part_of_the_old_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

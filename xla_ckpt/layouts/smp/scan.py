@@ -30,7 +30,6 @@ from xla_ckpt.tree.codec import ValueCodec
 
 logger = logging.getLogger(__name__)
 
-
 _COUNTER = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re.IGNORECASE)
 """Names of numbers that all ranks count alike."""
 
