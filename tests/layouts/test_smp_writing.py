@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests import xla
 from tests.layouts.writing import as_job, as_kwargs, names, save_as_job, toy, unlike
 from tests.topology.state import GROUPS, differences, known, names_of, tp_part, whole, zero1_part
 from xla_ckpt import Mesh
@@ -222,22 +223,33 @@ def test_rows_that_zero1_dealt_out_have_a_file_for_each_rank(
         assert as_job(monkeypatch, other, "load", load) == [[]] * other.size, other
 
 
-def test_asynchronous_saves_are_kept_and_deleted_like_all_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = Mesh(pp=2, dp=2)
-    states = [toy(mesh, rank) for rank in range(mesh.size)]
-    for step in range(5):
-        save_as_job(
-            monkeypatch, mesh, tmp_path, f"step_{step}_partial",
-            lambda rank, step=step: {**as_kwargs(states[rank]), "user_content": step},
-            layout="smp", num_kept_ckpts=2, async_save=True, pinned=step == 1,
-        )  # fmt: skip
-    assert xla_ckpt.list_tags(tmp_path) == ["step_1_partial", "step_3_partial", "step_4_partial"]
-    assert all(xla_ckpt.verify(tmp_path, tag).ok for tag in xla_ckpt.list_tags(tmp_path))
-    assert unlike(read(tmp_path / "step_4_partial", "optimizer_states_1_0.pt"), optimizer_of(mesh, 1, 0)) == []
-    saved(monkeypatch, Mesh(tp=2), tmp_path, "step_4_partial")  # in its place, of another job
-    assert names(tmp_path / "step_4_partial") >= {"model_0_0.pt", "model_0_1.pt"}
-    assert "model_1_0.pt" not in names(tmp_path / "step_4_partial")
+def test_a_tag_takes_the_place_of_one_of_another_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(monkeypatch, Mesh(pp=2, dp=2), tmp_path)
+    folder = saved(monkeypatch, Mesh(tp=2), tmp_path)
+    assert {n for n in names(folder) if n.startswith("model")} == {"model_0_0.pt", "model_0_1.pt"}
+    assert xla_ckpt.list_tags(tmp_path) == ["a_partial"]
     assert xla_ckpt.load_checkpoint(tmp_path, model=toy(Mesh(), 0, blank=True)[0]).user_content == {"step": 7}
+
+
+@pytest.mark.parametrize("device", xla.DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_of_a_device_are_stored_as_those_of_the_host(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """SMP saves them with `.cpu()`: who loads the files needs no such device. The save does not wait for training."""
+    model = torch.nn.Linear(6, 4, dtype=dtype)
+    value = model.weight.detach().clone()
+    model.to(xla.device() if device == "xla" else device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    handle = xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer, layout="smp", async_save=True)
+    optimizer.step()
+    handle.result()
+    held = read(tmp_path / "a", "model_0_0.pt")
+    assert (held["weight"].device.type, held["weight"].dtype) == ("cpu", dtype)
+    assert torch.equal(held["weight"], value - 1)
+    states = read(tmp_path / "a", "optimizer_states_0_0.pt")["state"]
+    assert torch.equal(states[1]["momentum_buffer"], torch.ones(4, dtype=dtype))
 
 
 @pytest.mark.parametrize("file", ["model_0_1.pt", "optimizer_states_1_0.pt", "user_content.pt", "smp_config.pt"])
@@ -351,7 +363,7 @@ def test_what_has_no_place_is_refused_and_another_layout_takes_it(
     for layout, written in (("smp", None), (["smp", "native"], {"model"})):
         options: dict[str, Any] = {"layout": layout, "shardings": rules}
         if written is None:
-            with pytest.raises(xla_ckpt.UnsupportedStateError, match="no place for experts") as caught:
+            with pytest.raises(xla_ckpt.UnsupportedStateError, match="no place for expert parallelism") as caught:
                 save_as_job(monkeypatch, mesh, tmp_path, "a", lambda _: {"model": Experts()}, **options)
             assert caught.value.leaf == "model/w"
             assert xla_ckpt.list_tags(tmp_path) == []

@@ -69,12 +69,13 @@ def test_neuronx_distributed_to_smp_and_back_is_the_same(case: str, tag: str, tm
     gold = Gold(case, tag)
     config = gold.topology["config"]
     target, back = Target(gold), Mesh(**{a: config[a] for a in ("pp", "dp", "ep", "cp", "tp")})
+    mesh = Mesh(pp=2, tp=2 if back.tp > 1 else 1)  # a job without tp says of nothing how it would be split
     xla_ckpt.convert(
-        gold.root, tmp_path, tag, to="smp", mesh="pp=2,tp=2", as_tag="smp", model=target.model,
+        gold.root, tmp_path, tag, to="smp", mesh=mesh, as_tag="smp", model=target.model,
         optimizer=target.optimizer, pipeline_cuts=["model.layers.0"], max_memory=10_000,
     )  # fmt: skip
     assert {n for n in names(tmp_path / "smp") if n.startswith(("model", "optim"))} == {
-        f"{kind}_{pp}_{tp}.pt" for kind in ("model", "optimizer_states") for pp in (0, 1) for tp in (0, 1)
+        f"{kind}_{pp}_{tp}.pt" for kind in ("model", "optimizer_states") for pp in (0, 1) for tp in range(mesh.tp)
     }
     assert xla_ckpt.verify(tmp_path, "smp").ok
     again = Target(gold)
@@ -219,7 +220,7 @@ def test_what_makes_no_sense_is_refused_and_nothing_is_written(tmp_path: Path) -
         "2 pipeline stages have 1 cuts": {"mesh": "pp=2"},
         "no parameter belongs to a module of this name": {"mesh": "pp=2", "pipeline_cuts": ["7"]},
         "nothing is split over tp": {"mesh": "tp=2"},
-        "no place for experts": {"mesh": "dp=2,ep=2"},
+        "no place for expert parallelism": {"mesh": "dp=2,ep=2"},
     }.items():
         with pytest.raises(xla_ckpt.UsageError, match=problem):
             xla_ckpt.convert(tmp_path, tmp_path / "b", "a", to="smp", **options)  # type: ignore[arg-type]
@@ -242,3 +243,36 @@ def test_a_damaged_part_is_not_converted(tmp_path: Path, monkeypatch: pytest.Mon
         xla_ckpt.convert(tmp_path, tmp_path / "b", "a", to="native")
     assert (caught.value.file, caught.value.leaf) == ("model_1_1.pt", "model/layers.1.out.weight")
     assert xla_ckpt.list_tags(tmp_path) == ["a"]
+
+
+def test_half_precision_keeps_its_masters_and_its_scaler(tmp_path: Path) -> None:
+    """A directory as SMP writes it with fp16, for other degrees."""
+    weights = {"a": torch.randn(4, 3).half(), "b": torch.randn(3).half()}
+    states = {n: {"step": 5, "exp_avg": value.float() * 2} for n, value in enumerate(weights.values())}
+    scaler = {"dynamic_loss_scale": True, "overflow": True, "first_closure_call_this_step": False, "loss_scaler": None}
+    folder = tmp_path / "a_partial"
+    folder.mkdir()
+    info = {"tensor_parallel_degree": 1, "pipeline_parallel_degree": 1}
+    torch.save({**weights, "_smp_is_partial": True, "_smp_load_info": info}, folder / "model_0_0.pt")
+    held = {"state": states, "param_groups": [{"lr": 0.5, "params": [0, 1]}], "_smp_is_partial": True}
+    torch.save(held, folder / "optimizer_states_0_0.pt")
+    masters = [value.float() + 1e-5 for value in weights.values()]
+    torch.save({**scaler, "fp32_from_fp16": [masters]}, folder / "fp16_states_0_0.pt")
+    torch.save({**info, "smp_version": "1.12.1", "fp16": True, "microbatches": 3}, folder / "smp_config.pt")
+    rules = [("a", ("tp", None)), ("b", None)]
+    xla_ckpt.convert(tmp_path, tmp_path / "b", "a_partial", to="smp", mesh="tp=2", shardings=rules, as_tag="b_partial")
+    for tp in (0, 1):
+        found = read(tmp_path / "b/b_partial", f"fp16_states_0_{tp}.pt")
+        assert {name: found[name] for name in scaler} == scaler
+        ((first, second),) = found["fp32_from_fp16"]
+        assert torch.equal(first, masters[0].chunk(2)[tp])
+        assert torch.equal(second, masters[1])
+        assert torch.equal(read(tmp_path / "b/b_partial", f"model_0_{tp}.pt")["a"], weights["a"].chunk(2)[tp])
+    assert read(tmp_path / "b/b_partial", "smp_config.pt") == {
+        "tensor_parallel_degree": 2, "pipeline_parallel_degree": 1, "smp_version": "1.12.1", "fp16": True,
+        "microbatches": 3, "ddp": True, "sharded_data_parallel_degree": 1, "shard_optimizer_state": False,
+    }  # fmt: skip
+    for path in (folder, tmp_path / "b/b_partial"):
+        tree = xla_ckpt.restore(path).tree
+        assert torch.equal(tree["optimizer"]["master"]["a"], masters[0]), path
+        assert tree["extras"]["fp16_states"] == scaler

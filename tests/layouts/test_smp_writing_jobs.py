@@ -58,6 +58,27 @@ def test_four_processes_save_what_others_resume(tmp_path: Path) -> None:
     assert loads(0, tmp_path, Mesh()) == []
 
 
+def saves_again_and_again(rank: int, root: Path) -> list[str]:
+    """Five saves in the background, of which two are to be kept; the tags that are there."""
+    model, optimizer = toy(MESH, rank)
+    for step in range(5):
+        xla_ckpt.save_checkpoint(
+            root, f"step_{step}_partial", model, optimizer, user_content={"step": step + 3}, layout="smp", mesh=MESH,
+            num_kept_ckpts=2, async_save=True, pinned=step == 1,
+        )  # fmt: skip
+    xla_ckpt.finalize_checkpoint()
+    return xla_ckpt.list_tags(root)
+
+
+def test_they_are_kept_and_deleted_like_all_tags(tmp_path: Path) -> None:
+    there = ["step_1_partial", "step_3_partial", "step_4_partial"]
+    assert run_on_ranks(saves_again_and_again, 4, tmp_path)[0] == there
+    assert sorted(os.listdir(tmp_path)) == there
+    assert all(xla_ckpt.verify(tmp_path, tag).ok for tag in there)
+    assert unlike(read(tmp_path / "step_4_partial", "optimizer_states_1_0.pt"), optimizer_of(MESH, 1, 0)) == []
+    assert loads(0, tmp_path, Mesh()) == []
+
+
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, dp=2), Mesh(pp=3)], ids=str)
 @pytest.mark.parametrize("last", [False, True])
 def test_a_rank_that_fails_is_not_waited_for(

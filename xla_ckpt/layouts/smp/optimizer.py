@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.nxd.names import names_of_stage
 from xla_ckpt.layouts.nxd.optimizer import NAMELESS
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
-from xla_ckpt.layouts.smp.contents import INNER, MASTERS
-from xla_ckpt.layouts.smp.parts import two_saves
-from xla_ckpt.layouts.smp.rows import STORED_MASTERS, are_rows, masters_by_number, of_rows
+from xla_ckpt.layouts.smp.rows import STORED_MASTERS, are_rows, of_rows
+from xla_ckpt.layouts.smp.shares import (
+    NAMES,
+    Share,
+    check_one_save,
+    is_flat,
+    is_whole,
+    largest,
+    numbers_of,
+    shares_of,
+    united_of,
+)
 from xla_ckpt.layouts.smp.stage import Merged
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers import only_names
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import STEP
 
 _FLAT = UnknownArray(
     problem="the stored optimizer has its states as pieces of SMP's flat buffers (shard_optimizer_state), and where a "
@@ -31,24 +38,16 @@ _OTHER_NUMBERS = UnknownArray(
     "means one parameter",
     hint="Load the model without the optimizer.",
 )
-_NAMES = "param_names"
-"""Key of a group under which the names of its parameters are, if somebody knew them."""
-
+_NO_STATE = UnknownArray(
+    problem="what is stored as the optimizer is no state of one: its groups do not number their parameters",
+    hint="Load the model without it.",
+)
+_NO_MODEL = UnknownArray(
+    problem="a tp rank numbers other parameters than tp rank 0, and no model that is stored with them says which",
+    hint="SMP keeps some parameters on tp rank 0 alone: the set needs the model beside the optimizer.",
+)
 _BUFFERS = ("running_mean", "running_var")
 """What torch calls arrays of its modules that have the shapes of parameters, and are none."""
-
-
-@dataclass(slots=True)
-class _Share:
-    """What one rank stored of the optimizer."""
-
-    state: Mapping[Any, Any]
-    groups: list[Mapping[str, Any]]
-    masters: list[Any] | None = None
-    """fp32 copies of the parameters that the rank has, by group."""
-
-    numbered: Mapping[int, Any] | None = None
-    """The same by number, where the file says which numbers they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,155 +77,46 @@ def optimizers(scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged,
         wanted: What the program says.
 
     Raises:
-        CorruptCheckpointError: The parts are of two saves, or one is no state of an optimizer.
+        CorruptCheckpointError: The parts are of two saves.
         IncompatibleCheckpointError: The program's optimizer has other parameters.
     """
-    shares = {at: share for at, tree in sorted(parts.items()) for at, share in _shares(at, tree)}
+    shares = {at: share for at, tree in sorted(parts.items()) for at, share in shares_of(at, tree)}
+    if not all(map(is_whole, shares.values())):
+        return Optimizers(problem=_NO_STATE)
     check_one_save(shares)
     if are_rows(parts):
-        return Optimizers(of_rows(parts))
-    if _is_flat(shares, model):
-        return Optimizers(problem=_FLAT)
-    united = _united(scan, shares)
+        return Optimizers(trees=of_rows(parts))
+    lost = _lost_masters(shares)
+    united = None if is_flat(shares, model) else united_of(scan, shares)
     if united is None:
-        return Optimizers(problem=_FLAT)
-    if any(_numbers(united[at].groups) != _numbers(united[At(tp=at.tp)].groups) for at in united):
-        return Optimizers(problem=_OTHER_NUMBERS)
+        return Optimizers(problem=_FLAT, masters=lost)
+    if any(numbers_of(united[at].groups) != numbers_of(united[At(tp=at.tp)].groups) for at in united):
+        return Optimizers(problem=_OTHER_NUMBERS, masters=lost)
     names = _names(united, model, wanted)
-    if names is None and len({tuple(map(tuple, _numbers(share.groups))) for share in united.values()}) > 1:
-        return Optimizers(problem=NAMELESS)
+    if names is None and len({tuple(map(tuple, numbers_of(share.groups))) for share in united.values()}) > 1:
+        return Optimizers(problem=NAMELESS, masters=lost)
+    if names is not None and not all(_as_on_first(s.groups, names, model, at.tp) for at, s in united.items()):
+        return Optimizers(problem=_NO_MODEL, masters=lost)
     masters = _masters(united)
     found = {
         tp: _of_rank({at: share for at, share in united.items() if at.tp == tp}, names, model, masters)
         for tp in sorted({at.tp for at in united})
     }
-    lost = None if masters is not None else _lost_masters(united)
-    return Optimizers({At(tp=tp): tree for tp, tree in found.items()}, _whole(found, names or {}), None, lost)
-
-
-def _shares(at: At, tree: Mapping[Any, Any]) -> Iterator[tuple[At, _Share]]:
-    """What the ranks of one group stored that differ in rdp only: one, or those whose shares are in lists."""
-    masters = tree.get(MASTERS)
-    inner = tree.get(INNER, tree)
-    state, groups = inner.get(schema.STATE), inner.get(schema.GROUPS)
-    if isinstance(state, list) and isinstance(groups, list) and len(state) == len(groups):
-        of_ranks = masters if isinstance(masters, list) and len(masters) == len(state) else [None] * len(state)
-        for rdp, (one, some, its) in enumerate(zip(state, groups, of_ranks, strict=True)):
-            yield At(pp=at.pp, tp=at.tp, dp=rdp), _share(at, one, some, its)
-    else:
-        yield at, replace(_share(at, state, groups, masters), numbered=masters_by_number(tree))
-
-
-def _share(at: At, state: Any, groups: Any, masters: Any) -> _Share:
-    fits = isinstance(state, Mapping) and isinstance(groups, list)
-    if not fits or not all(isinstance(g, Mapping) and isinstance(g.get(schema.PARAMS), list) for g in groups):
-        raise CorruptCheckpointError(
-            "a part holds no state of an optimizer: its groups do not number their parameters",
-            leaf=schema.OPTIMIZER,
-            found=f"at pp {at.pp}, tp {at.tp}",
-        )
-    return _Share(state, groups, masters if isinstance(masters, list) else None)
-
-
-def check_one_save(shares: Mapping[At, _Share]) -> None:
-    """Check that the parts may have been written together.
-
-    The options of the groups are the same on all ranks of a job, and so are step counts, but for parameters that a
-    step left out: two parts that have no step count in common are of different steps.
-
-    Raises:
-        CorruptCheckpointError: They were not.
-    """
-    first, one = next(iter(shares.items()))
-    steps: tuple[At, set[Any]] | None = None
-    for at, share in shares.items():
-        for n, (group, other) in enumerate(zip(one.groups, share.groups, strict=False)):
-            for key in (group.keys() & other.keys()) - {schema.PARAMS, _NAMES}:
-                if not _alike(group[key], other[key]):
-                    raise two_saves(
-                        f"{key} of group {n} is {group[key]!r} at {_called(first)}, and {other[key]!r} at {_called(at)}"
-                    )
-        mine = set(_steps(share.state))
-        if mine and steps is None:
-            steps = (at, mine)
-        elif mine and steps is not None and not mine & steps[1]:
-            raise two_saves(f"the step counts of the optimizer at {_called(steps[0])} and at {_called(at)} differ")
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, StoredTensor) or isinstance(other, StoredTensor):
-        return True  # the options of a capturable optimizer are tensors; the reader of groups compares them
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    return bool(one == other)
-
-
-def _called(at: At) -> str:
-    return f"pp {at.pp}, tp {at.tp}" + (f", rdp {at.dp}" if at.dp else "")
-
-
-def _steps(state: Mapping[Any, Any]) -> Iterator[Any]:
-    """The step counts of parameters, or what tells them apart: of a tensor of one number its CRC-32 does."""
-    for members in state.values():
-        step = members.get(STEP) if isinstance(members, Mapping) else None
-        if isinstance(step, StoredTensor) and step.at is not None and step.at.crc is not None:
-            yield (step.dtype.name, step.shape, step.at.crc)
-        elif type(step) in (int, float):
-            yield step
-
-
-def _is_flat(shares: Mapping[At, _Share], model: Merged) -> bool:
-    """Whether states are pieces of flat buffers: none has more dims than one, although parameters have."""
-    if all(_NAMES in group for share in shares.values() for group in share.groups):
-        return False
-    shapes = [shape for share in shares.values() for members in share.state.values() if (shape := largest(members))]
-    wide = any(len(held.shape) > 1 for copies in model.stage.copies.values() for held in copies.values())
-    return bool(shapes) and wide and all(len(shape) == 1 for shape in shapes)
-
-
-def largest(members: Any) -> tuple[int, ...] | None:
-    """The shape of a parameter: that of the state with the most dims, as a step count is a single number."""
-    if not isinstance(members, Mapping):
-        return None
-    shapes = [value.shape for value in members.values() if isinstance(value, StoredTensor) and value.shape]
-    return max(shapes, key=len, default=None)
-
-
-def _united(scan: Scan, shares: Mapping[At, _Share]) -> dict[At, _Share] | None:
-    """Shares of ranks that differ in rdp only, as one; None if several have one parameter, with different states."""
-    made: dict[At, _Share] = {}
-    states: dict[At, dict[Any, Any]] = {}
-    for at, share in sorted(shares.items()):
-        key = At(pp=at.pp, tp=at.tp)
-        state = states.setdefault(key, {})
-        made.setdefault(key, replace(share, state=state))
-        for number, members in share.state.items():
-            if state.get(number) and members and not _same(scan, state[number], members):
-                return None
-            state[number] = state.get(number) or members
-    return made
-
-
-def _same(scan: Scan, one: Any, other: Any) -> bool:
-    if isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and scan.same(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(scan, one[key], other[key]) for key in one)
-    return bool(one == other)
-
-
-def _numbers(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    return [list(group[schema.PARAMS]) for group in groups]
+    return Optimizers(
+        trees={At(tp=tp): tree for tp, tree in found.items()},
+        whole=_whole(found, names or {}),
+        masters=None if masters is not None else lost,
+    )
 
 
 # Which parameter a number means.
 
 
-def _names(united: Mapping[At, _Share], model: Merged, wanted: Hints) -> dict[int, str] | None:
+def _names(united: Mapping[At, Share], model: Merged, wanted: Hints) -> dict[int, str] | None:
     """The name of each number on tp rank 0; None if nobody can tell."""
     groups = united[At()].groups
-    stored = [number for numbers in _numbers(groups) for number in numbers]
-    told = all(len(group.get(_NAMES) or ()) == len(group[schema.PARAMS]) for group in groups)
+    stored = [number for numbers in numbers_of(groups) for number in numbers]
+    told = all(len(group.get(NAMES) or ()) == len(group[schema.PARAMS]) for group in groups)
     theirs = None if wanted.groups is None else sum(map(len, wanted.groups))
     if not told and theirs != len(stored):
         # The program does not have all parameters of the job, as a rank of a pipeline has not, or says nothing.
@@ -247,12 +137,12 @@ def _names(united: Mapping[At, _Share], model: Merged, wanted: Hints) -> dict[in
     return None if named is None or not all(isinstance(name, str) for name in named.values()) else named
 
 
-def _state(united: Mapping[At, _Share], number: int) -> Any:
+def _state(united: Mapping[At, Share], number: int) -> Any:
     """The state of a number on tp rank 0."""
     return next((share.state[number] for at, share in united.items() if not at.tp and share.state.get(number)), None)
 
 
-def _guessed(united: Mapping[At, _Share], model: Merged) -> dict[int, str] | None:
+def _guessed(united: Mapping[At, Share], model: Merged) -> dict[int, str] | None:
     """Names by order and shapes, stage by stage: each has states of its own parameters, whose order is that of its
     model; None unless there is only one way.
     """
@@ -260,7 +150,7 @@ def _guessed(united: Mapping[At, _Share], model: Merged) -> dict[int, str] | Non
     for at, share in united.items():
         if at.tp:
             continue
-        numbers = [[n for n in group if n in share.state] for group in _numbers(share.groups)]
+        numbers = [[n for n in group if n in share.state] for group in numbers_of(share.groups)]
         shapes = {n: largest(share.state[n]) for group in numbers for n in group}
         held = _parameters(model, at.pp)
         for names in (held, {name: shape for name, shape in held.items() if not name.endswith(_BUFFERS)}):
@@ -292,7 +182,7 @@ def _parameters(model: Merged, pp: int) -> dict[str, tuple[int, ...]]:
 
 
 def _of_rank(
-    of_stages: Mapping[At, _Share],
+    of_stages: Mapping[At, Share],
     names: Mapping[int, str] | None,
     model: Merged,
     masters: Mapping[At, Mapping[int, Any]] | None,
@@ -300,10 +190,10 @@ def _of_rank(
     """The optimizer of one tp rank, of all stages, with the numbers of tp rank 0."""
     first = next(iter(of_stages.values()))
     tp = next(iter(of_stages)).tp
-    numbers = {n: n for group in _numbers(first.groups) for n in group}
+    numbers = {n: n for group in numbers_of(first.groups) for n in group}
     groups: list[Mapping[str, Any]] = list(first.groups)
-    if names is not None:
-        numbers, groups = _as_on_first(first.groups, names, model, tp)
+    if names is not None and (renumbered := _as_on_first(first.groups, names, model, tp)) is not None:
+        numbers, groups = renumbered
     state: dict[Any, Any] = {}
     weights: dict[int, Any] = {}
     for at, share in of_stages.items():
@@ -318,32 +208,24 @@ def _of_rank(
 
 def _as_on_first(
     groups: Sequence[Mapping[str, Any]], names: Mapping[int, str], model: Merged, tp: int
-) -> tuple[dict[int, int], list[Mapping[str, Any]]]:
-    """For a tp rank: the number on tp rank 0 of each of its own, and its groups.
+) -> tuple[dict[int, int], list[Mapping[str, Any]]] | None:
+    """For a tp rank: the number on tp rank 0 of each of its own, and its groups; None if nothing says which it has.
 
     A parameter that SMP keeps on tp rank 0 alone has no number elsewhere, and those behind it have smaller ones.
-
-    Raises:
-        CorruptCheckpointError: It has other parameters than its model.
     """
     by_name = {name: number for number, name in names.items()}
     absent = {name for name, copies in model.stage.copies.items() if (0, 0, tp) not in copies}
     present = [name for _, name in sorted(names.items()) if name not in absent]
-    mine = sorted(n for group in _numbers(groups) for n in group)
+    mine = sorted(n for group in numbers_of(groups) for n in group)
     ordered = [name for _, name in sorted(names.items())] if len(mine) == len(names) else present
     if len(ordered) != len(mine):
-        raise CorruptCheckpointError(
-            "a tp rank numbers other parameters than tp rank 0, and its model does not say why",
-            leaf=schema.group(),
-            expected=f"{len(present)} parameters, or {len(names)}",
-            found=f"{len(mine)} at tp {tp}",
-        )
+        return None
     called = dict(zip(mine, ordered, strict=True))
     made: list[Mapping[str, Any]] = [
         {
             **group,
             schema.PARAMS: [by_name[called[n]] for n in group[schema.PARAMS]],
-            _NAMES: [called[n] for n in group[schema.PARAMS]],
+            NAMES: [called[n] for n in group[schema.PARAMS]],
         }
         for group in groups
     ]
@@ -361,7 +243,7 @@ def _whole(found: Mapping[int, Mapping[str, Any]], names: Mapping[int, str]) -> 
 # Master weights.
 
 
-def _masters(united: Mapping[At, _Share]) -> dict[At, dict[int, StoredTensor]] | None:
+def _masters(united: Mapping[At, Share]) -> dict[At, dict[int, StoredTensor]] | None:
     """The master weights of each rank by number; None if the lists do not say whose they are.
 
     A list has those of a group's parameters that the rank has, in their order; so does the rank's state.
@@ -375,7 +257,7 @@ def _masters(united: Mapping[At, _Share]) -> dict[At, dict[int, StoredTensor]] |
             continue
         if len(share.masters) != len(share.groups):
             return None
-        for held, numbers in zip(share.masters, _numbers(share.groups), strict=True):
+        for held, numbers in zip(share.masters, numbers_of(share.groups), strict=True):
             mine = [n for n in numbers if n in share.state]
             if not isinstance(held, list) or len(held) != len(mine):
                 return None
@@ -387,8 +269,11 @@ def _masters(united: Mapping[At, _Share]) -> dict[At, dict[int, StoredTensor]] |
     return made
 
 
-def _lost_masters(united: Mapping[At, _Share]) -> UnknownArray:
-    held = next((w for share in united.values() for group in share.masters or [] if group for w in group), None)
+def _lost_masters(shares: Mapping[At, Share]) -> UnknownArray | None:
+    """What stands for master weights that are not read; None if there are none."""
+    if all(share.masters is None for share in shares.values()):
+        return None
+    held = next((w for share in shares.values() for group in share.masters or [] if group for w in group), None)
     return UnknownArray(
         problem="the master weights are lists in the order of the parameters that a rank had, and its states do not "
         "say which these were",

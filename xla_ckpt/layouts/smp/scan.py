@@ -183,9 +183,9 @@ def _content(files: Scan, held: _Held, wanted: Hints) -> Content:
     ranks = [*held.models, *held.optimizers, *held.rest]
     pp, tp, dp = (1 + max(getattr(at, axis) for at in ranks) for axis in ("pp", "tp", "dp"))
     model = merged(files, held.models, wanted)
-    found = Optimizers()
-    if held.optimizers and wanted.optimizer:
-        found = optimizers(files, held.optimizers, model, wanted)
+    # Also for a model alone: the optimizer's state shows which parameters are split, and whether the parts are of one
+    # save.
+    found = optimizers(files, held.optimizers, model, wanted) if held.optimizers else Optimizers()
     hints = known(model, held.infos, tp, found.whole, wanted)
     stages = {0: model.stage} if held.models else {}
     state = SmpState(files, hints, stages, Mesh(tp=tp))

@@ -37,6 +37,8 @@ from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
 
+_NO_EXPERTS = f"{WHOSE} layout has no place for expert parallelism"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SmpWriting(RankWriting, Staged):
@@ -74,11 +76,10 @@ def writing_of(description: Description, name: str) -> SmpWriting:
     held, rest = held_by_rank(description, WHOSE, name)
     mesh = description.placement.mesh
     check_rows(held, mesh, description.state.zero1 or (), WHOSE)
-    expert = next((tensor.leaf for tensor in held.tensors.values() if tensor.expert), None)
-    if expert is not None:
+    if mesh.ep > 1:
         raise UnsupportedStateError(
-            f"{WHOSE} layout has no place for experts that only some ranks have",
-            leaf=expert,
+            _NO_EXPERTS,
+            leaf=next((tensor.leaf for tensor in held.tensors.values() if tensor.expert), None),
             found=str(mesh),
             hint="Save in the native format, which holds any state and loads on any topology.",
         )
@@ -138,7 +139,7 @@ def rewriting_of(stored: StoredState, to: Topology, name: str) -> Rewriting:
         raise UsageError(f"the tag holds nothing that {name} has a place for", expected=", ".join(PARTS))
     check_common(held, WHOSE)
     if to.mesh.ep > 1:
-        raise UsageError(f"{WHOSE} layout has no place for experts that only some ranks have", found=str(to.mesh))
+        raise UsageError(_NO_EXPERTS, found=str(to.mesh))
     trees = {part: stored.tree(part, lambda path, _: LeafAt(path)) for part in theirs}
     known = given(stored.tree(schema.EXTRAS, lambda path, _: LeafAt(path)) if schema.EXTRAS in held else {})
     target = NewJob(
