@@ -135,3 +135,23 @@ def test_a_script_for_neuronx_distributed_goes_on_where_it_stopped(tmp_path: Pat
     for tag, step in (("step_4", 4), ("step_5", 5)):
         assert xla_ckpt.verify(root, tag).ok
         assert torch.load(root / tag / "user_content.pt", weights_only=True)["total_steps"] == step
+
+
+@pytest.mark.parametrize("form", [[], ["--full"]], ids=["partial", "full"])
+def test_a_script_for_smp_goes_on_whatever_its_degrees_are(
+    form: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Saved with tensor parallelism, resumed with a pipeline, too, and then by one process."""
+
+    def losses(folder: str, *args: object, ranks: int | None = None) -> list[str]:
+        Commands.run(
+            command("smp_train.py", "--checkpoint_dir", tmp_path / folder, *args, *form, ranks=ranks), check=True
+        )
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+
+    unbroken = losses("unbroken", "--steps", 6)
+    found = losses("run", "--tp", 2, "--steps", 2, ranks=4)
+    found += losses("run", "--tp", 2, "--pp", 2, "--steps", 2, ranks=4)
+    found += losses("run", "--steps", 2)
+    assert found == unbroken
+    assert len(found) == 6

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 import xla_ckpt
 from neuron_compat.smp import job
-from xla_ckpt.state.wrappers import NamesOnly
+from xla_ckpt.state.wrappers import NamesOnly, View
+
+logger = logging.getLogger(__name__)
+
+FP16 = "fp16_states"
+"""SMP's name for what an optimizer of 16-bit training stores besides; a member of `extras` in a tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +35,77 @@ class Stored:
         parameters from the process' `DistributedModel`, whose weights stay as they are.
 
         Raises:
-            xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed.
+            xla_ckpt.CheckpointError: It does not fit, or is damaged. Nothing was changed, but that the model has its
+                weights already where it is the master weights that are damaged.
         """
         known = job.state.model if model is None else model
-        target = None if known is None else known.xla_ckpt_plain
+        plain = None if known is None else known.xla_ckpt_plain
+        masters = None if optimizer is None else optimizer._smp.masters
+        if masters is None:
+            names = NamesOnly(plain) if model is None and plain is not None else plain
+            self._load(names, optimizer, strict, known)
+        else:
+            if model is not None:
+                self._load(plain, None, strict, known)
+            # Its parameters are the master weights, which have the names of the model's.
+            view = _with_masters(plain, masters)
+            self._load(NamesOnly(view), optimizer, strict, known)
+            self._load_masters(optimizer, view, known)
+        if optimizer is not None:
+            optimizer.drop_others()
+
+    def _load(self, model: Any, optimizer: Any, strict: bool, known: Any) -> None:
         xla_ckpt.load_checkpoint(
             self.path,
             self.tag,
-            model=NamesOnly(target) if model is None and target is not None else target,
+            model=model,
             optimizer=optimizer,
             strict=strict,
             mesh=job.ranks().mesh,
             shardings=None if known is None else known._rules,
             trust_pickle=self.trust_pickle,
         )
+
+    def _restored(self, like: Any, known: Any) -> Any:
+        return xla_ckpt.restore(
+            self.path,
+            self.tag,
+            like,
+            mesh=job.ranks().mesh,
+            shardings=known._rules,
+            trust_pickle=self.trust_pickle,
+        ).tree
+
+    @torch.no_grad()
+    def _load_masters(self, optimizer: Any, view: View, known: Any) -> None:
+        """Load master weights and the loss scale; where none are stored, the weights of the model are taken."""
+        masters = optimizer._smp.masters
+        live = {id(master) for _, master in masters}
+        wanted = {name: p for name, p in view.named_parameters(remove_duplicate=True) if id(p) in live}
+        try:
+            found = self._restored({"optimizer": {"master": wanted}}, known)["optimizer"]["master"]
+        except xla_ckpt.IncompatibleCheckpointError as error:
+            logger.warning("no master weights are stored for this optimizer (%s): the model's weights are taken", error)
+            masters.take_weights()
+        else:
+            for name, master in wanted.items():
+                master.copy_(found[name])
+            masters.give_weights()
+        try:
+            like = {"extras": {FP16: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}
+            optimizer.take_scale(self._restored(like, known)["extras"][FP16])
+        except xla_ckpt.IncompatibleCheckpointError:
+            logger.info("no loss scale is stored")
+
+
+def _with_masters(module: Any, masters: Any) -> View:
+    """A module with the master weights in the place of its parameters."""
+    master_of = {id(narrow): master for narrow, master in masters}
+    return View(
+        {name: master_of.get(id(value), value) for name, value in module.state_dict(keep_vars=True).items()},
+        parameters=[
+            (name, master_of.get(id(value), value)) for name, value in module.named_parameters(remove_duplicate=False)
+        ],
+        parts=[module],
+        put=lambda state_dict: None,
+    )

@@ -21,9 +21,9 @@ FORMS = ("partial", "1.12", "full", "tag")
 Degrees = tuple[int, int, int]
 
 
-def saves(rank: int, root: str, pp: int, tp: int, shard: bool = False) -> list[float]:
+def saves(rank: int, root: str, pp: int, tp: int, config: dict[str, Any] | None = None) -> list[float]:
     """Two steps, a save in each form, and two more: the losses of these."""
-    begin(pp, tp, shard_optimizer_state=shard)
+    begin(pp, tp, **(config or {}))
     model, optimizer = wrapped()
     trained(model, optimizer, 0, 2)
     local = {
@@ -54,16 +54,16 @@ def unlike(found: Any, saved: Any, path: str = "") -> list[str]:
     return [] if found == saved else [path]
 
 
-def goes_on(rank: int, root: str, pp: int, tp: int, shard: bool = False) -> dict[str, list[float]]:
+def goes_on(rank: int, root: str, pp: int, tp: int, config: dict[str, Any] | None = None) -> dict[str, list[float]]:
     """The losses of the two steps after a load, for each form."""
     saved = torch.load(f"{root}/full.pt")
-    begin(pp, tp, shard_optimizer_state=shard)
+    begin(pp, tp, **(config or {}))
     found = {}
     for form in FORMS:
         smp.reset()
         if form == "tag":  # before there is a model
             assert smp.resume_from_checkpoint(f"{root}/tags") == {"step": 2}
-        model, optimizer = wrapped(seed=11, lr=0.9)
+        model, optimizer = wrapped(seed=11, lr=0.9, scale=2.0)
         if form != "tag":
             name = form if form == "1.12" else f"{form}.pt"
             checkpoint = smp.load(f"{root}/{name}", partial=form != "full")
@@ -75,7 +75,8 @@ def goes_on(rank: int, root: str, pp: int, tp: int, shard: bool = False) -> dict
             "optimizer_state_dict": optimizer.state_dict(),
             "step": 2,
         }
-        assert unlike(has, saved) == [], form
+        differing = unlike(has, saved)
+        assert not differing, (form, differing)
         found[form] = trained(model, optimizer, 2, 4)
     return found
 
@@ -110,10 +111,21 @@ def test_a_job_of_the_same_degrees_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert losses == dict.fromkeys(FORMS, same)
 
 
-@pytest.mark.parametrize("target", [(1, 2, False), (2, 2, True), (1, 1, True)], ids=str)
-def test_sharded_states_of_the_optimizer(tmp_path: Path, target: tuple[int, int, bool]) -> None:
+SHARDED = {"shard_optimizer_state": True}
+
+
+@pytest.mark.parametrize("target", [(1, 2, {}), (2, 2, SHARDED), (1, 1, SHARDED)], ids=str)
+def test_sharded_states_of_the_optimizer(tmp_path: Path, target: tuple[int, int, dict[str, Any]]) -> None:
     """Each data-parallel rank has the states of a share of the parameters; others have other shares, or none."""
-    unbroken = run_on_ranks(saves, 4, str(tmp_path), 1, 2, True)
+    unbroken = run_on_ranks(saves, 4, str(tmp_path), 1, 2, SHARDED)
     for losses in run_on_ranks(goes_on, 4, str(tmp_path), *target):
         for form in FORMS:
             assert losses[form] == pytest.approx(unbroken[0], rel=1e-6), form
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_master_weights_and_loss_scale(tmp_path: Path, kind: str) -> None:
+    unbroken = run_on_ranks(saves, 4, str(tmp_path), 2, 2, {kind: True})
+    for losses in run_on_ranks(goes_on, 4, str(tmp_path), 2, 1, {kind: True}):
+        for form in FORMS:
+            assert losses[form] == pytest.approx(unbroken[0], rel=0.1), form

@@ -38,14 +38,18 @@ def begin(pp: int, tp: int, **config: Any) -> None:
     smp.init({"pipeline_parallel_degree": pp, "tensor_parallel_degree": tp, "ddp": True, "microbatches": 2, **config})
 
 
-def wrapped(seed: int = 3, lr: float = 0.05) -> tuple[Any, Any]:
-    """A model of float64, and an optimizer with two groups, in smp's wrappers."""
+def wrapped(seed: int = 3, lr: float = 0.05, scale: float = 16.0) -> tuple[Any, Any]:
+    """A model of float64, and an optimizer with two groups, in smp's wrappers; with fp16, a loss scale that rises."""
     torch.manual_seed(seed)
     model = smp.DistributedModel(Net().double())
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return model, smp.DistributedOptimizer(torch.optim.AdamW(groups, lr=lr))
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    if not smp.state.cfg.fp16:
+        return model, smp.DistributedOptimizer(optimizer)
+    how = {"init_scale": scale, "scale_window": 1}
+    return model, smp.DistributedOptimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args=how)
 
 
 def trained(model: Any, optimizer: Any, first: int, last: int) -> list[float]:
