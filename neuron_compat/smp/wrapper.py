@@ -9,7 +9,7 @@ import torch
 
 from neuron_compat.nxd.utils.model_utils import preserve_parallel_attributes, preserve_shared_weights
 from neuron_compat.smp import job
-from neuron_compat.smp.entries import Entry, entries_of, sharding_of
+from neuron_compat.smp.entries import Entry, entries_of, partition_of, sharding_of
 from neuron_compat.smp.partitions import Partitions, assigned, divided
 from xla_ckpt.sharding.rules import Parsed
 
@@ -82,7 +82,7 @@ class Wrapper(torch.nn.Module):
             for own, buffer in part.named_buffers(recurse=False):
                 called = f"{name}.{own}" if name else own
                 lies = sharding_of(buffer, called, mesh, self._rules)
-                found.setdefault(id(buffer), Entry(called, buffer, (self.partitions[name],), lies))
+                found.setdefault(id(buffer), Entry(called, buffer, (partition_of(name, self.partitions),), lies))
         return list(found.values())
 
     def local_entries(self) -> list[Entry]:
@@ -98,7 +98,7 @@ class Wrapper(torch.nn.Module):
         """The modules of this rank's partition, with their names."""
         here = job.pp_rank()
         for name, module in self.module.named_modules(memo=memo):
-            if self.partitions[name] == here:
+            if partition_of(name, self.partitions) == here:
                 yield f"{prefix}.{name}" if prefix and name else prefix or name, module
 
     def local_modules(self) -> Iterator[torch.nn.Module]:

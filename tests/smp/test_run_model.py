@@ -452,6 +452,28 @@ def test_a_module_that_renames_what_it_loads(clean: None) -> None:
         model.load_state_dict({"bias": torch.ones(2)})
 
 
+def test_a_layer_that_is_added_later(clean: None) -> None:
+    smp.init({})
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    model.module.append(torch.nn.Linear(2, 2))
+    assert "1.weight" in model.local_state_dict()
+    assert [n for n, _ in model.local_named_modules()] == ["", "0", "1"]
+
+
+def timeouts(rank: int) -> None:
+    smp.init(TP_RDP)
+    model = smp.DistributedModel(make(Split))
+    with pytest.raises(smp.SMPConfigError, match="is a number of seconds above 0: found soon"):
+        model.state_dict(gather_to_rank0=False)
+
+
+def test_a_timeout_of_nonsense() -> None:
+    ranks = start_on_ranks(timeouts, 4, env={"SMP_MEETING_TIMEOUT": "soon"})
+    finish(ranks)
+    for rank in ranks:
+        rank.value()
+
+
 def test_loads_that_wait_for_the_model(clean: None) -> None:
     called: list[Any] = []
     smp.state.pending.append(lambda model, optimizer: called.append((model, optimizer)))

@@ -235,12 +235,17 @@ def test_a_call_on_too_few_ranks_is_an_error_in_time(which: str) -> None:
 
 def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     """Training in 16 bits: resumed exactly from partial and full states, master weights included."""
-    model, optimizer = set_up({**config, kind: True}, Split, static_loss_scale=128.0)
+    model, optimizer = set_up({**config, kind: True}, Split, static_loss_scale=128.0 if kind == "fp16" else 1.0)
     type_ = torch.float16 if kind == "fp16" else torch.bfloat16
     assert {p.dtype for p in model.parameters()} == {type_}
     losses = losses_of(model, optimizer, mine(batches(5, 16)[:3]))
     for group in optimizer.fp32_from_fp16_groups:
         assert {master.dtype for master in group} == {torch.float32}
+    scale = 128.0 if kind == "fp16" else 1.0
+    assert optimizer.loss_scale == scale
+    for group in optimizer._smp.masters.pairs:
+        for parameter, master in group:
+            torch.testing.assert_close(master.grad, parameter.grad.float() / scale)
     norm = optimizer.clip_master_grads(1e9)
     weights = copy.deepcopy(model.state_dict(gather_to_rank0=False))
     full, local = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.local_state_dict())
@@ -270,6 +275,9 @@ def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     optimizer.load_local_optimizer_state_dict(own)
     optimizer.load_local_fp16_state_dict(halves)
     assert losses_of(model, optimizer, mine(batches(5, 16)[3:])) == then
+    model.load_state_dict(weights)  # of the model alone: its optimizer goes on from there
+    for group in optimizer._smp.masters.pairs:
+        assert all(torch.equal(master, parameter.float()) for parameter, master in group)
     smp.barrier()
     return {"losses": losses + then, "norm": norm, "local": local, "full": full, "halves": halves}
 

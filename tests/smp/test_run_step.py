@@ -144,6 +144,20 @@ def test_one_microbatch_is_passed_as_it_is() -> None:
     assert split(lambda x, y=1: x, (scalar,), {"y": [scalar]}, [], {}, 1) == [((scalar,), {"y": [scalar]})]
 
 
+def test_what_is_not_split_is_said(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Batch:
+        pass
+
+    @smp.step
+    def function(values: torch.Tensor, batch: Any, name: str) -> torch.Tensor:
+        return values.sum()
+
+    function(torch.ones(4), Batch(), "name")
+    function(torch.ones(4), Batch(), "name")
+    assert caplog.text.count("An object of type Batch is passed to each microbatch as it is") == 1
+    assert "str" not in caplog.text
+
+
 def test_a_step_that_is_a_method(model: Any) -> None:
     class Trainer:
         @smp.step
@@ -251,6 +265,9 @@ def accumulates(rank: int) -> None:
     assert inner["all"].weight.grad.item() == 6, "the mean of 4 and 8"
     assert inner["one"].weight.grad.item() == 2, "the mean of 4 and nothing"
     assert inner["none"].weight.grad is None
+    model.zero_grad()
+    train(value)
+    assert inner["all"].weight.grad.item() == 2 * (rank + 1), "of this rank alone again"
     smp.barrier()
 
 
@@ -370,6 +387,27 @@ def spreads(rank: int) -> None:
 
 def test_replicas_begin_alike() -> None:
     run_on_ranks(spreads, 2)
+
+
+def other_seeds(rank: int) -> None:
+    """Of each partition the values of its owner count, from the first step on in all of the pipeline."""
+    smp.init(PP_RDP)
+    model = smp.DistributedModel(make(Plain, seed=10 * smp.pp_rank() + 100 * smp.rdp_rank()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    owners = [make(Plain, seed=100 * smp.rdp_rank()), make(Plain, seed=10 + 100 * smp.rdp_rank())]
+    full = model.state_dict(gather_to_rank0=False)
+    assert torch.equal(full["first.weight"], owners[0].first.weight)
+    assert torch.equal(full["second.weight"], owners[1].second.weight)
+    losses_of(model, optimizer, batches(1, 16))
+    owners = [make(Plain, seed=0), make(Plain, seed=10)]
+    assert torch.equal(model.first.weight, owners[0].first.weight)
+    assert torch.equal(model.second.weight, owners[1].second.weight)
+    assert torch.equal(model.head.weight, owners[0].head.weight), "of a tied one the first owner counts"
+    smp.barrier()
+
+
+def test_partitions_begin_as_their_owners_have_them() -> None:
+    run_on_ranks(other_seeds, 4)
 
 
 def joins(rank: int) -> list[float]:
