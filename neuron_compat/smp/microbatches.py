@@ -169,7 +169,7 @@ def _part(value: Any, name: str, count: int, number: int, axis: int, *, is_split
             return inner
         if not isinstance(inner, torch.Tensor):
             if not isinstance(inner, _WHOLE) and not callable(inner):
-                _warn_of_whole(type(inner))
+                _warn_of_whole(type(inner).__name__)
             return inner
         return _cut(inner, name, count, number, axis)
 
@@ -181,11 +181,11 @@ _WHOLE = (str, int, float, complex, bytes, bytearray, type(None), torch.device, 
 
 
 @functools.cache
-def _warn_of_whole(kind: type) -> None:
+def _warn_of_whole(kind: str) -> None:
     logger.warning(
         "An object of type %s is passed to each microbatch as it is. If it holds tensors that are to be split, give it "
         "a method smp_slice(num_mb, mb, axis), or pass a dict of them.",
-        kind.__name__,
+        kind,
     )
 
 
