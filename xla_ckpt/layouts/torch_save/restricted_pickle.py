@@ -136,17 +136,6 @@ def opaque(called: str) -> type[Opaque]:
     return type("Opaque", (Opaque,), {"called": called})
 
 
-@_sealed
-class _Function:
-    """A function of this library that a pickle may call."""
-
-    def __init__(self, made: Callable[..., Any]) -> None:
-        self.made = made
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.made(*args, **options)
-
-
 class Attributes:
     """Stands for an object whose attributes are all that is wanted of it: it becomes a dict of them.
 
@@ -158,12 +147,24 @@ class Attributes:
     """The name of the class in the pickle."""
 
     def __setstate__(self, state: Any) -> None:
+        # Without this method a pickle could give attributes to the class itself, which stands for others, too.
         vars(self).update(_only(dict, state))
 
 
 def attributes(called: str) -> type[Attributes]:
     """What stands for a class of this name."""
     return type("Attributes", (Attributes,), {"called": called})
+
+
+@_sealed
+class _Function:
+    """A function of this library that a pickle may call."""
+
+    def __init__(self, made: Callable[..., Any]) -> None:
+        self.made = made
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.made(*args, **options)
 
 
 @_sealed
