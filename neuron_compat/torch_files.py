@@ -118,14 +118,19 @@ def write_whole_bytes(data: bytes, path: str, *, partly: str) -> None:
 
 
 def make_directory(folder: str) -> None:
-    """Make a directory and its parents, unless it is there; its name in the one above is durable.
+    """Make a directory and its parents, unless they are there; the names of all that are made are durable.
 
     Raises:
         xla_ckpt.StorageError: The operating system refused.
     """
+    made, above = [], folder
+    while above and not os.path.isdir(above):
+        above = os.path.dirname(above.rstrip("/"))
+        made.append(above)
     try:
         os.makedirs(folder, exist_ok=True)
-        sync_directory(os.path.dirname(folder))
+        for parent in made or [os.path.dirname(folder)]:
+            sync_directory(parent)
     except OSError as error:
         raise StorageError.of(error, "making a directory", file=folder) from error
 

@@ -21,7 +21,7 @@ from typing import Any
 import xla_ckpt
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
-from neuron_compat.smp.files import IS_PARTIAL, current_place
+from neuron_compat.smp.files import IS_PARTIAL, check_path, current_place
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.model import DistributedModel
 from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
@@ -80,13 +80,18 @@ def save_checkpoint(
     _check_arguments(tag, model, optimizer)
     job.state.apply_pending()
     logger.info("Saving %s checkpoint with tag %s to %s", "partial" if partial else "full", tag, path)
-    root = os.path.abspath(os.fspath(path))
+    root = _root(path)
     if partial:
         _save_partial(root, f"{tag}{PARTIAL}", model, optimizer, user_content, kept)
         return
     if optimizer is not None:
         logger.warning("Saving optimizer for full checkpoint is not supported, skipping...")
     _save_full(root, tag, model, user_content, marked=not translate_if_full)
+
+
+def _root(path: PathLike) -> str:
+    check_path(os.fspath(path))
+    return os.path.abspath(os.fspath(path))
 
 
 def _check_arguments(tag: Any, model: Any, optimizer: Any) -> None:
@@ -229,7 +234,7 @@ def resume_from_checkpoint(
         xla_ckpt.CheckpointError: It does not fit the model or the optimizer, or is damaged. Nothing was changed.
     """
     job.size()  # initialises, if what is there says how
-    root = os.path.abspath(os.fspath(path))
+    root = _root(path)
     content: list[Any] = []
 
     def prepare() -> str:

@@ -72,7 +72,7 @@ def save(obj: Any, f: str, partial: bool = True, v3: bool = False, *, naming: st
         xla_ckpt.StorageError: The operating system refused.
         xla_ckpt.UnsupportedStateError: Something cannot be pickled.
     """
-    _check_path(f)
+    check_path(f)
     if options.get("_use_new_zipfile_serialization") is False:
         raise SMPInvalidArgumentError(
             "files of torch before 1.6 have no CRC-32, and are not written",
@@ -131,7 +131,7 @@ def load(
         xla_ckpt.UntrustedObjectError: A file holds pickled objects, and `trust_pickle` is False.
         SMPInvalidArgumentError: The path is no string.
     """
-    _check_path(f)
+    check_path(f)
     reading = Reading(
         map_location=map_location, pickle_module=pickle_module, trust=trust_pickle, options=pickle_load_args
     )
@@ -167,9 +167,18 @@ def current_place() -> Place:
     )
 
 
-def _check_path(f: Any) -> None:
+def check_path(f: Any) -> None:
+    """Refuse what is no path of a file.
+
+    Raises:
+        SMPInvalidArgumentError: It is no string, or the address of something that is no file system.
+    """
     if not isinstance(f, str):
         raise SMPInvalidArgumentError("the path of a checkpoint is a string", found=type(f).__name__)
+    if "://" in f:
+        raise SMPInvalidArgumentError(
+            "checkpoints of smp are files", expected="the path of a file system", found=f, hint="Mount the bucket."
+        )
 
 
 # -- reading

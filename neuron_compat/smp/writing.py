@@ -120,8 +120,8 @@ def _with_crc32() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-_job_ids: dict[int, str] = {}
-"""Process group -> what names the job."""
+_job_ids: list[tuple[Any, str]] = []
+"""The current process group, if there is one, and what names its job. A later group is another job."""
 
 _counters: dict[tuple[str, str, bool], Iterator[int]] = {}
 """(job, checkpoint, v3) -> the numbers of its saves. All ranks that save it count alike."""
@@ -137,11 +137,11 @@ def _job_id() -> str:
     """What names this job: the rank that comes first says it, and nobody waits."""
     distributed: Any = torch.distributed
     joined = distributed.is_available() and distributed.is_initialized()
-    key = id(distributed.group.WORLD) if joined else 0
-    if key not in _job_ids:
+    group = distributed.group.WORLD if joined else None
+    if not _job_ids or _job_ids[0][0] is not group:
         made = uuid.uuid4().hex[:16]
         if joined:
             store = distributed.distributed_c10d._get_default_store()
             made = store.compare_set("neuron_compat.smp/job", "", made).decode()
-        _job_ids[key] = made
-    return _job_ids[key]
+        _job_ids[:] = [(group, made)]
+    return _job_ids[0][1]

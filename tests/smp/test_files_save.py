@@ -105,6 +105,8 @@ def test_what_cannot_be_saved_leaves_the_file_that_was_there(tmp_path: Path, alo
         alone.save({"n": 2}, f"{tmp_path}/c.pt", naming="2")
     with pytest.raises(smp.SMPInvalidArgumentError, match="a string"):
         alone.save({"n": 2}, tmp_path / "c.pt")
+    with pytest.raises(smp.SMPInvalidArgumentError, match="Mount the bucket"):
+        alone.save({"n": 2}, "s3://bucket/c.pt")
     with pytest.raises(smp.SMPInvalidArgumentError, match="CRC-32"):
         alone.save({"n": 2}, f"{tmp_path}/c.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "file").write_text("")
@@ -211,6 +213,7 @@ def test_what_a_larger_job_left_is_left_out(tmp_path: Path, alone: Any) -> None:
     run_on_ranks(saves_a_longer_pipeline, 4, str(tmp_path))
     assert run_on_ranks(saves_a_pipeline, 2, str(tmp_path), False) == [("nothing", "")] * 2
     assert alone.load(f"{tmp_path}/c.pt")["saved"] == "small"
+    assert xla_ckpt.verify(f"{tmp_path}/c.pt").ok
     assert "small" in str(xla_ckpt.restore(f"{tmp_path}/c.pt").tree)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from xla_ckpt.errors import FormatError, UnsupportedVersionError, storage_errors
 from xla_ckpt.layouts.smp.parts import two_saves
 from xla_ckpt.layouts.smp.sidecar import AXES, MAX_BYTES, Save, directory_digest, matching, name_of, parse
-from xla_ckpt.layouts.smp.tags import ALL_PARTS, FileSet, Numbers, find_tag
+from xla_ckpt.layouts.smp.tags import ALL_PARTS, FileSet, Numbers, SmpTag, find_tag
 from xla_ckpt.layouts.torch_save.zip_end import Take
 from xla_ckpt.storage.base import Directory, Source, read_whole
 from xla_ckpt.storage.door import above
@@ -54,16 +54,18 @@ def parts_at(prefix: str) -> dict[Numbers, Part]:
     return {n: Part(file=f"{folder}{p.file}", saved=p.saved, noted=p.noted) for n, p in of_one_save(parts).items()}
 
 
-def less_others(directory: Directory, files: FileSet) -> FileSet:
-    """A set without the files of other saves that lie under its name: see `of_one_save`.
+def less_others(directory: Directory, found: SmpTag) -> SmpTag:
+    """A set without the files of other saves that lie under its name (see `of_one_save`); a directory as it is.
 
     Raises:
         CorruptCheckpointError: It is of two saves.
     """
-    if len(files.forms) != 1:
-        return files
+    files = found.sets.get("")
+    if files is None or len(files.forms) != 1:
+        return found
     ((form, _),) = files.forms.items()
-    return FileSet(files.name, {form: {n: part.file for n, part in of_one_save(noted(directory, files)).items()}})
+    kept = {numbers: part.file for numbers, part in of_one_save(noted(directory, files)).items()}
+    return replace(found, sets={"": FileSet(files.name, {form: kept})})
 
 
 def noted(directory: Directory, files: FileSet) -> dict[Numbers, Part]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import ForeignObject, TagReader
@@ -48,8 +47,7 @@ def open_scanned(store: Store, found: SmpTag, hints: Hints, codec: ValueCodec) -
         directory = open_directory(store, found)
     try:
         with naming(path=store.path, tag=found.tag), storage_errors("reading a checkpoint"):
-            if "" in found.sets:
-                found = replace(found, sets={"": less_others(directory, found.sets[""])})
+            found = less_others(directory, found)
             parts = Parts(directory, found.files, codec)
             manifest, objects = scan(parts, found, hints)
             return TagReader(parts.directory, store.path, found.tag, manifest, objects)

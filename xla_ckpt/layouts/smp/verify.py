@@ -6,6 +6,7 @@ wrote the files, a note beside each says which save it is part of.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from contextlib import closing
 from functools import partial
@@ -15,6 +16,7 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsupportedStateError, storage_errors
 from xla_ckpt.layouts.nxd.rank_files import StoredTensor
 from xla_ckpt.layouts.nxd.verify import check_zips, noted
+from xla_ckpt.layouts.smp.one_save import less_others
 from xla_ckpt.layouts.smp.parts import Parts
 from xla_ckpt.layouts.smp.scan import open_directory, scan
 from xla_ckpt.layouts.smp.tags import SmpTag
@@ -40,6 +42,8 @@ def verify_smp(store: Store, found: SmpTag, codec: ValueCodec, workers: int = RE
     with closing(directory):
         if found.directory and not found.complete:
             report.problems.append(CorruptCheckpointError("its save did not end: neither newest nor a file says so"))
+        with contextlib.suppress(CorruptCheckpointError):  # of two saves: what is read below tells so
+            found = less_others(directory, found)
         parts = Parts(directory, found.files, codec)
         check_zips(report, directory, found.files, workers)
         damaged = {problem.file for problem in report.problems}
