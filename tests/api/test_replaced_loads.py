@@ -26,8 +26,15 @@ def by_stock(root: Path, value: float) -> None:
     stock.save({"w": torch.full((4,), value)}, checkpoint_id=root / "a")
 
 
+def as_parts(root: Path, value: float) -> None:
+    """A directory of SageMaker model parallel's, which says nothing of its own of when it was written."""
+    (root / "a").mkdir()
+    for tp in range(2):
+        torch.save({"w": torch.full((2,), value), "_smp_is_partial": True}, root / "a" / f"model_0_{tp}.pt")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
-@pytest.mark.parametrize("save", [native, by_stock])
+@pytest.mark.parametrize("save", [native, by_stock, as_parts])
 def test_all_ranks_refuse_two_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, float], None]
 ) -> None:
