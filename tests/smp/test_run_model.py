@@ -353,6 +353,11 @@ def goes_on_after_too_few(rank: int) -> bool:
         with pytest.raises(smp.TooFewRanksError):
             model.state_dict()
     smp.barrier()
+    for late in (1, 0):  # the other way about: who decides for the others comes last
+        if smp.dp_rank() == late:
+            with pytest.raises(smp.TooFewRanksError):
+                model.state_dict()
+        smp.barrier()
     full = model.state_dict(gather_to_rank0=False)
     smp.barrier()
     return bool(full)
