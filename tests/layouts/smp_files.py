@@ -96,6 +96,20 @@ def toy_content(mesh: Mesh, pp: int, tp: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def described_content(mesh: Mesh, pp: int, tp: int) -> dict[str, Any]:
+    """The same with what this library adds: how parameters are split, and which name a number stands for."""
+    mine = names_of(mesh, mesh.rank({"pp": pp, "tp": tp}))
+    specs = {
+        name: None if dim is None else (*(None,) * dim, ("tp", stride) if stride > 1 else "tp")
+        for name, (_, dim, stride) in WHOLE.items() if name in mine
+    }  # fmt: skip
+    optimizer = toy_optimizer(mesh, pp, tp, cut=tp_part)
+    for group in optimizer["param_groups"]:
+        group["param_names"] = [ORDER[n] for n in group["params"]]
+    ours = {"specs": specs, "shapes": {name: WHOLE[name][0] for name in mine}}
+    return {"model": toy_model(mesh, pp, tp, cut=tp_part, xla_ckpt=ours), "optimizer": optimizer, "epoch": 3}
+
+
 def write_tag(root: Path, tag: str, mesh: Mesh, *, ended: bool = True, user_content: Any = None) -> Path:
     """What `smp.save_checkpoint(root, tag)` leaves."""
     folder = root / f"{tag}_partial"

@@ -227,6 +227,35 @@ def test_without_tp_no_model_is_needed(tmp_path: Path) -> None:
     job.check(tmp_path / "native")
 
 
+def test_tied_parameters(tmp_path: Path) -> None:
+    """A state dict has a shared parameter under each of its names, the optimizer has it once."""
+
+    def tied() -> tuple[torch.nn.Module, torch.optim.AdamW]:
+        net = torch.nn.Module()
+        net.embed, net.norm, net.head = torch.nn.Embedding(4, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 4, False)
+        net.head.weight = net.embed.weight
+        return net, torch.optim.AdamW(net.parameters(), lr=0.25)
+
+    net, optimizer = tied()
+    net.head(net.norm(net.embed(torch.arange(4)))).square().sum().backward()
+    optimizer.step()
+    for tp in range(2):
+        model: dict[str, Any] = {n: v.chunk(2)[tp] if v.dim() > 1 else v for n, v in net.state_dict().items()}
+        model |= {"_smp_is_partial": True, "_smp_load_info": load_info(1, 2)}
+        state: dict[int, Any] = {
+            n: {k: v.chunk(2)[tp].clone() if v.dim() > 1 else v for k, v in members.items()}
+            for n, members in optimizer.state_dict()["state"].items()
+        }
+        state |= {1: {}, 2: {}} if tp else {}
+        groups = optimizer.state_dict()["param_groups"]
+        torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / f"c_0_{tp}.pt")
+    other, its = tied()
+    xla_ckpt.load_checkpoint(tmp_path / "c", model=other, optimizer=its)
+    assert all(torch.equal(v, other.state_dict()[n]) for n, v in net.state_dict().items())
+    for number, members in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(v, its.state_dict()["state"][number][k]) for k, v in members.items()), number
+
+
 # Half precision.
 
 
@@ -397,10 +426,54 @@ def test_several_models(tmp_path: Path) -> None:
     job.check(job.write(tmp_path / "d", content), optimizer=False)
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+def test_other_groups_and_another_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """States belong to names: what the program's order does not tell, the stored model's order and its shapes do."""
     job = Job()
     job.write(tmp_path / "c")
     net, _ = trained(1, seed=1)
+    one = torch.optim.AdamW(net.parameters())
+    with pytest.raises(IncompatibleCheckpointError, match="unites stored groups"):
+        xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=one)
+    by_name = dict(net.named_parameters())
+    back = torch.optim.AdamW(
+        [{"params": [by_name[n] for n in reversed(WIDE)]}, {"params": [by_name[n] for n in ORDER if n not in WIDE]}]
+    )
+    xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=back)
+    for number, name in enumerate(ORDER):
+        wanted = job.states["state"][number]["exp_avg"]
+        assert torch.equal(back.state[by_name[name]]["exp_avg"], wanted), name
+    assert "the program's counts" not in caplog.text
+
+
+def test_an_order_that_fits_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Then the program is taken at its word, and the log says so."""
+    weights = {"a": torch.ones(3), "b": torch.ones(3)}
+    state = {n: {"step": torch.tensor(1.0), "exp_avg": torch.full((3,), float(n))} for n in (0, 1)}
+    group = {"lr": 0.25, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "params": [0, 1]}
+    marked = {**weights, "_smp_is_partial": True, "_smp_load_info": load_info(1, 1)}
+    for members in state.values():
+        members["exp_avg_sq"] = torch.ones(3)
+    torch.save({"model": marked, "optimizer": {"state": state, "param_groups": [group]}}, tmp_path / "c_0_0.pt")
+    net = torch.nn.Module()
+    net.a, net.b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = torch.optim.AdamW([net.b, net.a])
+    xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=optimizer)
+    assert "number 0 of the stored optimizer is b by the order of this program's optimizer, and a by" in caplog.text
+    assert optimizer.state[net.b]["exp_avg"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    job = Job(1, 2)
+
+    def content(job: Job, pp: int, tp: int) -> Any:
+        """A parameter that has never had a gradient has no state, so that nothing but the program names the numbers."""
+        optimizer = job.optimizer_state(pp, tp)
+        optimizer["state"].pop(1)
+        return {"model": job.model(pp, tp), "optimizer": optimizer}
+
+    job.write(tmp_path / "c", content)
+    net, optimizer = trained(1, seed=1)
+    xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=optimizer)
     other = torch.optim.AdamW(net.parameters())
     with pytest.raises(IncompatibleCheckpointError, match="its groups are not those of this optimizer"):
         xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=other)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.smp_files import GENERATIONS, write_set, write_tag
+from tests.layouts.smp_files import GENERATIONS, toy_content, write_set, write_tag
 from tests.layouts.writing import toy
 from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError
 from xla_ckpt.layouts.smp.tags import find_tag, listed_sets, part_of
+from xla_ckpt.storage.base import write_small
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
 
 
@@ -44,6 +47,37 @@ def test_each_generation_loads_by_its_prefix(generation: str, tmp_path: Path) ->
     assert not xla_ckpt.has_checkpoint(tmp_path / "other.pt")
     with pytest.raises(NoCheckpointError):
         xla_ckpt.load_checkpoint(tmp_path / "other.pt", model={})
+
+
+def test_numbers_that_count_all_ranks(tmp_path: Path) -> None:
+    """``{f}_{mp_rank}`` of a job with tp, as a program may name its files itself: mp counts tp innermost."""
+    for pp in range(2):
+        for tp in range(2):
+            torch.save(toy_content(Mesh(pp=2, tp=2), pp, tp), tmp_path / f"c.pt_{2 * pp + tp}")
+    loads(tmp_path / "c.pt")
+    (tmp_path / "c.pt_3").unlink()
+    with pytest.raises(CorruptCheckpointError, match="1 of 4 parts are missing") as refused:
+        xla_ckpt.load_checkpoint(tmp_path / "c.pt", model={})
+    assert refused.value.file == "c.pt_3"
+
+
+def test_a_store_in_memory(tmp_path: Path) -> None:
+    store = store_at(f"memory://{tmp_path.name}")
+    store.prepare()
+    with closing(store.open("")) as directory:
+        for file in write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "documents"):
+            write_small(directory, file.name, file.read_bytes())
+    loads(f"memory://{tmp_path.name}/c.pt")
+    assert xla_ckpt.verify(f"memory://{tmp_path.name}/c.pt").ok
+
+
+def test_the_part_of_one_rank_by_its_own_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is a file like any other. What it holds is not the whole, and the log says so."""
+    write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "documents")
+    tree = xla_ckpt.restore(tmp_path / "c.pt_1_0").tree
+    assert "layers.1.norm.weight" in tree["model"]
+    assert not [name for name in tree["model"] if name.startswith("_smp")]
+    assert "c.pt_1_0 is the part of one rank of a job" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["run+1", "run(1)", "a[0]", "run.*", "back\\slash", "ünï"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,38 @@ def test_jobs_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert error.found == "a job of pp 2, tp 2; a job of pp 2, tp 4"
 
 
+def test_an_optimizer_of_fewer_ranks_than_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a description of the job the names of one set tell of another."""
+    folder = write_tag(tmp_path, "t", PP2TP2)
+    (folder / "smp_config.pt").unlink()
+    for file in folder.glob("model_*"):
+        held = torch.load(file, weights_only=False)
+        del held["_smp_load_info"]
+        torch.save(held, file)
+    for file in folder.glob("optimizer_states_*_1.pt"):
+        file.unlink()
+    error = refused(monkeypatch, folder, CorruptCheckpointError, "ranks tp > 0 never saved")
+    assert error.file == "optimizer_states_0_1.pt"
+
+
+def test_a_directory_of_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "t_partial"
+    folder.mkdir()
+    torch.save({"overflow": False}, folder / "fp16_states_0_0.pt")
+    refused(monkeypatch, folder, CorruptCheckpointError, "there is neither a model nor an optimizer")
+
+
+@pytest.mark.parametrize("degrees", [(0, 1), (None, 2), ("2", 2), (2, -1), (10**12, 10**12)])
+def test_a_job_that_there_cannot_be(degrees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def content(pp: int, tp: int) -> Mapping[str, Any]:
+        held = other_content(pp, tp)
+        held["model_state_dict"]["_smp_load_info"] = load_info(*degrees)
+        return held
+
+    write_set(tmp_path / "c.pt", PP2TP2, "1.12", content)
+    refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, "a job that there cannot be|make no grid")
+
+
 def test_another_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tag(tmp_path, "t", PP2TP2)
     torch.save({"tensor_parallel_degree": 4, "pipeline_parallel_degree": 1}, folder / "smp_config.pt")
@@ -292,6 +325,32 @@ def test_a_part_that_is_cut_off(size: int, tmp_path: Path, monkeypatch: pytest.M
     files[3].write_bytes(files[3].read_bytes()[:size])
     assert refused(monkeypatch, tmp_path / "c.pt", CorruptCheckpointError, "zip|cut off").file == files[3].name
     assert not xla_ckpt.verify(tmp_path / "c.pt").ok
+
+
+def test_bytes_that_change_anywhere(tmp_path: Path) -> None:
+    """A load gives what was saved, or raises an error of this library's."""
+    model = {"w": torch.arange(6.0).reshape(2, 3), "_smp_is_partial": True, "_smp_load_info": load_info(1, 2)}
+    for tp in range(2):
+        torch.save({"model": model, "epoch": 3}, tmp_path / f"c.pt_0_{tp}")
+    file, sound = tmp_path / "c.pt_0_1", (tmp_path / "c.pt_0_1").read_bytes()
+    chance = random.Random(0)
+    outcomes = {"refused": 0, "loaded": 0}
+    for _ in range(300):
+        data = bytearray(sound)
+        for _ in range(chance.choice((1, 1, 4))):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        file.write_bytes(data if chance.random() < 0.9 else data[: chance.randrange(len(data))])
+        net = {"w": torch.zeros(2, 3)}
+        try:
+            found = xla_ckpt.load_checkpoint(tmp_path / "c.pt", model=net, shardings=[("w", None)])
+        except CheckpointError:
+            outcomes["refused"] += 1
+            assert not net["w"].any()
+        else:
+            outcomes["loaded"] += 1
+            assert torch.equal(net["w"], model["w"])
+            assert found.user_content == {"epoch": 3}
+    assert min(outcomes.values()) > 20, outcomes
 
 
 def test_a_part_of_the_old_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.layouts.smp_files import load_info, toy_model, toy_optimizer, write_set, write_tag
+from tests.layouts.smp_files import ORDER, described_content, load_info, toy_model, toy_optimizer, write_set, write_tag
 from tests.layouts.writing import as_job, toy
-from tests.topology.state import GROUPS, WHOLE, differences, known, names_of, tp_part
+from tests.topology.state import GROUPS, WHOLE, differences, known
 from xla_ckpt import Mesh
 
 SOURCES = [Mesh(pp=2, tp=2), Mesh(tp=4), Mesh(pp=4), Mesh(tp=3), Mesh(pp=3, tp=2), Mesh()]
@@ -46,21 +46,14 @@ def test_a_directory_loads_on_any_topology(tmp_path: Path, monkeypatch: pytest.M
 def shares(mesh: Mesh, pp: int, tp: int, rdp: int, ranks: int) -> dict[str, Any]:
     """With sharded state each rank of an rdp group has that of some parameters."""
     held = toy_optimizer(mesh, pp, tp, keep=lambda number: number % ranks == rdp)
-    names = ordered_names()
     for group in held["param_groups"]:
-        group["param_names"] = [names[n] for n in group["params"]]
+        group["param_names"] = [ORDER[n] for n in group["params"]]
     # Without the exchange that empties it, each tp rank has all states of what is not split.
     held["state"] |= {
         n: toy_optimizer(mesh, pp, 0)["state"][n]
         for n, members in held["state"].items() if not members
     }  # fmt: skip
     return held
-
-
-def ordered_names() -> list[str]:
-    return [n for n in WHOLE if "norm" not in n and "scale" not in n] + [
-        n for n in WHOLE if "norm" in n or "scale" in n
-    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -92,25 +85,7 @@ def test_sharded_states_in_files_of_each_rank(tmp_path: Path, monkeypatch: pytes
 def test_names_and_splits_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this library adds to SMP's dicts: then no model is needed to read them."""
     mesh = Mesh(pp=2, tp=4)  # ten rows over four ranks are padded
-    specs = {
-        name: None if dim is None else (*(None,) * dim, ("tp", stride) if stride > 1 else "tp")
-        for name, (_, dim, stride) in WHOLE.items()
-    }
-    shapes = {name: shape for name, (shape, _, _) in WHOLE.items()}
-    ours = {"xla_ckpt": {"specs": specs, "shapes": shapes}}
-    names = ordered_names()
-
-    def content(pp: int, tp: int) -> Mapping[str, Any]:
-        optimizer = toy_optimizer(mesh, pp, tp, cut=tp_part)
-        for group in optimizer["param_groups"]:
-            group["param_names"] = [names[n] for n in group["params"]]
-        model = toy_model(mesh, pp, tp, cut=tp_part)
-        mine = set(names_of(mesh, mesh.rank({"pp": pp, "tp": tp})))
-        of_stage = {"specs": {n: s for n, s in specs.items() if n in mine}, "shapes": shapes}
-        model["_smp_load_info"] = load_info(2, 4, xla_ckpt=of_stage) if pp else load_info(2, 4, **ours)
-        return {"model": model, "optimizer": optimizer, "epoch": 3}
-
-    write_set(tmp_path / "c.pt", mesh, "documents", content)
+    write_set(tmp_path / "c.pt", mesh, "documents", lambda pp, tp: described_content(mesh, pp, tp))
     tree = xla_ckpt.restore(tmp_path / "c.pt").tree
     for name in WHOLE:
         assert tuple(tree["model"][name].shape) == WHOLE[name][0]
@@ -131,7 +106,7 @@ def test_converted_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     assert report.layout == "xser"
     loads_anywhere(monkeypatch, tmp_path / "x", TARGETS[:2])
-    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="it cannot be told how its states were split"):
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="nothing says what the whole is"):
         xla_ckpt.convert(tmp_path / "c.pt", tmp_path / "y")
     assert not (tmp_path / "y").exists() or xla_ckpt.list_tags(tmp_path / "y") == []
 

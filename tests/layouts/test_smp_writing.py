@@ -14,6 +14,7 @@ from tests import xla
 from tests.layouts.writing import as_job, as_kwargs, names, save_as_job, toy, unlike
 from tests.topology.state import GROUPS, differences, known, names_of, tp_part, whole, zero1_part
 from xla_ckpt import Mesh
+from xla_ckpt.state.wrappers import View
 
 OURS = {"manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
 NUMBERS = {  # of the whole model, group by group: those that decay come first
@@ -312,6 +313,26 @@ def test_what_the_program_says_of_its_job_is_in_its_files(tmp_path: Path, monkey
     assert {name: masters[name] for name in scaler} == scaler
     assert masters["first_closure_call_this_step"] is True
     assert xla_ckpt.restore(tmp_path, "a").tree["extras"] == extras
+
+
+def test_the_modules_of_a_wrapped_model_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has the whole model, and saves what it owns of it, as `neuron_compat.smp` does."""
+    last = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.ReLU())
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), last)
+    entries = dict(model.named_parameters())
+
+    def owned(rank: int) -> dict[str, Any]:
+        mine = {name: value for name, value in entries.items() if name.startswith("0") == (rank == 0)}
+        return {"model": View(mine, parameters=list(mine.items()), parts=[model], put=lambda _: None)}
+
+    save_as_job(monkeypatch, Mesh(pp=2), tmp_path, "a", owned, layout="smp")
+    info = read(tmp_path / "a", "model_1_0.pt")["_smp_load_info"]["partition_info"]
+    assert {name.removeprefix("main/module/module/"): at for name, at in info.items() if name.count("/") > 2} == {
+        "0": 0, "1": 0, "2": 1, "2/0": 1, "2/1": 1,
+    }  # fmt: skip
+    xla_ckpt.save_checkpoint(tmp_path, "b", {"other.w": torch.ones(1)}, layout="smp")
+    info = read(tmp_path / "b", "model_0_0.pt")["_smp_load_info"]["partition_info"]
+    assert list(info) == ["main", "main/module", "main/module/module", "main/module/module/other"]
 
 
 def test_optimizers_without_names_keep_their_numbers(tmp_path: Path) -> None:

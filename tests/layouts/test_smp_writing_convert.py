@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -276,3 +277,24 @@ def test_half_precision_keeps_its_masters_and_its_scaler(tmp_path: Path) -> None
         tree = xla_ckpt.restore(path).tree
         assert torch.equal(tree["optimizer"]["master"]["a"], masters[0]), path
         assert tree["extras"]["fp16_states"] == scaler
+
+
+def test_it_takes_no_more_memory_than_it_is_given(tmp_path: Path) -> None:
+    """Sixteen arrays of 1 MiB, in files that hold all of them."""
+    weights = {f"layers.{n}.w": torch.full((256, 1024), float(n)) for n in range(16)}
+    xla_ckpt.save_checkpoint(tmp_path, "a", weights)
+    rules = [("w", ("tp", None))]
+    peaks = {}
+    for name, limit in (("narrow", 1 << 20), ("wide", 64 << 20)):
+        tracemalloc.start()
+        try:
+            xla_ckpt.convert(
+                tmp_path, tmp_path / name, "a", to="smp", mesh="pp=2,tp=2", shardings=rules,
+                pipeline_cuts=["layers.7"], max_memory=limit, num_workers=1,
+            )  # fmt: skip
+            peaks[name] = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert peaks["narrow"] < 3 << 20 < 4 << 20 < peaks["wide"], "a file has 4 MiB, and was in memory"
+    held = read(tmp_path / "narrow/a", "model_1_1.pt")
+    assert [int(held[f"layers.{n}.w"].mean()) for n in range(8, 16)] == [*range(8, 16)]

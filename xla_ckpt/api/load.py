@@ -80,9 +80,11 @@ def load_checkpoint(
     that would be overwritten in place.
 
     Args:
-        path: Root directory; one that neuronx-distributed, optimum-neuron or torch.distributed.checkpoint wrote to will
-            do, too (docs/from-nxd.md, docs/from-dcp.md). Without a tag it may be the path of a directory of the
-            latter's itself, its `checkpoint_id`; or of a file that torch.save wrote (docs/torch-files.md).
+        path: Root directory; one that neuronx-distributed, optimum-neuron, torch.distributed.checkpoint or SageMaker
+            model parallel wrote to will do, too (docs/from-nxd.md, docs/from-dcp.md). Without a tag it may be the path
+            of a directory of DCP's itself, its `checkpoint_id`; of a file that torch.save wrote (docs/torch-files.md);
+            or what a program gave to ``smp.save``, which names all parts: ``checkpoint.pt`` for ``checkpoint.pt_0_0``
+            and its peers (``checkpoint.pt_*`` if there is a full file of that name, too).
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
             and the newest good one is taken instead.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
@@ -145,7 +147,8 @@ def restore(
     """Restore a tag, or a part of it, as a new tree. Nothing that exists is changed.
 
     Args:
-        path: Root directory; or, as for `load_checkpoint`, a directory of DCP's itself, or a file of torch.save.
+        path: Root directory; or, as for `load_checkpoint`, a directory of DCP's itself, a file of torch.save, or the
+            name of a set of SageMaker model parallel's files.
         tag: Which checkpoint; None takes the newest good one.
         like: A tree whose arrays (or `ArraySpec`, `jax.ShapeDtypeStruct`) say what the arrays become: same kind,
             device and layout. It may name a part of what is stored: ``{"model": {"w": spec}}`` reads only ``w``. Its

@@ -14,7 +14,7 @@ def list_tags(path: PathLike) -> list[str]:
     """Names of the committed tags in `path`, oldest commit first (by commit sequence, never by time stamps).
 
     Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
-    stamps; optimum-neuron's: by the numbers in their names).
+    stamps; optimum-neuron's: by the numbers in their names; SageMaker model parallel's: as its file `newest` says).
 
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)
@@ -30,7 +30,7 @@ def latest_tag(path: PathLike) -> str | None:
 
 def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
     """The root directory and the tag that a caller means, who may name a directory of DCP's or Hugging Face's itself,
-    or a file of torch.save.
+    a file of torch.save, or a set of SageMaker model parallel's files.
 
     The tag stays None where the newest is meant.
     """
@@ -54,7 +54,11 @@ def chosen_tag(store: Store, tag: str | None) -> str:
 
 
 def has_checkpoint(path: PathLike) -> bool:
-    """Whether `path` holds a committed tag, or is what a load takes itself: DCP's, Hugging Face's, a file (``.pt``)."""
+    """Whether `path` holds a committed tag, or is what a load takes itself: DCP's, Hugging Face's, a file (``.pt``).
+
+    Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
+    nobody begins anew over the others.
+    """
     return located(path, None)[1] is not None or bool(list_tags(path))
 
 

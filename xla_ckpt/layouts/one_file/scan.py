@@ -13,6 +13,7 @@ from xla_ckpt.layouts.dcp import strided
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import members_of
 from xla_ckpt.layouts.one_file.objects import Objects, StoredObject, Walk
+from xla_ckpt.layouts.smp.marks import job_of_part
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import Hints
@@ -54,6 +55,13 @@ def _scan(directory: SavedFiles, file: str, hints: Hints, codec: ValueCodec) -> 
         directory.storages[file] = archive.storages()
         walk = Walk(Objects(directory, file, archive.pickled), codec, _Records().of)
         tree = walk.visit(archive.value(strided=True, tolerant=True), ())
+    if (job := job_of_part(tree)) is not None:
+        logger.warning(
+            "%s is the part of one rank of a job of SageMaker model parallel, of pp %d and tp %d: the name without the "
+            "numbers at its end is that of all parts together",
+            file,
+            *job,
+        )
     members = members_of(tree, hints, _is_array, _shape_of_numbers)
     if members.guessed:
         logger.warning(

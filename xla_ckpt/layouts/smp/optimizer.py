@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.names import names_of_stage
 from xla_ckpt.layouts.nxd.optimizer import NAMELESS
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
@@ -26,6 +28,8 @@ from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers import only_names
 from xla_ckpt.tree import schema
+
+logger = logging.getLogger(__name__)
 
 _FLAT = UnknownArray(
     problem="the stored optimizer has its states as pieces of SMP's flat buffers (shard_optimizer_state), and where a "
@@ -113,28 +117,46 @@ def optimizers(scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged,
 
 
 def _names(united: Mapping[At, Share], model: Merged, wanted: Hints) -> dict[int, str] | None:
-    """The name of each number on tp rank 0; None if nobody can tell."""
+    """The name of each number on tp rank 0; None if nobody can tell.
+
+    Names in the files count first, then the order of the program's optimizer. Where that does not fit, because its
+    parameters come in another order or are those of one pipeline stage, order and shapes of the stored model may tell.
+
+    Raises:
+        IncompatibleCheckpointError: The program's optimizer has other parameters, and nothing else names them.
+    """
     groups = united[At()].groups
     stored = [number for numbers in numbers_of(groups) for number in numbers]
-    told = all(len(group.get(NAMES) or ()) == len(group[schema.PARAMS]) for group in groups)
-    theirs = None if wanted.groups is None else sum(map(len, wanted.groups))
-    if not told and theirs != len(stored):
-        # The program does not have all parameters of the job, as a rank of a pipeline has not, or says nothing.
-        found = _guessed(united, model)
-        if found is not None and set(found) == set(stored):
-            return found
-        if theirs is None:
-            return None
-    shapes = {number: largest(_state(united, number)) for number in stored}
-    named = names_of_stage(
-        groups,
-        ordinary=len(groups),
-        wanted=wanted,
-        model=model.stage.copies or None,
-        shapes=shapes,
-        is_expert=lambda _: False,
-    )
-    return None if named is None or not all(isinstance(name, str) for name in named.values()) else named
+    if all(len(group.get(NAMES) or ()) == len(group[schema.PARAMS]) for group in groups):
+        return {n: str(name) for group in groups for n, name in zip(group[schema.PARAMS], group[NAMES], strict=True)}
+    guessed = _guessed(united, model)
+    if guessed is not None and set(guessed) != set(stored):
+        guessed = None
+    if wanted.groups is None:
+        return guessed
+    try:
+        named = names_of_stage(
+            groups,
+            ordinary=len(groups),
+            wanted=wanted,
+            model=model.stage.copies or None,
+            shapes={number: largest(_state(united, number)) for number in stored},
+            is_expert=lambda _: False,
+        )
+    except IncompatibleCheckpointError:
+        if guessed is None:
+            raise
+        return guessed
+    if guessed is not None and named != guessed and wanted.rank == 0:
+        number = next(n for n in stored if (named or {}).get(n) != guessed[n])
+        logger.warning(
+            "number %d of the stored optimizer is %s by the order of this program's optimizer, and %s by that of the "
+            "stored model: the program's counts",
+            number,
+            (named or {}).get(number),
+            guessed[number],
+        )
+    return named
 
 
 def _state(united: Mapping[At, Share], number: int) -> Any:
@@ -153,7 +175,8 @@ def _guessed(united: Mapping[At, Share], model: Merged) -> dict[int, str] | None
         numbers = [[n for n in group if n in share.state] for group in numbers_of(share.groups)]
         shapes = {n: largest(share.state[n]) for group in numbers for n in group}
         held = _parameters(model, at.pp)
-        for names in (held, {name: shape for name, shape in held.items() if not name.endswith(_BUFFERS)}):
+        stepped = {name: shape for name, shape in held.items() if shape in shapes.values()}
+        for names in (held, stepped, {n: shape for n, shape in stepped.items() if not n.endswith(_BUFFERS)}):
             named = only_names(numbers, shapes, names)
             if named is not None:
                 break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from itertools import product
 from typing import Any
@@ -13,7 +13,7 @@ from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor, listed
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import Objects, Walk
 from xla_ckpt.layouts.smp.sidecar import MAX_BYTES, Save, directory_digest, matching, name_of, parse
-from xla_ckpt.layouts.smp.tags import FileSet, Numbers
+from xla_ckpt.layouts.smp.tags import FileSet
 from xla_ckpt.layouts.torch_save.restricted_pickle import attributes
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import UnknownArray
@@ -139,27 +139,33 @@ Degrees = tuple[int, int]
 """(pipeline-parallel, tensor-parallel) ranks of a job."""
 
 
-def placed(files: FileSet, trees: Mapping[Numbers, Any], degrees: Degrees | None) -> dict[At, Any]:
-    """What the parts hold, by the rank that wrote each.
+def placed(files: FileSet, degrees: Degrees | None) -> dict[At, str]:
+    """The parts, by the rank that wrote each.
 
     Args:
         files: The set.
-        trees: What they hold, by the numbers in their names.
         degrees: Ranks of the job, if anything says how many there were.
 
     Raises:
         CorruptCheckpointError: Parts are missing, or the files say that there were fewer ranks than have parts.
     """
     pp, tp = degrees or (1, 1)
-    count = len(next(iter(trees)))
+    parts = files.parts()
+    count = len(next(iter(parts)))
     # Names with one number count all model-parallel ranks. In the versions that wrote them there was no tp.
-    by_mp = count == 1 and tp > 1 and len(trees) > pp
-    found: dict[At, Any] = {}
-    for numbers, tree in sorted(trees.items()):
+    by_mp = count == 1 and tp > 1 and len(parts) > pp
+    found: dict[At, str] = {}
+    for numbers, file in sorted(parts.items()):
         stage, *rest = divmod(numbers[0], tp) if by_mp else numbers
-        found[At(pp=stage, tp=rest[0] if rest else 0, dp=rest[1] if len(rest) > 1 else 0)] = tree
+        found[At(pp=stage, tp=rest[0] if rest else 0, dp=rest[1] if len(rest) > 1 else 0)] = file
     _check_grid(files, found, degrees, lambda at: _part(files, at, tp if by_mp else 0))
     return found
+
+
+def degrees_in(sets: Iterable[FileSet]) -> Degrees | None:
+    """The degrees of the job as far as names of parts tell, of several sets that one job wrote; None if none does."""
+    numbers = [n for held in sets for form in held.forms.values() for n in form if len(n) > 1]
+    return (1 + max(n[0] for n in numbers), 1 + max(n[1] for n in numbers)) if numbers else None
 
 
 def _part(files: FileSet, at: At, by_mp: int) -> str:

@@ -14,10 +14,10 @@ from xla_ckpt.layouts.nxd.rank_files import At, Scan
 from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
 from xla_ckpt.layouts.smp import contents
 from xla_ckpt.layouts.smp.contents import INNER, MASTERS
-from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, ZERO_2D
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
 from xla_ckpt.layouts.smp.one_save import less_others
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
-from xla_ckpt.layouts.smp.parts import Degrees, Parts, placed, two_saves
+from xla_ckpt.layouts.smp.parts import Degrees, Parts, degrees_in, placed, two_saves
 from xla_ckpt.layouts.smp.stage import OURS, SmpState, known, merged
 from xla_ckpt.layouts.smp.tags import CONFIG, FP16, MODEL, OPTIMIZERS, SCHEDULER, USER_CONTENT, SmpTag
 from xla_ckpt.manifest.records import Manifest, UnknownArray
@@ -28,8 +28,6 @@ from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import ValueCodec
 
 logger = logging.getLogger(__name__)
-
-_PP, _TP = "pipeline_parallel_degree", "tensor_parallel_degree"
 
 _COUNTER = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re.IGNORECASE)
 """Names of numbers that all ranks count alike."""
@@ -96,49 +94,34 @@ class _Held:
 def _of_set(parts: Parts, found: SmpTag, wanted: Hints) -> _Held:
     """A set that a program named: each part is a dict with the program's own keys."""
     files = found.sets[""]
-    trees = {numbers: _dict(parts, file) for numbers, file in files.parts().items()}
-    first = trees[min(trees)]
-    where = contents.where_is(first, wanted)
-    models = {n: tree if where.model is None else _model_in(tree, where.model) for n, tree in trees.items()}
-    held = _Held(degrees_of([tree.get(LOAD_INFO) for tree in models.values()]))
-    ranks = placed(files, trees, held.degrees)
-    at_of = {id(tree): at for at, tree in ranks.items()}
-    names = {at_of[id(trees[numbers])]: file for numbers, file in files.parts().items()}
+    trees = {file: _dict(parts, file) for _, file in sorted(files.parts().items())}
+    where = contents.where_is(next(iter(trees.values())), wanted)
+    held = _Held(
+        degrees_of([contents.at(tree, where.model or (), file).get(LOAD_INFO) for file, tree in trees.items()])
+    )
+    ranks = placed(files, held.degrees)
 
     def member(path: contents.Path | None) -> dict[At, Mapping[Any, Any]]:
-        if path is None:
-            return {}
-        return {at: contents.at(tree, path, names[at]) for at, tree in ranks.items()}
+        return {} if path is None else {at: contents.at(trees[file], path, file) for at, file in ranks.items()}
 
     held.models = {at: tree for at, tree in member(where.model).items() if not at.dp}
     held.optimizers = member(where.optimizer)
     held.scheduler = member(where.scheduler)
-    held.rest = {at: contents.without(tree, where.paths) for at, tree in ranks.items() if () not in where.paths}
+    if () not in where.paths:
+        held.rest = {at: contents.without(trees[file], where.paths) for at, file in ranks.items()}
     return held
-
-
-def _model_in(tree: Mapping[Any, Any], path: contents.Path) -> Mapping[Any, Any]:
-    for key in path:
-        below = tree.get(key)
-        if not isinstance(below, Mapping):
-            return {}  # `contents.at` tells
-        tree = below
-    return tree
 
 
 def _of_directory(parts: Parts, found: SmpTag) -> _Held:
     """A directory of `save_checkpoint`: a set for each part of the state."""
-    trees = {
-        kind: {numbers: _dict(parts, file) for numbers, file in held.parts().items()}
-        for kind, held in found.sets.items()
-    }
+    trees = {kind: {file: _dict(parts, file) for file in held.parts().values()} for kind, held in found.sets.items()}
     config = parts.tree(CONFIG) if CONFIG in found.others else None
-    models = trees.get(MODEL, {})
-    infos = [tree.get(LOAD_INFO) for tree in models.values()]
-    if isinstance(config, Mapping) and {_PP, _TP} <= config.keys():
-        infos.append(config)
-    held = _Held(degrees_of(infos))
-    grids = {kind: placed(found.sets[kind], trees[kind], held.degrees) for kind in trees}
+    infos = [config, *(tree.get(LOAD_INFO) for tree in trees.get(MODEL, {}).values())]
+    held = _Held(degrees_of(infos) or degrees_in(found.sets.values()))
+    grids = {
+        kind: {at: trees[kind][file] for at, file in placed(held_, held.degrees).items()}
+        for kind, held_ in found.sets.items()
+    }
     held.models = {at: tree for at, tree in grids.get(MODEL, {}).items() if not at.dp}
     states = {at: tree for kind in OPTIMIZERS for at, tree in grids.get(kind, {}).items()}
     fp16 = grids.get(FP16, {})
@@ -169,9 +152,14 @@ def degrees_of(infos: list[Any]) -> Degrees | None:
     """The degrees of the job, as its files say; None if none does.
 
     Raises:
-        CorruptCheckpointError: They contradict each other.
+        CorruptCheckpointError: They contradict each other, or are no numbers of ranks.
     """
-    said = {(int(i.get(_PP, 1)), int(i.get(_TP, 1))) for i in infos if isinstance(i, Mapping) and {_PP, _TP} & i.keys()}
+    said = {(i.get(PP, 1), i.get(TP, 1)) for i in infos if isinstance(i, Mapping) and {PP, TP} & i.keys()}
+    wrong = next((pair for pair in said if any(type(n) is not int or n < 1 for n in pair)), None)
+    if wrong is not None:
+        raise CorruptCheckpointError(
+            "the files describe a job that there cannot be", found=f"pp {wrong[0]}, tp {wrong[1]}"
+        )
     if len(said) > 1:
         raise two_saves("; ".join(f"a job of pp {pp}, tp {tp}" for pp, tp in sorted(said)))
     return next(iter(said), None)
@@ -179,6 +167,8 @@ def degrees_of(infos: list[Any]) -> Degrees | None:
 
 def _content(files: Scan, held: _Held, wanted: Hints) -> Content:
     ranks = [*held.models, *held.optimizers, *held.rest]
+    if not ranks:
+        raise CorruptCheckpointError("there is neither a model nor an optimizer")
     pp, tp, dp = (1 + max(getattr(at, axis) for at in ranks) for axis in ("pp", "tp", "dp"))
     model = merged(files, held.models, wanted)
     # Also for a model alone: the optimizer's state shows which parameters are split, and whether the parts are of one

@@ -112,7 +112,7 @@ def known(model: Merged, infos: list[Mapping[Any, Any]], tp: int, whole: frozens
         ours = info.get(OURS)
         if isinstance(ours, Mapping):
             specs |= {str(k): v for k, v in _mapping(ours.get(SPECS)).items()}
-            shapes |= {str(k): tuple(v) for k, v in _mapping(ours.get(SHAPES)).items()}
+            shapes |= {str(k): tuple(v) for k, v in _mapping(ours.get(SHAPES)).items() if isinstance(v, list | tuple)}
     made: dict[str, ArrayHint] = {name: wanted.hint(name) for name in wanted.arrays}
     nothing = ArrayHint()
     for name, copies in model.stage.copies.items():
@@ -123,8 +123,9 @@ def known(model: Merged, infos: list[Mapping[Any, Any]], tp: int, whole: frozens
             made[name] = _told(hint, Sharding())
         else:
             made[name] = _inferred(hint, copies, tp)
-        # By what it has no name of, a rank of a pipeline knows parameters of other stages, whose states it passes over.
         if made[name] == nothing:
+            # It is a parameter of another pipeline stage than that of the program. With a hint its state would be
+            # wanted, too, and refused because nothing says how it was split.
             del made[name]
     return replace(wanted, arrays=made, rules=())
 

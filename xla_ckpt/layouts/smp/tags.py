@@ -41,6 +41,10 @@ MAX_NEWEST = 1 << 20
 _WITH_NUMBERS = {count: re.compile("(.+)" + count * r"_(\d{1,9})") for count in (1, 2, 3)}
 """The name of a part with so many numbers in it."""
 
+_FORMS = ((3, ".pt"), (2, ".pt"), (3, ""), (2, ""), (1, ""))
+"""The forms that versions of SMP have written: how many numbers, and what stands behind them. No version wrote one
+number with ``.pt``, which is how other programs number their files."""
+
 _OF_TAG = re.compile(r"(model|optimizer_states|fp16_states|optimizer)_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?\.pt")
 """A file in a directory of `save_checkpoint`. Those of sharded data parallelism have one number only."""
 
@@ -190,7 +194,8 @@ def complete_tags(store: Store) -> list[SmpTag]:
     """
     names = names_in(store)
     found = {name: tag for name in names if (tag := find_tag(store, name)) is not None and tag.directory}
-    prefixes = listed_sets(name for name in _without_own(names) if not store.is_directory(name))
+    # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
+    prefixes = listed_sets(name for name in names if not _OF_TAG.fullmatch(name) and not store.is_directory(name))
     found |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
     complete = {name: tag for name, tag in found.items() if tag.complete}
     ordered = [complete.pop(name) for name in order_of(newest(store)) if name in complete]
@@ -268,13 +273,12 @@ def _set(store: Store, tag: str, prefix: str) -> SmpTag | None:
     for name in store.names():
         if not name.startswith(f"{prefix}_") or store.is_directory(name):
             continue
-        for count, suffix in ((n, s) for n in (3, 2, 1) for s in (".pt", "")):
+        for count, suffix in _FORMS:
             part = part_of(name, count, suffix)
             if part is not None and part[0] == prefix:
                 forms.setdefault((count, suffix), {})[part[1]] = name
                 break
     if len(forms) > 1:
-        forms.pop((1, ".pt"), None)  # no version writes this form: it is what parts of another set look like
         # Parts of other sets, whose names begin with this one and a number: no part 0 of the first axis is among them.
         forms = {form: held for form, held in forms.items() if any(n[0] == 0 for n in held)} or forms
     found = FileSet(prefix, forms)
@@ -294,12 +298,6 @@ def _may_be_saved(store: Store, file: str) -> bool:
 def _listed(store: Store, prefix: str) -> SmpTag | None:
     """A set that a root lists. One that lies beside a full file of its name is called with ``_*``."""
     return find_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
-
-
-def _without_own(names: Sequence[str]) -> list[str]:
-    """The names of what may be parts of sets: in a directory of `save_checkpoint` its own files are none."""
-    own = _is_directory_of_tag("", sets_in(names)) or CONFIG in names
-    return [name for name in names if not (own and _OF_TAG.fullmatch(name))]
 
 
 def _directory(store: Store, tag: str) -> SmpTag | None:

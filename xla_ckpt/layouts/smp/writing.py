@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+import torch
 
 from xla_ckpt.engine.stages import Staged
 from xla_ckpt.errors import UnsupportedStateError, UsageError
@@ -54,9 +56,7 @@ class SmpWriting(RankWriting, Staged):
     @property
     def told(self) -> Any:
         """See `Staged`."""
-        model = self.description.state.model
-        modules = [name for name, _ in model.named_modules()] if hasattr(model, "named_modules") else []
-        return told(self._state.parts, modules)
+        return told(self._state.parts, modules_of(self.description.state.model, self._state.parts.get(schema.MODEL)))
 
     @cached_property
     def plan(self) -> SavePlan:
@@ -69,6 +69,22 @@ class SmpWriting(RankWriting, Staged):
         job = job_of(stages, self.given.partitions)
         theirs = files_of(self._state, job, placement.mesh, placement.rank, self.given)
         return SavePlan((*self.rest.plan.files, *theirs))
+
+
+def modules_of(model: Any, entries: Any) -> list[str]:
+    """Names of a model's modules, if those are the names to which its entries belong; of a wrapped one the inner's.
+
+    Args:
+        model: A module; or what else a program saves as one.
+        entries: Its parameters and buffers, by name.
+    """
+    homes = {str(name).rpartition(".")[0] for name in entries} if isinstance(entries, Mapping) else set()
+    for module in (model, *getattr(model, "parts", ())):
+        if isinstance(module, torch.nn.Module):
+            names = [name for name, _ in module.named_modules()]
+            if homes <= set(names):
+                return names
+    return []
 
 
 def writing_of(description: Description, name: str) -> SmpWriting:
