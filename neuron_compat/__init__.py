@@ -3,6 +3,7 @@
 - `neuron_compat.nxd` stands in for neuronx-distributed: its checkpoint functions and the calls that set a job up,
   which are here, too, its parallel state, layers, and ZeRO-1 optimizer. docs/from-nxd.md says what stays, what differs,
   and what is not there.
+- `neuron_compat.smp` stands in for SageMaker model parallel (``smdistributed.modelparallel.torch``).
 - `emulate` has torch_xla's collectives reach all processes of a torchrun job on CPUs, so that a script written for many
   XLA devices runs in tests. ``NEURON_COMPAT_EMULATE=1`` in the environment calls it when this package is imported, and
   leaves ``init_process_group`` to the program (docs/testing-on-cpus.md).
@@ -17,6 +18,7 @@ from neuron_compat.lazy import lazily
 
 if TYPE_CHECKING:
     from neuron_compat import nxd as nxd
+    from neuron_compat import smp as smp
     from neuron_compat.emulation import Emulation as Emulation
     from neuron_compat.emulation import emulate as emulate
     from neuron_compat.nxd import modules as modules
@@ -62,7 +64,7 @@ _HOMES = {
     ),
 }
 
-__getattr__, __dir__ = lazily(__name__, _HOMES, ["nxd"])
+__getattr__, __dir__ = lazily(__name__, _HOMES, ["nxd", "smp"])
 
 if os.environ.get("NEURON_COMPAT_EMULATE") == "1":
     __getattr__("emulate")(join=False)

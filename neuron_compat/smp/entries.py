@@ -73,18 +73,22 @@ def entries_of(module: torch.nn.Module, partitions: Partitions, rules: Parsed = 
     owners: dict[int, set[int]] = {}
     for name, part in module.named_modules():
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-            owners.setdefault(id(tensor), set()).add(partitions[name])
+            owners.setdefault(id(tensor), set()).add(partition_of(name, partitions))
     mesh = job.ranks().mesh
     found = []
     for name, value in module.state_dict(keep_vars=True).items():
-        owning = tuple(sorted(owners.get(id(value), ()))) or (_partition_of(name, partitions),)
+        owning = tuple(sorted(owners.get(id(value), ()))) or (partition_of(name, partitions),)
         sharding = sharding_of(value, name, mesh, rules) if isinstance(value, torch.Tensor) else None
         found.append(Entry(name, value, owning, sharding))
     return found
 
 
-def _partition_of(name: str, partitions: Partitions) -> int:
-    """The partition of the module that a name begins with."""
+def partition_of(name: str, partitions: Partitions) -> int:
+    """The partition of a module, or of the one that a name begins with. One that was added later goes with its parent.
+
+    >>> partition_of("layers.0.weight", {"": 0, "layers.0": 1}), partition_of("head", {"": 0, "layers.0": 1})
+    (1, 0)
+    """
     while name not in partitions:
         name = name.rpartition(".")[0]
     return partitions[name]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from neuron_compat.smp import job
-from neuron_compat.smp.errors import SMPRuntimeError, TooFewRanksError
+from neuron_compat.smp.errors import SMPConfigError, SMPRuntimeError, TooFewRanksError
 from xla_ckpt.errors import CheckpointError, RankFailedError
 from xla_ckpt.job.process_group import communicator
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
@@ -30,7 +30,14 @@ _counts: dict[tuple[int, ...], int] = {}
 
 
 def _timeout() -> float:
-    return float(os.environ.get("SMP_MEETING_TIMEOUT", TIMEOUT))
+    text = os.environ.get("SMP_MEETING_TIMEOUT", str(TIMEOUT))
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise SMPConfigError("SMP_MEETING_TIMEOUT in the environment is a number of seconds above 0", found=text)
+    return found
 
 
 def together(kind: str, call: str, prepare: Callable[[], Any] = lambda: None, *, guard: str = "") -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -163,11 +165,28 @@ def _part(value: Any, name: str, count: int, number: int, axis: int, *, is_split
             return inner.smp_slice(count, number, axis)
         if isinstance(inner, StepOutput):
             return inner.outputs[number]
-        if not is_split or not isinstance(inner, torch.Tensor) or count == 1:
+        if not is_split or count == 1:
+            return inner
+        if not isinstance(inner, torch.Tensor):
+            if not isinstance(inner, _WHOLE) and not callable(inner):
+                _warn_of_whole(type(inner).__name__)
             return inner
         return _cut(inner, name, count, number, axis)
 
     return _mapped(value, one)
+
+
+_WHOLE = (str, int, float, complex, bytes, bytearray, type(None), torch.device, torch.dtype, argparse.Namespace)
+"""What nobody expects to be split."""
+
+
+@functools.cache
+def _warn_of_whole(kind: str) -> None:
+    logger.warning(
+        "An object of type %s is passed to each microbatch as it is. If it holds tensors that are to be split, give it "
+        "a method smp_slice(num_mb, mb, axis), or pass a dict of them.",
+        kind,
+    )
 
 
 def _cut(tensor: torch.Tensor, name: str, count: int, number: int, axis: int) -> torch.Tensor:

@@ -38,6 +38,8 @@ class Progress:
     """Whether a function with ``@smp.step`` runs."""
     turn: Any = None
     """What the ranks agreed on for the last step (`replicas.Turn`); None before the first one."""
+    reduce_kind: str | None = None
+    """The ranks over which gradients are averaged; None before the first step."""
     unsynced_passes: int = 0
     """Steps with a backward pass since gradients were averaged."""
 

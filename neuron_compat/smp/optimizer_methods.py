@@ -189,13 +189,16 @@ class Distributed:
 
     # -- state
 
-    def local_state_dict(self, cast_to_cpu: bool = True, gather_if_shard: bool = True) -> dict[str, Any]:
+    def local_state_dict(
+        self, cast_to_cpu: bool = True, gather_if_shard: bool = True, fp32_states_only: bool = False
+    ) -> dict[str, Any]:
         """The states of the parameters of this rank's partition, numbered over all parameters, as torch does.
 
         Args:
             cast_to_cpu: Bring tensors on an XLA device to the CPU.
             gather_if_shard: With ``shard_optimizer_state`` rank ``rdp_rank() == 0`` gets those of all ranks that hold
                 the same parameters, and all of them make the call: ``state`` and ``param_groups`` are lists then.
+            fp32_states_only: Leave out the loss scale and the master weights.
 
         Returns:
             ``state``, ``param_groups`` and ``_smp_is_partial: True``. On tensor-parallel ranks above 0 the state of a
@@ -207,7 +210,7 @@ class Distributed:
         """
         from neuron_compat.smp.optimizer_state import local_state
 
-        return local_state(self, cast_to_cpu=cast_to_cpu, gather=gather_if_shard)
+        return local_state(self, cast_to_cpu=cast_to_cpu, gather=gather_if_shard, bare=fp32_states_only)
 
     def local_optimizer_state_dict(self, cast_to_cpu: bool = True) -> dict[str, Any]:
         """This rank's states of the parameters of its partition: no rank leaves something to another one."""
@@ -227,7 +230,9 @@ class Distributed:
             raise SMPValidationError("opt.local_fp16_state_dict can only be called when fp16 is enabled")
         return {**fp16_state(self), **own_masters(self)}
 
-    def state_dict(self, cast_to_cpu: bool = True, gather_to_rank0: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self, cast_to_cpu: bool = True, fp32_states_only: bool = False, gather_to_rank0: bool = False
+    ) -> dict[str, Any]:
         """The states of all parameters, whole and on the CPU, gathered tensor by tensor.
 
         All ranks with ``smp.rdp_rank() == 0`` make the call (without tensor parallelism: ``smp.dp_rank() == 0``), or
@@ -235,6 +240,7 @@ class Distributed:
 
         Args:
             cast_to_cpu: Accepted: they are gathered on the CPU in any case.
+            fp32_states_only: Leave out the loss scale and the master weights.
             gather_to_rank0: Rank 0 alone gets them, and the other ranks an empty dict.
 
         Returns:
@@ -246,7 +252,7 @@ class Distributed:
         """
         from neuron_compat.smp.optimizer_state import full_state
 
-        return full_state(self, gather_to_rank0)
+        return full_state(self, gather_to_rank0, bare=fp32_states_only)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], gather_if_shard: bool = False, strict_partitions: bool = False

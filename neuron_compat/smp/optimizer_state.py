@@ -108,11 +108,11 @@ def fp16_state(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool) -> dict[str, Any]:
+def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool, bare: bool) -> dict[str, Any]:
     """See `Distributed.local_state_dict`."""
     sharded = optimizer._smp.shares(optimizer) is not None
     inner = own_state(optimizer, cast_to_cpu=cast_to_cpu, drops_copies=not sharded)
-    masters = own_masters(optimizer)
+    masters = {} if bare else own_masters(optimizer)
     if sharded and gather:
         hint = "With shard_optimizer_state call it on all ranks, and save on those with smp.rdp_rank() == 0."
         together("rdp", "optimizer.local_state_dict()", guard=hint)
@@ -120,7 +120,7 @@ def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool) -> dict[str,
         if parts is not None:
             inner = {key: [part[key] for part, _ in parts] for key in ("state", "param_groups")} | {PARTIAL: True}
             masters = {key: [held[key] for _, held in parts] for key in masters}
-    if job.state.cfg.fp16:
+    if job.state.cfg.fp16 and not bare:
         return {"optimizer_state_dict": inner, **fp16_state(optimizer), **masters}
     return {**inner, **masters}
 
@@ -161,11 +161,11 @@ def lies_like(entry: Entry, shape: Sequence[int], key: str) -> bool:
     )
 
 
-def states_of(optimizer: Any, packed: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+def states_of(optimizer: Any, packed: Mapping[str, Any], *, bare: bool) -> dict[int, dict[str, Any]]:
     """The states of each parameter by number, its master weight among them."""
     found = {n: dict(held) for n, held in packed["state"].items() if isinstance(n, int)}
     masters = optimizer._smp.masters
-    if masters is not None:
+    if masters is not None and not bare:
         own = {id(master) for _, master in masters}
         for number, parameter in enumerate(optimizer._smp.parameters(optimizer)):
             if id(parameter) in own:
@@ -173,7 +173,7 @@ def states_of(optimizer: Any, packed: Mapping[str, Any]) -> dict[int, dict[str, 
     return found
 
 
-def full_state(optimizer: Any, to_rank0: bool) -> dict[str, Any]:
+def full_state(optimizer: Any, to_rank0: bool, *, bare: bool) -> dict[str, Any]:
     """See `Distributed.state_dict`."""
     runtime = optimizer._smp
     entries, shares = runtime.entries(optimizer), runtime.shares(optimizer)
@@ -181,7 +181,7 @@ def full_state(optimizer: Any, to_rank0: bool) -> dict[str, Any]:
     if to_rank0 and shares is None and job.rdp_rank() > 0:
         return {}
     packed = optimizer.xla_ckpt_plain.state_dict()
-    states = states_of(optimizer, packed)
+    states = states_of(optimizer, packed, bare=bare)
     held: dict[Hashable, torch.Tensor] = {}
 
     def prepare() -> dict[str, Any]:
@@ -211,7 +211,7 @@ def full_state(optimizer: Any, to_rank0: bool) -> dict[str, Any]:
     for number, key, source, said in plain:
         value = tensors[(number, key)] if len(said) == 2 else said[0] if said else None
         found.setdefault(number, {})[key] = value if said else objects[ranks.index(source)][number][key]
-    return _assembled(optimizer, packed, found)
+    return _assembled(optimizer, packed, found, bare=bare)
 
 
 def _sources(entry: Entry, shares: Sequence[int] | None, number: int, *, split: bool) -> tuple[int, ...]:
@@ -252,7 +252,9 @@ def _objects(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any
     return {n: held for n, held in found.items() if held}
 
 
-def _assembled(optimizer: Any, packed: Mapping[str, Any], states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _assembled(
+    optimizer: Any, packed: Mapping[str, Any], states: dict[int, dict[str, Any]], *, bare: bool
+) -> dict[str, Any]:
     masters = {number: held.pop(MASTER) for number, held in states.items() if MASTER in held}
     inner = {
         "state": {
@@ -262,7 +264,7 @@ def _assembled(optimizer: Any, packed: Mapping[str, Any], states: dict[int, dict
         "param_groups": on_cpu(named_groups(optimizer, packed["param_groups"])),
     }
     extra: dict[str, Any] = {}
-    if optimizer._smp.masters is not None:
+    if optimizer._smp.masters is not None and not bare:
         names = optimizer._smp.names(optimizer)
         numbers = [[n for n in group["params"] if n in masters] for group in packed["param_groups"]]
         extra = {
@@ -270,6 +272,6 @@ def _assembled(optimizer: Any, packed: Mapping[str, Any], states: dict[int, dict
             MASTER_NAMES: [[names[n] for n in group] for group in numbers],
             "param_name_groups": [{names[n]: i for i, n in enumerate(group)} for group in numbers],
         }
-    if job.state.cfg.fp16:
+    if job.state.cfg.fp16 and not bare:
         return {"optimizer_state_dict": inner, **fp16_state(optimizer), **extra}
     return {**inner, **extra}

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job, replicas
-from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import DistributedModelNotWrappedError, SMPInvalidArgumentError, SMPValidationError
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.microbatches import as_step_output, leaves, mapped, split
@@ -174,7 +173,7 @@ def _take_part(model: Any, turn: Turn, error: Exception | None = None) -> None:
     if turn.spreads:
         spread(model, turn)
     elif job.state.cfg.ddp and model.broadcast_buffers:
-        replicas.take_from_replica(_buffers(model), turn.alive)
+        replicas.take_from_replica(model.buffer_entries(), turn.alive)
     model._smp.needs_spreading = False
     model._smp.has_stepped = True
 
@@ -183,7 +182,7 @@ def spread(model: Any, turn: Turn) -> None:
     """Give all ranks that hold the same parameters and buffers the values of one of them."""
     entries = model.entries()
     known = {id(e.value) for e in entries if e.is_tensor}
-    entries += [entry for entry in _buffers(model) if id(entry.value) not in known]
+    entries += [entry for entry in model.buffer_entries() if id(entry.value) not in known]
     masters = getattr(getattr(job.state.optimizer, "_smp", None), "masters", None)
     if masters is not None:  # they are what the parameters are rounded from
         lies = {id(e.value): e for e in entries}
@@ -193,17 +192,13 @@ def spread(model: Any, turn: Turn) -> None:
         replicas.take_from_replica(entries, turn.alive)
 
 
-def _buffers(model: Any) -> list[Entry]:
-    """The buffers, those included that are not saved. They are not split."""
-    if next(model.module.buffers(), None) is None:
-        return []
-    split = {e.name: e for e in model.entries()}
-    return [split.get(name) or Entry(name, buffer, (0,)) for name, buffer in model.module.named_buffers()]
-
-
 def reduce_kind(model: Any) -> str:
     """The ranks over which gradients are averaged. Where nothing is split, tensor-parallel ranks have own batches."""
-    return "rdp" if any(entry.is_split for entry in model.entries()) else "dp"
+    progress = model._smp
+    if progress.reduce_kind is None:
+        progress.reduce_kind = "rdp" if any(entry.is_split for entry in model.entries()) else "dp"
+    found: str = progress.reduce_kind
+    return found
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from neuron_compat.nxd.utils.model_utils import preserve_parallel_attributes, preserve_shared_weights
 from neuron_compat.smp import job
-from neuron_compat.smp.entries import Entry, entries_of
+from neuron_compat.smp.entries import Entry, entries_of, partition_of, sharding_of
 from neuron_compat.smp.partitions import Partitions, assigned, divided
 from xla_ckpt.sharding.rules import Parsed
 
@@ -74,6 +74,17 @@ class Wrapper(torch.nn.Module):
         """The entries of the module's state dict, with their partitions and splits."""
         return entries_of(self.module, self.partitions, self._rules)
 
+    def buffer_entries(self) -> list[Entry]:
+        """The buffers, those included that are not saved."""
+        mesh = job.ranks().mesh
+        found: dict[int, Entry] = {}
+        for name, part in self.module.named_modules():
+            for own, buffer in part.named_buffers(recurse=False):
+                called = f"{name}.{own}" if name else own
+                lies = sharding_of(buffer, called, mesh, self._rules)
+                found.setdefault(id(buffer), Entry(called, buffer, (partition_of(name, self.partitions),), lies))
+        return list(found.values())
+
     def local_entries(self) -> list[Entry]:
         """The entries that this rank's partition owns."""
         here = job.pp_rank()
@@ -87,7 +98,7 @@ class Wrapper(torch.nn.Module):
         """The modules of this rank's partition, with their names."""
         here = job.pp_rank()
         for name, module in self.module.named_modules(memo=memo):
-            if self.partitions[name] == here:
+            if partition_of(name, self.partitions) == here:
                 yield f"{prefix}.{name}" if prefix and name else prefix or name, module
 
     def local_modules(self) -> Iterator[torch.nn.Module]:

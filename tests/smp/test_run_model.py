@@ -217,6 +217,34 @@ def test_loading_on_four_ranks(config: dict[str, Any], kind: type[torch.nn.Modul
     run_on_ranks(loads, 4, config, kind)
 
 
+def peak(reset: bool = False) -> int:
+    """The largest memory of this process (KiB) since it was asked to begin anew."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as refs:
+            refs.write("5")
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+def gathers(rank: int) -> int:
+    """24 tensors of 4 MiB, half of them on each rank."""
+    smp.init({"partitions": 2, "ddp": True})
+    model = smp.DistributedModel(torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(24))))
+    smp.allgather(0, smp.WORLD)
+    before = peak(reset=True)
+    full = model.state_dict()
+    grown = peak() - before
+    assert len(full) == (24 if rank == 0 else 0)
+    smp.barrier()
+    return grown
+
+
+def test_a_full_state_dict_takes_the_memory_of_what_is_missing() -> None:
+    at_rank_0, elsewhere = run_on_ranks(gathers, 2)
+    assert at_rank_0 < (12 * 4 + 8) * 1024, "the other rank's half, and the parts of one tensor"
+    assert elsewhere < 8 * 1024, "nothing but what is on its way"
+
+
 class Files:
     """All files of a set, which one rank alone cannot see: it loads ones."""
 
@@ -422,6 +450,28 @@ def test_a_module_that_renames_what_it_loads(clean: None) -> None:
     assert torch.equal(model.bias, torch.ones(2))
     with pytest.raises(smp.SMPCheckpointError, match="did not take its state"):
         model.load_state_dict({"bias": torch.ones(2)})
+
+
+def test_a_layer_that_is_added_later(clean: None) -> None:
+    smp.init({})
+    model = smp.DistributedModel(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    model.module.append(torch.nn.Linear(2, 2))
+    assert "1.weight" in model.local_state_dict()
+    assert [n for n, _ in model.local_named_modules()] == ["", "0", "1"]
+
+
+def timeouts(rank: int) -> None:
+    smp.init(TP_RDP)
+    model = smp.DistributedModel(make(Split))
+    with pytest.raises(smp.SMPConfigError, match="is a number of seconds above 0: found soon"):
+        model.state_dict(gather_to_rank0=False)
+
+
+def test_a_timeout_of_nonsense() -> None:
+    ranks = start_on_ranks(timeouts, 4, env={"SMP_MEETING_TIMEOUT": "soon"})
+    finish(ranks)
+    for rank in ranks:
+        rank.value()
 
 
 def test_loads_that_wait_for_the_model(clean: None) -> None:

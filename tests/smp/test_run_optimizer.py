@@ -235,12 +235,17 @@ def test_a_call_on_too_few_ranks_is_an_error_in_time(which: str) -> None:
 
 def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     """Training in 16 bits: resumed exactly from partial and full states, master weights included."""
-    model, optimizer = set_up({**config, kind: True}, Split, static_loss_scale=128.0)
+    model, optimizer = set_up({**config, kind: True}, Split, static_loss_scale=128.0 if kind == "fp16" else 1.0)
     type_ = torch.float16 if kind == "fp16" else torch.bfloat16
     assert {p.dtype for p in model.parameters()} == {type_}
     losses = losses_of(model, optimizer, mine(batches(5, 16)[:3]))
     for group in optimizer.fp32_from_fp16_groups:
         assert {master.dtype for master in group} == {torch.float32}
+    scale = 128.0 if kind == "fp16" else 1.0
+    assert optimizer.loss_scale == scale
+    for group in optimizer._smp.masters.pairs:
+        for parameter, master in group:
+            torch.testing.assert_close(master.grad, parameter.grad.float() / scale)
     norm = optimizer.clip_master_grads(1e9)
     weights = copy.deepcopy(model.state_dict(gather_to_rank0=False))
     full, local = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.local_state_dict())
@@ -254,12 +259,12 @@ def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
                 for master in group:
                     master.zero_()
 
-    states = [full, local]
-    if not config.get("shard_optimizer_state"):
-        unnamed = {k: v for k, v in local.items() if k != "fp32_from_fp16_names"}  # as SMP itself stores it
-        states.append(unnamed)
-    else:
-        states = [full]
+    bare = optimizer.local_state_dict(fp32_states_only=True)
+    assert set(bare) == {"state", "param_groups", "_smp_is_partial"}
+    assert set(optimizer.state_dict(fp32_states_only=True)) == {"state", "param_groups"}
+
+    unnamed = {k: v for k, v in local.items() if k != "fp32_from_fp16_names"}  # as SMP itself stores it
+    states = [full, local, unnamed]
     for state in states:
         spoil()
         model.load_state_dict(weights)
@@ -270,6 +275,9 @@ def narrow(rank: int, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     optimizer.load_local_optimizer_state_dict(own)
     optimizer.load_local_fp16_state_dict(halves)
     assert losses_of(model, optimizer, mine(batches(5, 16)[3:])) == then
+    model.load_state_dict(weights)  # of the model alone: its optimizer goes on from there
+    for group in optimizer._smp.masters.pairs:
+        assert all(torch.equal(master, parameter.float()) for parameter, master in group)
     smp.barrier()
     return {"losses": losses + then, "norm": norm, "local": local, "full": full, "halves": halves}
 
@@ -317,8 +325,8 @@ def test_an_overflow_is_one_on_all_ranks() -> None:
     assert run_on_ranks(scales, 4) == [[True, 2.0**39, True, None]] * 4
 
 
-def resumes_through_xla_ckpt(rank: int, root: str) -> None:
-    model, optimizer = set_up(TP_RDP, Split)
+def resumes_through_xla_ckpt(rank: int, root: str, config: dict[str, Any], kind: type[torch.nn.Module]) -> None:
+    model, optimizer = set_up(config, kind)
     losses_of(model, optimizer, mine(batches(5, 16)[:2]))
     handle = xla_ckpt.save_checkpoint(root, "a", model, optimizer)
     assert handle.report is not None
@@ -327,8 +335,9 @@ def resumes_through_xla_ckpt(rank: int, root: str) -> None:
     assert losses_of(model, optimizer, mine(batches(5, 16)[2:])) == then
 
 
-def test_xla_ckpt_saves_and_loads_what_is_wrapped(tmp_path: Any) -> None:
-    run_on_ranks(resumes_through_xla_ckpt, 4, str(tmp_path))
+@CASES
+def test_xla_ckpt_saves_and_loads_what_is_wrapped(tmp_path: Any, config: Any, kind: Any) -> None:
+    run_on_ranks(resumes_through_xla_ckpt, 4, str(tmp_path), config, kind)
 
 
 def takes_files(rank: int) -> None:
