@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -22,22 +21,19 @@ import xla_ckpt
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
 from neuron_compat.smp.files import IS_PARTIAL, check_path, current_place
+from neuron_compat.smp.listing import list_newest, list_when_done, wait_listed
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.model import DistributedModel
 from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
 from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
-from neuron_compat.smp.writing import partly_written, write_file
-from neuron_compat.torch_files import make_directory, sync_directory, write_whole_bytes
-from xla_ckpt.layouts.smp.roots import oldest_beyond, root_at
-from xla_ckpt.layouts.smp.tags import CONFIG, NEWEST, PARTIAL
+from neuron_compat.smp.writing import write_file
+from neuron_compat.torch_files import make_directory
+from xla_ckpt.layouts.smp.tags import CONFIG, PARTIAL
 from xla_ckpt.state.wrappers import NamesOnly
 
 logger = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike[str]
-
-_TRASH = ".trash.smp"
-"""Where a directory of SMP's own lies that is being deleted."""
 
 
 def save_checkpoint(
@@ -49,7 +45,9 @@ def save_checkpoint(
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
-) -> None:
+    *,
+    async_save: bool = False,
+) -> xla_ckpt.SaveHandle | None:
     """Save a checkpoint. All ranks of the job make the same call, without a guard.
 
     Args:
@@ -64,6 +62,11 @@ def save_checkpoint(
             translates.
         num_kept_partial_checkpoints: Keep this many of the newest partial checkpoints, SMP's own in this directory
             included.
+        async_save: Return as soon as the state is frozen: training goes on, and a partial checkpoint is committed and
+            listed in the background. A full one is saved at once in any case.
+
+    Returns:
+        The save, if it runs in the background.
 
     Raises:
         SMPValidationError: The model or the optimizer is none of smp's.
@@ -72,7 +75,7 @@ def save_checkpoint(
     """
     if model is None and optimizer is None:
         logger.warning("Both model and optimizer are None, skipping saving checkpoint...")
-        return
+        return None
     kept = num_kept_partial_checkpoints
     if kept is not None and kept <= 0:
         logger.warning("Invalid num_kept_partial_checkpoints number %s, ignoring...", kept)
@@ -82,11 +85,14 @@ def save_checkpoint(
     logger.info("Saving %s checkpoint with tag %s to %s", "partial" if partial else "full", tag, path)
     root = _root(path)
     if partial:
-        _save_partial(root, f"{tag}{PARTIAL}", model, optimizer, user_content, kept)
-        return
+        handle = _save_partial(
+            root, f"{tag}{PARTIAL}", model, optimizer, user_content, kept=kept, async_save=async_save
+        )
+        return handle if async_save else None
     if optimizer is not None:
         logger.warning("Saving optimizer for full checkpoint is not supported, skipping...")
     _save_full(root, tag, model, user_content, marked=not translate_if_full)
+    return None
 
 
 def _root(path: PathLike) -> str:
@@ -121,7 +127,10 @@ def _on_all(call: str, prepare: Callable[[], Any]) -> list[Any]:
 # -- partial
 
 
-def _save_partial(root: str, directory: str, model: Any, optimizer: Any, user_content: Any, kept: int | None) -> None:
+def _save_partial(
+    root: str, directory: str, model: Any, optimizer: Any, user_content: Any, *, kept: int | None, async_save: bool
+) -> xla_ckpt.SaveHandle:
+    wait_listed()
     held = job.state.model if model is None else model
     named = local_model(held)
     scale = {} if optimizer is None else scale_of(optimizer)
@@ -133,45 +142,18 @@ def _save_partial(root: str, directory: str, model: Any, optimizer: Any, user_co
         user_content=user_content,
         layout="smp",
         num_kept_ckpts=kept,
+        async_save=async_save,
         extras={CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict(), **scale},
         mesh=job.ranks().mesh,
         shardings=held._rules,
     )
+    if async_save:
+        if job.rank() == 0:
+            list_when_done(handle, root, kept)
+        return handle
     handle.tidied()  # SMP's users look into the directory after the call, and expect what is kept
     _on_all("smp.save_checkpoint", lambda: list_newest(root, kept) if job.rank() == 0 else None)
-
-
-def list_newest(root: str, kept: int | None = None) -> None:
-    """Have `newest` agree with the directories, less those of SMP's own that are too many. Rank 0 does it.
-
-    Raises:
-        xla_ckpt.StorageError: The operating system refused.
-    """
-    if os.path.isdir(f"{root}/{_TRASH}"):
-        shutil.rmtree(f"{root}/{_TRASH}")  # a job ended in mid-deletion
-    found = root_at(root)
-    gone = [] if kept is None else oldest_beyond(found.order, found.theirs, kept)
-    lines = [name for name in found.order if name not in gone]
-    # First the list, then the directories: it never names one that is half deleted.
-    if list(found.lines or ()) != lines:
-        newest = f"{root}/{NEWEST}"
-        data = "".join(f"{name}\n" for name in lines).encode()
-        write_whole_bytes(data, newest, partly=partly_written(newest, 0))
-    for name in gone:
-        _remove(root, name)
-
-
-def _remove(root: str, name: str) -> None:
-    """Delete a directory, which is gone by one rename: nobody finds half of it."""
-    try:
-        hidden = f"{root}/{_TRASH}/{name}"
-        os.makedirs(f"{root}/{_TRASH}", exist_ok=True)
-        os.rename(f"{root}/{name}", hidden)
-        sync_directory(root)
-        shutil.rmtree(hidden)
-        os.rmdir(f"{root}/{_TRASH}")
-    except OSError as error:
-        raise xla_ckpt.StorageError.of(error, "deleting an old checkpoint", path=root, tag=name) from error
+    return handle
 
 
 # -- full
@@ -233,6 +215,7 @@ def resume_from_checkpoint(
         SMPValidationError: There is no such checkpoint, or its configuration does not fit.
         xla_ckpt.CheckpointError: It does not fit the model or the optimizer, or is damaged. Nothing was changed.
     """
+    wait_listed()
     job.size()  # initialises, if what is there says how
     root = _root(path)
     content: list[Any] = []

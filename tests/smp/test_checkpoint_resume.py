@@ -127,6 +127,67 @@ def test_a_full_one_is_translated(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "Skipping loading optimizer for full checkpoint loading..." in caplog.text
 
 
+def plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float) -> float:
+    optimizer.zero_grad()
+    loss = (model(torch.full((4, 4), value)) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def two_layers(seed: int) -> tuple[torch.nn.Sequential, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    made = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+    return made, torch.optim.AdamW(made.parameters(), lr=0.05)
+
+
+def write_by_hand(root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What a job of pp 2 x tp 2 leaves of a model whose second layer is split over tp, by torch.save alone."""
+    folder = root / "a_partial"
+    folder.mkdir()
+    states, groups = optimizer.state_dict()["state"], optimizer.state_dict()["param_groups"]
+    weights = model.state_dict()
+    dims = {"2.weight": 1}
+    numbers = {name: number for number, name in enumerate(weights)}
+
+    def part(value: torch.Tensor, name: str, tp: int) -> torch.Tensor:
+        if name not in dims or value.dim() < 2:
+            return value
+        return value.split([2, 1], dims[name])[tp].clone()  # SMP cuts 3 columns so
+
+    for pp, mine in enumerate((["0.weight", "0.bias"], ["2.weight", "2.bias"])):
+        for tp in range(2):
+            info = {"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "partition_info": {"main": 0}}
+            held = {name: part(weights[name], name, tp) for name in mine}
+            torch.save({**held, "_smp_is_partial": True, "_smp_load_info": info}, folder / f"model_{pp}_{tp}.pt")
+            state = {
+                numbers[name]: {k: part(v, name, tp) for k, v in states[numbers[name]].items()}
+                if tp == 0 or name in dims else {}
+                for name in mine
+            }  # fmt: skip
+            whole = {"state": state, "param_groups": groups, "_smp_is_partial": True}
+            torch.save(whole, folder / f"optimizer_states_{pp}_{tp}.pt")
+    (root / "newest").write_text("a_partial\n")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_and_its_optimizer_that_smp_wrote(tmp_path: Path, when: str) -> None:
+    """It trained in pp 2 x tp 2, and goes on in one process as if it had always been there."""
+    bare, its = two_layers(1)
+    plain_step(bare, its, 0.5)
+    write_by_hand(tmp_path, bare, its)
+    begin(1, 1)
+    if when == "before":
+        smp.resume_from_checkpoint(tmp_path)
+    made, optimizer = two_layers(2)
+    rules = [(r"^2\.weight$", (None, "tp"))]
+    held = DistributedModel(made, shardings=rules)
+    optimizer = smp.DistributedOptimizer(optimizer)
+    if when == "after":
+        smp.resume_from_checkpoint(tmp_path)
+    assert [plain_step(held, optimizer, v) for v in (0.1, 0.2)] == [plain_step(bare, its, v) for v in (0.1, 0.2)]
+
+
 # -- errors
 
 

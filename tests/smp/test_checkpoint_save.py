@@ -16,7 +16,7 @@ import neuron_compat.smp as smp
 import xla_ckpt
 from neuron_compat.smp.model import DistributedModel
 from tests.jobs import run_alone, run_on_ranks
-from tests.smp.test_checkpoint_resume import fresh, model, resumed  # noqa: F401  # a fixture
+from tests.smp.test_checkpoint_resume import fresh, model, resumed, theirs  # noqa: F401  # a fixture
 from tests.smp.test_files_load import begin, caught
 
 
@@ -69,6 +69,59 @@ def test_a_full_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert found["weight"].eq(3).all()
     assert torch.load(tmp_path / "user_content_test.pt") == {"a": 1}
     assert torch.load(tmp_path / "marked.pt")["_smp_is_partial"] is False
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    begin(1, 1)
+    held = model(1.0)
+    for value in (1.0, 2.0, 3.0):
+        torch.nn.init.constant_(held.weight, value)
+        handle = smp.save_checkpoint(
+            tmp_path, f"t{value:g}", model=held, num_kept_partial_checkpoints=2, async_save=True
+        )
+        torch.nn.init.constant_(held.weight, 9)  # does not reach the checkpoint
+    assert handle is not None
+    resumed(tmp_path)
+    assert held.weight.eq(3).all()
+    assert (tmp_path / "newest").read_text() == "t2_partial\nt3_partial\n"
+    assert names(tmp_path) == ["newest", "t2_partial", "t3_partial"]
+
+
+def ends_in_mid_save(root: str) -> None:
+    begin(1, 1)
+    smp.save_checkpoint(root, "t", model=model(4.0), async_save=True)
+
+
+def test_the_end_of_the_program_waits_for_the_list(tmp_path: Path) -> None:
+    run_alone(ends_in_mid_save, str(tmp_path))
+    assert (tmp_path / "newest").read_text() == "t_partial\n"
+
+
+def test_a_tag_that_smp_has_written(tmp_path: Path) -> None:
+    theirs(tmp_path, "a", 1.0)
+    theirs(tmp_path, "b", 1.0)
+    begin(1, 1)
+    held = model(5.0)
+    smp.save_checkpoint(tmp_path, "a", model=held)
+    assert (tmp_path / "newest").read_text() == "b_partial\na_partial\n"
+    resumed(tmp_path)
+    assert held.weight.eq(5).all()
+    assert names(tmp_path) == ["a_partial", "b_partial", "newest"]
+
+
+def saves_by_rule(rank: int, root: str) -> None:
+    begin(1, 2)
+    made = torch.nn.Linear(4, 1, bias=False)
+    torch.nn.init.constant_(made.weight, rank + 1)
+    smp.save_checkpoint(root, "a", model=DistributedModel(made, shardings=[("weight", ("tp", None))]))
+
+
+def test_a_split_that_a_rule_names(tmp_path: Path) -> None:
+    run_on_ranks(saves_by_rule, 2, str(tmp_path))
+    begin(1, 1)
+    held = model(0.0)
+    resumed(tmp_path)
+    assert held.weight[:, 0].tolist() == [1, 2]
 
 
 # -- jobs

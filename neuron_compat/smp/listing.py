@@ -1,0 +1,80 @@
+"""The file `newest` of a root directory, and SMP's own directories that retention gives up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+
+import xla_ckpt
+from neuron_compat.smp.writing import partly_written
+from neuron_compat.torch_files import sync_directory, write_whole_bytes
+from xla_ckpt.layouts.smp.roots import oldest_beyond, root_at
+from xla_ckpt.layouts.smp.tags import NEWEST
+
+logger = logging.getLogger(__name__)
+
+_TRASH = ".trash.smp"
+"""Where a directory of SMP's own lies that is being deleted."""
+
+_waiting: list[threading.Thread] = []
+"""Those that wait for a save in the background, to list it."""
+
+
+def list_newest(root: str, kept: int | None = None) -> None:
+    """Have `newest` agree with the directories, less those of SMP's own that are too many. Rank 0 does it.
+
+    Raises:
+        xla_ckpt.StorageError: The operating system refused.
+    """
+    if os.path.isdir(f"{root}/{_TRASH}"):
+        shutil.rmtree(f"{root}/{_TRASH}")  # a job ended in mid-deletion
+    found = root_at(root)
+    gone = [] if kept is None else oldest_beyond(found.order, found.theirs, kept)
+    lines = [name for name in found.order if name not in gone]
+    # First the list, then the directories: it never names one that is half deleted.
+    if list(found.lines or ()) != lines:
+        newest = f"{root}/{NEWEST}"
+        data = "".join(f"{name}\n" for name in lines).encode()
+        write_whole_bytes(data, newest, partly=partly_written(newest, 0))
+    for name in gone:
+        _remove(root, name)
+
+
+def _remove(root: str, name: str) -> None:
+    """Delete a directory, which is gone by one rename: nobody finds half of it."""
+    try:
+        hidden = f"{root}/{_TRASH}/{name}"
+        os.makedirs(f"{root}/{_TRASH}", exist_ok=True)
+        os.rename(f"{root}/{name}", hidden)
+        sync_directory(root)
+        shutil.rmtree(hidden)
+        os.rmdir(f"{root}/{_TRASH}")
+    except OSError as error:
+        raise xla_ckpt.StorageError.of(error, "deleting an old checkpoint", path=root, tag=name) from error
+
+
+def list_when_done(handle: xla_ckpt.SaveHandle, root: str, kept: int | None) -> None:
+    """Have a save that runs in the background be listed as soon as it is committed. The program's end waits for it."""
+
+    def work() -> None:
+        try:
+            handle.tidied()
+        except xla_ckpt.CheckpointError:
+            return  # the next save of this path raises it
+        try:
+            list_newest(root, kept)
+        except (xla_ckpt.CheckpointError, OSError) as error:
+            # The directories count: the next save or resume finds what is not listed, and tries it again.
+            logger.error("%s is not up to date: %s", NEWEST, error)  # noqa: TRY400
+
+    thread = threading.Thread(target=work, name="neuron_compat.smp-newest", daemon=False)
+    _waiting.append(thread)
+    thread.start()
+
+
+def wait_listed() -> None:
+    """Wait until all saves in the background are listed, or have failed."""
+    while _waiting:
+        _waiting.pop(0).join()
