@@ -242,6 +242,23 @@ def test_it_joins_the_job_of_a_launcher() -> None:
     assert "rank 1 of 2" in done.stdout
 
 
+def test_another_placement_is_accepted(clean: None, caplog: pytest.LogCaptureFixture) -> None:
+    smp.init({"placement_strategy": "spread"})
+    assert "placement_strategy spread: ranks are placed with pp outermost, then dp, then tp" in caplog.text
+    assert smp.state.cfg.placement_strategy == "spread"
+
+
+def test_context_parallelism_is_refused(clean: None) -> None:
+    run_on_ranks(with_context_parallelism, 2)
+
+
+def with_context_parallelism(rank: int) -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    with pytest.raises(smp.SMPUnsupportedError, match="SMP has no context or expert parallelism"):
+        smp.init({"ddp": True})
+    torch.distributed.barrier()
+
+
 def test_mpirun_alone_is_refused(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(smp.SMPValidationError, match="Start the program with torchrun"):
