@@ -470,6 +470,7 @@ def timeouts(rank: int) -> None:
     model = smp.DistributedModel(make(Split))
     with pytest.raises(smp.SMPConfigError, match="is a number of seconds above 0: found soon"):
         model.state_dict(gather_to_rank0=False)
+    smp.barrier()
 
 
 def test_a_timeout_of_nonsense() -> None:

@@ -333,6 +333,7 @@ def resumes_through_xla_ckpt(rank: int, root: str, config: dict[str, Any], kind:
     then = losses_of(model, optimizer, mine(batches(5, 16)[2:]))
     xla_ckpt.load_checkpoint(root, "a", model, optimizer)
     assert losses_of(model, optimizer, mine(batches(5, 16)[2:])) == then
+    smp.barrier()
 
 
 @CASES
