@@ -224,3 +224,20 @@ def test_a_save_that_one_rank_missed_is_an_error_on_all(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0][0] == "CorruptCheckpointError"
     assert "the parts are of two saves" in found[0][1]
+
+
+def saves_under_the_wrong_guard(rank: int, root: str) -> tuple[str, str]:
+    begin(1, 2)
+    if smp.dp_rank() == 0:  # with tensor parallelism: the first tensor-parallel rank only
+        smp.save({"w": torch.full((3,), float(rank))}, f"{root}/c.pt")
+    torch.distributed.barrier()
+    return caught(lambda: smp.load(f"{root}/c.pt"))
+
+
+def test_the_wrong_guard_is_named_on_all_ranks(tmp_path: Path, alone: Any) -> None:  # noqa: F811
+    found = run_on_ranks(saves_under_the_wrong_guard, 4, str(tmp_path))
+    assert all(each == found[0] for each in found)
+    assert "Parts are missing: 0_1." in found[0][1]
+    assert "Call smp.save under `if smp.rdp_rank() == 0`, not `if smp.dp_rank() == 0`." in found[0][1]
+    with pytest.raises(smp.SMPCheckpointError, match="rdp_rank"):
+        alone.load(f"{tmp_path}/c.pt")
