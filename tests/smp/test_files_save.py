@@ -128,6 +128,30 @@ def test_xla_tensors_are_stored_as_cpu_tensors(tmp_path: Path, alone: Any) -> No
     assert found["a"][0].data_ptr() == found["b"].data_ptr()
 
 
+def saves_without_a_store(rank: int, root: str) -> bool:
+    import torch.distributed.distributed_c10d as c10d
+
+    from neuron_compat.smp import writing
+
+    begin(2, 1)
+    smp.save({"n": 1}, f"{root}/c.pt")
+
+    class Gone:
+        def compare_set(self, *_: Any) -> bytes:
+            raise RuntimeError("connection reset by peer")
+
+    writing._job_ids.clear()
+    c10d._get_default_store = Gone  # type: ignore[assignment]
+    smp.save({"n": 2}, f"{root}/c.pt")
+    return os.path.exists(f"{root}/.c.pt_{rank}.xla_ckpt.json")
+
+
+def test_a_rank_saves_when_the_store_of_the_job_is_gone(tmp_path: Path, alone: Any) -> None:  # noqa: F811
+    """Without a launcher the store is in the process of rank 0, which may have ended. Nothing is noted then."""
+    assert run_on_ranks(saves_without_a_store, 2, str(tmp_path)) == [False, False]
+    assert alone.load(f"{tmp_path}/c.pt")["n"] == 2
+
+
 # -- killed at any moment
 
 
