@@ -63,7 +63,7 @@ class DistributedModel(Wrapper):
         trace_execution_times: Accepted.
         trace_memory_usage: Accepted.
         overlapping_allreduce: Accepted: gradients are averaged at the end of a step in any case.
-        backward_passes_per_step: Gradients are averaged over the data-parallel ranks in every so-manieth step.
+        backward_passes_per_step: The number of steps after which gradients are averaged over the data-parallel ranks.
         average_grads_across_microbatches: Whether a step divides gradients by the number of its microbatches.
         bucket_cap_mb: Size of the messages in which gradients are averaged (MB).
         find_unused_parameters: Accepted: parameters without gradients are found in any case.

@@ -164,6 +164,7 @@ def places(rank: int, config: dict[str, Any]) -> dict[str, Any]:
         kind: torch.distributed.get_process_group_ranks(getattr(smp, f"get_{kind}_process_group")())
         for kind in ("world", "pp", "tp", "rdp", "dp", "mp")
     }
+    smp.barrier()
     same = {kind: getattr(smp, f"get_{kind}_group")() == groups[kind] for kind in ("pp", "tp", "rdp", "dp", "mp")}
     return {
         **{name: getattr(smp, name)() for name in (*RANKS, *SIZES)},
@@ -210,6 +211,7 @@ def test_groups_are_those_of_the_definitions(sizes: tuple[int, int, int]) -> Non
 def refused(rank: int, config: dict[str, Any]) -> str:
     with pytest.raises(smp.WorkerSizeError) as caught:
         smp.init(config)
+    torch.distributed.barrier()  # others may still connect to this process
     return str(caught.value)
 
 
@@ -238,6 +240,23 @@ def test_it_joins_the_job_of_a_launcher() -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert "rank 0 of 2" in done.stdout
     assert "rank 1 of 2" in done.stdout
+
+
+def test_another_placement_is_accepted(clean: None, caplog: pytest.LogCaptureFixture) -> None:
+    smp.init({"placement_strategy": "spread"})
+    assert "placement_strategy spread: ranks are placed with pp outermost, then dp, then tp" in caplog.text
+    assert smp.state.cfg.placement_strategy == "spread"
+
+
+def test_context_parallelism_is_refused(clean: None) -> None:
+    run_on_ranks(with_context_parallelism, 2)
+
+
+def with_context_parallelism(rank: int) -> None:
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    with pytest.raises(smp.SMPUnsupportedError, match="SMP has no context or expert parallelism"):
+        smp.init({"ddp": True})
+    torch.distributed.barrier()
 
 
 def test_mpirun_alone_is_refused(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,6 +353,11 @@ def goes_on_after_too_few(rank: int) -> bool:
         with pytest.raises(smp.TooFewRanksError):
             model.state_dict()
     smp.barrier()
+    for late in (1, 0):  # the other way about: who decides for the others comes last
+        if smp.dp_rank() == late:
+            with pytest.raises(smp.TooFewRanksError):
+                model.state_dict()
+        smp.barrier()
     full = model.state_dict(gather_to_rank0=False)
     smp.barrier()
     return bool(full)
@@ -465,6 +470,7 @@ def timeouts(rank: int) -> None:
     model = smp.DistributedModel(make(Split))
     with pytest.raises(smp.SMPConfigError, match="is a number of seconds above 0: found soon"):
         model.state_dict(gather_to_rank0=False)
+    smp.barrier()
 
 
 def test_a_timeout_of_nonsense() -> None:

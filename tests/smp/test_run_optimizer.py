@@ -53,7 +53,7 @@ def mine(data: list[Any]) -> list[Any]:
 
 def set_up(config: dict[str, Any], kind: type[torch.nn.Module], **options: Any) -> tuple[Any, Any]:
     smp.init(config)
-    model = smp.DistributedModel(make(kind))
+    model = smp.DistributedModel(make(kind, seed=3 if smp.rdp_rank() == 0 else 99))
     inner = torch.optim.AdamW(groups(model), lr=0.05)
     optimizer = smp.DistributedOptimizer(inner, **options)
     assert optimizer is inner
@@ -333,6 +333,7 @@ def resumes_through_xla_ckpt(rank: int, root: str, config: dict[str, Any], kind:
     then = losses_of(model, optimizer, mine(batches(5, 16)[2:]))
     xla_ckpt.load_checkpoint(root, "a", model, optimizer)
     assert losses_of(model, optimizer, mine(batches(5, 16)[2:])) == then
+    smp.barrier()
 
 
 @CASES
