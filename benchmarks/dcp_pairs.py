@@ -461,7 +461,7 @@ def run(
                 found = run_job(environment, kind, folder, root=str(folder), saved=asked, every=every)
                 for i, one in enumerate(saved):
                     for name in found[0][i]:
-                        wrong = first(rank[i][name] for rank in found)
+                        wrong = first(rank[i][name] for rank in found).replace(f"{folder}/", "")
                         mine.append(Pair(one, name, kind, environment.torch, wrong))
             except JobError as error:
                 mine = [
@@ -519,6 +519,11 @@ tensor-parallel ranks go through `xla_ckpt.dcp.sharded` wherever something is lo
 the states of a ZeRO-1 optimizer out; so what `dcp` calls save and load of it is its own `state_dict()`, in which
 states have numbers: only ZeRO-1 jobs and `load_checkpoint` take these. torch_xla's planners store an optimizer's groups
 as one value, and programs ask for it as one.
+
+Where a row fails whoever loads it, what was saved is not there: stock `dcp.save` loses the shards of plain
+tensor-parallel tensors and the states that `get_state_dict` leaves out, and torch_xla's planners lose what SPMD
+replicates over a part of the mesh. Programs with FSDP1 ask stock for the groups of an optimizer as one value
+(`optimizer.param_groups`), which other jobs do not save.
 
 """
 

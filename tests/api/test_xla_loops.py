@@ -21,9 +21,8 @@ from torch import nn
 import xla_ckpt
 from neuron_compat.nxd import parallel_layers
 from tests.runs import run as run_python
-from xla_ckpt.arrays.torch_host import tensor_from
+from xla_ckpt.arrays.adopted import Adoptable
 from xla_ckpt.arrays.xla import from_host, to_host
-from xla_ckpt.snapshot.memory import Slabs
 
 pytestmark = pytest.mark.xla
 
@@ -387,7 +386,8 @@ def test_a_buffer_that_a_snapshot_holds_is_not_donated(origin: str) -> None:
     if origin == "computed":
         weight = torch.ones(1024, device=device)
     else:  # as a load makes them
-        weight = from_host(tensor_from(Slabs().take(4096), torch.float32, (1024,)).fill_(1), device)
+        memory = Adoptable(torch.float32, (1024,))
+        weight = from_host(memory.tensor().fill_(1), memory, device)
     torch_xla.sync(wait=True)
 
     def step() -> int:

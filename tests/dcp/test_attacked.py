@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, MutableMapping
+import types
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 import xla_ckpt
 import xla_ckpt.dcp as dcp
+from xla_ckpt.errors import LoadError, SaveError, UnsupportedStateError, UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -39,6 +41,29 @@ class Kept(MutableMapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.held)
+
+
+class MadeAnew(Mapping[str, Any]):
+    """A mapping that makes its values each time that it is asked."""
+
+    def __getitem__(self, key: str) -> Any:
+        return torch.full((2,), float(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["1", "2"])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Broken:
+    """A `Stateful` whose state cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("lost")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise AssertionError("it has no state to load into")
 
 
 class Late(AsyncStager):
@@ -109,3 +134,48 @@ def test_ranks_that_found_different_versions_load_neither(tmp_path: Path) -> Non
     assert dcp.StorageReader(tmp_path / "a").prepare_global_plan(plans[:1] * 2) == plans[:1] * 2
     with pytest.raises(xla_ckpt.StorageError, match="replaced while the ranks opened it"):
         dcp.StorageReader(tmp_path / "a").prepare_global_plan(plans)
+
+
+def test_a_mapping_that_makes_its_values_is_saved_in_the_background(tmp_path: Path) -> None:
+    state = {"m": MadeAnew(), "frozen": types.MappingProxyType({"w": torch.ones(2)})}
+    dcp.async_save(state, checkpoint_id=tmp_path / "a").result()  # type: ignore[union-attr]
+    target = {"m": {"1": torch.zeros(2), "2": torch.zeros(2)}, "frozen": {"w": torch.zeros(2)}}
+    stock.load(target, checkpoint_id=tmp_path / "a")
+    assert [t.tolist() for t in (*target["m"].values(), target["frozen"]["w"])] == [[1, 1], [2, 2], [1, 1]]
+
+
+def test_the_directory_in_which_the_program_works_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (".", tmp_path, tmp_path / "x" / ".."):
+        with pytest.raises(UsageError, match="in which this program works"):
+            dcp.save({"w": torch.ones(2)}, checkpoint_id=path)
+    assert Path.cwd() == tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_containers_without_end(tmp_path: Path) -> None:
+    """What is too deep to be read again is not written; and no walk meets the end of python's stack."""
+    deep: Any = {"w": torch.ones(2)}
+    for _ in range(200):
+        deep = {"d": deep}
+    for save in (
+        lambda: dcp.save(deep, checkpoint_id=tmp_path / "a"),
+        lambda: xla_ckpt.save(tmp_path, "b", deep),
+        lambda: xla_ckpt.save_checkpoint(tmp_path, "c", user_content=deep, layout="dcp"),
+    ):
+        with pytest.raises(UnsupportedStateError, match="nested deeper"):
+            save()
+    assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_a_state_that_cannot_be_had_fails_the_call_that_asks_for_it(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    target = {"w": torch.zeros(2), "broken": Broken()}
+    with pytest.raises(SaveError, match="lost"):
+        dcp.save(target, checkpoint_id=tmp_path / "b")
+    with pytest.raises(LoadError, match="lost") as caught:
+        dcp.load(target, checkpoint_id=tmp_path / "a")
+    assert caught.value.leaf == "broken"
+    assert target["w"].tolist() == [0, 0]

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as stock
 
 import xla_ckpt
 import xla_ckpt.dcp as dcp
-from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsupportedStateError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -75,3 +75,22 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
             dcp.save({"w": torch.ones(2), "odd": value}, checkpoint_id=tmp_path / "a")
         assert caught.value.leaf == "odd"
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_an_element_type_that_is_not_known_costs_its_tensor_alone(tmp_path: Path) -> None:
+    half = torch.zeros(2, dtype=torch.complex32)
+    stock.save({"w": torch.ones(3), "half": half, "n": 5}, checkpoint_id=tmp_path / "a")
+    target = {"w": torch.zeros(3), "n": 0}
+    dcp.load(target, checkpoint_id=tmp_path / "a")
+    assert (target["w"].tolist(), target["n"]) == ([1, 1, 1], 5)  # type: ignore[attr-defined]
+    model = {"w": torch.zeros(3)}
+    xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
+    assert model["w"].tolist() == [1, 1, 1]
+    for load in (
+        lambda: dcp.load({"half": half}, checkpoint_id=tmp_path / "a"),
+        lambda: stock.load({"half": half}, storage_reader=dcp.StorageReader(tmp_path / "a")),
+        lambda: xla_ckpt.restore(tmp_path, "a"),
+    ):
+        with pytest.raises((IncompatibleCheckpointError, stock.CheckpointException), match="complex32"):
+            load()

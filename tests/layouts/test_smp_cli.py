@@ -12,7 +12,7 @@ import torch
 
 import xla_ckpt
 from tests.layouts.smp_files import write_set, write_tag
-from tests.layouts.test_smp_contents import Job, Net, trained
+from tests.layouts.smp_job import Job, Net, trained
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 

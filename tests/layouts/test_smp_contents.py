@@ -1,10 +1,8 @@
-"""What SageMaker model parallel's files hold: keys of the program's own, numbers of parameters, states in half."""
+"""What SageMaker model parallel's files hold: keys of the program's own, numbers of parameters, what is not read."""
 
 from __future__ import annotations
 
-import sys
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,106 +11,8 @@ import torch
 
 import xla_ckpt
 from tests.layouts.smp_files import load_info
+from tests.layouts.smp_job import ONE_RANK, ORDER, WIDE, Job, trained
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsupportedStateError
-
-CUT = {"embed.weight": 0, "qkv.weight": 0, "qkv.bias": 0, "out.weight": 1}
-"""Parameters that are split over tp, and along which dim. SMP puts their parts behind each other."""
-
-ONE_RANK = "out.bias"
-"""A parameter that SMP keeps on tp rank 0 alone: it is added to what all ranks have summed up."""
-
-STAGE = {"embed.weight": 0, "norm.weight": 0, "norm.bias": 0, "qkv.weight": 1, "qkv.bias": 1, "out.weight": 1,
-         "out.bias": 1}  # fmt: skip
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(10, 6)
-        self.norm = torch.nn.LayerNorm(6)
-        self.qkv = torch.nn.Linear(6, 12)
-        self.out = torch.nn.Linear(12, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.out(self.qkv(self.norm(self.embed(x))))
-        return made
-
-
-def trained(steps: int = 3, seed: int = 0) -> tuple[Net, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    net = Net()
-    decayed = [p for p in net.parameters() if p.dim() > 1]
-    others = [p for p in net.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.25)
-    for _ in range(steps):
-        net(torch.arange(10)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net, optimizer
-
-
-WIDE = [n for n, p in Net().named_parameters() if p.dim() > 1]
-ORDER = [*WIDE, *(n for n, _ in Net().named_parameters() if n not in WIDE)]
-
-
-def part(name: str, value: torch.Tensor, tp: int, i: int) -> torch.Tensor:
-    dim = CUT.get(name)
-    return value.clone() if dim is None or not value.dim() else value.tensor_split(tp, dim)[i].clone()
-
-
-class Job:
-    """A job of pp stages and tp ranks that saves its parts."""
-
-    def __init__(self, pp: int = 2, tp: int = 2, steps: int = 3, dtype: torch.dtype = torch.float32) -> None:
-        self.pp, self.tp = pp, tp
-        self.net, self.optimizer = trained(steps)
-        self.weights = {n: v.to(dtype) for n, v in self.net.state_dict().items()}  # SMP keeps states in fp32
-        self.states = self.optimizer.state_dict()
-
-    def mine(self, pp: int, tp: int) -> list[str]:
-        """The parameters of a rank, in the order of the model."""
-        stage = {n: s * (self.pp - 1) for n, s in STAGE.items()}
-        return [n for n in self.weights if stage[n] == pp and (n != ONE_RANK or not tp)]
-
-    def model(self, pp: int, tp: int) -> dict[str, Any]:
-        held = {n: part(n, self.weights[n], self.tp, tp) for n in self.mine(pp, tp)}
-        return {**held, "_smp_is_partial": True, "_smp_load_info": load_info(self.pp, self.tp)}
-
-    def order(self, tp: int) -> list[str]:
-        """The parameters of a tp rank, all stages together, in the order of the optimizer's groups."""
-        return [n for n in ORDER if n != ONE_RANK or not tp]
-
-    def optimizer_state(self, pp: int, tp: int) -> dict[str, Any]:
-        names, mine = self.order(tp), self.mine(pp, tp)
-        state: dict[int, Any] = {}
-        for number, name in enumerate(names):
-            if name in mine:
-                whole = self.states["state"][ORDER.index(name)]
-                emptied = tp and name not in CUT
-                state[number] = {} if emptied else {k: part(name, v, self.tp, tp) for k, v in whole.items()}
-        sizes = [sum(len(self.weights[n].shape) > 1 for n in names), len(names)]
-        numbers = (list(range(sizes[0])), list(range(sizes[0], sizes[1])))
-        groups = [{**g, "params": n} for g, n in zip(self.states["param_groups"], numbers, strict=True)]
-        return {"state": state, "param_groups": groups, "_smp_is_partial": True}
-
-    def write(self, prefix: Path, content: Callable[[Job, int, int], Any] | None = None) -> Path:
-        for pp in range(self.pp):
-            for tp in range(self.tp):
-                held = {"model": self.model(pp, tp), "optimizer": self.optimizer_state(pp, tp)}
-                torch.save(held if content is None else content(self, pp, tp), f"{prefix}_{pp}_{tp}.pt")
-        return prefix
-
-    def check(self, path: Path, *, optimizer: bool = True, **options: Any) -> xla_ckpt.Loaded:
-        """Load into another model and optimizer, and compare bit for bit."""
-        net, other = trained(1, seed=1)
-        net = net.to(next(iter(self.weights.values())).dtype)
-        given = {"optimizer": other} if optimizer else {}
-        found = xla_ckpt.load_checkpoint(path, model=net, **given, **options)
-        assert all(torch.equal(value, net.state_dict()[name]) for name, value in self.weights.items())
-        for number, members in self.states["state"].items() if optimizer else ():
-            mine = other.state_dict()["state"][number]
-            assert all(torch.equal(value, mine[key]) for key, value in members.items()), ORDER[number]
-        return found
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 4), (1, 4)])
@@ -177,6 +77,18 @@ def test_files_of_1_6_have_no_marks(tmp_path: Path) -> None:
         optimizer = {k: v for k, v in job.optimizer_state(pp, 0).items() if not k.startswith("_smp")}
         torch.save({"model_state_dict": model, "optimizer_state_dict": optimizer}, tmp_path / f"c.pt_{pp}")
     job.check(tmp_path / "c.pt")
+
+
+def test_without_marks_names_tell_the_model(tmp_path: Path) -> None:
+    """Other dicts of tensors lie beside it: states of random number generators, averages."""
+    job = Job(2, 1)
+    for pp in range(2):
+        model = {n: v for n, v in job.model(pp, 0).items() if not n.startswith("_smp")}
+        held = {"weights": model, "rng": {"cpu": torch.ones(3)}, "loss": torch.tensor(0.5)}
+        torch.save(held, tmp_path / f"c.pt_{pp}")
+    found = job.check(tmp_path / "c.pt", optimizer=False)
+    assert list(found.user_content) == ["rng", "loss"]
+    assert found.user_content["rng"]["cpu"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_values_that_each_rank_has_its_own_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,108 +166,6 @@ def test_tied_parameters(tmp_path: Path) -> None:
     assert all(torch.equal(v, other.state_dict()[n]) for n, v in net.state_dict().items())
     for number, members in optimizer.state_dict()["state"].items():
         assert all(torch.equal(v, its.state_dict()["state"][number][k]) for k, v in members.items()), number
-
-
-# Half precision.
-
-
-class DynamicLossScaler:
-    """As SMP's own: an object of plain numbers."""
-
-    def __init__(self) -> None:
-        self.cur_scale, self.cur_iter, self.model = 65536.0, 7, None
-
-
-@pytest.fixture
-def smp_scaler(monkeypatch: pytest.MonkeyPatch) -> type:
-    """The class under the name that it has in SMP, which is not installed here."""
-    name = "smdistributed.modelparallel.torch.fp16.loss_scaler"
-    module = types.ModuleType(name)
-    kind = type("DynamicLossScaler", (DynamicLossScaler,), {"__module__": name})
-    module.DynamicLossScaler = kind  # type: ignore[attr-defined]
-    for n in range(1, name.count(".") + 1):
-        above = ".".join(name.split(".")[:n])
-        monkeypatch.setitem(sys.modules, above, types.ModuleType(above))
-    monkeypatch.setitem(sys.modules, name, module)
-    return kind
-
-
-def masters(job: Job, pp: int, tp: int) -> list[list[torch.Tensor]]:
-    """fp32 copies of the parameters that a rank has, by group."""
-    order, mine = job.order(tp), job.mine(pp, tp)
-    wide = [n for n in order if job.weights[n].dim() > 1]
-    return [
-        [part(n, master(job.weights[n]), job.tp, tp) for n in names if n in mine]
-        for names in (wide, [n for n in order if n not in wide])
-    ]
-
-
-def master(value: torch.Tensor) -> torch.Tensor:
-    return value.float() + 1e-5
-
-
-def half_state(job: Job, pp: int, tp: int, scaler: Any) -> dict[str, Any]:
-    return {
-        "loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False, "first_closure_call_this_step": True,
-        "fp32_from_fp16": masters(job, pp, tp),
-    }  # fmt: skip
-
-
-def check_masters(job: Job, path: Path) -> None:
-    """A model in fp32 gets the master weights, one in half precision its own."""
-    job.check(path, optimizer=False)
-    net, optimizer = trained(1, seed=1)
-    xla_ckpt.load_checkpoint(path, model=net, optimizer=optimizer)
-    assert all(torch.equal(master(job.weights[n]), value) for n, value in net.state_dict().items())
-
-
-def test_master_weights(tmp_path: Path, smp_scaler: type) -> None:
-    job = Job(dtype=torch.float16)
-
-    def content(job: Job, pp: int, tp: int) -> Any:
-        wrapped = {**half_state(job, pp, tp, smp_scaler()), "optimizer_state_dict": job.optimizer_state(pp, tp)}
-        return {"model_state_dict": job.model(pp, tp), "optimizer_state_dict": wrapped}
-
-    job.write(tmp_path / "c", content)
-    check_masters(job, tmp_path / "c")
-    states = xla_ckpt.restore(tmp_path / "c", like={"extras": None}).tree["extras"]["fp16_states"]
-    assert states == {
-        "loss_scaler": {"class": "DynamicLossScaler", "cur_scale": 65536.0, "cur_iter": 7, "model": None},
-        "dynamic_loss_scale": True, "overflow": False, "first_closure_call_this_step": True,
-    }  # fmt: skip
-
-
-def test_master_weights_in_a_directory(tmp_path: Path, smp_scaler: type) -> None:
-    job = Job(dtype=torch.float16)
-    folder = tmp_path / "a_partial"
-    folder.mkdir()
-    for pp in range(2):
-        for tp in range(2):
-            torch.save(job.model(pp, tp), folder / f"model_{pp}_{tp}.pt")
-            torch.save(job.optimizer_state(pp, tp), folder / f"optimizer_states_{pp}_{tp}.pt")
-            torch.save(half_state(job, pp, tp, smp_scaler()), folder / f"fp16_states_{pp}_{tp}.pt")
-    torch.save({"tensor_parallel_degree": 2, "pipeline_parallel_degree": 2}, folder / "smp_config.pt")
-    check_masters(job, folder)
-    assert xla_ckpt.verify(folder).ok
-
-
-def test_master_weights_that_nobody_can_name(tmp_path: Path) -> None:
-    """The states say which parameters a rank has. With fewer of them the lists say nothing; all else is read."""
-    job = Job(dtype=torch.float16)
-
-    def content(job: Job, pp: int, tp: int) -> Any:
-        optimizer = job.optimizer_state(pp, tp)
-        del optimizer["state"][job.order(tp).index("qkv.bias" if pp else "norm.bias")]
-        wrapped = {**half_state(job, pp, tp, None), "optimizer_state_dict": optimizer}
-        return {"model": job.model(pp, tp), "optimizer": wrapped}
-
-    job.write(tmp_path / "c", content)
-    job.check(tmp_path / "c", optimizer=False)
-    net, optimizer = trained(1, seed=1)
-    net = net.half()
-    xla_ckpt.load_checkpoint(tmp_path / "c", model=net, optimizer=optimizer)
-    with pytest.raises(IncompatibleCheckpointError, match="the master weights are lists in the order"):
-        xla_ckpt.restore(tmp_path / "c", like={"extras": None})
 
 
 # What is not read.

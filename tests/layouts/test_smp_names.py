@@ -128,6 +128,17 @@ def test_sets_are_listed_once_and_by_time(tmp_path: Path) -> None:
     assert loads(tmp_path).report.tag == "step_9"
 
 
+def test_an_older_set_where_the_newest_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A root directory is resumed from its newest good tag."""
+    for number, name in enumerate(["a.pt", "b.pt"]):
+        for file in write_set(tmp_path / name, Mesh(pp=2, tp=2), "1.12"):
+            os.utime(file, ns=(10**18, 10**18 + number * 10**9))
+    file.write_bytes(file.read_bytes()[:-5])
+    os.utime(file, ns=(10**18, 10**18 + 10**9))
+    assert loads(tmp_path).report.tag == "a.pt"
+    assert file.name in caplog.text
+
+
 def test_incomplete_sets_are_not_listed(tmp_path: Path) -> None:
     """A name that others have, too, is no set."""
     write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "1.12")[1].unlink()

@@ -15,7 +15,7 @@ from xla_ckpt.engine.phases import LOAD_PHASES, Phases, as_line
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.restore import Sharing, fill
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError, naming
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError, naming
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.shared_reads import SharedReads
@@ -269,6 +269,7 @@ class _Load:
         with self.phases.timed("open"):
             reader = self._open(tag, exchange)
         with reader:
+            self._check_version(reader, exchange)
             with self.phases.timed("check"):
                 with agreed(exchange, "checking"), naming(path=reader.root, tag=reader.tag):
                     loadings = self.content.loadings(self._stored(reader))
@@ -338,6 +339,25 @@ class _Load:
         hints = self._of_all_stages(hints, exchange)
         with agreed(exchange, "opening"):
             return open_tag(self.store, tag, hints)
+
+    def _check_version(self, reader: TagReader, exchange: Round) -> None:
+        """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded.
+
+        Raises:
+            StorageError: They have. All ranks raise it.
+        """
+        if exchange.size == 1:
+            return
+        if exchange.rank == 0:
+            exchange.say("version", reader.version)
+        with agreed(exchange, "opening the same version"):
+            if exchange.hear("version", 0) != reader.version:
+                raise StorageError(
+                    "the tag was replaced while the ranks opened it, and they have found different versions",
+                    path=reader.root,
+                    tag=reader.tag,
+                    hint="Load it again.",
+                )
 
     def _of_all_stages(self, hints: Hints, exchange: Round) -> Hints:
         """The same, with the optimizer's groups of all pipeline stages: foreign optimizers number their parameters."""

@@ -18,6 +18,7 @@ import torch_xla
 import torch_xla.runtime
 import torch_xla.utils.dlpack
 
+from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, tensor_from, torch_type
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
@@ -27,7 +28,6 @@ from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
 
 _XLAC: Any = torch_xla._XLAC
-_to_dlpack: Any = torch.utils.dlpack.to_dlpack  # type: ignore[attr-defined]  # public, but not in its stub
 
 NO_DLPACK = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu}
@@ -77,12 +77,18 @@ def materialize(values: Sequence[torch.Tensor]) -> None:
     _XLAC._xla_sync_multi(list(values), devices=[], wait=True, sync_xla_data=False)
 
 
-def from_host(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor in 64-byte aligned memory as a tensor on the device; on CPU the memory is adopted."""
-    if on_cpu() and value.dtype not in NO_DLPACK and not torch_xla.runtime.is_spmd():
-        adopted: torch.Tensor = torch_xla.utils.dlpack.from_dlpack(_to_dlpack(value))
-        return adopted
-    return value.to(device)
+def _adopts() -> bool:
+    """Whether buffers are host memory, which XLA takes as it is."""
+    return on_cpu() and not torch_xla.runtime.is_spmd()
+
+
+def from_host(value: torch.Tensor, memory: Adoptable | None, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on the device. Where its `memory` is adopted, `value` must not be used any more."""
+    if memory is None or not _adopts():
+        return value.to(device)
+    adopted: torch.Tensor = _XLAC._from_dlpack(memory.capsule())
+    memory.given()
+    return adopted
 
 
 class Xla:
@@ -134,13 +140,23 @@ def fresh(
 ) -> Target:
     """A target that makes a new tensor of a local shape on the device; its padding is zero."""
     spread, made = Spread(local), torch.empty(0)
+    held: Adoptable | None = None
 
     def memory(slabs: Slabs) -> list[memoryview]:
-        nonlocal made
-        made = tensor_from(slabs.take(prod(shape) * torch_type.itemsize), torch_type, shape)
+        nonlocal made, held
+        if _adopts() and adoptable(torch_type, shape):
+            held = Adoptable(torch_type, shape)
+            made = held.tensor()
+        else:
+            made = tensor_from(slabs.take(prod(shape) * torch_type.itemsize), torch_type, shape)
         if not spread.covers(shape):
             made.zero_()
         return spread.over(made)
+
+    def install() -> torch.Tensor:
+        nonlocal made
+        filled, made = spread.fill(made), torch.empty(0)
+        return from_host(filled, held, device)
 
     return Target(
         dtype=dtype,
@@ -148,7 +164,7 @@ def fresh(
         boxes=spread.boxes,
         live=False,
         memory=memory,
-        install=lambda: from_host(spread.fill(made), device),
+        install=install,
     )
 
 
@@ -172,7 +188,7 @@ def shard_of(held: torch.Tensor) -> HostShard:
 
 def _view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The buffer of a materialized tensor as a CPU tensor, held and not copied; None where that is impossible."""
-    if not on_cpu() or tensor.dtype in NO_DLPACK or torch_xla.runtime.is_spmd():
+    if not _adopts() or tensor.dtype in NO_DLPACK:
         return None
     view: torch.Tensor = torch.utils.dlpack.from_dlpack(torch_xla.utils.dlpack.to_dlpack(tensor))
     return view

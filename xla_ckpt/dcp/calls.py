@@ -90,7 +90,7 @@ def save(
     _wait_for(path)
     with one_error("saving", SaveError, path):
         group = meeting(process_group, "call") if is_distributed(no_dist) else None
-    states, problem = _states(state_dict, _rank(group, no_dist))
+    states, problem = _states(state_dict, _rank(group, no_dist), SaveError)
     return _save(
         states, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
     )
@@ -142,7 +142,7 @@ def async_save(
     distributed = is_distributed(no_dist)
     with one_error("saving", SaveError, path):
         group = meeting(process_group, "background") if distributed else None
-    states, problem = _states(state_dict, _rank(group, no_dist))
+    states, problem = _states(state_dict, _rank(group, no_dist), SaveError)
     staged: Any = {}
     if problem is None:
         try:
@@ -221,7 +221,7 @@ def load(
     distributed = is_distributed(no_dist)
     with one_error("loading", LoadError, path):
         group = meeting(process_group, "call") if distributed else None
-    states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist))
+    states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist), LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
         reader.read_once = _mostly_on_devices(states)
     with one_error("loading", LoadError, path):
@@ -295,7 +295,9 @@ class _FailingLoad(DefaultLoadPlanner):
         raise self.problem
 
 
-def _states(state_dict: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], CheckpointError | None]:
+def _states(
+    state_dict: Mapping[str, Any], rank: int, kind: type[CheckpointError]
+) -> tuple[dict[str, Any], CheckpointError | None]:
     """The state dict with the states of `Stateful` objects in their places; or the error of one of them."""
     states: dict[str, Any] = {}
     for key, value in state_dict.items():
@@ -303,7 +305,7 @@ def _states(state_dict: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], C
             states[key] = value.state_dict() if isinstance(value, Stateful) else value
         except Exception as error:
             # Code of the program's may raise anything. All ranks have to hear of it.
-            return {}, as_checkpoint_error(error, f"{type(value).__name__}.state_dict()", rank, leaf=key)
+            return {}, as_checkpoint_error(error, f"{type(value).__name__}.state_dict()", rank, kind, leaf=key)
     return states, None
 
 

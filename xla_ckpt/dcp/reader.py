@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.futures import Future
 
+from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.arrays.registry import new_array, require
 from xla_ckpt.arrays.torch_host import bytes_of, cut, dtype_of, torch_dtype
 from xla_ckpt.dcp.source import Opened, Places, open_source
@@ -86,7 +87,7 @@ class StorageReader(StockReader):
         self._places: Places | None = None
         self._failure: CheckpointError | None = None
         self._values: dict[str, bytes] = {}
-        self._kept: dict[_Destination, torch.Tensor] = {}
+        self._kept: dict[_Destination, _Kept] = {}
         self.reset(checkpoint_id)
 
     @property
@@ -286,11 +287,20 @@ def _by_destination(items: Sequence[ReadItem]) -> dict[_Destination, list[ReadIt
     return groups
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What was read once, until it is put in place."""
+
+    value: torch.Tensor
+    memory: Adoptable | None
+    """What an XLA device on the CPU adopts."""
+
+
 def _memory(
     opened: Opened, items: Sequence[ReadItem]
-) -> tuple[dict[_Destination, torch.Tensor], list[Want], list[memoryview]]:
+) -> tuple[dict[_Destination, _Kept], list[Want], list[memoryview]]:
     """Host memory for the local tensors that are read as wholes, and what is read into it."""
-    kept, wants, slots = dict[_Destination, torch.Tensor](), list[Want](), list[memoryview]()
+    kept, wants, slots = dict[_Destination, _Kept](), list[Want](), list[memoryview]()
     for destination, members in _by_destination(items).items():
         key = members[0].storage_index.fqn
         stored, dims = opened.tensor(key).dtype, range(len(members[0].lengths))
@@ -305,13 +315,14 @@ def _memory(
             continue
         kind = torch_dtype(stored)
         assert kind is not None, "what the metadata says has been read with torch's types"
-        kept[destination] = torch.empty(shape, dtype=kind)
+        memory = Adoptable(kind, shape) if adoptable(kind, shape) else None
+        kept[destination] = _Kept(torch.empty(shape, dtype=kind) if memory is None else memory.tensor(), memory)
         wants.append(Want(key, box, len(slots)))
-        slots.append(bytes_of(kept[destination]))
+        slots.append(bytes_of(kept[destination].value))
     return kept, wants, slots
 
 
-def _put_kept(kept: Mapping[_Destination, torch.Tensor], items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+def _put_kept(kept: Mapping[_Destination, _Kept], items: Sequence[ReadItem], planner: LoadPlanner) -> None:
     """Put what was kept in place."""
     plain = _is_plain(planner)
     for destination, members in _by_destination(items).items():
@@ -320,21 +331,23 @@ def _put_kept(kept: Mapping[_Destination, torch.Tensor], items: Sequence[ReadIte
             continue
         if plain:
             value = planner.lookup_tensor(members[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
-            if tuple(value.shape) == tuple(made.shape):
-                _copy(value, made)
+            if tuple(value.shape) == tuple(made.value.shape):
+                _take_over(value, made)
                 continue
         for item in members:
             value, start = planner.resolve_tensor(item).detach(), tuple(item.dest_offsets)
-            _copy(value, cut(made, Box(start, tuple(map(add, start, item.lengths)))))
+            with torch.no_grad():
+                value.copy_(cut(made.value, Box(start, tuple(map(add, start, item.lengths)))))
             planner.commit_tensor(item, value)
 
 
-def _copy(value: torch.Tensor, made: torch.Tensor) -> None:
-    """Overwrite a tensor with one in host memory that nobody else uses."""
-    if value.device.type == "xla" and made.is_contiguous():
+def _take_over(value: torch.Tensor, kept: _Kept) -> None:
+    """Overwrite a tensor with one that nobody else uses."""
+    made = kept.value
+    if value.device.type == "xla":
         from xla_ckpt.arrays.xla import from_host
 
-        made = from_host(made, value.device)
+        made = from_host(made, kept.memory, value.device)
     with torch.no_grad():
         value.copy_(made)
 
@@ -408,6 +421,8 @@ def _described(contents: Contents, path: str) -> Metadata:
     for key, span in contents.objects.items():
         described[key] = BytesStorageMetadata()
         stored[MetadataIndex(key)] = _StorageInfo(span.file, span.offset, span.nbytes, span.transforms or None)
+    for key in contents.undescribed:
+        described[key] = BytesStorageMetadata()  # a planner that wants it hears why it is not read, when it is
     return Metadata(
         state_dict_metadata=described,
         planner_data=dict(contents.paths),

@@ -90,7 +90,9 @@ class Opened:
 
         Raises:
             CorruptCheckpointError: There is no such tensor.
+            IncompatibleCheckpointError: It cannot be described.
         """
+        self._check_described(key)
         if key not in self.contents.tensors:
             raise CorruptCheckpointError("the checkpoint has no such tensor", leaf=key, path=self.path)
         return self.contents.tensors[key]
@@ -104,7 +106,9 @@ class Opened:
         Raises:
             UntrustedObjectError: It needs a class, and `trust` is False. Nothing of it has run.
             CorruptCheckpointError: It is damaged.
+            IncompatibleCheckpointError: It is a tensor that cannot be described.
         """
+        self._check_described(key)
         span = self.contents.objects.get(key)
         if span is None:
             raise CorruptCheckpointError("the checkpoint has no such value", leaf=key, path=self.path)
@@ -120,6 +124,10 @@ class Opened:
                 error.hint = "Pass trust_pickle=True if you trust whoever wrote this checkpoint."
                 raise
             return made.getvalue()
+
+    def _check_described(self, key: str) -> None:
+        if key in self.contents.undescribed:
+            raise self.contents.undescribed[key].error(key).at(file=METADATA, path=self.path)
 
     def places(self, wanted: Mapping[str, Iterable[Start]]) -> Places:
         """Where these chunks are, by key.

@@ -40,12 +40,13 @@ class AsyncStager(StockStager):
             UnsupportedStateError: A tensor cannot be stored, or a value cannot be copied.
         """
         found: dict[int, tuple[str, torch.Tensor]] = {}
-        _visit(state_dict, "", lambda key, value: found.setdefault(id(value), (key, value)))
+        members: Members = {}
+        _visit(state_dict, "", members, lambda key, value: found.setdefault(id(value), (key, value)))
         pieces: list[_Piece] = []
         rebuild = {number: _taken_apart(key, value, pieces) for number, (key, value) in found.items()}
         frozen = _frozen(pieces)
         made = {number: build(frozen) for number, build in rebuild.items()}
-        return _visit(state_dict, "", lambda _, value: made[id(value)], copies={})
+        return _visit(state_dict, "", members, lambda _, value: made[id(value)], copies={})
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` returns when everything is frozen."""
@@ -54,8 +55,16 @@ class AsyncStager(StockStager):
         """Nothing to release: what is staged is freed with the save that holds it."""
 
 
+Members = dict[int, list[tuple[Any, Any]]]
+"""What each mapping had when it was first looked at: one that makes its values anew gives others the next time."""
+
+
 def _visit(
-    value: Any, key: str, tensor: Callable[[str, torch.Tensor], Any], copies: dict[int, Any] | None = None
+    value: Any,
+    key: str,
+    known: Members,
+    tensor: Callable[[str, torch.Tensor], Any],
+    copies: dict[int, Any] | None = None,
 ) -> Any:
     """Call `tensor` for each tensor; with `copies`, the same containers with its answers, and copies of other values.
 
@@ -64,10 +73,14 @@ def _visit(
     if isinstance(value, torch.Tensor):
         return tensor(key, value)
     if isinstance(value, Mapping):
-        members = {k: _visit(v, paths.join(key, str(k)) if key else str(k), tensor, copies) for k, v in value.items()}
+        if id(value) not in known:
+            known[id(value)] = list(value.items())
+        members = {
+            k: _visit(v, paths.join(key, str(k)) if key else str(k), known, tensor, copies) for k, v in known[id(value)]
+        }
         return members if type(value) is dict or copies is None else _like(value, members)
     if isinstance(value, list | tuple):
-        items = [_visit(v, f"{key}.{i}", tensor, copies) for i, v in enumerate(value)]
+        items = [_visit(v, f"{key}.{i}", known, tensor, copies) for i, v in enumerate(value)]
         return items if isinstance(value, list) else _tuple(value, items)
     if copies is None:
         return value

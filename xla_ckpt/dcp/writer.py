@@ -44,7 +44,7 @@ from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.dcp.chunks import chunk
 from xla_ckpt.layouts.dcp.digests import DIGESTS, dump, record_of
 from xla_ckpt.layouts.dcp.index import pickled
-from xla_ckpt.layouts.dcp.metadata import METADATA
+from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
 from xla_ckpt.manifest.digest import block_size, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.merge import Replicas
@@ -54,7 +54,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.snapshot.take import HostShard
 from xla_ckpt.storage.base import Directory, Store, write_small
-from xla_ckpt.storage.door import PathLike, above, full_path
+from xla_ckpt.storage.door import PathLike, above, full_path, is_working_directory
 from xla_ckpt.tags import replacement
 from xla_ckpt.tags.directory import is_ours
 
@@ -229,11 +229,17 @@ class StorageWriter(StockWriter):
         return above(self._path, follow=True)
 
     def _check_target(self, store: Store, name: str) -> None:
-        """Refuse to replace anything that is no checkpoint of DCP's.
+        """Refuse to replace anything that is no checkpoint of DCP's, and the directory in which the program works.
 
         Raises:
             UsageError: Something else has that name.
         """
+        if self._path is not None and is_working_directory(self._path):
+            raise UsageError(
+                "the checkpoint would replace the directory in which this program works",
+                path=self._path,
+                hint="Give the checkpoint a directory of its own.",
+            )
         if not store.has(name):
             return
         there = store.names(name)
@@ -333,6 +339,10 @@ class StorageWriter(StockWriter):
             raise from_json(dict(failed.error))
         if len(reports) > 1:
             compare([report.held for report in reports], self.replicas)
+        paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+        for key, path in paths.items():
+            if len(path) > MAX_STEPS:
+                raise UnsupportedStateError(f"the state is nested deeper than {MAX_STEPS} containers", leaf=key[:80])
         files = [(report.rank, record) for report in reports for record in report.files]
         _check_files(files, draft.directory)
         stored = {r.index: r.storage_data for of_rank in results for r in of_rank if r.index != _REPORT}

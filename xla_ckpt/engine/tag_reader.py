@@ -22,6 +22,10 @@ DAMAGED = "Load another tag, or restore this file from a copy."
 """What to do about a file that is not as it was saved."""
 
 
+_OF_NOTHING = (0, digest(b""))
+"""What stands for the digest of a file where none is known."""
+
+
 class ForeignObject(Protocol):
     """An object that another library stored its own way."""
 
@@ -94,6 +98,15 @@ class TagReader:
             finally:
                 source.close()
             return manifest_json.parse(bytes(data))
+
+    @property
+    def version(self) -> str:
+        """Tells this tag from one that took its name later: the same on all ranks that have opened the same files.
+
+        It is made of the digests that the manifest has. Where another library wrote the tag, there may be none.
+        """
+        known = sorted((f.path, f.size, f.digest) for f in self.manifest.files if f.digest not in _OF_NOTHING)
+        return to_hex(digest(repr((self.manifest.head.sequence, known)).encode()))
 
     def file_name(self, file: int) -> str:
         """Path of a file of the manifest, relative to the tag directory."""

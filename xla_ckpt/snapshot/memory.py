@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -37,27 +38,32 @@ class HugePages:
         self._slow = 0
         self._skipped = 0
 
-    def populate(self, mapping: mmap.mmap, piece: Bytes) -> None:
-        """Back a mapping, whose first aligned byte is `piece[0]`, with huge pages as far as that pays."""
+    def populate(self, advise: Callable[[int], object], piece: Bytes) -> None:
+        """Back memory that begins with `piece` with huge pages as far as that pays.
+
+        Args:
+            advise: Tells the system what the memory is for, as ``madvise`` does.
+            piece: The memory, aligned to `HUGE_BYTES` or a little behind that.
+        """
         if self._slow >= 2 and self._skipped < 64:
             self._skipped += 1
             return
         self._skipped = 0
         try:
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            advise(mmap.MADV_HUGEPAGE)
             for at in range(0, len(piece), self.STEP):
                 began = time.perf_counter()
                 piece[at : at + self.STEP : HUGE_BYTES] = 0
                 if time.perf_counter() - began > self.SLOW:
                     self._slow += 1
-                    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+                    advise(mmap.MADV_NOHUGEPAGE)
                     return
             self._slow = 0
         except OSError:
             self._slow = 2  # a kernel without huge pages: ordinary ones do
 
 
-_huge_pages = HugePages()
+huge_pages = HugePages()
 
 
 def allocate(nbytes: int) -> Bytes:
@@ -72,7 +78,7 @@ def allocate(nbytes: int) -> Bytes:
     whole = np.frombuffer(mapping, np.uint8)
     skip = -whole.ctypes.data % HUGE_BYTES  # only an aligned region is made of huge pages from its first byte on
     piece = whole[skip : skip + nbytes]
-    _huge_pages.populate(mapping, piece)
+    huge_pages.populate(mapping.madvise, piece)
     return piece
 
 

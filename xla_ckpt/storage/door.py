@@ -73,6 +73,12 @@ def above(path: PathLike, *, follow: bool = False) -> tuple[Store, str]:
     return store_at(f"{parent}/" if parent.endswith(":/") else parent or "/"), name
 
 
+def is_working_directory(path: PathLike) -> bool:
+    """Whether a path is that of the directory in which this process works, which would not follow an exchange."""
+    full = full_path(path)
+    return "://" not in full and os.path.realpath(full) == os.path.realpath(".")
+
+
 def same_directory(one: Store, name: str, other: Store, its_name: str) -> bool:
     """Whether two names in two stores are the same directory, links followed."""
     if isinstance(one, LocalStore) and isinstance(other, LocalStore):

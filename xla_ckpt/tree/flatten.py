@@ -18,8 +18,8 @@ from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Json, ValueCodec
 
-MAX_DEPTH = 200
-"""Containers inside containers; deeper trees are a cycle in all but name."""
+MAX_DEPTH = 100
+"""Containers inside containers; deeper trees are a cycle in all but name. Python's own stack ends not far behind."""
 
 NAMESPACES = frozenset({"argparse:Namespace", "types:SimpleNamespace"})
 """Classes that are nothing but a bag of attributes."""

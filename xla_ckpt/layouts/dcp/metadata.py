@@ -7,13 +7,13 @@ each class that torch puts there has a value without any behaviour in its place,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedStateError, naming
-from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.sharding.box import Box
 
 METADATA = ".metadata"
@@ -32,6 +32,8 @@ MAX_SIZE = 1 << 60
 """Sizes, offsets and numbers of bytes are smaller than this."""
 
 _PACKAGE = "torch.distributed.checkpoint"
+
+_OTHERS = "Everything else in the checkpoint can be loaded: ask for it without this tensor."
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,9 @@ class Contents:
 
     paths: Mapping[str, tuple[str | int, ...]]
     """Key -> where it stood in the nested state dict. Where the planner did not say, the key is the only member."""
+
+    undescribed: Mapping[str, UnknownArray] = field(default_factory=dict)
+    """Tensors by key that this library has no element type for, or that are not dense: the others can be read."""
 
 
 class _Value:
@@ -168,7 +173,6 @@ def parse(data: bytes, file: str = METADATA) -> Contents:
 
     Raises:
         UntrustedObjectError: It names a class that is not known here. Nothing has run.
-        UnsupportedStateError: A tensor has an element type or a layout that cannot be described.
         CorruptCheckpointError: It is damaged, or contradicts itself.
     """
     from xla_ckpt.layouts.torch_save.restricted_pickle import loads  # this loads torch, which listings do without
@@ -187,6 +191,7 @@ def merged(parts: Sequence[Contents]) -> Contents:
     first: dict[str, StoredTensor] = {}
     objects: dict[str, Span] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
+    undescribed: dict[str, UnknownArray] = {}
     for part in parts:
         for key, tensor in part.tensors.items():
             known = first.setdefault(key, tensor)
@@ -202,8 +207,9 @@ def merged(parts: Sequence[Contents]) -> Contents:
                 chunks.setdefault(chunk.box, chunk)
         objects = {**part.objects, **objects}
         paths = {**part.paths, **paths}
+        undescribed = {**part.undescribed, **undescribed}
     made = {key: StoredTensor(t.dtype, t.shape, tuple(tensors[key].values())) for key, t in first.items()}
-    return Contents(made, objects, paths)
+    return Contents(made, objects, paths, undescribed)
 
 
 class _Parser:
@@ -219,19 +225,25 @@ class _Parser:
         places = self._places()
         tensors: dict[str, StoredTensor] = {}
         objects: dict[str, Span] = {}
+        undescribed: dict[str, UnknownArray] = {}
         for key, entry in self.held.get("state_dict_metadata").items():
             if type(key) is not str:
                 raise FormatError("a key is no string", found=repr(key)[:80])
             with naming(leaf=key):
                 if isinstance(entry, _Tensor):
-                    tensors[key] = self._tensor(key, entry, places)
+                    try:
+                        tensors[key] = self._tensor(key, entry, places)
+                    except UnsupportedStateError as error:
+                        undescribed[key] = UnknownArray(
+                            problem=error.problem, found=None if error.found is None else str(error.found), hint=_OTHERS
+                        )
                 elif isinstance(entry, _Bytes):
                     if (key, None) not in places:
                         raise CorruptCheckpointError("nothing says where this value is stored")
                     objects[key] = places[key, None]
                 else:
                     raise FormatError("an entry is neither a tensor nor bytes", found=type(entry).__name__)
-        return Contents(tensors, objects, self._paths([*tensors, *objects]))
+        return Contents(tensors, objects, self._paths([*tensors, *objects, *undescribed]), undescribed)
 
     def _spend(self, amount: int) -> None:
         self.budget -= amount

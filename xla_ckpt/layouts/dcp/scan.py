@@ -274,7 +274,7 @@ class Item:
 
 
 def stored_values(files: Files, codec: ValueCodec) -> Values:
-    """(path, value) of all that is stored: an `ArrayRecord` for a tensor, and for any other value what it is.
+    """(path, value) of all that is stored: an `ArrayRecord` or `UnknownArray` for a tensor, else the value itself.
 
     In values there may be further records. A value that is not read without trust is `Pickled`.
 
@@ -282,7 +282,7 @@ def stored_values(files: Files, codec: ValueCodec) -> Values:
         CheckpointError: See `open_scanned`.
     """
     contents = files.contents()
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(contents.undescribed)
     shards: dict[str, list[Shard]] = {key: [] for key in contents.tensors}
     for name, items in sorted(items_by_file(contents).items()):
         with closing(files.open(name)) as source:

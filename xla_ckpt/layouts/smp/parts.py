@@ -49,6 +49,9 @@ class Parts:
         self.codec = codec
         self._all = directory
         self._trees: dict[str, Any] = {}
+        self.digests: dict[str, str] = {}
+        """File -> digest of its zip's directory, which stands for all that is in it."""
+
         self.saves: dict[str, str] = {}
         """File -> the save that it is part of, where something says so."""
 
@@ -64,7 +67,8 @@ class Parts:
                 held = Ahead(source, file, _AHEAD)
                 archive = Zip(held, 0, source.size)
                 self.directory.storages[file] = archive.storages()
-                self._note_save(file, source.size, directory_digest(held.take, source.size))
+                self.digests[file] = directory_digest(held.take, source.size)
+                self._note_save(file, source.size, self.digests[file])
                 walk = Walk(Objects(self.directory, file, archive.pickled), self.codec, _stored)
                 self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
         return self._trees[file]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import ForeignObject, TagReader
@@ -68,6 +69,10 @@ def scan(parts: Parts, found: SmpTag, wanted: Hints) -> tuple[Manifest, list[For
     held = _of_set(parts, found, wanted) if "" in found.sets else _of_directory(parts, found)
     parts.check_saves()
     content = _content(files, held, wanted)
+    # All files, whatever this rank wants of them: by their digests ranks know that they have opened the same ones.
+    for file in found.files:
+        number = files.number(file)
+        files.files[number] = replace(files.files[number], digest=int(parts.digests[file], 16))
     return manifest_of(files, found.tag, content, wanted, parts.codec)
 
 

@@ -2,6 +2,9 @@
 
 Containers and plain values are made. A tensor becomes a `View`, which describes it. Any other name in the pickle is
 refused with that name, before anything of it is imported or called; or an `Opaque` stands for it, which does nothing.
+
+A pickle can give a state to whatever it has, and pickle then sets attributes: also those of a function or of a class
+that stands for a name, which the next file would find changed. So each of them refuses a state: see `_sealed`.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import types
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING  # what pickle itself applies to the names of old protocols
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError, UntrustedObjectError
+
+T = TypeVar("T")
 
 STORAGES = {
     "FloatStorage": "float32",
@@ -44,6 +49,17 @@ STORAGES = {
 _NUMPY_SCALAR = re.compile(r"[biufc]\d{1,2}")
 
 
+def _sealed(kind: type[T]) -> type[T]:
+    """A class whose objects refuse the state that a pickle gives them. Outermost: dataclasses make their own."""
+
+    def refuse(self: object, _: Any) -> None:
+        raise ValueError(f"a state for a {type(self).__name__}, which has none")
+
+    kind.__setstate__ = refuse  # type: ignore[attr-defined]
+    return kind
+
+
+@_sealed
 @dataclass(frozen=True, slots=True)
 class StorageType:
     """The type of a storage: its element type, or None for bytes."""
@@ -51,6 +67,7 @@ class StorageType:
     dtype: str | None
 
 
+@_sealed
 @dataclass(frozen=True, slots=True)
 class Storage:
     """A storage that a pickle names: a record of its zip."""
@@ -61,6 +78,7 @@ class Storage:
     """Elements; bytes where there is no element type."""
 
 
+@_sealed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """A tensor as a pickle describes it: elements of a storage."""
@@ -77,6 +95,9 @@ class Reference:
     """Stands where torch_xla's `TensorReference` stood: the number of a tensor that lies in a file of its own."""
 
     tid: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.tid = _only(dict, state).get("tid")
 
 
 class Opaque:
@@ -125,17 +146,40 @@ class Attributes:
     called = ""
     """The name of the class in the pickle."""
 
+    def __setstate__(self, state: Any) -> None:
+        # Without this method a pickle could give attributes to the class itself, which stands for others, too.
+        vars(self).update(_only(dict, state))
+
 
 def attributes(called: str) -> type[Attributes]:
     """What stands for a class of this name."""
     return type("Attributes", (Attributes,), {"called": called})
 
 
+@_sealed
+class _Function:
+    """A function of this library that a pickle may call."""
+
+    def __init__(self, made: Callable[..., Any]) -> None:
+        self.made = made
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.made(*args, **options)
+
+
+@_sealed
 class _Factory:
     """A type that a pickle may name and not call: the factory of a defaultdict, the class of a tensor."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
+
+
+class _Namespace:
+    """Stands where an `argparse.Namespace` stood, until `replaced` puts one there."""
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(_only(dict, state))
 
 
 class _NumpyDType:
@@ -205,6 +249,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _with_attributes(make: Any, kind: Any, args: Any, *_: Any) -> Any:
     """A tensor that had attributes. They are left out."""
+    make = make.made if isinstance(make, _Function) else make
     if make not in (_tensor, _tensor_v3, _parameter) or not isinstance(kind, _Factory):
         raise ValueError("a tensor of a class of its own")
     return make(*_only(tuple, args))
@@ -277,7 +322,7 @@ _NAMES: dict[str, Any] = {
     "datetime.timedelta": datetime.timedelta,
     "datetime.timezone": datetime.timezone,
     "decimal.Decimal": lambda text: decimal.Decimal(_only(str, text)),
-    "argparse.Namespace": argparse.Namespace,
+    "argparse.Namespace": _Namespace,
     "types.SimpleNamespace": types.SimpleNamespace,
     "pathlib.PosixPath": lambda *parts: pathlib.Path(*(_only(str, p) for p in parts)),
     "pathlib._local.PosixPath": lambda *parts: pathlib.Path(*(_only(str, p) for p in parts)),
@@ -318,12 +363,12 @@ class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         called = f"{module}.{name}"
-        if called in self.more:
-            return self.more[called]
-        if called in _NAMES:
-            known = _NAMES[called]
-            makes = self.tolerant and (known is _NumpyDType or isinstance(known, types.FunctionType))
-            return _or_opaque(known, called) if makes else known
+        known = self.more.get(called, _NAMES.get(called))
+        if known is not None:
+            is_function = isinstance(known, types.FunctionType)
+            if self.tolerant and called not in self.more and (known is _NumpyDType or is_function):
+                return _Function(_or_opaque(known, called))
+            return _Function(known) if is_function else known
         # `vars`, because an attribute that torch does not have yet may be a module that it imports on first use.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
@@ -373,24 +418,34 @@ MAX_PICKLE_DEPTH = 100
 """Containers inside of containers. A pickle may hold a list that contains itself, which a walk would never leave."""
 
 
-MAX_VALUES = 10_000_000
-"""Values in one pickle. A pickle may hold one list many times, each of whose members holds another one many times: a
-few bytes that a walk would take for more values than there is memory."""
+MAX_SHARING = 16
+"""Values for each byte of a pickle. Each takes a byte or more, unless it stands in several places: a pickle may hold
+one list many times, each of whose members holds another one many times, and stand for more than there is memory."""
+
+FEW_VALUES = 100_000
+"""So many are never too many."""
 
 
-def replaced(value: Any, leaf: Callable[[Any], Any], file: str) -> Any:
+def replaced(value: Any, leaf: Callable[[Any], Any], file: str, nbytes: int) -> Any:
     """The same containers, of the same classes, with ``leaf(value)`` in place of every `View` and `Reference`.
+
+    Args:
+        value: What `loads` made.
+        leaf: See above.
+        file: Where it comes from, for errors.
+        nbytes: Bytes of the pickle.
 
     Raises:
         CorruptCheckpointError: Containers are nested without end.
     """
-    return _Walk(leaf, file).visit(value, 0)
+    return _Walk(leaf, file, max(FEW_VALUES, MAX_SHARING * nbytes)).visit(value, 0)
 
 
 class _Walk:
-    def __init__(self, leaf: Callable[[Any], Any], file: str) -> None:
+    def __init__(self, leaf: Callable[[Any], Any], file: str, most: int) -> None:
         self.leaf = leaf
         self.file = file
+        self.most = most
         self.seen = 0
 
     def visit(self, value: Any, depth: int) -> Any:
@@ -398,8 +453,8 @@ class _Walk:
         if depth > MAX_PICKLE_DEPTH:
             raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=self.file)
         self.seen += 1
-        if self.seen > MAX_VALUES:
-            raise CorruptCheckpointError(f"a pickle stands for more than {MAX_VALUES} values", file=self.file)
+        if self.seen > self.most:
+            raise CorruptCheckpointError(f"a pickle stands for more than {self.most} values", file=self.file)
         kind = type(value)
         if kind is View or kind is Reference:
             return self.leaf(value)
@@ -415,8 +470,9 @@ class _Walk:
             return kind([self.visit(v, depth + 1) for v in value])
         if kind is collections.deque:
             return collections.deque([self.visit(v, depth + 1) for v in value], value.maxlen)
-        if kind is argparse.Namespace or kind is types.SimpleNamespace:
-            return kind(**{k: self.visit(v, depth + 1) for k, v in vars(value).items()})
+        if kind is _Namespace or kind is types.SimpleNamespace:
+            members = {k: self.visit(v, depth + 1) for k, v in vars(value).items()}
+            return argparse.Namespace(**members) if kind is _Namespace else types.SimpleNamespace(**members)
         return value
 
     def mapping(self, value: Mapping[Any, Any], depth: int) -> Any:

@@ -227,7 +227,8 @@ class Zip:
                 )
             return reference(value.tid)
 
-        return replaced(loads(self._small("data.pkl"), self.file, more, tolerant=tolerant), leaf, self.file)
+        data = self._small("data.pkl")
+        return replaced(loads(data, self.file, more, tolerant=tolerant), leaf, self.file, len(data))
 
     @property
     def pickled(self) -> bytes:

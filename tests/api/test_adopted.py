@@ -1,0 +1,105 @@
+"""Memory that XLA adopts: it is given back without Python, which may be ending, and it is given back at all."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runs import run, start
+from tests.xla import HAS_XLA
+from xla_ckpt.arrays.adopted import Adoptable, adoptable
+
+pytestmark = pytest.mark.xla
+
+if HAS_XLA:
+    import torch_xla
+
+    from xla_ckpt.arrays.xla import from_host
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+]  # fmt: skip
+
+RESUMES = """
+import sys, torch, torch_xla, xla_ckpt
+device = torch_xla.device()
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(20))).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def step():
+    optimizer.zero_grad()
+    model(torch.ones(8, 256, device=device)).sum().backward()
+    optimizer.step()
+    torch_xla.sync()
+step()
+if sys.argv[2] == "save":
+    xla_ckpt.save_checkpoint(sys.argv[1], "a", model, optimizer)
+else:
+    xla_ckpt.load_checkpoint(sys.argv[1], "a", model, optimizer)
+    step()
+"""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5), (700_001,)], ids=str)
+def test_values(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    memory = Adoptable(dtype, shape)
+    made = memory.tensor()
+    wanted = torch.randint(0, 2, shape).to(dtype)
+    made.copy_(wanted)
+    adopted = from_host(made, memory, torch_xla.device())
+    assert (adopted.dtype, tuple(adopted.shape)) == (dtype, shape)
+    assert torch.equal(adopted.cpu(), wanted)
+
+
+def test_what_has_no_name_in_dlpack() -> None:
+    assert not adoptable(torch.float8_e4m3fn, (2,))
+    assert not adoptable(torch.float32, (2, 0))
+    assert not adoptable(torch.float32, (1,) * 65)
+
+
+def test_no_object_of_python_belongs_to_what_is_adopted() -> None:
+    """XLA gives memory back on a thread that cannot wait for Python."""
+    memory = Adoptable(torch.float32, (1 << 20,))
+    made = memory.tensor().fill_(3)
+    adopted = from_host(made, memory, torch_xla.device())
+    gone = weakref.ref(memory)
+    del memory, made
+    gc.collect()
+    assert gone() is None
+    assert float(adopted.sum()) == 3 << 20
+
+
+def test_memory_is_given_back() -> None:
+    nbytes = 64 << 20
+
+    def adopt() -> None:
+        memory = Adoptable(torch.uint8, (nbytes,))
+        made = memory.tensor().fill_(1)
+        from_host(made, memory, torch_xla.device())
+
+    def leave() -> None:
+        Adoptable(torch.uint8, (nbytes,)).tensor().fill_(1)
+
+    adopt()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for _ in range(10):
+        adopt()
+        leave()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < 4 * nbytes
+
+
+def test_a_program_that_resumes_ends_well(tmp_path: Path) -> None:
+    """Its last step still runs, and gives loaded memory back, while the interpreter ends."""
+
+    run(RESUMES, tmp_path, "save")
+    for _ in range(3):
+        programs = start(RESUMES, tmp_path, "load"), start(RESUMES, tmp_path, "load")
+        for program in programs:
+            _, err = program.communicate(timeout=120)
+            assert program.returncode == 0, err

@@ -1,0 +1,72 @@
+"""A tag that is replaced while the ranks of a job open it: parts of two versions would be loaded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+
+import xla_ckpt
+from tests.layouts.writing import as_job
+from xla_ckpt import Mesh
+from xla_ckpt.api import load as api_load
+
+
+def native(root: Path, value: float) -> None:
+    xla_ckpt.save_checkpoint(root, "a", model={"w": torch.full((4,), value)})
+
+
+def by_stock(root: Path, value: float) -> None:
+    stock.save({"w": torch.full((4,), value)}, checkpoint_id=root / "a")
+
+
+def as_parts(root: Path, value: float) -> None:
+    """A directory of SageMaker model parallel's, which says nothing of its own of when it was written."""
+    (root / "a").mkdir()
+    for tp in range(2):
+        torch.save({"w": torch.full((2,), value), "_smp_is_partial": True}, root / "a" / f"model_0_{tp}.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("save", [native, by_stock, as_parts])
+def test_all_ranks_refuse_two_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, float], None]
+) -> None:
+    for name, value in (("now", 1.0), ("next", 2.0)):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, value)
+    real, lock, opened = api_load.open_tag, threading.Lock(), list[Any]()
+
+    def opens_and_replaces(*args: Any) -> Any:
+        with lock:
+            reader = real(*args)
+            if not opened:
+                os.rename(tmp_path / "now/a", tmp_path / "before")
+                os.rename(tmp_path / "next/a", tmp_path / "now/a")
+            opened.append(reader)
+            return reader
+
+    monkeypatch.setattr(api_load, "open_tag", opens_and_replaces)
+    targets = [{"w": torch.zeros(4)} for _ in range(2)]
+    with pytest.raises(xla_ckpt.StorageError, match="replaced while the ranks opened it"):
+        as_job(
+            monkeypatch,
+            Mesh(dp=2),
+            "load",
+            lambda rank: xla_ckpt.load_checkpoint(tmp_path / "now", "a", model=targets[rank]),
+        )
+    assert [t["w"].tolist() for t in targets] == [[0] * 4] * 2
+    monkeypatch.setattr(api_load, "open_tag", real)
+    as_job(
+        monkeypatch,
+        Mesh(dp=2),
+        "load",
+        lambda rank: xla_ckpt.load_checkpoint(tmp_path / "now", "a", model=targets[rank]),
+    )
+    assert [t["w"].tolist() for t in targets] == [[2] * 4] * 2

@@ -1,0 +1,139 @@
+"""Host memory that XLA adopts on the CPU, and gives back without Python.
+
+A DLPack capsule that torch makes of a tensor is given back by destroying the tensor, for which torch takes Python's
+global lock. XLA gives a buffer back on a thread of its own, when the last graph that reads it has run. If that is while
+the interpreter ends, the lock never comes: the thread is ended inside of a destructor, and the process aborts, although
+its work is done. So this module makes the capsule itself. Its memory is one allocation of the C library, which begins
+with DLPack's own structure, and what gives it back is ``free``.
+
+The structure is ``DLManagedTensor`` of DLPack 0.8 (dlpack.h), which torch_xla takes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from xla_ckpt.snapshot.memory import HUGE_BYTES, MEMORY_ALIGNMENT, huge_pages
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+_libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.free.argtypes = [ctypes.c_void_p]
+_libc.free.restype = None
+
+_new_capsule: Any = ctypes.pythonapi.PyCapsule_New
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_new_capsule.restype = ctypes.py_object
+
+_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
+_CODES = {
+    torch.bool: _BOOL, torch.bfloat16: _BFLOAT,
+    torch.uint8: _UINT, torch.uint16: _UINT, torch.uint32: _UINT, torch.uint64: _UINT,
+    torch.int8: _INT, torch.int16: _INT, torch.int32: _INT, torch.int64: _INT,
+    torch.float16: _FLOAT, torch.float32: _FLOAT, torch.float64: _FLOAT,
+    torch.complex64: _COMPLEX, torch.complex128: _COMPLEX,
+}  # fmt: skip
+"""DLPack's kinds of element types. What is not here has no name in it."""
+
+_HEADER = 1024
+"""Bytes before the elements: the structure, and the sizes of the dims."""
+
+_MAX_DIMS = 64
+
+
+class _DataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DataType),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _ManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+_CPU = 1
+
+
+def adoptable(dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Whether a tensor has a name in DLPack, and elements."""
+    return dtype in _CODES and len(shape) <= _MAX_DIMS and 0 not in shape
+
+
+class Adoptable:
+    """Memory for one contiguous tensor, which XLA may adopt when it is filled.
+
+    Raises (on construction):
+        MemoryError: There is none.
+    """
+
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        self._at = 0
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.nbytes = prod(self.shape) * dtype.itemsize
+        found, large = ctypes.c_void_p(), self.nbytes >= HUGE_BYTES
+        alignment = HUGE_BYTES if large else MEMORY_ALIGNMENT
+        if _libc.posix_memalign(ctypes.byref(found), alignment, _HEADER + self.nbytes) != 0 or not found.value:
+            raise MemoryError(f"no {self.nbytes} bytes of host memory")
+        self._at = found.value
+        if large:
+            huge_pages.populate(self._advise, np.asarray(self))
+
+    def __del__(self) -> None:
+        if self._at:
+            _libc.free(self._at)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The elements as bytes, for numpy, whose arrays keep this object."""
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self._at + _HEADER, False), "version": 3}
+
+    def tensor(self) -> torch.Tensor:
+        """The memory as a CPU tensor, to be filled. It must not be used any more once XLA has it."""
+        return torch.from_numpy(np.asarray(self)).view(self.dtype).reshape(self.shape)
+
+    def capsule(self) -> Any:
+        """What a consumer of DLPack takes. `given` has to be called when it has."""
+        dims = len(self.shape)
+        sizes = (ctypes.c_int64 * dims).from_address(self._at + ctypes.sizeof(_ManagedTensor))
+        for dim, size in enumerate(self.shape):
+            sizes[dim] = size
+        made = _ManagedTensor.from_address(self._at)
+        made.tensor = _Tensor(
+            data=self._at + _HEADER,
+            device_type=_CPU,
+            device_id=0,
+            ndim=dims,
+            dtype=_DataType(_CODES[self.dtype], 8 * self.dtype.itemsize, 1),
+            shape=ctypes.addressof(sizes),
+            strides=None,
+            byte_offset=0,
+        )
+        made.context = None
+        made.deleter = ctypes.cast(_libc.free, ctypes.c_void_p).value
+        return _new_capsule(self._at, b"dltensor", None)
+
+    def given(self) -> None:
+        """The consumer has taken the capsule: from now on the memory is its own."""
+        self._at = 0
+
+    def _advise(self, option: int) -> None:
+        if _libc.madvise(self._at, (_HEADER + self.nbytes) // HUGE_BYTES * HUGE_BYTES, option) != 0:
+            raise OSError(ctypes.get_errno(), "madvise")
