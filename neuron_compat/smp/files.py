@@ -12,7 +12,6 @@ note (`xla_ckpt.layouts.smp.sidecar`), by which parts of different saves are tol
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -29,14 +28,14 @@ from neuron_compat.smp.errors import (
     SMPInvalidArgumentError,
 )
 from neuron_compat.smp.meeting import together
-from neuron_compat.smp.parts import Numbers, Place, fits, incomplete, name_of, own_part, refusal, sizes_of
+from neuron_compat.smp.parts import Numbers, Place, absent, fits, incomplete, name_of, own_part, refusal, sizes_of
 from neuron_compat.smp.sources import Stored
 from neuron_compat.smp.stored import StoredState
 from neuron_compat.smp.writing import Note, save_of, write_file
 from neuron_compat.torch_files import load_whole
 from xla_ckpt import NoCheckpointError, UntrustedObjectError
 from xla_ckpt.layouts.smp import sidecar
-from xla_ckpt.layouts.smp.one_save import Part, lacking, parts_at
+from xla_ckpt.layouts.smp.one_save import Part, is_whole, parts_at
 from xla_ckpt.layouts.smp.parts import SCALERS
 from xla_ckpt.layouts.smp.tags import ALL_PARTS
 from xla_ckpt.layouts.torch_save.whole import check_whole_file, read_whole_file
@@ -254,9 +253,9 @@ def _check_whole(parts: Mapping[Numbers, Part], files: Mapping[Numbers, str], pl
     """Refuse a set of which parts are missing: as far as the numbers tell, or what is noted beside the files."""
     noted = next((part.saved for part in parts.values() if part.saved is not None), None)
     sizes = sizes_of(parts)[: len(next(iter(parts)))]
-    if noted is not None and lacking(parts):
+    if noted is not None and not is_whole(parts):
         sizes = tuple(noted.sizes[axis] for axis in sidecar.AXES[: len(sizes)])
-    if set(itertools.product(*[range(n) for n in sizes])) - set(parts):
+    if absent(parts, sizes):
         raise incomplete(files, place, f, sizes)
 
 
@@ -267,7 +266,7 @@ def _check_degrees(value: Any, files: Mapping[Numbers, str], place: Place, f: st
         said = [n for name in DEGREES if type(n := info.get(name)) is int and n > 0]
         if len(said) == 2 and said != [pp, tp]:
             sizes = (*said, rdp)[: len(next(iter(files)))]
-            if set(itertools.product(*[range(n) for n in sizes])) - set(files):
+            if absent(files, sizes):
                 raise incomplete(files, place, f, sizes)
             raise IncompatibleCheckpointFoundError.of(len(files), place.sizes, sorted(files.values())).at(
                 details=f"The files say of themselves that they are of pp={said[0]}, tp={said[1]}."

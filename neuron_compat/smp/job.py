@@ -34,6 +34,7 @@ from neuron_compat.smp.errors import (
     SMPValidationError,
 )
 from neuron_compat.smp.placement import Ranks, arrange
+from neuron_compat.smp.writing import job_id
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
     state.lazy = False
     if state.ranks is None:
         state.ranks = arrange(cfg)
+        job_id()  # now, as the job's store may be gone when a file is saved
     state.cfg = cfg
 
 

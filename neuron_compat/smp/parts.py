@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from neuron_compat.smp.errors import (
@@ -86,15 +86,27 @@ def fits(found: Collection[Numbers], place: Place) -> bool:
     return sizes_of(found)[:count] == place.sizes[:count] and (count > 1 or place.tp_size == 1)
 
 
-def missing(found: Collection[Numbers]) -> list[Numbers]:
-    """The parts that are missing among some, as far as the others tell.
+LISTED = 8
+"""Missing parts that an error names, at most."""
 
-    >>> missing([(0, 0), (0, 1), (1, 1)]), missing([(1,)])
-    ([(1, 0)], [(0,)])
+
+def absent(found: Collection[Numbers], sizes: Sequence[int]) -> list[Numbers]:
+    """The first parts that are missing of a set of a job of these degrees, along each axis that the names have.
+
+    >>> absent([(0, 0), (0, 1), (1, 1)], (2, 2)), absent([(1,)], (2,)), len(absent([(0, 999_999_999)], (1, 10**9)))
+    ([(1, 0)], [(0,)], 9)
     """
-    held = set(found)
-    whole = itertools.product(*(range(1 + max(axis)) for axis in zip(*held, strict=True)))
-    return [numbers for numbers in whole if numbers not in held]
+    return list(itertools.islice((numbers for numbers in _grid(sizes) if numbers not in found), LISTED + 1))
+
+
+def _grid(sizes: Sequence[int]) -> Iterator[Numbers]:
+    """All numbers of a job, one by one: a stray file may have a date where others have a rank."""
+    if not sizes:
+        yield ()
+        return
+    for first in range(sizes[0]):
+        for rest in _grid(sizes[1:]):
+            yield first, *rest
 
 
 def refusal(parts: Mapping[Numbers, str], place: Place, prefix: str) -> SMPCheckpointError | None:
@@ -123,7 +135,7 @@ def refusal(parts: Mapping[Numbers, str], place: Place, prefix: str) -> SMPCheck
     return None
 
 
-def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: tuple[int, ...]) -> SMPCheckpointError:
+def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: Sequence[int]) -> SMPCheckpointError:
     """The error for a set of which parts are missing: SMP's own, where it has one, and which parts these are.
 
     Args:
@@ -132,14 +144,14 @@ def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: t
         prefix: What their names begin with.
         sizes: The degrees of the job that saved them, along each axis that their names have.
     """
-    whole = itertools.product(*map(range, sizes))
-    absent = [numbers for numbers in whole if numbers not in parts]
     error = refusal(parts, place, prefix) or IncompatibleCheckpointFoundError.of(
         len(parts), place.sizes, sorted(parts.values())
     )
-    named = ", ".join("_".join(map(str, numbers)) for numbers in absent[:8])
-    told = f"Parts are missing: {named}{', ...' if len(absent) > 8 else ''}."
-    if len(sizes) > 1 and all(numbers[1] == 0 for numbers in parts) and all(numbers[1] > 0 for numbers in absent):
+    gone = absent(parts, sizes)
+    named = ", ".join("_".join(map(str, numbers)) for numbers in gone[:LISTED])
+    told = f"Parts are missing: {named}{', ...' if len(gone) > LISTED else ''}."
+    stages = {numbers[0] for numbers in parts}
+    if len(sizes) > 1 and sizes[1] > 1 and len(stages) == sizes[0] and all(numbers[1] == 0 for numbers in parts):
         told = (
             f"{told} Ranks with tp_rank > 0 never saved theirs: with tensor parallelism the data-parallel group "
             "contains them. Call smp.save under `if smp.rdp_rank() == 0`, not `if smp.dp_rank() == 0`."

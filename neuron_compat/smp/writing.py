@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -17,14 +18,16 @@ from neuron_compat.torch_files import make_directory, on_host, save_whole, write
 from xla_ckpt import CorruptCheckpointError
 from xla_ckpt.layouts.smp import sidecar
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """What is noted beside a part."""
 
     path: str
-    save: str
-    """See `save_of`."""
+    save: str | None
+    """See `save_of`. If it is None, nothing is noted: nobody knows of which save the file is."""
 
     place: Place
     by: int
@@ -33,6 +36,10 @@ class Note:
     def write(self, partly: str) -> None:
         """Note what the file `partly` is, beside the one whose place it takes: whichever is there then, is noted."""
         beside = sidecar.name_of(self.path)
+        if self.save is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(beside)
+            return
         present = None
         known = _noted(beside)
         if known and (is_now := _zip_of(self.path)) is not None:
@@ -127,14 +134,21 @@ _counters: dict[tuple[str, str, bool], Iterator[int]] = {}
 """(job, checkpoint, v3) -> the numbers of its saves. All ranks that save it count alike."""
 
 
-def save_of(f: str, v3: bool) -> str:
-    """What names this save: the same on all ranks."""
-    key = _job_id(), os.path.abspath(f), v3
-    return f"{key[0]}-{next(_counters.setdefault(key, itertools.count()))}"
+def save_of(f: str, v3: bool) -> str | None:
+    """What names this save: the same on all ranks. None if the ranks of the job cannot agree on that any more."""
+    job = job_id()
+    if job is None:
+        return None
+    key = job, os.path.abspath(f), v3
+    return f"{job}-{next(_counters.setdefault(key, itertools.count()))}"
 
 
-def _job_id() -> str:
-    """What names this job: the rank that comes first says it, and nobody waits."""
+def job_id() -> str | None:
+    """What names this job: the rank that comes first says it, and nobody waits.
+
+    `smp.init` asks for it, too: later on the process that holds the job's store may have ended. None then, if it was
+    not asked for before.
+    """
     distributed: Any = torch.distributed
     joined = distributed.is_available() and distributed.is_initialized()
     group = distributed.group.WORLD if joined else None
@@ -142,6 +156,10 @@ def _job_id() -> str:
         made = uuid.uuid4().hex[:16]
         if joined:
             store = distributed.distributed_c10d._get_default_store()
-            made = store.compare_set("neuron_compat.smp/job", "", made).decode()
+            try:
+                made = store.compare_set("neuron_compat.smp/job", "", made).decode()
+            except RuntimeError as error:  # torch has no other one for a store that is gone
+                logger.warning("the store of the job is gone: a file is saved without a note of its save: %s", error)
+                return None
         _job_ids[:] = [(group, made)]
     return _job_ids[0][1]

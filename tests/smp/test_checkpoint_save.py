@@ -124,6 +124,37 @@ def test_a_split_that_a_rule_names(tmp_path: Path) -> None:
     assert held.weight[:, 0].tolist() == [1, 2]
 
 
+@pytest.mark.xla
+def test_on_an_xla_device(tmp_path: Path) -> None:
+    import torch_xla
+
+    begin(1, 1)
+    made = torch.nn.Linear(4, 2, bias=False).to(torch_xla.device())
+    held = DistributedModel(made)
+    optimizer = smp.DistributedOptimizer(torch.optim.AdamW(held.parameters(), lr=0.1))
+
+    def trained() -> list[list[float]]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            held(torch.ones(3, 4, device=torch_xla.device())).square().mean().backward()
+            optimizer.step()
+            torch_xla.sync()
+        return [[round(x, 5) for x in row] for row in held.weight.tolist()]
+
+    trained()
+    smp.save_checkpoint(tmp_path, "a", model=held, optimizer=optimizer)
+    smp.save({"m": held.local_state_dict(), "o": optimizer.local_state_dict()}, f"{tmp_path}/c.pt")
+    after = trained()
+    smp.resume_from_checkpoint(tmp_path)
+    assert held.weight.device.type == "xla"
+    assert trained() == after
+    checkpoint = smp.load(f"{tmp_path}/c.pt")
+    held.load_state_dict(checkpoint["m"])
+    optimizer.load_state_dict(checkpoint["o"])
+    assert trained() == after
+    assert torch.load(tmp_path / "a_partial/model_0_0.pt")["weight"].device.type == "cpu"
+
+
 # -- jobs
 
 

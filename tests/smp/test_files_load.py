@@ -140,6 +140,13 @@ def test_a_missing_part_is_named(tmp_path: Path, alone: Any, gone: str) -> None:
         alone.load(f"{tmp_path}/c.pt")
 
 
+def test_a_file_with_a_date_in_the_place_of_a_rank(tmp_path: Path, alone: Any) -> None:
+    names = write_parts(tmp_path, "documents", 1, 1)
+    (tmp_path / names[0]).rename(tmp_path / "c.pt_0_20261122")
+    with pytest.raises(smp.IncompatibleCheckpointRankFoundError, match=r"Parts are missing: 0_0, .*, \.\.\."):
+        alone.load(f"{tmp_path}/c.pt")
+
+
 def test_a_missing_stage_is_known_by_what_the_others_say(tmp_path: Path, alone: Any) -> None:
     write_parts(tmp_path, "documents")
     for name in ("c.pt_1_0", "c.pt_1_1"):

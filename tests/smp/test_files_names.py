@@ -9,7 +9,7 @@ from neuron_compat.smp.errors import (
     IncompatibleCheckpointRankFoundError,
     SMPInvalidArgumentError,
 )
-from neuron_compat.smp.parts import Place, fits, incomplete, missing, name_of, refusal, sizes_of
+from neuron_compat.smp.parts import Place, absent, fits, incomplete, name_of, refusal, sizes_of
 
 RANK_FOUND = (
     "The {kind} of a checkpoint file ({rank}) exceeds the total number of unique {kind} checkpoint files ({n}) "
@@ -69,7 +69,7 @@ def test_another_naming_is_refused() -> None:
 def test_a_set_of_the_same_degrees_fits(numbers: list[tuple[int, ...]], where: Place) -> None:
     assert fits(numbers, where)
     assert refusal(parts(*numbers), where, "c.pt") is None
-    assert not missing(numbers)
+    assert not absent(numbers, [1 + max(axis) for axis in zip(*numbers, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_what_smp_says_of_missing_parts(
 def test_holes_that_pass_as_the_right_number_are_found() -> None:
     """SMP counts files and compares each rank with the count: (0, 0) and (1, 1) in place of (0, 0) and (0, 1)."""
     held = parts((0, 0), (1, 1), (2, 1), (3, 1))
-    assert missing(held) == [(0, 1), (1, 0), (2, 0), (3, 0)]
+    assert absent(held, (4, 2)) == [(0, 1), (1, 0), (2, 0), (3, 0)]
     error = incomplete(held, place(4, 1), "c.pt", (4, 2))
     assert "Parts are missing: 0_1, 1_0, 2_0, 3_0." in str(error)
     assert isinstance(error, IncompatibleCheckpointFoundError | IncompatibleCheckpointRankFoundError)

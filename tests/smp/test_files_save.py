@@ -128,6 +128,30 @@ def test_xla_tensors_are_stored_as_cpu_tensors(tmp_path: Path, alone: Any) -> No
     assert found["a"][0].data_ptr() == found["b"].data_ptr()
 
 
+def saves_without_a_store(rank: int, root: str) -> bool:
+    import torch.distributed.distributed_c10d as c10d
+
+    from neuron_compat.smp import writing
+
+    begin(2, 1)
+    smp.save({"n": 1}, f"{root}/c.pt")
+
+    class Gone:
+        def compare_set(self, *_: Any) -> bytes:
+            raise RuntimeError("connection reset by peer")
+
+    writing._job_ids.clear()
+    c10d._get_default_store = Gone  # type: ignore[assignment]
+    smp.save({"n": 2}, f"{root}/c.pt")
+    return os.path.exists(f"{root}/.c.pt_{rank}.xla_ckpt.json")
+
+
+def test_a_rank_saves_when_the_store_of_the_job_is_gone(tmp_path: Path, alone: Any) -> None:  # noqa: F811
+    """Without a launcher the store is in the process of rank 0, which may have ended. Nothing is noted then."""
+    assert run_on_ranks(saves_without_a_store, 2, str(tmp_path)) == [False, False]
+    assert alone.load(f"{tmp_path}/c.pt")["n"] == 2
+
+
 # -- killed at any moment
 
 
@@ -224,3 +248,20 @@ def test_a_save_that_one_rank_missed_is_an_error_on_all(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0][0] == "CorruptCheckpointError"
     assert "the parts are of two saves" in found[0][1]
+
+
+def saves_under_the_wrong_guard(rank: int, root: str) -> tuple[str, str]:
+    begin(1, 2)
+    if smp.dp_rank() == 0:  # with tensor parallelism: the first tensor-parallel rank only
+        smp.save({"w": torch.full((3,), float(rank))}, f"{root}/c.pt")
+    torch.distributed.barrier()
+    return caught(lambda: smp.load(f"{root}/c.pt"))
+
+
+def test_the_wrong_guard_is_named_on_all_ranks(tmp_path: Path, alone: Any) -> None:  # noqa: F811
+    found = run_on_ranks(saves_under_the_wrong_guard, 4, str(tmp_path))
+    assert all(each == found[0] for each in found)
+    assert "Parts are missing: 0_1." in found[0][1]
+    assert "Call smp.save under `if smp.rdp_rank() == 0`, not `if smp.dp_rank() == 0`." in found[0][1]
+    with pytest.raises(smp.SMPCheckpointError, match="rdp_rank"):
+        alone.load(f"{tmp_path}/c.pt")

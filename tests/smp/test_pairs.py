@@ -129,3 +129,28 @@ def test_master_weights_and_loss_scale(tmp_path: Path, kind: str) -> None:
     for losses in run_on_ranks(goes_on, 4, str(tmp_path), 2, 1, {kind: True}):
         for form in FORMS:
             assert losses[form] == pytest.approx(unbroken[0], rel=0.1), form
+
+
+def saves_apart(rank: int, root: str) -> list[float]:
+    """Model and optimizer in sets of their own, each a state dict at its top."""
+    begin(2, 2)
+    model, optimizer = wrapped()
+    trained(model, optimizer, 0, 2)
+    smp.save(model.local_state_dict(), f"{root}/model")
+    smp.save(optimizer.local_state_dict(), f"{root}/optimizer", naming="1.12")
+    return trained(model, optimizer, 2, 4)
+
+
+def loads_apart(rank: int, root: str, pp: int, tp: int) -> list[float]:
+    begin(pp, tp)
+    model, optimizer = wrapped(seed=11, lr=0.9)
+    model.load_state_dict(smp.load(f"{root}/model"))
+    optimizer.load_state_dict(smp.load(f"{root}/optimizer"))
+    return trained(model, optimizer, 2, 4)
+
+
+def test_model_and_optimizer_in_sets_of_their_own(tmp_path: Path) -> None:
+    unbroken = run_on_ranks(saves_apart, 4, str(tmp_path))
+    for degrees in ((2, 2), (1, 4), (4, 1), (1, 1)):
+        for losses in run_on_ranks(loads_apart, 4, str(tmp_path), *degrees):
+            assert losses == pytest.approx(unbroken[0], rel=1e-6), degrees

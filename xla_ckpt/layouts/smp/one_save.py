@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import product
+from math import prod
 
 from xla_ckpt.errors import FormatError, UnsupportedVersionError, storage_errors
 from xla_ckpt.layouts.smp.parts import two_saves
@@ -116,7 +116,7 @@ def of_one_save(parts: Mapping[Numbers, Part]) -> dict[Numbers, Part]:
             saves.setdefault(part.save, {})[numbers] = part
     if len(saves) < 2:
         return dict(parts)
-    whole = [name for name, held in saves.items() if not lacking(held)]
+    whole = [name for name, held in saves.items() if is_whole(held)]
     if len(whole) != 1:
         firsts = {name: min(held) for name, held in saves.items()}
         raise two_saves("; ".join(f"{parts[first].file} of {name}" for name, first in firsts.items()))
@@ -125,10 +125,11 @@ def of_one_save(parts: Mapping[Numbers, Part]) -> dict[Numbers, Part]:
     return saves[whole[0]]
 
 
-def lacking(parts: Mapping[Numbers, Part]) -> set[Numbers]:
-    """The parts of a save that are missing, by the sizes that are noted; of parts without a note nobody knows it."""
+def is_whole(parts: Mapping[Numbers, Part]) -> bool:
+    """Whether no part of a save is missing, by the sizes that are noted; of parts without a note nobody knows it."""
     saved = next((part.saved for part in parts.values() if part.saved is not None), None)
     if saved is None:
-        return {()}
+        return False
     sizes = [saved.sizes[axis] for axis in AXES[: len(next(iter(parts)))]]
-    return set(product(*map(range, sizes))) - set(parts)
+    inside = all(number < size for numbers in parts for number, size in zip(numbers, sizes, strict=True))
+    return inside and len(parts) == prod(sizes)
