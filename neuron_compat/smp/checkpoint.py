@@ -20,7 +20,7 @@ from typing import Any
 import xla_ckpt
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
-from neuron_compat.smp.files import IS_PARTIAL, check_path, current_place
+from neuron_compat.smp.files import check_path, current_place
 from neuron_compat.smp.listing import list_newest, list_when_done, wait_listed
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.model import DistributedModel
@@ -28,6 +28,7 @@ from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user
 from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
 from neuron_compat.smp.writing import write_file
 from neuron_compat.torch_files import make_directory
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL
 from xla_ckpt.layouts.smp.tags import CONFIG, PARTIAL
 from xla_ckpt.state.wrappers import NamesOnly
 

@@ -35,19 +35,11 @@ from neuron_compat.smp.writing import Note, save_of, write_file
 from neuron_compat.torch_files import load_whole
 from xla_ckpt import NoCheckpointError, UntrustedObjectError
 from xla_ckpt.layouts.smp import sidecar
+from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP
 from xla_ckpt.layouts.smp.one_save import Part, is_whole, parts_at
 from xla_ckpt.layouts.smp.parts import SCALERS
 from xla_ckpt.layouts.smp.tags import ALL_PARTS
 from xla_ckpt.layouts.torch_save.whole import check_whole_file, read_whole_file
-
-IS_PARTIAL = "_smp_is_partial"
-"""Key of a state dict that says whether it is one rank's part."""
-
-LOAD_INFO = "_smp_load_info"
-"""Key of a partial state dict of a model that says of which job it is."""
-
-DEGREES = ("pipeline_parallel_degree", "tensor_parallel_degree")
-"""Keys of what it says."""
 
 
 def save(obj: Any, f: str, partial: bool = True, v3: bool = False, *, naming: str = "auto", **options: Any) -> None:
@@ -263,7 +255,7 @@ def _check_degrees(value: Any, files: Mapping[Numbers, str], place: Place, f: st
     """Refuse a set that lacks parts by what its own files say of the job that saved them."""
     pp, tp, rdp = sizes_of(files)
     for info in infos_in(value):
-        said = [n for name in DEGREES if type(n := info.get(name)) is int and n > 0]
+        said = [n for name in (PP, TP) if type(n := info.get(name)) is int and n > 0]
         if len(said) == 2 and said != [pp, tp]:
             sizes = (*said, rdp)[: len(next(iter(files)))]
             if absent(files, sizes):

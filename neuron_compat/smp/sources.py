@@ -10,12 +10,10 @@ import torch
 
 import xla_ckpt
 from neuron_compat.smp import job
+from xla_ckpt.layouts.smp.tags import FP16
 from xla_ckpt.state.wrappers import NamesOnly, View
 
 logger = logging.getLogger(__name__)
-
-FP16 = "fp16_states"
-"""SMP's name for what an optimizer of 16-bit training stores besides; a member of `extras` in a tag."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,8 @@ import torch
 from neuron_compat.smp import comm, job
 from neuron_compat.smp.optimizer_methods import Distributed
 from neuron_compat.smp.optimizer_state import fp16_state, on_cpu
+from xla_ckpt.layouts.smp.tags import FP16
 from xla_ckpt.state.wrappers import View
-
-FP16 = "fp16_states"
-"""SMP's name for what an optimizer of 16-bit training stores besides."""
 
 
 def local_model(model: Any) -> View:

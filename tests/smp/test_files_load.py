@@ -76,11 +76,6 @@ def test_files_without_tensor_parallelism(tmp_path: Path) -> None:
 # -- in one process
 
 
-def loads_alone(f: str, **options: Any) -> Any:
-    begin(1, 1)
-    return smp.load(f, **options)
-
-
 @pytest.fixture
 def alone() -> Any:
     """smp in this process, which works alone."""
