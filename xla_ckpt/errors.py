@@ -66,7 +66,8 @@ class CheckpointError(Exception):
             f"{word} {fact}" for word, fact in (("expected", self.expected), ("found", self.found)) if fact is not None
         ]
         text += f": {', '.join(compared)}" if compared else ""
-        text = f"{text}. {self.hint}" if self.hint else text
+        end = "" if text.endswith("!") else "."
+        text = f"{text}{end} {self.hint}" if self.hint else text
         return f"{text}\n{self.details}" if self.details else text
 
     def at(self, **facts: Any) -> CheckpointError:

@@ -118,7 +118,7 @@ def init(config: Mapping[str, Any] | None = None) -> None:
                 "smp is initialized already, with another configuration",
                 expected=_differing(state.cfg, cfg),
                 found=_differing(cfg, state.cfg),
-                hint="Call smp.init() once, before anything else of smp.",
+                hint="Call smp.init() once, before anything else of smp. smp.shutdown() forgets the configuration.",
             )
         logger.warning("SageMaker model parallelism is initialized already. Ignoring the smp.init() call.")
         return

@@ -153,8 +153,9 @@ def incomplete(parts: Mapping[Numbers, str], place: Place, prefix: str, sizes: S
     stages = {numbers[0] for numbers in parts}
     if len(sizes) > 1 and sizes[1] > 1 and len(stages) == sizes[0] and all(numbers[1] == 0 for numbers in parts):
         told = (
-            f"{told} Ranks with tp_rank > 0 never saved theirs: with tensor parallelism the data-parallel group "
-            "contains them. Call smp.save under `if smp.rdp_rank() == 0`, not `if smp.dp_rank() == 0`."
+            f"{told} If they were there once, restore them from a copy. Else ranks with tp_rank > 0 never saved "
+            "theirs: with tensor parallelism the data-parallel group contains them. "
+            "Call smp.save under `if smp.rdp_rank() == 0`, not `if smp.dp_rank() == 0`."
         )
     error.details = told
     return error

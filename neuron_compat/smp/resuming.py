@@ -41,8 +41,21 @@ def chosen(root: str, tag: str | None, *, partial: bool) -> str:
     else:
         raise SMPValidationError("tag is required to load a full checkpoint!")
     if not os.path.exists(f"{root}/{name}"):
-        raise SMPValidationError(f"Checkpoint {root}/{name} does not exist!")
+        raise SMPValidationError(f"Checkpoint {root}/{name} does not exist!", details=_in_its_place(root, name))
     return name
+
+
+def _in_its_place(root: str, name: str) -> str | None:
+    """What is in a root in the place of a checkpoint that is not there. None: nothing."""
+    bare = name.removesuffix(PARTIAL)
+    if name.endswith(2 * PARTIAL):
+        return f"A tag is the name of the directory without {PARTIAL}: pass {bare.removesuffix(PARTIAL)}."
+    if name != bare and os.path.exists(f"{root}/{bare}"):
+        return "There is a full checkpoint of this tag: pass partial=False."
+    if name == bare and os.path.exists(f"{root}/{bare}{PARTIAL}"):
+        return "There is a partial checkpoint of this tag: pass partial=True."
+    tags = [there.removesuffix(PARTIAL) for there in root_at(root).order]
+    return f"Tags of partial checkpoints there, oldest first: {', '.join(tags[-10:])}." if tags else None
 
 
 def _newest(root: str) -> str:

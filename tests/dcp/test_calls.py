@@ -436,6 +436,14 @@ def test_there_is_no_checkpoint(tmp_path: Path) -> None:
     xla_ckpt.save(tmp_path / "run", "tag", {"w": torch.ones(3)})
     with pytest.raises(xla_ckpt.NoCheckpointError, match="tag of this library"):
         dcp.load(target, checkpoint_id=tmp_path / "run" / "tag")
+    for step in (1, 2):
+        dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "steps" / f"step-{step}")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Checkpoints beside it: step-1, step-2\."):
+        dcp.load(target, checkpoint_id=tmp_path / "steps" / "step-3")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"Checkpoints lie in it: .* one, step-1, step-2\."):
+        dcp.load(target, checkpoint_id=tmp_path / "steps")
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="This is a checkpoint by itself: pass it without a tag"):
+        xla_ckpt.restore(tmp_path / "steps" / "step-1", "step-1")
 
 
 def test_a_tag_of_ours_in_the_layout_dcp(tmp_path: Path) -> None:

@@ -99,8 +99,10 @@ def test_ten_saves_five_kept(tmp_path: Path) -> None:
         assert found["full before"] is True
         assert found["newest before"] is True
         assert found["a tag after"] is True
-        assert found["wrong"] == ("SMPValidationError", f"Checkpoint {folder}/test1_partial does not exist!")
-        assert found["wrong full"] == ("SMPValidationError", f"Checkpoint {folder}/test_no_exist does not exist!")
+        there = "Tags of partial checkpoints there, oldest first: test5, test6, test7, test8, test9."
+        for name, wrong in (("wrong", "test1_partial"), ("wrong full", "test_no_exist")):
+            text = f"Checkpoint {folder}/{wrong} does not exist!\n{there}"
+            assert found[name] == ("SMPValidationError", text)
         assert found["config"][0] == "SMPValidationError"
         assert "feature shard_optimizer_state, loaded False, current True" in found["config"][1]
         assert found["another config"] is True

@@ -207,6 +207,21 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path, options: dict[str, Any],
     assert str(error.value) == text.format(root=tmp_path)
 
 
+def test_what_is_there_in_place_of_a_checkpoint_is_said(tmp_path: Path) -> None:
+    theirs(tmp_path, "a", 1.0)
+    (tmp_path / "whole").touch()
+    begin(1, 1)
+    for options, told in (
+        ({"tag": "a", "partial": False}, "There is a partial checkpoint of this tag: pass partial=True."),
+        ({"tag": "whole"}, "There is a full checkpoint of this tag: pass partial=False."),
+        ({"tag": "a_partial"}, "A tag is the name of the directory without _partial: pass a."),
+        ({"tag": "b"}, "Tags of partial checkpoints there, oldest first: a."),
+    ):
+        with pytest.raises(smp.SMPValidationError) as error:
+            smp.resume_from_checkpoint(tmp_path, **options)  # type: ignore[arg-type]
+        assert str(error.value).endswith(f" does not exist!\n{told}")
+
+
 def test_a_list_of_older_versions(tmp_path: Path) -> None:
     (tmp_path / "newest").write_text("step_10\n")
     begin(1, 1)
@@ -336,7 +351,8 @@ def test_all_ranks_raise_the_same_errors(tmp_path: Path) -> None:
     theirs(tmp_path, "a", 2.0)
     one, other = run_on_ranks(resumes, 2, str(tmp_path))
     assert one == other
-    assert one[0] == ("SMPValidationError", f"Checkpoint {tmp_path}/x_partial does not exist!")
+    assert one[0][0] == "SMPValidationError"
+    assert one[0][1].startswith(f"Checkpoint {tmp_path}/x_partial does not exist!\nTags of partial checkpoints there")
     assert one[1] == ("SMPValidationError", "tag is required to load a full checkpoint!")
     assert one[2] == {"tag": "a"}
     assert one[3] == one[5] == (WEIGHT + 2).tolist()

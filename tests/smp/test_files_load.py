@@ -229,7 +229,7 @@ def test_before_init(tmp_path: Path) -> None:
     """The ranks are not known then; a full checkpoint needs none."""
     torch.save({}, tmp_path / "c.pt")
     assert run_alone(loads_before_init, f"{tmp_path}/c.pt") == [
-        ("NotInitializedError", "smp is not initialized!. Call smp.init(config) first."),
+        ("NotInitializedError", "smp is not initialized! Call smp.init(config) first."),
         ("nothing", ""),
     ]
 

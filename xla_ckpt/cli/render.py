@@ -248,8 +248,8 @@ def _in_sections(split: dict[str, list[Any]]) -> list[str]:
 def conversion(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``convert``."""
     return Text(
-        f"{facts['tag']}: {size(facts['nbytes'])} as {facts['layout']} over {facts['mesh']}, {facts['files']} files, "
-        f"in {facts['path']}, in {facts['seconds']:.1f} s"
+        f"{facts['tag']}: {size(facts['nbytes'])} as {facts['layout']} over {facts['mesh']}, "
+        f"{count(facts['files'], 'file')}, in {facts['path']}, in {facts['seconds']:.1f} s"
     )
 
 

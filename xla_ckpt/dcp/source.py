@@ -331,7 +331,16 @@ def _found(store: Store, name: str) -> Directory:
             return store.open(replacement.where(store, name))
         except (FileNotFoundError, NotADirectoryError):
             continue
-    raise NoCheckpointError("there is no such checkpoint")
+    raise NoCheckpointError("there is no such checkpoint", hint=_beside(store))
+
+
+def _beside(store: Store) -> str | None:
+    """What checkpoints of DCP's lie in a directory, if there are any."""
+    try:
+        found = [there for there in sorted(store.names()) if store.has(f"{there}/{METADATA}")]
+    except OSError:
+        return None
+    return f"Checkpoints beside it: {', '.join(found[-10:])}." if found else None
 
 
 def _opened(directory: Directory, path: str) -> Opened:
@@ -361,7 +370,10 @@ def _of_ranks(directory: Directory) -> Contents:
     parts = [(name, _small(directory, name, MAX_METADATA)) for name in ranks_metadata(there)]
     if parts:
         return merged([parse(data, name) for name, data in parts if data is not None])
-    if MANIFEST in there:
+    below = [f.removesuffix(f"/{METADATA}") for f in there if f.count("/") == 1 and f.endswith(f"/{METADATA}")]
+    if below:
+        hint = f"Checkpoints lie in it: pass the path of one, {', '.join(below[-10:])}."
+    elif MANIFEST in there:
         hint = "It is a tag of this library in another layout: use load_checkpoint, or xla-ckpt convert --to dcp."
     else:
         hint = f"It has no {METADATA}: its save did not end, or it is no checkpoint of DCP's."

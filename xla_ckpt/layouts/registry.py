@@ -217,7 +217,12 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
         error.hint = f"{theirs[-1][0]} wrote the tags there: {', '.join(tag for _, tag in theirs[-10:])}."
     elif (inside := tag_directory(store.path)) is not None:
         above, name = inside
-        error.hint = f"This is the directory of a tag: pass {above.path} and the tag {name}."
+        there = f"{above.path} and the tag {name}"
+        error.hint = (
+            f"This is the directory of a tag: pass {there}."
+            if named_itself(store.path) is None
+            else f"This is a checkpoint by itself: pass it without a tag, or pass {there}."
+        )
     return error
 
 

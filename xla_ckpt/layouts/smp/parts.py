@@ -31,7 +31,7 @@ SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODU
 
 _OTHER = "another program, which has written over it since"
 
-GUARD = "ranks tp > 0 never saved: use rdp_rank() == 0"
+GUARD = "the parts of all ranks tp > 0 are missing"
 """What the classic mistake is: ``if smp.dp_rank() == 0`` is true on tp rank 0 only, as SMP counts tp within dp."""
 
 
@@ -207,8 +207,9 @@ def _check_grid(files: FileSet, found: Mapping[At, Any], degrees: Degrees | None
         file=name(missing[0]),
         expected=f"{total} parts: pp {sizes['pp']}, tp {sizes['tp']}" + (f", rdp {sizes['dp']}" * (sizes["dp"] > 1)),
         found=f"{len(found)}; missing: {listed([name(at) for at in missing])}",
-        hint="The job saved under `if smp.dp_rank() == 0`, which is true on tp rank 0 only: what the other tp ranks "
-        "held was never written. Save under `if smp.rdp_rank() == 0`."
+        hint="If they were there once, restore them from a copy. Else the job saved under `if smp.dp_rank() == 0`, "
+        "which is true on tp rank 0 only, and what the other tp ranks held was never written: save under "
+        "`if smp.rdp_rank() == 0`."
         if _never_saved(found, missing, sizes["tp"])
         else "They were lost, or never written: restore them from a copy, or take another checkpoint.",
     )
