@@ -127,7 +127,8 @@ def show_facts(
     found = find_foreign(store, tag)
     leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest)]
     if not any(_matches(leaf, pattern) for leaf in leaves):
-        raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern)
+        tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
+        raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern, hint=f"Leaves begin with: {tops}.")
     head = manifest.head
     chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
     unknown = {leaf: u for leaf, u in manifest.unknown.items() if _matches(leaf, pattern)}
@@ -307,6 +308,8 @@ def targets(name: str | None) -> tuple[Any, Any]:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
+    if made is None:
+        raise UsageError("the function returns nothing", expected="the model, or (model, optimizer)", found=name)
     return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
 
 

@@ -23,6 +23,11 @@ from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES
 from xla_ckpt.layouts.registry import converted
 from xla_ckpt.tree import schema
 
+PATH = (
+    "root directory of tags, or one tag, or one file (.pt), or a set of SageMaker model parallel's parts "
+    "(checkpoint.pt for checkpoint.pt_0_0, ...)"
+)
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -32,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(name: str, help_: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=help_, description=help_)
-        made.add_argument("path", metavar="PATH", help="root directory of tags, or one tag, or one file (.pt)")
+        made.add_argument("path", metavar="PATH", help=PATH)
         made.add_argument("--json", action="store_true", help="print JSON, for scripts")
         made.set_defaults(action=action)
         return made
@@ -63,7 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--tag", help="which one (default: the newest)")
     export.add_argument("--part", default=schema.MODEL, help="leaf path of what is exported (default: %(default)s)")
-    export.add_argument("--max-shard-size", type=_size, default=MAX_FILE_BYTES, metavar="SIZE", help="such as 5GB")
+    export.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default=MAX_FILE_BYTES,
+        metavar="SIZE",
+        help="largest size of a file (default: 5GB)",
+    )
     convert = command("convert", "Write a tag anew, in another layout or for another topology.", _convert)
     convert.add_argument(
         "destination",
@@ -73,7 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--to", required=True, choices=converted(), help="the layout; torch is one file of torch.save")
     convert.add_argument("--part", help="for torch: leaf path of what is written, such as model (default: everything)")
     convert.add_argument("--tag", help="which one (default: the newest)")
-    convert.add_argument("--as", dest="as_tag", metavar="TAG", help="name of the new tag (default: the old one's)")
+    convert.add_argument(
+        "--as",
+        dest="as_tag",
+        metavar="TAG",
+        help="name of the new tag (default: the old one's, or the file's without .pt)",
+    )
     convert.add_argument(
         "--mesh", help="the topology that the files are for, such as pp=1,dp=4,tp=2 (default: one rank)"
     )
@@ -106,8 +122,9 @@ def _parser() -> argparse.ArgumentParser:
         made.add_argument(
             "--like",
             metavar="MODULE:FUNCTION",
-            help="for tags that neuronx-distributed wrote, and files whose optimizer numbers its parameters: returns "
-            "the model (its values do not matter), or (model, optimizer), which converting an optimizer's state needs",
+            help="for tags of neuronx-distributed and SageMaker model parallel, and files whose optimizer numbers its "
+            "parameters: a function, of a module in the current directory or on PYTHONPATH, that returns the model "
+            "(its values do not matter), or (model, optimizer), which converting an optimizer's state needs",
         )
         made.add_argument(
             "--config",
@@ -126,7 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         _add_rules(made)
     for made in (export, convert):
         made.add_argument(
-            "--max-memory", type=_size, default=MAX_MEMORY, metavar="SIZE", help="array data in memory at a time"
+            "--max-memory",
+            type=_size,
+            default=MAX_MEMORY,
+            metavar="SIZE",
+            help="array data in memory at a time (default: 1 GiB)",
         )
     return parser
 

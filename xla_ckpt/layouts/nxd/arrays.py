@@ -26,7 +26,8 @@ _SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
 
 HINT = (
     "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
-    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like, --config or --sharding. A "
+    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like, --config or --sharding, "
+    "as in --sharding norm _ for what is not split. A "
     "stride, as in (('tp', 3), None), is for fused parts of equal size. Queries, keys and values of different sizes "
     "are sections: (('tp', [4096, 1024, 1024]), None), or [4096, '1024x4', '1024x4'] where 4 ranks hold the same keys "
     "and values."
@@ -369,6 +370,7 @@ def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) ->
 
 
 _CP_HINT = (
+    "If files of more dp ranks were there once, restore them from a copy. Else the job had context parallelism: "
     "neuronx-distributed shards over dp and cp, and names the files by dp only: context-parallel ranks wrote over each "
     "other, and the data is lost. The model itself is whole: load it without the optimizer."
 )
