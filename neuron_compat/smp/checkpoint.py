@@ -29,7 +29,7 @@ from neuron_compat.smp.views import is_distributed_optimizer, local_model, local
 from neuron_compat.smp.writing import write_file
 from neuron_compat.torch_files import make_directory
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL
-from xla_ckpt.layouts.smp.tags import CONFIG, PARTIAL
+from xla_ckpt.layouts.smp.tags import CONFIG, NEWEST, PARTIAL
 from xla_ckpt.state.wrappers import NamesOnly
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def save_checkpoint(
     if kept is not None and kept <= 0:
         logger.warning("Invalid num_kept_partial_checkpoints number %s, ignoring...", kept)
         kept = None
-    _check_arguments(tag, model, optimizer)
+    _check_arguments(tag, model, optimizer, partial=partial)
     job.state.apply_pending()
     logger.info("Saving %s checkpoint with tag %s to %s", "partial" if partial else "full", tag, path)
     root = _root(path)
@@ -101,10 +101,13 @@ def _root(path: PathLike) -> str:
     return os.path.abspath(os.fspath(path))
 
 
-def _check_arguments(tag: Any, model: Any, optimizer: Any) -> None:
+def _check_arguments(tag: Any, model: Any, optimizer: Any, *, partial: bool) -> None:
     def prepare() -> str:
         if not isinstance(tag, str):
             raise SMPCheckpointError(f"checkpoint tag can only be str, getting {type(tag)}")
+        if not partial and (tag in ("", ".", "..", NEWEST) or "/" in tag):
+            # The file would lie outside of the root, or take the place of the list of partial checkpoints.
+            raise SMPCheckpointError("the tag of a full checkpoint is the name of its file", found=repr(tag))
         if model is not None and not isinstance(model, DistributedModel):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributedModel as input model")
         if optimizer is not None and not is_distributed_optimizer(optimizer):

@@ -71,7 +71,9 @@ class Optimizers:
     """Why the master weights cannot be read, where there are any."""
 
 
-def optimizers(scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged, wanted: Hints) -> Optimizers:
+def optimizers(
+    scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged, wanted: Hints, *, noted: bool
+) -> Optimizers:
     """The optimizers of all parts.
 
     Args:
@@ -79,6 +81,7 @@ def optimizers(scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged,
         parts: What each part holds of the optimizer.
         model: The model.
         wanted: What the program says.
+        noted: Whether notes beside the files say that they are of one save.
 
     Raises:
         CorruptCheckpointError: The parts are of two saves.
@@ -87,7 +90,7 @@ def optimizers(scan: Scan, parts: Mapping[At, Mapping[Any, Any]], model: Merged,
     shares = {at: share for at, tree in sorted(parts.items()) for at, share in shares_of(at, tree)}
     if not all(map(is_whole, shares.values())):
         return Optimizers(problem=_NO_STATE)
-    check_one_save(shares)
+    check_one_save(shares, noted=noted)
     if are_rows(parts):
         return Optimizers(trees=of_rows(parts))
     lost = _lost_masters(shares)

@@ -100,6 +100,12 @@ class Parts:
             logger.warning("%s", error.at(file=name))
             return ()
 
+    @property
+    def one_save(self) -> bool:
+        """Whether the notes beside all files that were read say that they are of one save."""
+        named = set(self.saves.values())
+        return self.saves.keys() == self._trees.keys() and len(named) == 1 and _OTHER not in named
+
     def check_saves(self) -> None:
         """Check that all parts that were read are of one save, where notes beside them say so.
 

@@ -68,7 +68,7 @@ def scan(parts: Parts, found: SmpTag, wanted: Hints) -> tuple[Manifest, list[For
     files = Scan(parts.directory)
     held = _of_set(parts, found, wanted) if "" in found.sets else _of_directory(parts, found)
     parts.check_saves()
-    content = _content(files, held, wanted)
+    content = _content(files, held, wanted, noted=parts.one_save)
     # All files, whatever this rank wants of them: by their digests ranks know that they have opened the same ones.
     for file in found.files:
         number = files.number(file)
@@ -170,7 +170,7 @@ def degrees_of(infos: list[Any]) -> Degrees | None:
     return next(iter(said), None)
 
 
-def _content(files: Scan, held: _Held, wanted: Hints) -> Content:
+def _content(files: Scan, held: _Held, wanted: Hints, *, noted: bool) -> Content:
     ranks = [*held.models, *held.optimizers, *held.rest]
     if not ranks:
         raise CorruptCheckpointError("there is neither a model nor an optimizer")
@@ -178,7 +178,7 @@ def _content(files: Scan, held: _Held, wanted: Hints) -> Content:
     model = merged(files, held.models, wanted)
     # Also for a model alone: the optimizer's state shows which parameters are split, and whether the parts are of one
     # save.
-    found = optimizers(files, held.optimizers, model, wanted) if held.optimizers else Optimizers()
+    found = optimizers(files, held.optimizers, model, wanted, noted=noted) if held.optimizers else Optimizers()
     hints = known(model, held.infos, tp, found.whole, wanted)
     stages = {0: model.stage} if held.models else {}
     state = SmpState(files, hints, stages, Mesh(tp=tp))
