@@ -161,6 +161,6 @@ def test_full_to_full_and_stale_files(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_into_a_directory_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "out/model").mkdir(parents=True)
-    report = convert_zero_checkpoints(stored(SOURCE), tmp_path / "out", 4, max_memory=1)
+    report = convert_zero_checkpoints(stored(SOURCE), tmp_path / "out", 4, max_memory=1 << 16)
     assert (report.dp, report.files) == (4, len(names(tmp_path / "out")))
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model", "optim"]
