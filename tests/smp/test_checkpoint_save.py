@@ -126,6 +126,11 @@ def test_a_split_that_a_rule_names(tmp_path: Path) -> None:
 
 @pytest.mark.xla
 def test_on_an_xla_device(tmp_path: Path) -> None:
+    """In a process of its own: XLA's device has to be open before the first backward pass of a process."""
+    run_alone(saves_and_resumes_on_xla, tmp_path, xla=True)
+
+
+def saves_and_resumes_on_xla(tmp_path: Path) -> None:
     import torch_xla
 
     begin(1, 1)
