@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -11,12 +11,13 @@ from neuron_compat.nxd.utils.model_utils import preserve_parallel_attributes, pr
 from neuron_compat.smp import job
 from neuron_compat.smp.entries import Entry, entries_of, partition_of, sharding_of
 from neuron_compat.smp.partitions import Partitions, assigned, divided
+from neuron_compat.transparent import Transparent
 from xla_ckpt.sharding.rules import Parsed
 
 Self = TypeVar("Self", bound="Wrapper")
 
 
-class Wrapper(torch.nn.Module):
+class Wrapper(Transparent):
     """A transparent wrapper: names, parameters and attributes are those of `module`.
 
     Args:
@@ -25,19 +26,10 @@ class Wrapper(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, rules: Parsed) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.training = module.training
         self._rules = rules
         self._partitions: Partitions | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not made yet: asking it for itself would never end
-                raise
-            return getattr(self.module, name)
 
     @property
     def xla_ckpt_plain(self) -> torch.nn.Module:
@@ -147,37 +139,11 @@ class Wrapper(torch.nn.Module):
         """Whether tensor-parallel ranks hold different parts of a parameter."""
         return any(entry.value is param and entry.is_split for entry in self.entries())
 
-    # torch.nn.Module goes through children, and these are the module's own: without what follows, the module itself
-    # would be left out of train(), to() and apply(), and its names would begin with "module".
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.module.named_buffers(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        return self.module.named_children()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        found: Iterator[tuple[str, torch.nn.Module]] = self.module.named_modules(*args, **kwargs)
-        return found
-
-    def train(self: Self, mode: bool = True) -> Self:
-        self.training = mode
-        self.module.train(mode)
-        return self
-
     def cpu(self: Self) -> Self:
         """Move parameters and buffers to the CPU. Every rank has all partitions already."""
         return self.to("cpu")
 
-    def apply(self: Self, fn: Callable[[torch.nn.Module], Any]) -> Self:
-        self.module.apply(fn)
-        return self
-
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         # On the way to XLA torch makes new parameters, without ties and attributes.
         with preserve_shared_weights(self.module), preserve_parallel_attributes(self.module):
-            self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
+            return super()._apply(fn, recurse)

@@ -33,6 +33,7 @@ from torch.futures import Future
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.arrays.registry import new_array, require
 from xla_ckpt.arrays.torch_host import bytes_of, cut, dtype_of, torch_dtype
+from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.source import Opened, Places, open_source
 from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.target import Target
@@ -50,10 +51,10 @@ from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.storage.door import PathLike, above, full_path
+from xla_ckpt.storage.door import PathLike
 
 
-class StorageReader(StockReader):
+class StorageReader(Named, StockReader):
     """Reads checkpoints of `torch.distributed.checkpoint`: stock DCP's, those of `xla_ckpt.dcp`, and tags of this
     library in the layout ``dcp``.
 
@@ -82,7 +83,6 @@ class StorageReader(StockReader):
         self.trust_pickle = trust_pickle
         self.read_once = read_once
         self.num_workers = num_workers
-        self._path: str | None = None
         self._opened: Opened | None = None
         self._places: Places | None = None
         self._failure: CheckpointError | None = None
@@ -90,23 +90,9 @@ class StorageReader(StockReader):
         self._kept: dict[_Destination, _Kept] = {}
         self.reset(checkpoint_id)
 
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        try:
-            above(checkpoint_id)
-        except UsageError:
-            return False
-        return True
-
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         self.close()
-        if checkpoint_id is not None:
-            self._path = full_path(checkpoint_id)
+        self._name(checkpoint_id)
 
     def close(self) -> None:
         """Release the directory. A load does it when it is done."""

@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from xla_ckpt.arrays.torch_host import dtype_of
 from xla_ckpt.dcp.memory import in_host_memory
+from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
@@ -54,7 +55,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.snapshot.take import HostShard
 from xla_ckpt.storage.base import Directory, Store, write_small
-from xla_ckpt.storage.door import PathLike, above, full_path, is_working_directory
+from xla_ckpt.storage.door import PathLike, above, is_working_directory
 from xla_ckpt.tags import replacement
 from xla_ckpt.tags.directory import is_ours
 
@@ -97,7 +98,7 @@ class _Report:
     error: Mapping[str, Any] | None = None
 
 
-class StorageWriter(StockWriter):
+class StorageWriter(Named, StockWriter):
     """Writes checkpoints of `torch.distributed.checkpoint`: digested, durable, and committed by one rename.
 
     For ``dcp.save(..., storage_writer=StorageWriter(path))`` and ``dcp.async_save``, with any planner. Stock readers
@@ -127,7 +128,6 @@ class StorageWriter(StockWriter):
         self.replicas = replicas
         self.overwrite = overwrite
         self.num_workers = num_workers
-        self._path: str | None = None
         self._save = ""
         self._rank: int | None = None
         self._planned: Sequence[WriteItem] = ()
@@ -135,23 +135,9 @@ class StorageWriter(StockWriter):
         self._forget: weakref.finalize[..., Any] | None = None
         self.reset(checkpoint_id)
 
-    @property
-    def checkpoint_id(self) -> str | None:
-        """The directory that is to hold the checkpoint."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        try:
-            above(checkpoint_id)
-        except UsageError:
-            return False
-        return True
-
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         self.abandon()
-        if checkpoint_id is not None:
-            self._path = full_path(checkpoint_id)
+        self._name(checkpoint_id)
         self._save = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:

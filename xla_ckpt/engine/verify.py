@@ -47,6 +47,15 @@ class VerifyReport:
         return not self.problems
 
 
+def noted(report: VerifyReport, action: Callable[[], object]) -> None:
+    """Do something, and add the error that it raises to the report."""
+    try:
+        with storage_errors("reading a file"):
+            action()
+    except CheckpointError as error:
+        report.problems.append(error)
+
+
 def verify_tag(
     reader: TagReader,
     *,

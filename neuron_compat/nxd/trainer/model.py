@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from neuron_compat.transparent import Transparent
 from xla_ckpt import UsageError
 
 
-class NxDModel(torch.nn.Module):
+class NxDModel(Transparent):
     """A module, with neuronx-distributed's way to train it. Its names, parameters and attributes are the module's own.
 
     Attributes:
@@ -19,22 +19,13 @@ class NxDModel(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module, nxd_config: dict[str, Any]) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self.nxd_config = nxd_config
         self.pp_enabled = False
         self.train()
 
     def __repr__(self) -> str:
         return f"NxDModel({self.module!r})"
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not made yet: asking it for itself would never end
-                raise
-            return getattr(self.module, name)
 
     def local_modules(self) -> list[torch.nn.Module]:
         """The modules of this rank's pipeline stage: all in one."""
@@ -72,37 +63,8 @@ class NxDModel(torch.nn.Module):
         """
         raise UsageError("run_eval is for pipelines", hint="Call the model in a block of torch.no_grad().")
 
-    # torch.nn.Module goes through children, and these are the module's own: without what follows, the module itself
-    # would be left out of train(), to() and apply().
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.module.named_buffers(*args, **kwargs)
-
-    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        return self.module.named_children()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-        found: Iterator[tuple[str, torch.nn.Module]] = self.module.named_modules(*args, **kwargs)
-        return found
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def train(self, mode: bool = True) -> NxDModel:
-        self.training = mode
-        self.module.train(mode)
-        return self
-
-    def apply(self, fn: Callable[[torch.nn.Module], Any]) -> NxDModel:
-        self.module.apply(fn)
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> NxDModel:
-        self.module._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self

@@ -7,12 +7,11 @@ it. Where this library's digests lie beside `.metadata`, all bytes are compared 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import closing
 
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, naming, storage_errors
+from xla_ckpt.engine.verify import VerifyReport, noted, verify_tag
+from xla_ckpt.errors import CorruptCheckpointError, naming, storage_errors
 from xla_ckpt.layouts.dcp.digests import DIGESTS
 from xla_ckpt.layouts.dcp.metadata import METADATA
 from xla_ckpt.layouts.dcp.scan import Files, Item, items_by_file, open_scanned
@@ -63,7 +62,7 @@ def _check_zips(directory: Directory, report: VerifyReport, workers: int) -> Non
     """Compare all zips with their CRC-32s, and note what is wrong with each."""
     files = Files(directory)
     held: dict[str, list[Item]] = {}
-    _noted(report, lambda: held.update(items_by_file(files.contents())))
+    noted(report, lambda: held.update(items_by_file(files.contents())))
     sizes: list[int] = []
 
     def check(item: Item, ahead: Ahead) -> None:
@@ -76,18 +75,9 @@ def _check_zips(directory: Directory, report: VerifyReport, workers: int) -> Non
             with closing(files.open(name)) as source:
                 ahead = Ahead(source, name)
                 for item in held[name]:
-                    _noted(report, lambda item=item: check(item, ahead))  # type: ignore[misc]
+                    noted(report, lambda item=item: check(item, ahead))  # type: ignore[misc]
 
-        _noted(report, read_zips)
+        noted(report, read_zips)
 
     work_off(sorted(held), read_file, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
     report.files, report.nbytes = len(held), sum(sizes)
-
-
-def _noted(report: VerifyReport, action: Callable[[], object]) -> None:
-    """Do something, and add the error that it raises to the report."""
-    try:
-        with storage_errors("reading a file"):
-            action()
-    except CheckpointError as error:
-        report.problems.append(error)

@@ -175,6 +175,8 @@ class ScannedState:
             rows: Mesh axes over which ZeRO-1 dealt out the rows of the state.
             dealt: Whether each dp rank has a file of its own, as ZeRO-1 writes them.
         """
+        if (joined := self.joined(copies, mesh)) is not None:
+            return joined
         wish = self.wanted.hint(name)
         own = divergent = False
         split = sharding if state is None else state
@@ -205,6 +207,10 @@ class ScannedState:
                 made.different(self.scan) is not None
             )
         return replace(made.record, own=own, divergent=divergent) if own or divergent else made.record
+
+    def joined(self, copies: Copies, mesh: Mesh) -> ArrayRecord | None:  # for derived classes
+        """An array whose parts have different sizes, which no split describes; None if there are no such arrays."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

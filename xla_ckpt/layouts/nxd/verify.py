@@ -6,12 +6,12 @@ There are no digests, but each record of a zip has a CRC-32, which neither torch
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.engine.verify import VerifyReport, noted
 from xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -73,15 +73,6 @@ def check_zips(report: VerifyReport, directory: Directory, names: Sequence[str],
 
     work_off(names, read_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
     report.files, report.nbytes = len(names), sum(sizes)
-
-
-def noted(report: VerifyReport, action: Callable[[], object]) -> None:
-    """Do something, and add the error that it raises to the report."""
-    try:
-        with storage_errors("reading a file"):
-            action()
-    except CheckpointError as error:
-        report.problems.append(error)
 
 
 def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:

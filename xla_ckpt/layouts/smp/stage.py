@@ -195,29 +195,12 @@ def uneven_dim(shapes: list[tuple[int, ...]]) -> int | None:
 class SmpState(ScannedState):
     """Builds the parts of a tag of SMP's. Its tp ranks may have parts of different sizes: the first ones have more."""
 
-    def record(
-        self,
-        leaf: str,
-        name: str,
-        copies: Copies,
-        mesh: Mesh,
-        *,
-        sharding: Sharding,
-        local: tuple[int, ...],
-        state: Sharding | None = None,
-        rows: tuple[str, ...] = (),
-        dealt: bool = False,
-    ) -> ArrayRecord | UnknownArray:
+    def joined(self, copies: Copies, mesh: Mesh) -> ArrayRecord | None:
+        """An array whose parts lie behind each other along the only dim in which they differ."""
         ordered = [copies[key] for key in sorted(copies)]
         dim = uneven_dim([held.shape for held in ordered]) if len(ordered) == mesh.tp else None
         if dim is None or len({held.dtype for held in ordered}) > 1:
-            return super().record(
-                leaf, name, copies, mesh, sharding=sharding, local=local, state=state, rows=rows, dealt=dealt
-            )
-        return self._joined(ordered, dim)
-
-    def _joined(self, ordered: list[StoredTensor], dim: int) -> ArrayRecord:
-        """An array whose parts lie behind each other along a dim."""
+            return None
         first = ordered[0].shape
         total = sum(held.shape[dim] for held in ordered)
         shards: list[Shard] = []

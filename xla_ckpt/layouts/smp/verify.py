@@ -12,10 +12,10 @@ from contextlib import closing
 from functools import partial
 
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.engine.verify import VerifyReport, noted
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsupportedStateError, storage_errors
 from xla_ckpt.layouts.nxd.rank_files import StoredTensor
-from xla_ckpt.layouts.nxd.verify import check_zips, noted
+from xla_ckpt.layouts.nxd.verify import check_zips
 from xla_ckpt.layouts.smp.one_save import less_others
 from xla_ckpt.layouts.smp.parts import Parts
 from xla_ckpt.layouts.smp.scan import open_directory, scan
