@@ -43,6 +43,9 @@ class WantedMemory:
     live: frozenset[int]
     """Slots that are memory of the program. They are written only after all their bytes have been verified."""
 
+    slabs: Slabs
+    """Where the new memory among them comes from."""
+
 
 def fill(
     reader: TagReader,
@@ -94,7 +97,7 @@ def fill(
     total = fresh.read_bytes + 2 * in_use.read_bytes
     with Progress(f"load {reader.tag}", total, shown) as bar:
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            read_into(reader, fresh, slots, workers=workers, progress=bar, phases=phases)
+            read_into(reader, fresh, slots, slabs=memory.slabs, workers=workers, progress=bar, phases=phases)
             check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)
         with phases.timed("install"):
             hand_over()
@@ -162,4 +165,4 @@ def memory_of(targets: Mapping[str, Target]) -> WantedMemory:
                 live.add(len(slots))
             wants.append(Want(path, box, len(slots)))
             slots.append(memory)
-    return WantedMemory(slots, wants, frozenset(live))
+    return WantedMemory(slots, wants, frozenset(live), slabs)

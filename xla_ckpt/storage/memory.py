@@ -123,6 +123,9 @@ class MemorySource:
         self._counts.append(len(part))
         return len(part)
 
+    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        return self.read_into(buffer, offset)
+
     def close(self) -> None:
         """Nothing to release."""
 

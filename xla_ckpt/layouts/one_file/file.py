@@ -80,6 +80,9 @@ class _Compared:
                         self._sound[number] = True
         return self._source.read_into(buffer, offset)
 
+    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        return self.read_into(buffer, offset)  # the comparison has just read it: it is in the page cache
+
     def _compare(self, storage: StorageAt) -> None:
         buffer = memoryview(bytearray(min(_CHUNK, storage.nbytes)))
         found = 0
