@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
 from xla_ckpt.engine.phases import Phases
-from xla_ckpt.engine.save import Part, Save, Writing
+from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
@@ -50,6 +50,8 @@ def save_checkpoint(
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
     replicas: Replicas = "equal",
+    on_error: OnError = "raise",
+    stale: Stale = "warn",
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -87,6 +89,14 @@ def save_checkpoint(
             ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
             and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
             array that nobody declared as such look like drifted replicas, and all but the first would be lost.
+        on_error: What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on
+            that can wait for its next save; or a function, which is called with the error, for an asynchronous save
+            on a thread of this library. With the last two nothing is raised but by ``handle.result()``, and
+            ``handle.error`` has the error. Mistakes of the program (`UsageError`, `UnsupportedStateError`,
+            `InvalidTagError`) are raised in any case. All ranks say the same.
+        stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
+            state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a
+            `SaveError`; nothing is committed) or ``"ignore"``.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         timeout: Seconds that a rank which is done waits for the others before all that are left give up.
 
@@ -111,6 +121,8 @@ def save_checkpoint(
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
+        on_error=on_error,
+        stale=stale,
         progress=progress,
         timeout=timeout,
     )
@@ -130,6 +142,8 @@ def save(
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
     replicas: Replicas = "equal",
+    on_error: OnError = "raise",
+    stale: Stale = "warn",
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -154,6 +168,8 @@ def save(
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
+        on_error=on_error,
+        stale=stale,
         progress=progress,
         timeout=timeout,
     )
@@ -172,6 +188,8 @@ def _save(
     shardings: Rules | None,
     pinned: bool,
     replicas: Replicas,
+    on_error: OnError,
+    stale: Stale,
     progress: bool | None,
     timeout: float,
 ) -> SaveHandle:
@@ -179,6 +197,12 @@ def _save(
     began = time.monotonic()
     if replicas not in get_args(Replicas):
         raise UsageError("there is no such choice for replicas", expected="'equal' or 'first'", found=repr(replicas))
+    if stale not in get_args(Stale):
+        raise UsageError("there is no such choice for stale", expected="'warn', 'raise' or 'ignore'", found=repr(stale))
+    if on_error not in ("raise", "warn") and not callable(on_error):
+        raise UsageError(
+            "there is no such choice for on_error", expected="'raise', 'warn' or a function", found=repr(on_error)
+        )
     store, phases = store_at(path), Phases()
     install_exit_hook()
     with SAVES.turn(store.path) as untold:
@@ -196,9 +220,10 @@ def _save(
             part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas)
         except Exception as error:
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-            if job.exchange.size == 1:
+            problem = as_checkpoint_error(error, "preparing", job.exchange.rank, path=store.path, tag=tag)
+            if job.exchange.size == 1 and (on_error == "raise" or isinstance(problem, MISTAKES)):
                 raise
-            part = as_checkpoint_error(error, "preparing", job.exchange.rank, path=store.path, tag=tag)
+            part = problem
         save = Save(
             store=store,
             tag=tag,
@@ -207,14 +232,15 @@ def _save(
             pinned=pinned,
             num_kept=num_kept,
             replicas=replicas,
+            stale=stale,
             workers=max(1, num_workers),
             shown=False if async_save and progress is None else job.shows(progress),
             phases=phases,
             stall=time.monotonic() - began,
         )
-        handle = SAVES.start(save)
+        handle = SAVES.start(save, on_error)
     if not async_save:
-        handle.result()
+        handle.finish()
     return handle
 
 

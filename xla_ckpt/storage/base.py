@@ -79,6 +79,9 @@ class Directory(Protocol):
     def sync(self) -> None:
         """Make the names of all files and directories that were made through this object durable."""
 
+    def free(self) -> int | None:
+        """Bytes that this process may still write there; None where nobody can say."""
+
     def close(self) -> None:
         """Release the directory, and the lock that it was opened with."""
 

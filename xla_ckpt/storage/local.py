@@ -259,6 +259,14 @@ class LocalDirectory:
             finally:
                 os.close(fd)
 
+    def free(self) -> int | None:
+        try:
+            status = os.fstatvfs(self._fd)
+        except OSError as error:
+            logger.debug("%s does not say how much is free: %s", self.path, error)
+            return None
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
+
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1

@@ -187,6 +187,9 @@ class MemoryDirectory:
     def sync(self) -> None:
         """Nothing to sync."""
 
+    def free(self) -> int | None:
+        return None
+
     def close(self) -> None:
         with _LOCK:
             if self._locked:

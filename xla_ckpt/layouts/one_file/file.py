@@ -51,6 +51,9 @@ class SavedFiles:
     def sync(self) -> None:
         """Nothing was written."""
 
+    def free(self) -> int | None:
+        return self._directory.free()
+
     def close(self) -> None:
         self._directory.close()
 
