@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import threading
 from collections.abc import Sequence
 
 from xla_ckpt.engine.tag_reader import TagReader
@@ -23,18 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 KEPT = 4
-"""Root directories of which the last manifest is kept in memory: parsing one of 20,000 arrays takes as long as a save."""
+"""Root directories of which the last manifest is kept in memory: parsing one of 20,000 arrays takes as long as to save
+them."""
 
+_lock = threading.Lock()
 _last: dict[str, Manifest] = {}
 """The manifest of the last tag that this process has committed, by root directory, the latest at the end."""
 
 
 def remember(store: Store, manifest: Manifest) -> None:
     """Keep the manifest of a tag that has been committed for the next save to compare with."""
-    _last.pop(store.path, None)
-    _last[store.path] = manifest
-    while len(_last) > KEPT:
-        del _last[next(iter(_last))]
+    with _lock:
+        _last.pop(store.path, None)
+        _last[store.path] = manifest
+        while len(_last) > KEPT:
+            del _last[next(iter(_last))]
 
 
 def stale_since(store: Store, new: TagReader) -> str | None:
