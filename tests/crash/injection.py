@@ -6,6 +6,7 @@ thread: every run is a fork of it, and so begins alike and within milliseconds.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -70,50 +71,75 @@ class Verdict:
         return (*self.lost, *self.wrong, *self.other)
 
 
-def forked(work: Callable[[], Any], printed: Path) -> tuple[int, Any]:
-    """Call a function in a fork of this process; the exit code (negative: a signal), and what it returned, as JSON.
+@dataclass(frozen=True)
+class Fork:
+    """A fork of this process that calls a function."""
 
-    Raises:
-        TimeoutError: It hangs.
-    """
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        code = 1
+    pid: int
+    answer: int
+    """Descriptor from which what the function returned can be read, as JSON."""
+
+    printed: Path
+
+    @classmethod
+    def of(cls, work: Callable[[], Any], printed: Path) -> Fork:
+        """Start one."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read)
+            code = 1
+            try:
+                out = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                text = json.dumps(work()).encode()
+                with open(write, "wb", buffering=0) as file:
+                    file.write(text)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        os.close(write)
+        return cls(pid, read, printed)
+
+    def wait(self) -> tuple[int, Any]:
+        """The exit code (negative: a signal), and what the function returned.
+
+        Raises:
+            TimeoutError: It hangs.
+        """
+        end = os.pidfd_open(self.pid)
         try:
-            out = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            text = json.dumps(work()).encode()
-            with open(write, "wb", buffering=0) as file:
-                file.write(text)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
+            hangs = not select.select([end], [], [], SECONDS)[0]
+            if hangs:
+                os.kill(self.pid, signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            with open(self.answer, "rb") as file:
+                answer = json.loads(file.read() or b"null")
         finally:
-            os._exit(code)
-    os.close(write)
-    with open(read, "rb") as file:
-        return _awaited(pid, printed), json.loads(file.read() or b"null")
+            os.close(end)
+        if hangs:
+            raise TimeoutError(f"a run hangs\n{self.printed.read_text()[-4000:]}")
+        return code, answer
 
 
-def _awaited(pid: int, printed: Path) -> int:
-    end = os.pidfd_open(pid)
-    try:
-        if not select.select([end], [], [], SECONDS)[0]:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            raise TimeoutError(f"a run hangs\n{printed.read_text()[-4000:]}")
-    finally:
-        os.close(end)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def forked(work: Callable[[], Any], printed: Path) -> tuple[int, Any]:
+    """Call a function in a fork of this process, and wait for it (see `Fork.wait`)."""
+    return Fork.of(work, printed).wait()
 
 
 def perform(operation: Operation, root: Path, log: Path, fault: Fault, rank: int = 0) -> dict[str, Any]:
     """Run an operation with the shim, in a process that is only for that; how it ended, as the members of `End`."""
+    import torch.distributed as dist
+
     import xla_ckpt
 
+    if operation.ranks > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{log.parent}/meeting", rank=rank, world_size=operation.ranks
+        )
     recorder = Recorder()
     end: dict[str, Any] = {}
     recorder.arm(root, log, rank, fault)
@@ -140,8 +166,10 @@ Seen = dict[str, Any]
 """What is found in a directory, and what the next call makes of it."""
 
 
-def inject(operation: Operation, start: Path, work: Path, fault: Fault, known: dict[str, Seen]) -> Verdict:
-    """Repeat an operation on a copy of its starting directory, with a fault, and judge what becomes of it.
+def inject(
+    operation: Operation, start: Path, work: Path, fault: Fault, known: dict[str, Seen], rank: int = 0
+) -> Verdict:
+    """Repeat an operation on a copy of its starting directory, with a fault on one rank, and judge what becomes of it.
 
     `known` has what was seen in directories that were left before: two that hold the same are looked at once.
     """
@@ -150,17 +178,23 @@ def inject(operation: Operation, start: Path, work: Path, fault: Fault, known: d
     work.mkdir(parents=True)
     root, log, printed = work / "root", work / "log", work / "printed"
     shutil.copytree(start, root, symlinks=True)
-    code, told = forked(lambda: perform(operation, root, log, fault), printed)
-    calls = read_log(log)
+    ranks = [
+        Fork.of(functools.partial(perform, operation, root, log, fault if n == rank else Fault(), n), printed)
+        for n in range(operation.ranks)
+    ]
+    ends = tuple(_end(*fork.wait(), printed) for fork in ranks)
+    calls = tuple(read_log(log))
+    if fault.position >= 0 and not ends[rank].fired:
+        return Verdict(reached=False, ends=ends, calls=calls)
+    return judged(operation, ends, seen_in(operation, root, printed, known), calls)
+
+
+def _end(code: int, told: dict[str, Any] | None, printed: Path) -> End:
     if code < 0:
-        end = End(signal=-code, fired=True)
-    elif told is None:
-        raise RuntimeError(f"{operation.name}: the run itself failed\n{printed.read_text()[-4000:]}")
-    else:
-        end = End(**told)
-    if fault.position >= 0 and not end.fired:
-        return Verdict(reached=False, ends=(end,), calls=tuple(calls))
-    return judged(operation, (end,), seen_in(operation, root, printed, known), tuple(calls))
+        return End(signal=-code, fired=True)
+    if told is None:
+        raise RuntimeError(f"a run itself failed\n{printed.read_text()[-4000:]}")
+    return End(**told)
 
 
 def seen_in(operation: Operation, root: Path, printed: Path, known: dict[str, Seen]) -> Seen:
@@ -214,7 +248,8 @@ def judged(operation: Operation, ends: Sequence[End], seen: Seen, calls: tuple[R
     state = is_of(operation, found)
     if state is None:
         lost.append(f"found {found}, which is neither {operation.before} nor {operation.after}")
-    wrong = [text for end in ends if state is not None and (text := false_word(end, state)) is not None]
+    killed = any(end.signal for end in ends)
+    wrong = [text for end in ends if state is not None and (text := false_word(end, state, killed)) is not None]
     other += [f"an error without a type: {end.error}: {end.text}" for end in ends if not end.typed]
     if "again" in seen:
         other.append(f"the next call fails: {seen['again']}")
@@ -248,9 +283,12 @@ def is_of(operation: Operation, found: Found) -> bool | None:
     return True if rest == after and list(rest) == list(after) else None
 
 
-def false_word(end: End, done: bool) -> str | None:
-    """What is wrong in what a call said of its outcome."""
-    if end.signal:
+def false_word(end: End, done: bool, killed: bool) -> str | None:
+    """What is wrong in what a call said of its outcome.
+
+    Whoever waits for a rank that was killed says only that, and cannot know what that rank had done.
+    """
+    if end.signal or (killed and end.error == "RankFailedError"):
         return None
     if end.error is None:
         return None if done else "the call returned, and nothing was committed"

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.crash.recorder import Fault, Kind, Record, run_with_shim, why_not
@@ -37,7 +37,7 @@ KINDS = {
 
 ATTEMPTS = 5
 """How often a fault is tried that does not happen: orbax's threads do not make their calls in the same order each time,
-and the call at that position may be none that this fault concerns."""
+and the call at that position may be none that this fault concerns. It is tried where the last run had the call."""
 
 NEEDS_SPACE = frozenset("create truncate-open write fsync fallocate rename exchange mkdir link symlink".split())
 """Calls that a full disk can refuse; shim.c says it, too."""
@@ -70,6 +70,16 @@ def faults_at(call: Record) -> Iterator[str]:
             yield name
 
 
+def number_in(calls: Sequence[Record], first: Sequence[Record], call: Record) -> int | None:
+    """The number that a call of a first run has in another one."""
+
+    def like(other: Record) -> bool:
+        return (other.rank, other.call, other.path, other.other) == (call.rank, call.call, call.path, call.other)
+
+    before = sum(map(like, first[: first.index(call)]))
+    return next((c.number for c in [c for c in calls if like(c)][before:]), None)
+
+
 def run_operation(name: str, folder: Path, share: float) -> Iterator[Case]:
     """All faults of an operation, or a share of them."""
     from tests.crash.injection import Seen, forked, inject
@@ -84,20 +94,21 @@ def run_operation(name: str, folder: Path, share: float) -> Iterator[Case]:
     whole = inject(operation, start, folder / "work", Fault(), known)
     if whole.problems or whole.ends[0].error is not None:
         raise RuntimeError(f"{name} does not work without a fault: {whole.problems} {whole.ends}")
-    calls = [call for call in whole.calls if call.number >= 0]
-    faults = [(call, kind) for call in calls for kind in faults_at(call)]
+    faults = [(call, kind) for call in whole.calls if call.number >= 0 for kind in faults_at(call)]
     if share < 1:
         faults = random.Random(name).sample(faults, max(1, round(share * len(faults))))
     for call, kind in faults:
-        which = KINDS[kind]
-        fault = Fault(call.number, which.kind, which.error, which.stays)
+        number: int | None = call.number
         for _ in range(ATTEMPTS):
-            verdict = inject(operation, start, folder / "work", fault, known)
+            fault = replace(KINDS[kind], position=call.number if number is None else number)
+            verdict = inject(operation, start, folder / "work", fault, known, call.rank)
             if verdict.reached:
                 break
+            number = number_in(verdict.calls, whole.calls, call)
         place = call.path.partition("/root")[2].lstrip("/") or "."
         other = call.other.partition("/root")[2].lstrip("/")
         text = f"{call.call} {place}" + (f" -> {other}" if other else "")
+        text += f" on rank {call.rank}" if operation.ranks > 1 else ""
         yield Case(name, kind, call.number, text, verdict.reached, verdict.lost, verdict.wrong, verdict.other)
     shutil.rmtree(folder)
 

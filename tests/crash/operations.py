@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,27 @@ def leave_litter(root: Path) -> None:
     (root / "b").rename(root / ".old-b")
     shutil.rmtree(other.parent)
 
+
+def saves_as_rank(root: Path, tag: str, number: int) -> None:
+    """Save a training state of which each of two ranks has a half of every array."""
+    import torch.distributed as dist
+
+    half = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    model = {name: value.detach()[half].clone() for name, value in module(number).named_parameters()}
+    xla_ckpt.save_checkpoint(
+        root, tag, model, user_content=number, num_workers=1, timeout=SECONDS_FOR_RANKS,
+        mesh=xla_ckpt.Mesh(tp=2), shardings=[("", ("tp",))], num_kept_ckpts=2,
+    ).result()  # fmt: skip
+
+
+SECONDS_FOR_RANKS = 3.0
+"""How long a rank waits for one that has been killed."""
+
+OF_RANKS = replace(
+    saving("two ranks: replace, retention", {"a": 1, "b": 2, "c": 3}, "c", after={"b": 2, "c": 7}),
+    run=lambda root: saves_as_rank(root, "c", 7),
+    ranks=2,
+)
 
 # --- conversions ---------------------------------------------------------------------------------------------------
 
@@ -332,6 +353,7 @@ OPERATIONS: Mapping[str, Operation] = {
         saving("save, smp", {"a_partial": 1}, "b_partial", layout="smp", beside=_SMP),
         *(saving(f"replace, {layout}", {"a": 1}, "a", layout=layout) for layout in ("xser", "pt", "dcp")),
         saving("replace, smp", {"a_partial": 1}, "a_partial", layout="smp", beside=_SMP),
+        OF_RANKS,
         *(converting(to, {"z": 3}) for to in ("native", "xser", "pt", "dcp")),
         exporting(
             "convert to torch", "one.pt",
