@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import InvalidTagError as InvalidTagError
     from xla_ckpt.errors import LoadError as LoadError
     from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
+    from xla_ckpt.errors import NotDurableError as NotDurableError
     from xla_ckpt.errors import RankFailedError as RankFailedError
     from xla_ckpt.errors import RemoteError as RemoteError
     from xla_ckpt.errors import SaveError as SaveError
@@ -101,6 +102,7 @@ _HOMES = {
         "InvalidTagError",
         "LoadError",
         "NoCheckpointError",
+        "NotDurableError",
         "RankFailedError",
         "RemoteError",
         "SaveError",

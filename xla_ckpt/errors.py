@@ -143,6 +143,17 @@ class SaveError(CheckpointError, RuntimeError):
     """A save did not commit; the tag is as it was before."""
 
 
+class NotDurableError(CheckpointError, RuntimeError):
+    """What was written is in place and complete, but a loss of power may take it away: the storage refused to make its
+    name durable, and refused to take it back, too.
+
+    Attributes:
+        committed: Always True: whoever looks finds the new tag, and not what was there before.
+    """
+
+    committed = True
+
+
 class DivergentReplicasError(SaveError):
     """Ranks that should hold equal copies hold different values. `leaf` names one of them."""
 
@@ -204,6 +215,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         UntrustedObjectError,
         StorageError,
         SaveError,
+        NotDurableError,
         DivergentReplicasError,
         RankFailedError,
         LoadError,

@@ -13,6 +13,7 @@ import torch
 import xla_ckpt
 from tests.nursery import Call, bear
 from xla_ckpt.engine import stream
+from xla_ckpt.storage.local import LocalStore
 
 
 def converts_and_stops(root: Path) -> None:
@@ -42,3 +43,26 @@ def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "out.pt"]
     held = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
     assert [float(held[f"w{i}"].sum()) for i in range(8)] == [50.0 * i for i in range(8)]
+
+
+def test_what_was_left_when_the_file_had_its_name_goes_with_the_next_call(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)})
+    xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
+    (tmp_path / "out.pt.partial").mkdir()  # killed between the rename and the removal of this
+    with pytest.raises(xla_ckpt.UsageError, match="a file of this name already"):
+        xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
+    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt"]
+
+
+def test_a_directory_that_cannot_be_removed_does_not_deny_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)})
+
+    def refuse(store: LocalStore, name: str) -> None:
+        raise OSError(5, "Input/output error", name)
+
+    monkeypatch.setattr(LocalStore, "remove", refuse)
+    xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
+    assert "could not remove out.pt.partial" in caplog.text
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["model"]["w"], torch.ones(3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,5 +47,67 @@ def test_older_tags_go_when_the_new_one_is_durable(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(LocalStore, "sync", watched)
     put(tmp_path, "c", 3, num_kept_ckpts=1)
-    assert seen == [["a", "b", "c"]]
+    xla_ckpt.finalize_checkpoint()
+    # Then once more, before files of older tags are deleted: a loss of power must not bring their names back.
+    assert seen == [["a", "b", "c"], ["c"]]
     assert held(tmp_path) == {"c": 3}
+
+
+@pytest.mark.parametrize("tag", ["a", "b"])
+def test_a_name_that_is_not_taken_back_either_is_said_to_be_there(
+    tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "a", 1)
+    rename, refused = LocalStore.rename, []
+
+    def refuse(store: LocalStore) -> None:
+        refused.append(tag)
+        raise OSError(5, "Input/output error", store.path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "sync", refuse)
+        patch.setattr(LocalStore, "rename", lambda store, *names: refuse(store) if refused else rename(store, *names))
+        with pytest.raises(xla_ckpt.NotDurableError, match=f"{tag} is in place and complete") as caught:
+            put(tmp_path, tag, 2)
+        assert caught.value.committed
+        assert caught.value.found == "Input/output error"
+        xla_ckpt.finalize_checkpoint()
+    assert held(tmp_path) == {"a": 1, tag: 2}
+    put(tmp_path, "c", 3)
+    xla_ckpt.finalize_checkpoint()
+    assert held(tmp_path) == {"a": 1, tag: 2, "c": 3}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", tag, "c"}
+
+
+def test_what_orbax_writes_for_itself_may_fail_while_the_tag_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One thread of orbax gives up, and another one goes on to the rename: what is said waits for both."""
+    put(tmp_path, "a", 1)
+    from orbax.checkpoint import CheckpointManager
+
+    from xla_ckpt.tags import orbax_dir
+
+    sync, told = orbax_dir._sync, threading.Event()
+
+    def waits_for_the_error(path: str) -> None:
+        assert told.wait(60)
+        sync(path)
+
+    def finalize(manager: object, *_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def wait_until_finished(manager: CheckpointManager) -> None:
+        try:
+            wait(manager)
+        finally:
+            told.set()
+
+    wait = CheckpointManager.wait_until_finished
+    monkeypatch.setattr(orbax_dir, "_sync", waits_for_the_error)
+    monkeypatch.setattr(CheckpointManager, "_finalize", finalize)
+    monkeypatch.setattr(CheckpointManager, "wait_until_finished", wait_until_finished)
+    put(tmp_path, "b", 2)
+    assert held(tmp_path) == {"a": 1, "b": 2}
+    assert "tag b is committed, but deleting older tags failed" in caplog.text
+    xla_ckpt.finalize_checkpoint()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.failing import FailingStore, Faults
+from xla_ckpt.errors import NotDurableError
 from xla_ckpt.storage.base import Store, read_whole, write_small
 from xla_ckpt.storage.door import above, store_at
 from xla_ckpt.tags import replacement
@@ -117,6 +118,37 @@ def test_whatever_is_refused_the_old_or_the_new_one_is_there(store: Store, excha
         put(store, b"old")
     else:
         pytest.fail("every change was refused")
+
+
+class RefusesFromTheExchangeOn(FailingStore):
+    """A storage that exchanges two names, and then does nothing any more."""
+
+    def exchange(self, one: str, other: str) -> bool:
+        done = super().exchange(one, other)
+        self.faults.at, self.faults.number = self.faults.done, errno.EIO
+        return done
+
+    def sync(self) -> None:
+        try:
+            super().sync()
+        finally:
+            if self.faults.refused:
+                self.faults.at = self.faults.done
+
+
+def test_a_directory_that_is_neither_durable_nor_taken_back_keeps_its_old_version(store: Store) -> None:
+    put(store, b"old")
+    failing = RefusesFromTheExchangeOn("root", store, Faults())
+    made = replacement.begin(failing, "a")
+    fill(made, b"new")
+    with pytest.raises(NotDurableError, match="a is in place and complete"):
+        replacement.commit(made)
+    assert failing.faults.refused == ["sync the root", "exchange .new-a and a"]
+    replacement.abandon(made)
+    assert content(store) == b"new"
+    assert store.names() == [".new-a", "a"]  # a loss of power may give the old version its name again
+    replacement.clean(store, "a")
+    assert store.names() == ["a"]
 
 
 def test_a_link_to_a_checkpoint_is_followed(tmp_path: Path) -> None:

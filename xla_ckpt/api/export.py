@@ -25,6 +25,7 @@ from xla_ckpt.plan.place import stored_sharding
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import rename_durably, write_small
 from xla_ckpt.storage.door import PathLike, above, full_path
+from xla_ckpt.tags.cleaning import remove_unused
 from xla_ckpt.tree import schema
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
@@ -183,7 +184,7 @@ def write_directory(
         StorageError: The destination cannot be written.
     """
     store, name = above(destination)
-    target, partial = full_path(destination), f"{name}.partial"
+    target, partial = full_path(destination), partial_name(name)
     if store.has(name) and (not store.is_directory(name) or store.names(name)):
         raise UsageError("the destination of an export must not exist, or be empty", path=target)
     files = [file for rank in made.files for file in rank]
@@ -199,6 +200,15 @@ def write_directory(
             rename_durably(store, partial, name)
 
 
+def partial_name(name: str) -> str:
+    """The name of the directory in which something is written that is no tag.
+
+    >>> partial_name("lm.pt")
+    'lm.pt.partial'
+    """
+    return f"{name}.partial"
+
+
 def check_no_file(destination: PathLike) -> None:
     """Refuse a destination of a single file at which something lies: nothing is ever written over.
 
@@ -212,6 +222,8 @@ def check_no_file(destination: PathLike) -> None:
             "the destination is a single file, and there is a directory", path=store.path, file=name, hint=hint
         )
     if store.has(name):
+        if not store.names(partial_name(name)):
+            remove_unused(store, partial_name(name))  # a program was killed when it had given the file its name
         raise UsageError(
             "there is a file of this name already",
             path=store.path,
@@ -238,7 +250,7 @@ def write_file(
     """
     (plan,) = (file for rank in made.files for file in rank)
     store, name = above(destination)
-    partial = f"{name}.partial"
+    partial = partial_name(name)
     with storage_errors("writing", path=full_path(destination), tag=reader.tag):
         store.prepare()
         with partial_directory(store, partial) as directory:

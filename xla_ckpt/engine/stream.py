@@ -24,6 +24,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
 from xla_ckpt.storage.base import Directory, Sink, Store
 from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.tags.cleaning import remove
 
 MAX_MEMORY = 1 << 30
 """Bytes of array data in memory at a time, by default."""
@@ -43,7 +44,7 @@ def partial_directory(store: Store, name: str) -> Iterator[Directory]:
     finally:
         directory.close()
         if store.has(name):
-            store.remove(name)
+            remove(store, name)  # a refusal is logged: what was renamed is there, and an error would deny it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

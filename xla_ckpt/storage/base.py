@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from xla_ckpt.errors import NotDurableError
+
 BLOCK = 4096
 """Unit of aligned I/O (bytes): offsets and, but for the end of a file, lengths of `Sink.write` are multiples of it."""
 
@@ -187,11 +189,25 @@ def rename_durably(store: Store, old: str, new: str) -> None:
     """Give a directory, or a file, another name that outlasts a loss of power; if not, it keeps the old one.
 
     Raises:
-        OSError: The storage refused.
+        OSError: The storage refused; it has the old name.
+        NotDurableError: It has the new name; the storage refused to make that durable, and to undo it.
     """
     store.rename(old, new)
     try:
         store.sync()
-    except OSError:
-        store.rename(new, old)
+    except OSError as refused:
+        try:
+            store.rename(new, old)
+        except OSError as error:
+            raise not_durable(store, new, refused) from error
         raise
+
+
+def not_durable(store: Store, name: str, refused: OSError) -> NotDurableError:
+    """The error for a name that the storage neither makes durable nor takes back."""
+    return NotDurableError(
+        f"{name} is in place and complete, but the storage refused to make its name durable",
+        path=store.path,
+        found=refused.strerror or str(refused),
+        hint="A loss of power may bring back what was there before. Save again where the storage works.",
+    )

@@ -30,6 +30,9 @@ def clean(store: Store) -> None:
         elif name.startswith(NEW_PREFIX) or name.endswith(TMP_SUFFIX):
             remove_unused(store, name)
     if store.is_directory(TRASH):
+        # A tag whose files are gone must not have its name again after a loss of power, nor the tag that replaced it
+        # have lost its own.
+        store.sync()
         for doomed in store.names(TRASH):  # orbax moves the tags there that retention gives up
             remove_unused(store, f"{TRASH}/{doomed}")
         if not store.names(TRASH):

@@ -81,6 +81,7 @@ def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
     Raises:
         SaveError: It was not committed; the tag is as it was before.
         OSError: Likewise.
+        NotDurableError: It was committed, and a loss of power may undo that.
     """
     if isinstance(draft.store, LocalStore):
         if "xla_ckpt.tags.orbax_dir" not in sys.modules:

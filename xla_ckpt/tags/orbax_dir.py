@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from xla_ckpt.errors import SaveError
+from xla_ckpt.errors import CheckpointError, SaveError
+from xla_ckpt.storage.base import not_durable
 from xla_ckpt.storage.local import LocalDirectory, LocalStore
 from xla_ckpt.tags.cleaning import remove, remove_unused
 from xla_ckpt.tags.directory import TagEntry, entries
@@ -86,12 +87,29 @@ class _Retention:
         """Whether orbax has come to the rename that makes the new tag appear: all that follows is retention."""
         self.began: float | None = None
         """When the first tag was about to be retired (s of the performance counter); None if none was."""
+        self.refused: OSError | None = None
+        """Why the new tag could not be made durable."""
 
     def begin(self) -> None:
         """A tag is looked up; after the rename that means that it is about to be retired."""
         if self.renaming and self.began is None:
-            self.store.sync()  # the new tag must outlast a loss of power before an older one goes
+            self.make_durable()  # the new tag must outlast a loss of power before an older one goes
             self.began = time.perf_counter()
+
+    def make_durable(self) -> None:
+        """Make the name of the new tag durable. What was refused once is not asked for again: a second fsync of what
+        the first one could not write may succeed, and has written nothing.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        if self.refused is None:
+            try:
+                self.store.sync()
+            except OSError as error:
+                self.refused = error
+        if self.refused is not None:
+            raise self.refused
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         pinned = {e.tag for e in entries(self.store) if e.pinned}
@@ -174,6 +192,7 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
         ),
     )
     held: list[LocalDirectory] = []
+    problem: Exception | None = None
     try:
         manager.save(
             _Step(sequence, tag),
@@ -181,15 +200,25 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
             force=True,
             custom_metadata={"tag": tag, "sequence": sequence},
         )
-        _finish(manager, store, tag, sequence)
+    except Exception as error:
+        # Of commit and retention alike, and another thread of orbax may go on to the rename: the directory itself says
+        # what has happened, once orbax has ended.
+        problem = error
+    ended = _ended(manager)
+    problem = problem or ended
+    try:
+        if not _is_there(store, tag, sequence):
+            if isinstance(problem, OSError | CheckpointError):
+                raise problem
+            raise SaveError("the tag was not committed", path=root, tag=tag, found=problem) from problem
         if retention.began is None:
-            _make_durable(store, draft)
-            return 0.0
-        return time.perf_counter() - retention.began
+            _make_durable(retention, draft)
+        if problem is not None:
+            logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", root, tag, problem)
+        return 0.0 if retention.began is None else time.perf_counter() - retention.began
     finally:
         for directory in held:
             directory.close()
-        manager.close()
         if store.is_directory(tmp):  # of a commit that failed, perhaps for lack of the space that it takes
             if held:
                 remove(store, tmp)  # this save made it: where there are no locks, nobody has to wait until it is old
@@ -197,14 +226,46 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
                 remove_unused(store, tmp)
 
 
-def _make_durable(store: LocalStore, draft: Draft) -> None:
-    """Make the name of the new tag durable; if that cannot be had, the tag is as it was before."""
+def _ended(manager: Any) -> Exception | None:
+    """Wait until no thread of orbax does anything any more; the first error that one of them met.
+
+    Each error is raised once, by the first call that comes to it, and before that call waits for other threads.
+    """
+    problem: Exception | None = None
+    for end in (manager.wait_until_finished, *(manager.close,) * 8):
+        try:
+            end()
+        except Exception as error:
+            problem = problem or error
+        else:
+            if end == manager.close:
+                return problem
+    assert problem is not None
+    return problem
+
+
+def _is_there(store: LocalStore, tag: str, sequence: int) -> bool:
+    """Whether a tag has been committed."""
+    return any(e.tag == tag and e.sequence == sequence and e.directory == tag for e in entries(store))
+
+
+def _make_durable(retention: _Retention, draft: Draft) -> None:
+    """Make the name of the new tag durable; if that cannot be had, the tag is as it was before.
+
+    Raises:
+        OSError: The storage refused.
+        NotDurableError: It also refused to take the new tag back.
+    """
+    store, tag = retention.store, draft.tag
     try:
-        store.sync()
-    except OSError:
-        store.rename(draft.tag, draft.name)
-        if store.has(OLD_PREFIX + draft.tag):
-            store.rename(OLD_PREFIX + draft.tag, draft.tag)
+        retention.make_durable()
+    except OSError as refused:
+        try:
+            store.rename(tag, draft.name)
+        except OSError as error:
+            raise not_durable(store, tag, refused) from error
+        if store.has(OLD_PREFIX + tag):
+            store.rename(OLD_PREFIX + tag, tag)
         raise
 
 
@@ -222,17 +283,3 @@ def _sync(path: str) -> None:
         directory.sync()
     finally:
         directory.close()
-
-
-def _finish(manager: Any, store: LocalStore, tag: str, sequence: int) -> None:
-    """Wait for the commit. The directory itself says whether it happened; a failed clean-up is only logged."""
-    problem: Exception | None = None
-    try:
-        manager.wait_until_finished()
-    except Exception as error:
-        # orbax raises the errors of commit and retention alike: which one it was is decided below.
-        problem = error
-    if not any(e.tag == tag and e.sequence == sequence and e.directory == tag for e in entries(store)):
-        raise SaveError("the tag was not committed", path=store.path, tag=tag, found=problem) from problem
-    if problem is not None:
-        logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", store.path, tag, problem)

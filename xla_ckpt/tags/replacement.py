@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from xla_ckpt.storage.base import Directory, Store, rename_durably
+from xla_ckpt.storage.base import Directory, Store, not_durable, rename_durably
 from xla_ckpt.tags.cleaning import remove, remove_unused
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 
@@ -65,10 +65,16 @@ def clean(store: Store, name: str) -> None:
     old = OLD_PREFIX + name
     if store.has(old) and not store.has(name):
         rename_durably(store, old, name)
-    for left in store.names():
-        rest = left.removeprefix(draft_name(name))
-        if left == old or (rest != left and (not rest or (rest[0] == "-" and rest[1:].isdigit()))):
+    if doomed := [left for left in store.names() if left == old or _is_draft(left, name)]:
+        store.sync()  # a loss of power must not bring back the name of an old version whose files are gone
+        for left in doomed:
             remove_unused(store, left)
+
+
+def _is_draft(left: str, name: str) -> bool:
+    """Whether somebody has filled this directory to replace the one of that name."""
+    rest = left.removeprefix(draft_name(name))
+    return rest != left and (not rest or (rest[0] == "-" and rest[1:].isdigit()))
 
 
 def where(store: Store, name: str) -> str:
@@ -81,6 +87,7 @@ def commit(made: Replacement) -> None:
 
     Raises:
         OSError: The storage refused; the name has what it had before.
+        NotDurableError: The name has the new directory, and a loss of power may undo that.
     """
     store, name, draft = made.store, made.name, made.directory.name
     if not store.has(name):
@@ -89,8 +96,13 @@ def commit(made: Replacement) -> None:
     elif store.exchange(draft, name):
         try:
             store.sync()
-        except OSError:
-            store.exchange(draft, name)
+        except OSError as refused:
+            try:
+                store.exchange(draft, name)
+            except OSError as error:
+                # The old version has the name of the draft now, and is what a loss of power brings back.
+                made.ended = True
+                raise not_durable(store, name, refused) from error
             raise
         made.ended = True
         remove_unused(store, draft)  # that is the name of the old version now

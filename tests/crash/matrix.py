@@ -1,0 +1,193 @@
+"""Every operation, with every kind of fault at every call that changes files; `make crash` runs all of it.
+
+python -m tests.crash.matrix [--operation NAME ...] [--sample N] [--json FILE] [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import errno
+import gc
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tests.crash.recorder import Fault, Kind, Record, run_with_shim, why_not
+from tests.runs import environment
+
+KINDS = {
+    "SIGKILL before": Fault(kind=Kind.KILL_BEFORE),
+    "SIGKILL after": Fault(kind=Kind.KILL_AFTER),
+    "ENOSPC once": Fault(kind=Kind.FAIL, error=errno.ENOSPC),
+    "ENOSPC from then on": Fault(kind=Kind.FAIL, error=errno.ENOSPC, stays=True),
+    "EIO once": Fault(kind=Kind.FAIL, error=errno.EIO),
+    "EIO from then on": Fault(kind=Kind.FAIL, error=errno.EIO, stays=True),
+    "short write": Fault(kind=Kind.SHORT),
+}
+"""Kinds of faults, by their names."""
+
+ATTEMPTS = 5
+"""How often a fault is tried that does not happen: orbax's threads do not make their calls in the same order each time,
+and the call at that position may be none that this fault concerns. It is tried where the last run had the call."""
+
+NEEDS_SPACE = frozenset("create truncate-open write fsync fallocate rename exchange mkdir link symlink".split())
+"""Calls that a full disk can refuse; shim.c says it, too."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault, and what became of it."""
+
+    operation: str
+    kind: str
+    position: int
+    call: str
+    """The call, and the file that it concerned."""
+
+    reached: bool
+    lost: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+
+
+def faults_at(call: Record) -> Iterator[str]:
+    """The kinds of faults that a call can meet."""
+    for name, fault in KINDS.items():
+        if fault.kind is Kind.SHORT:
+            possible = call.call == "write" and call.size > 1
+        else:
+            possible = fault.error != errno.ENOSPC or call.call in NEEDS_SPACE
+        if possible:
+            yield name
+
+
+def number_in(calls: Sequence[Record], first: Sequence[Record], call: Record) -> int | None:
+    """The number that a call of a first run has in another one."""
+
+    def like(other: Record) -> bool:
+        return (other.rank, other.call, other.path, other.other) == (call.rank, call.call, call.path, call.other)
+
+    before = sum(map(like, first[: first.index(call)]))
+    return next((c.number for c in [c for c in calls if like(c)][before:]), None)
+
+
+def run_operation(name: str, folder: Path, share: float) -> Iterator[Case]:
+    """All faults of an operation, or a share of them."""
+    from tests.crash.injection import Seen, forked, inject
+    from tests.crash.operations import OPERATIONS
+
+    operation, start, printed = OPERATIONS[name], folder / "start", folder / "printed"
+    start.mkdir(parents=True)
+    code, _ = forked(lambda: operation.prepare(start), printed)
+    if code:
+        raise RuntimeError(f"{name} cannot be prepared\n{printed.read_text()}")
+    known: dict[str, Seen] = {}
+    whole = inject(operation, start, folder / "work", Fault(), known)
+    if whole.problems or whole.ends[0].error is not None:
+        raise RuntimeError(f"{name} does not work without a fault: {whole.problems} {whole.ends}")
+    faults = [(call, kind) for call in whole.calls if call.number >= 0 for kind in faults_at(call)]
+    if share < 1:
+        faults = random.Random(name).sample(faults, max(1, round(share * len(faults))))
+    for call, kind in faults:
+        number: int | None = call.number
+        for _ in range(ATTEMPTS):
+            fault = replace(KINDS[kind], position=call.number if number is None else number)
+            verdict = inject(operation, start, folder / "work", fault, known, call.rank)
+            if verdict.reached:
+                break
+            number = number_in(verdict.calls, whole.calls, call)
+        place = call.path.partition("/root")[2].lstrip("/") or "."
+        other = call.other.partition("/root")[2].lstrip("/")
+        text = f"{call.call} {place}" + (f" -> {other}" if other else "")
+        text += f" on rank {call.rank}" if operation.ranks > 1 else ""
+        yield Case(name, kind, call.number, text, verdict.reached, verdict.lost, verdict.wrong, verdict.other)
+    shutil.rmtree(folder)
+
+
+def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> list[Case]:
+    """The cases of some operations, on several processes; each takes the next operation when it has done one."""
+    queue, fill = os.pipe()
+    os.write(fill, bytes(range(len(names))))
+    os.close(fill)
+    pids = []
+    for worker in range(workers):
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                with open(folder / f"cases.{worker}", "w") as file:
+                    while byte := os.read(queue, 1):
+                        for case in run_operation(names[byte[0]], folder / f"of.{byte[0]}", share):
+                            print(json.dumps(asdict(case)), file=file, flush=True)
+                code = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    os.close(queue)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise SystemExit(f"a worker has failed: {codes}")
+    lines = [line for worker in range(workers) for line in (folder / f"cases.{worker}").read_text().splitlines()]
+    return [Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(line).items()}) for line in lines]
+
+
+def ready() -> None:
+    """Import what the forks need. A process with threads must not fork."""
+    from tests.nursery import LIGHT, _import_all
+
+    _import_all((*LIGHT, "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", "tests.crash.operations", "tests.crash.injection"))
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run it; 1 if anything was lost, or said wrongly."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--operation", action="append", help="only these; by default all")
+    parser.add_argument("--share", type=float, default=1.0, help="the share of the faults that is injected")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="where the cases are written")
+    given = parser.parse_args(arguments)
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        return 0
+    if "CRASH_FSYNC" not in os.environ:
+        return run_with_shim("tests.crash.matrix", arguments, environment({"OMP_NUM_THREADS": "1"}))
+    began = time.monotonic()
+    ready()
+    from tests.crash.operations import OPERATIONS
+
+    names = given.operation or list(OPERATIONS)
+    with tempfile.TemporaryDirectory(prefix="crash-") as folder:
+        cases = run_all(names, given.share, given.workers, Path(folder))
+    if given.json:
+        given.json.write_text("\n".join(json.dumps(asdict(case)) for case in cases))
+    bad = [case for case in cases if case.lost or case.wrong or case.other or not case.reached]
+    for case in bad:
+        print(
+            f"{case.operation} | {case.kind} | {case.position} {case.call} | "
+            f"{'not reached' if not case.reached else ''} lost {case.lost} wrong {case.wrong} other {case.other}"
+        )
+    counts = collections.Counter(case.kind for case in cases)
+    print(f"{len(cases)} faults in {time.monotonic() - began:.0f} s: {dict(counts)}; {len(bad)} with problems")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    # The module of this name, and not this one, is what is imported elsewhere.
+    import importlib
+
+    sys.exit(importlib.import_module("tests.crash.matrix").main(sys.argv[1:]))
