@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS, check_reads, read_into
@@ -80,8 +81,9 @@ def fill(
         StorageError: The storage refused.
     """
     with phases.timed("plan"):
-        memory = memory_of(targets)
-        with agreed(exchange, "planning"):
+        with collector_paused():
+            memory = memory_of(targets)
+        with agreed(exchange, "planning"), collector_paused():
             plan = plan_restore(reader.manifest, memory.wants)
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
         shared: _SharedPart | None = None
@@ -89,9 +91,10 @@ def fill(
             shared = _shared_part(reader, memory, plan, itemsize, sharing, exchange, frozenset(alone))
         slots = memory.slots if shared is None else shared.slots
         reads = plan.reads if shared is None else shared.reads
-        in_use = RestorePlan(tuple(r for r in reads if r.slot in memory.live))
-        fresh = RestorePlan(tuple(r for r in reads if r.slot not in memory.live))
-    total = fresh.read_bytes + 2 * in_use.read_bytes
+        with collector_paused():
+            in_use = RestorePlan(tuple(r for r in reads if r.slot in memory.live))
+            fresh = RestorePlan(tuple(r for r in reads if r.slot not in memory.live))
+            total = fresh.read_bytes + 2 * in_use.read_bytes
     with Progress(f"load {reader.tag}", total, shown) as bar:
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, fresh, slots, workers=workers, progress=bar, phases=phases)
