@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from xla_ckpt.api.tags import located
 from xla_ckpt.engine.background import SAVES, install_exit_hook
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import LOAD_PHASES, Phases, as_line
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.restore import Sharing, fill
@@ -271,7 +272,7 @@ class _Load:
         with reader:
             self._check_version(reader, exchange)
             with self.phases.timed("check"):
-                with agreed(exchange, "checking"), naming(path=reader.root, tag=reader.tag):
+                with agreed(exchange, "checking"), naming(path=reader.root, tag=reader.tag), collector_paused():
                     loadings = self.content.loadings(self._stored(reader))
                 unwanted = self._unwanted(loadings, exchange)
                 with agreed(exchange, "comparing"):
@@ -289,7 +290,7 @@ class _Load:
                     workers=self.workers,
                     shown=self.shown,
                 )
-                with self.phases.timed("install"), agreed(exchange, "installing"):
+                with self.phases.timed("install"), agreed(exchange, "installing"), collector_paused():
                     value = loadings.install()
         report = LoadReport(
             path=self.store.path,

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
@@ -213,11 +214,14 @@ def _save(
                 raise untold
             check_tag(tag, store.path)
             check_keep(num_kept)
-            with phases.timed("describe"):
+            with phases.timed("describe"), collector_paused():
                 state = content.state(job.placement)  # mistakes are found before the root directory is made
             if job.exchange.rank == 0:
                 _prepare(store)
-            part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas)
+            with collector_paused():
+                part = _freeze(
+                    state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas
+                )
         except Exception as error:
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
             problem = as_checkpoint_error(error, "preparing", job.exchange.rank, path=store.path, tag=tag)

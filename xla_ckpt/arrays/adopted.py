@@ -12,6 +12,7 @@ The structure is ``DLManagedTensor`` of DLPack 0.8 (dlpack.h), which torch_xla t
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -26,6 +27,8 @@ _libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.free.argtypes = [ctypes.c_void_p]
 _libc.free.restype = None
+
+_FREE = ctypes.cast(_libc.free, ctypes.c_void_p).value
 
 _new_capsule: Any = ctypes.pythonapi.PyCapsule_New
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -47,26 +50,9 @@ _HEADER = 1024
 _MAX_DIMS = 64
 
 
-class _DataType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DataType),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _ManagedTensor(ctypes.Structure):
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
-
+_MANAGED_TENSOR = struct.Struct("@PiiiBBHPPQPP")
+"""``DLManagedTensor``: data, device (type, number), dims, element type (code, bits, lanes), shape, strides, offset of
+the first byte, context of the deleter, deleter. No member needs padding."""
 
 _CPU = 1
 
@@ -107,29 +93,33 @@ class Adoptable:
         """The elements as bytes, for numpy, whose arrays keep this object."""
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self._at + _HEADER, False), "version": 3}
 
+    def memory(self) -> memoryview:
+        """The elements as bytes, to be filled, which keep this object. They must not be used once XLA has them."""
+        held: Any = (ctypes.c_ubyte * self.nbytes).from_address(self._at + _HEADER)
+        held.owner = self
+        return memoryview(held).cast("B")
+
     def tensor(self) -> torch.Tensor:
         """The memory as a CPU tensor, to be filled. It must not be used any more once XLA has it."""
         return torch.from_numpy(np.asarray(self)).view(self.dtype).reshape(self.shape)
 
     def capsule(self) -> Any:
         """What a consumer of DLPack takes. `given` has to be called when it has."""
-        dims = len(self.shape)
-        sizes = (ctypes.c_int64 * dims).from_address(self._at + ctypes.sizeof(_ManagedTensor))
-        for dim, size in enumerate(self.shape):
-            sizes[dim] = size
-        made = _ManagedTensor.from_address(self._at)
-        made.tensor = _Tensor(
-            data=self._at + _HEADER,
-            device_type=_CPU,
-            device_id=0,
-            ndim=dims,
-            dtype=_DataType(_CODES[self.dtype], 8 * self.dtype.itemsize, 1),
-            shape=ctypes.addressof(sizes),
-            strides=None,
-            byte_offset=0,
-        )
-        made.context = None
-        made.deleter = ctypes.cast(_libc.free, ctypes.c_void_p).value
+        made = _MANAGED_TENSOR.pack(
+            self._at + _HEADER,
+            _CPU,
+            0,
+            len(self.shape),
+            _CODES[self.dtype],
+            8 * self.dtype.itemsize,
+            1,
+            self._at + _MANAGED_TENSOR.size,
+            0,  # no strides: the elements are in C order
+            0,
+            0,
+            _FREE,
+        ) + struct.pack(f"@{len(self.shape)}q", *self.shape)
+        ctypes.memmove(self._at, made, len(made))
         return _new_capsule(self._at, b"dltensor", None)
 
     def given(self) -> None:

@@ -27,10 +27,10 @@ _NUMPY: ArrayAdapter = Numpy()
 
 
 @functools.cache
-def _xla() -> ArrayAdapter:
+def _xla(spmd: bool) -> ArrayAdapter:
     from xla_ckpt.arrays.xla import Xla
 
-    return Xla()
+    return Xla(spmd=spmd)
 
 
 @functools.cache
@@ -62,9 +62,7 @@ def _sharded_tensor() -> ArrayAdapter:
 
 
 def _plain_torch(value: torch.Tensor) -> ArrayAdapter:
-    if value.device.type != "xla":
-        return _TORCH_HOST
-    return _spmd() if _uses_spmd() and _spmd().accepts(value) else _xla()
+    return Adapters()._plain(value)
 
 
 def _uses_spmd() -> bool:
@@ -77,39 +75,70 @@ def local_lanes() -> int:
     return int(sys.modules["torch_xla.runtime"].addressable_runtime_device_count()) if _uses_spmd() else 1
 
 
+class Adapters:
+    """The adapters of the arrays of one call.
+
+    Whether torch_xla runs in SPMD mode is asked once: it asks the environment, which takes longer than all the rest.
+    """
+
+    def __init__(self) -> None:
+        self._spmd = _uses_spmd()
+
+    def of(self, value: Any) -> ArrayAdapter | None:
+        """The adapter of an array; None for anything else."""
+        if isinstance(value, torch.Tensor):
+            if type(value) in PLAIN or type(value).__name__ == "XLAShardedTensor":
+                return self._plain(value)
+            if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
+                return _dtensor()
+            if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
+                return _sharded_tensor()
+            return self._plain(value)
+        if _NUMPY.accepts(value):
+            return _NUMPY
+        if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):
+            return _jax()
+        return None
+
+    def _plain(self, value: torch.Tensor) -> ArrayAdapter:
+        if value.device.type != "xla":
+            return _TORCH_HOST
+        return _spmd() if self._spmd and _spmd().accepts(value) else _xla(self._spmd)
+
+    def kind(self, value: Any) -> str | None:
+        """The kind of an array, as the skeleton names it; None for anything else."""
+        adapter = self.of(value)
+        return None if adapter is None else adapter.kind
+
+    def require(self, value: Any, path: str = "") -> ArrayAdapter:
+        """The adapter of an array.
+
+        Raises:
+            UnsupportedStateError: It is none.
+        """
+        adapter = self.of(value)
+        if adapter is None:
+            raise UnsupportedStateError(f"{type(value).__name__} is no array", leaf=path)
+        return adapter
+
+
 def adapter_of(value: Any) -> ArrayAdapter | None:
-    """The adapter of an array; None for anything else."""
-    if isinstance(value, torch.Tensor):
-        if type(value) in PLAIN or type(value).__name__ == "XLAShardedTensor":
-            return _plain_torch(value)
-        if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
-            return _dtensor()
-        if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
-            return _sharded_tensor()
-        return _plain_torch(value)
-    if _NUMPY.accepts(value):
-        return _NUMPY
-    if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):
-        return _jax()
-    return None
+    """The adapter of a single array; None for anything else."""
+    return Adapters().of(value)
 
 
 def array_kind(value: Any) -> str | None:
-    """The kind of an array, as the skeleton names it; None for anything else."""
-    adapter = adapter_of(value)
-    return None if adapter is None else adapter.kind
+    """The kind of a single array, as the skeleton names it; None for anything else."""
+    return Adapters().kind(value)
 
 
 def require(value: Any, path: str = "") -> ArrayAdapter:
-    """The adapter of an array.
+    """The adapter of a single array.
 
     Raises:
         UnsupportedStateError: It is none.
     """
-    adapter = adapter_of(value)
-    if adapter is None:
-        raise UnsupportedStateError(f"{type(value).__name__} is no array", leaf=path)
-    return adapter
+    return Adapters().require(value, path)
 
 
 def check_memory(value: Any, path: str) -> None:

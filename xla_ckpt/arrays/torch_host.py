@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from math import prod
@@ -31,10 +32,15 @@ def dtype_of(tensor: torch.Tensor, path: str = "") -> DType:
         UnsupportedStateError: It is quantized, or of a type that cannot be stored.
     """
     try:
-        return dtypes.dtype(str(tensor.dtype).removeprefix("torch."))
+        return _element_type(tensor.dtype)
     except UnsupportedStateError as error:
         error.at(leaf=path)
         raise
+
+
+@functools.cache
+def _element_type(dtype: torch.dtype) -> DType:
+    return dtypes.dtype(str(dtype).removeprefix("torch."))
 
 
 def torch_dtype(dtype: DType) -> torch.dtype | None:

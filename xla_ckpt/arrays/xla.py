@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 import torch_xla
 import torch_xla.runtime
-import torch_xla.utils.dlpack
 
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, tensor_from, torch_type
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UsageError
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.take import HostShard
@@ -84,17 +83,22 @@ def _adopts() -> bool:
 
 def from_host(value: torch.Tensor, memory: Adoptable | None, device: torch.device) -> torch.Tensor:
     """A CPU tensor on the device. Where its `memory` is adopted, `value` must not be used any more."""
-    if memory is None or not _adopts():
-        return value.to(device)
+    return value.to(device) if memory is None or not _adopts() else _adopt(memory)
+
+
+def _adopt(memory: Adoptable) -> torch.Tensor:
     adopted: torch.Tensor = _XLAC._from_dlpack(memory.capsule())
     memory.given()
     return adopted
 
 
 class Xla:
-    """Tensors that lie whole on one XLA device."""
+    """Tensors that lie whole on one XLA device. `spmd`: whether torch_xla runs in SPMD mode."""
 
     kind = "torch"
+
+    def __init__(self, *, spmd: bool = False) -> None:
+        self._adopts = on_cpu() and not spmd
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device.type == "xla"
@@ -114,37 +118,52 @@ class Xla:
 
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         held = to_host([v for v, _ in values])
-        return [[shard_of(cut(h, p.local)) for p in local.pieces] for h, (_, local) in zip(held, values, strict=True)]
+        return [_shards(h, local) for h, (_, local) in zip(held, values, strict=True)]
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
-        fresh = self.like(value, local)
+        target = self.like(value, local)
+        made = target.install
 
-        def install() -> torch.Tensor:
-            made = fresh.install()
-            with torch.no_grad():
-                if owned:
-                    value.data = made  # the parameter takes over the new buffer: no copy, no graph
-                else:
-                    value.copy_(made)  # an alias cannot hand a buffer on to what it is an alias of
+        def take_over() -> torch.Tensor:
+            value.data = made()  # the parameter takes over the new buffer: no copy, no graph
             return value
 
-        return replace(fresh, install=install)
+        def copy() -> torch.Tensor:
+            with torch.no_grad():
+                value.copy_(made())  # an alias cannot hand a buffer on to what it is an alias of
+            return value
+
+        target.install = take_over if owned else copy
+        return target
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
-        return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
+        shape, made = tuple(value.shape), torch_type(element, value)
+        return fresh(element, shape, made, value.device, local, adopts=self._adopts)
 
 
 def fresh(
-    dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device, local: LocalArray
+    dtype: DType,
+    shape: tuple[int, ...],
+    torch_type: torch.dtype,
+    device: torch.device,
+    local: LocalArray,
+    *,
+    adopts: bool | None = None,
 ) -> Target:
-    """A target that makes a new tensor of a local shape on the device; its padding is zero."""
+    """A target that makes a new tensor of a local shape on the device; its padding is zero.
+
+    `adopts`: whether XLA takes host memory as it is; None to find out.
+    """
+    adopts = (_adopts() if adopts is None else adopts) and adoptable(torch_type, shape)
+    if adopts and _is_whole(local, shape):
+        return _fresh_whole(dtype, torch_type, local)
     spread, made = Spread(local), torch.empty(0)
     held: Adoptable | None = None
 
     def memory(slabs: Slabs) -> list[memoryview]:
         nonlocal made, held
-        if _adopts() and adoptable(torch_type, shape):
+        if adopts:
             held = Adoptable(torch_type, shape, slabs)
             made = held.tensor()
         else:
@@ -168,16 +187,45 @@ def fresh(
     )
 
 
+def _is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
+    """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""
+    return len(local.pieces) == 1 and local.pieces[0].local == Box.whole(shape)
+
+
+def _fresh_whole(dtype: DType, torch_type: torch.dtype, local: LocalArray) -> Target:
+    """A target that makes a new tensor of one piece, in memory that XLA adopts."""
+    (piece,) = local.pieces
+    held: Adoptable | None = None
+
+    def memory(_: Slabs) -> list[memoryview]:
+        nonlocal held
+        held = Adoptable(torch_type, piece.local.shape)
+        return [held.memory()]
+
+    def install() -> torch.Tensor:
+        assert held is not None, "memory() comes first"
+        return _adopt(held)
+
+    return Target(dtype=dtype, shape=local.shape, boxes=(piece.box,), live=False, memory=memory, install=install)
+
+
 def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The values as contiguous CPU tensors that stay as they are: views of the buffers where that is possible."""
     if not values:
         return []
     tensors = [v.detach() for v in values]
     materialize(tensors)
-    views: list[torch.Tensor | None] = [_view(t) for t in tensors]
+    views = _views(tensors) if _adopts() else [None] * len(tensors)
     missing = [t for t, v in zip(tensors, views, strict=True) if v is None]
     moved = iter(_XLAC._xla_get_cpu_tensors(missing) if missing else ())
     return [(v if v is not None else next(moved)).contiguous() for v in views]
+
+
+def _shards(held: torch.Tensor, local: LocalArray) -> list[HostShard]:
+    """The pieces of a contiguous CPU tensor that nobody writes to."""
+    if _is_whole(local, held.shape):
+        return [HostShard(bytes_of(held), held, immutable=True)]
+    return [shard_of(cut(held, piece.local)) for piece in local.pieces]
 
 
 def shard_of(held: torch.Tensor) -> HostShard:
@@ -186,9 +234,7 @@ def shard_of(held: torch.Tensor) -> HostShard:
     return HostShard(bytes_of(plain), plain, immutable=True)
 
 
-def _view(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The buffer of a materialized tensor as a CPU tensor, held and not copied; None where that is impossible."""
-    if not _adopts() or tensor.dtype in NO_DLPACK:
-        return None
-    view: torch.Tensor = torch.utils.dlpack.from_dlpack(torch_xla.utils.dlpack.to_dlpack(tensor))
-    return view
+def _views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The buffers of materialized tensors as CPU tensors, held and not copied; None where that is impossible."""
+    export, take = _XLAC._to_dlpack, torch._C._from_dlpack
+    return [None if tensor.dtype in NO_DLPACK else take(export(tensor)) for tensor in tensors]

@@ -8,11 +8,8 @@ import os
 import re
 import sys
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.api.explain import explain
-from xla_ckpt.api.llama import Config, known_model
-from xla_ckpt.api.opened import opened
 from xla_ckpt.api.tags import chosen_tag, verify
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
@@ -25,6 +22,9 @@ from xla_ckpt.tags.directory import TagEntry
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import is_array, leaves_below
+
+if TYPE_CHECKING:
+    from xla_ckpt.api.llama import Config
 
 
 def locate(path: str, tag: str | None) -> tuple[str, str | None]:
@@ -120,6 +120,9 @@ def show_facts(
     hardware: str | None = None,
 ) -> dict[str, Any]:
     """Everything that the manifest of a tag says. `pattern` selects leaves, as in a shell."""
+    from xla_ckpt.api.llama import known_model
+    from xla_ckpt.api.opened import opened
+
     store = store_at(root)
     known = known_model(config, kv_size_multiplier, hardware)
     with opened(store, tag, parse_rules(rules), model, optimizer, known=known) as reader:
@@ -269,6 +272,8 @@ def explain_facts(
     **known: Any,
 ) -> dict[str, Any]:
     """What a restore over a mesh would do; `known` is what `explain` takes about a Llama-like model."""
+    from xla_ckpt.api.explain import explain
+
     found = explain(root, tag, mesh=mesh, shardings=rules, model=model, optimizer=optimizer, **known)
     return {
         "path": root,

@@ -1,6 +1,9 @@
 """``xla-ckpt``: look into checkpoint directories, and write tags anew.
 
 Exit codes: 0, all is well; 1, a problem (no such tag, damage); 2, wrong usage.
+
+Each command imports what it needs when it runs, and gets its arguments when it is the one that is called: a person who
+asks for help, or lists some tags, waits for nothing else.
 """
 
 from __future__ import annotations
@@ -10,18 +13,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-
-from xla_ckpt.api.export import FLOATING, export_hf
-from xla_ckpt.api.llama import HARDWARE
-from xla_ckpt.cli import facts, render
-from xla_ckpt.engine.stream import MAX_MEMORY
+from xla_ckpt import __version__
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES
-from xla_ckpt.layouts.registry import converted
-from xla_ckpt.tree import schema
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 PATH = (
     "root directory of tags, or one tag, or one file (.pt), or a set of SageMaker model parallel's parts "
@@ -29,71 +27,96 @@ PATH = (
 )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser of a command line that calls the command `chosen`. Other commands have no arguments in it."""
     parser = argparse.ArgumentParser(
         prog="xla-ckpt", description="Look into checkpoint directories, and write tags anew."
     )
+    parser.add_argument("--version", action="version", version=f"xla-ckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        made = commands.add_parser(name, help=command.help, description=command.help)
+        if name == chosen:
+            made.add_argument("path", metavar="PATH", help=PATH)
+            made.add_argument("--json", action="store_true", help="print JSON, for scripts")
+            made.set_defaults(action=command.action)
+            command.add_arguments(made)
+    return parser
 
-    def command(name: str, help_: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help_, description=help_)
-        made.add_argument("path", metavar="PATH", help=PATH)
-        made.add_argument("--json", action="store_true", help="print JSON, for scripts")
-        made.set_defaults(action=action)
-        return made
 
-    command("ls", "List the tags of a directory, oldest first.", _ls)
-    show = command("show", "Show what a tag holds.", _show)
-    show.add_argument("--tag", help="which one (default: the newest)")
-    show.add_argument("--leaf", metavar="PATTERN", help="only leaves like this: 'model/*', 'optimizer'")
-    check = command(
-        "verify",
-        "Read all bytes of a tag and compare them with their digests, or CRC-32.",
-        _verify,
-    )
-    check.add_argument("--tag", help="which one (default: the newest)")
-    check.add_argument("--all", action="store_true", help="all tags of the directory")
-    explain = command("explain", "Say what a restore over another mesh would read, before it reads it.", _explain)
-    explain.add_argument("--tag", help="which one (default: the newest)")
-    explain.add_argument("--mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
-    export = command("export", "Write the model of a tag as Hugging Face safetensors.", _export)
-    export.add_argument("destination", metavar="DST", help="directory to make")
-    export.add_argument(
+def _add_nothing(_: argparse.ArgumentParser) -> None:
+    """Arguments of a command that has those of all commands only."""
+
+
+def _add_tag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tag", help="which one (default: the newest)")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    _add_tag(parser)
+    parser.add_argument("--leaf", metavar="PATTERN", help="only leaves like this: 'model/*', 'optimizer'")
+    _add_model(parser)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_tag(parser)
+    parser.add_argument("--all", action="store_true", help="all tags of the directory")
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_tag(parser)
+    parser.add_argument("--mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
+    _add_model(parser)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    from xla_ckpt.api.export import FLOATING
+    from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES
+    from xla_ckpt.tree import schema
+
+    parser.add_argument("destination", metavar="DST", help="directory to make")
+    parser.add_argument(
         "--hf",
         action="store_true",
         help="as Hugging Face safetensors: the default, and what there is so far; with --config also by its names",
     )
-    export.add_argument(
+    parser.add_argument(
         "--dtype", choices=FLOATING, help="element type of all floating-point arrays (default: as stored)"
     )
-    export.add_argument("--tag", help="which one (default: the newest)")
-    export.add_argument("--part", default=schema.MODEL, help="leaf path of what is exported (default: %(default)s)")
-    export.add_argument(
+    _add_tag(parser)
+    parser.add_argument("--part", default=schema.MODEL, help="leaf path of what is exported (default: %(default)s)")
+    parser.add_argument(
         "--max-shard-size",
         type=_size,
         default=MAX_FILE_BYTES,
         metavar="SIZE",
         help="largest size of a file (default: 5GB)",
     )
-    convert = command("convert", "Write a tag anew, in another layout or for another topology.", _convert)
-    convert.add_argument(
+    _add_model(parser)
+    _add_max_memory(parser)
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    from xla_ckpt.layouts.registry import converted
+
+    parser.add_argument(
         "destination",
         metavar="DST",
         help="root directory of the new tag; for safetensors the directory to make, for torch the file (out.pt)",
     )
-    convert.add_argument("--to", required=True, choices=converted(), help="the layout; torch is one file of torch.save")
-    convert.add_argument("--part", help="for torch: leaf path of what is written, such as model (default: everything)")
-    convert.add_argument("--tag", help="which one (default: the newest)")
-    convert.add_argument(
+    parser.add_argument("--to", required=True, choices=converted(), help="the layout; torch is one file of torch.save")
+    parser.add_argument("--part", help="for torch: leaf path of what is written, such as model (default: everything)")
+    _add_tag(parser)
+    parser.add_argument(
         "--as",
         dest="as_tag",
         metavar="TAG",
         help="name of the new tag (default: the old one's, or the file's without .pt)",
     )
-    convert.add_argument(
+    parser.add_argument(
         "--mesh", help="the topology that the files are for, such as pp=1,dp=4,tp=2 (default: one rank)"
     )
-    convert.add_argument(
+    parser.add_argument(
         "--cut",
         action="append",
         default=[],
@@ -101,58 +124,70 @@ def _parser() -> argparse.ArgumentParser:
         help="with pp in the mesh: a module after which a pipeline stage ends, such as model.layers.15; repeat it, "
         "in order, for more stages",
     )
-    convert.add_argument(
+    parser.add_argument(
         "--zero1",
         action=argparse.BooleanOptionalAction,
         help="whether xser, pt and smp have the optimizer dealt out over dp (default: as the old job did; smp: no)",
     )
-    convert.add_argument(
+    parser.add_argument(
         "--fuse-qkv",
         action=argparse.BooleanOptionalAction,
         help="from a directory of Hugging Face's: whether the job has queries, keys and values in one array",
     )
-    convert.add_argument(
+    parser.add_argument(
         "--qkv-linear",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="likewise: whether it has neuronx-distributed's layer for grouped-query attention (default: yes)",
     )
-    convert.add_argument("--trust-pickle", action="store_true", help="load pickled objects, which can run any code")
-    for made in (export, convert, show, explain):
-        made.add_argument(
-            "--like",
-            metavar="MODULE:FUNCTION",
-            help="for tags of neuronx-distributed and SageMaker model parallel, and files whose optimizer numbers its "
-            "parameters: a function, of a module in the current directory or on PYTHONPATH, that returns the model "
-            "(its values do not matter), or (model, optimizer), which converting an optimizer's state needs",
-        )
-        made.add_argument(
-            "--config",
-            metavar="FILE",
-            help="the config.json of a Llama-like model, in place of --like; exports get Hugging Face's names by it",
-        )
-        made.add_argument(
-            "--kv-size-multiplier",
-            type=int,
-            metavar="N",
-            help="with --config: how many tensor-parallel ranks hold each key-value head",
-        )
-        made.add_argument(
-            "--hardware", choices=HARDWARE, help="with --kv-size-multiplier: trn1 and trn2 order the heads differently"
-        )
-        _add_rules(made)
-    for made in (export, convert):
-        made.add_argument(
-            "--max-memory",
-            type=_size,
-            default=MAX_MEMORY,
-            metavar="SIZE",
-            help="array data in memory at a time (default: 1 GiB)",
-        )
-    return parser
+    parser.add_argument("--trust-pickle", action="store_true", help="load pickled objects, which can run any code")
+    _add_model(parser)
+    _add_max_memory(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """What a person may say of the model whose state a tag holds."""
+    from xla_ckpt.api.llama import HARDWARE
+
+    parser.add_argument(
+        "--like",
+        metavar="MODULE:FUNCTION",
+        help="for tags of neuronx-distributed and SageMaker model parallel, and files whose optimizer numbers its "
+        "parameters: a function, of a module in the current directory or on PYTHONPATH, that returns the model "
+        "(its values do not matter), or (model, optimizer), which converting an optimizer's state needs",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the config.json of a Llama-like model, in place of --like; exports get Hugging Face's names by it",
+    )
+    parser.add_argument(
+        "--kv-size-multiplier",
+        type=int,
+        metavar="N",
+        help="with --config: how many tensor-parallel ranks hold each key-value head",
+    )
+    parser.add_argument(
+        "--hardware", choices=HARDWARE, help="with --kv-size-multiplier: trn1 and trn2 order the heads differently"
+    )
+    _add_rules(parser)
+
+
+def _add_max_memory(parser: argparse.ArgumentParser) -> None:
+    from xla_ckpt.engine.stream import MAX_MEMORY
+
+    parser.add_argument(
+        "--max-memory",
+        type=_size,
+        default=MAX_MEMORY,
+        metavar="SIZE",
+        help="array data in memory at a time (default: 1 GiB)",
+    )
 
 
 def _size(text: str) -> int:
+    from xla_ckpt.cli import facts
+
     try:
         return facts.nbytes(text)
     except ValueError as error:
@@ -171,6 +206,8 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
 
 
 def _rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
+    from xla_ckpt.cli import facts
+
     return [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
 
 
@@ -185,6 +222,7 @@ def _model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def _convert(args: argparse.Namespace) -> int:
     from xla_ckpt.api.convert import convert
+    from xla_ckpt.cli import facts, render
 
     root, tag = facts.locate(args.path, args.tag)
     model, optimizer = facts.targets(args.like)
@@ -213,6 +251,9 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    from xla_ckpt.api.export import export_hf
+    from xla_ckpt.cli import facts, render
+
     root, tag = facts.locate(args.path, args.tag)
     model, _ = facts.targets(args.like)
     report = export_hf(
@@ -240,6 +281,8 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    from xla_ckpt.cli import facts, render
+
     root, tag = facts.locate(args.path, args.tag)
     known = _model_of(args)
     answer = facts.explain_facts(
@@ -250,6 +293,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _ls(args: argparse.Namespace) -> int:
+    from xla_ckpt.cli import facts, render
+
     root, tag = facts.locate(args.path, None)
     answer = facts.list_facts(root) if tag is None else facts.tag_list_facts(root, tag)
     _print(args, answer, render.tag_table)
@@ -257,6 +302,8 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
+    from xla_ckpt.cli import facts, render
+
     root, tag = facts.locate(args.path, args.tag)
     known = _model_of(args)
     answer = facts.show_facts(
@@ -267,6 +314,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from xla_ckpt.cli import facts, render
+
     root, tag = facts.locate(args.path, args.tag)
     if args.all and tag is None:
         tags = [t["tag"] for t in facts.list_facts(root)["tags"]]
@@ -288,14 +337,38 @@ def _print(args: argparse.Namespace, answer: Any, how: Callable[[Any], Renderabl
     if args.json:
         print(json.dumps(answer, indent=1))
     else:
+        from rich.console import Console
+
+        from xla_ckpt.cli import render
+
         # Long paths and errors are folded, never cut; a pipe gets lines as long as they are.
         console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
         console.print(how(answer), soft_wrap=not sys.stdout.isatty() and how is render.verdict)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Command:
+    """A command, without its arguments."""
+
+    help: str
+    action: Callable[[argparse.Namespace], int]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+_COMMANDS = {
+    "ls": _Command("List the tags of a directory, oldest first.", _ls, _add_nothing),
+    "show": _Command("Show what a tag holds.", _show, _add_show),
+    "verify": _Command("Read all bytes of a tag and compare them with their digests, or CRC-32.", _verify, _add_verify),
+    "explain": _Command("Say what a restore over another mesh would read, before it reads it.", _explain, _add_explain),
+    "export": _Command("Write the model of a tag as Hugging Face safetensors.", _export, _add_export),
+    "convert": _Command("Write a tag anew, in another layout or for another topology.", _convert, _add_convert),
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser(next((word for word in words if not word.startswith("-")), None)).parse_args(words)
     try:
         return int(args.action(args))
     except CheckpointError as error:

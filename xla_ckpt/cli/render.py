@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.markup import escape
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +21,9 @@ MAX_RANKS = 16
 
 MAX_SIBLINGS = 32
 """Numbers in one container that are shown one by one."""
+
+MAX_LAID_OUT = 500
+"""Rows of a table that rich lays out; longer ones are plain lines."""
 
 MAX_VALUE = 60
 """Longest plain value that is shown whole."""
@@ -55,6 +61,33 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column.strip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
+    return table
+
+
+class _Lines:
+    """A long table as plain lines: rich takes a third of a millisecond to lay out each row of a table of its own."""
+
+    def __init__(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self.title, self.columns, self.rows = title, columns, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        table = [[column.strip(">") for column in self.columns], *self.rows]
+        widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+        to_right = [column.startswith(">") for column in self.columns]
+        yield Segment(f"{self.title}\n")
+        for row in table:
+            cells = zip(row, widths, to_right, strict=True)
+            line = " ".join(text.rjust(width) if right else text.ljust(width) for text, width, right in cells)
+            yield Segment(line.rstrip() + "\n")
+
+
+def _rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+    """Rows of plain text under a title."""
+    if len(rows) > MAX_LAID_OUT:
+        return _Lines(title, columns, rows)
+    table = _table(title, *columns)
+    for row in rows:
+        table.add_row(*map(escape, row))
     return table
 
 
@@ -96,10 +129,10 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         sums = [f"{p['part']}: {count(p['arrays'], 'array')}, {size(p['nbytes'])}" for p in facts["parts"]]
         parts.append(Text("; ".join(sums)))
     if facts["arrays"]:
-        table = _table(f"\n{len(facts['arrays'])} arrays", "leaf", "dtype", ">shape", ">size", ">shards")
-        for a in facts["arrays"]:
-            table.add_row(escape(a["leaf"]), a["dtype"], _shape(a["shape"]), size(a["nbytes"]), str(a["shards"]))
-        parts.append(table)
+        arrays = [
+            (a["leaf"], a["dtype"], _shape(a["shape"]), size(a["nbytes"]), str(a["shards"])) for a in facts["arrays"]
+        ]
+        parts.append(_rows(f"\n{len(arrays)} arrays", ("leaf", "dtype", ">shape", ">size", ">shards"), arrays))
     if facts["divergent"]:
         names = escape(", ".join(facts["divergent"]))
         parts.append(
@@ -108,15 +141,11 @@ def tag(facts: dict[str, Any]) -> RenderableType:
     for group in facts["unknown"]:
         parts += _unknown(group)
     if facts["aliases"]:
-        table = _table(f"\n{len(facts['aliases'])} shared arrays", "leaf", "is stored as")
-        for alias, target in facts["aliases"].items():
-            table.add_row(escape(alias), escape(target))
-        parts.append(table)
+        shared = [*facts["aliases"].items()]
+        parts.append(_rows(f"\n{len(shared)} shared arrays", ("leaf", "is stored as"), shared))
     if facts["values"]:
-        table = _table(f"\n{len(facts['values'])} plain values", "leaf", "value")
-        for leaf, text in _collapsed(facts["values"]):
-            table.add_row(escape(leaf), escape(text))
-        parts.append(table)
+        title = f"\n{len(facts['values'])} plain values"
+        parts.append(_rows(title, ("leaf", "value"), _collapsed(facts["values"])))
     return Group(*parts)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
@@ -109,7 +110,7 @@ def read_into(
             _read_through(tag, batch, buffer, slots, scratch, measured)
         progress(sum(map(_length, batch.extents)))
 
-    _run(list(_batches(plan.reads, direct=True)), work, workers, SCRATCH_BYTES)
+    _run(_all_batches(plan, direct=True), work, workers, SCRATCH_BYTES)
 
 
 def check_reads(
@@ -138,7 +139,7 @@ def check_reads(
             on_problem(error)
         progress(sum(map(_length, batch.extents)))
 
-    _run(list(_batches(plan.reads, direct=False)), work, workers, 0)
+    _run(_all_batches(plan, direct=False), work, workers, 0)
 
 
 def _run(batches: list[_Batch], work: Callable[[_Batch, memoryview], None], workers: int, scratch: int) -> None:
@@ -155,6 +156,11 @@ def _run(batches: list[_Batch], work: Callable[[_Batch, memoryview], None], work
 
 def _length(extent: _Extent) -> int:
     return extent.stop - extent.start
+
+
+def _all_batches(plan: RestorePlan, *, direct: bool) -> list[_Batch]:
+    with collector_paused():
+        return list(_batches(plan.reads, direct))
 
 
 def _batches(reads: Sequence[Read], direct: bool) -> Iterator[_Batch]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS, check_reads, read_into
@@ -91,8 +92,9 @@ def fill(
         StorageError: The storage refused.
     """
     with phases.timed("plan"):
-        memory = memory_of(targets)
-        with agreed(exchange, "planning"):
+        with collector_paused():
+            memory = memory_of(targets)
+        with agreed(exchange, "planning"), collector_paused():
             plan = plan_restore(reader.manifest, memory.wants)
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
         shared: _SharedPart | None = None
@@ -104,9 +106,10 @@ def fill(
         staged = {} if shared is not None else _staged(memory)
         slots = [staged[i].data if i in staged else slot for i, slot in enumerate(slots)]
         twice = memory.live - staged.keys()
-        in_use = RestorePlan(tuple(r for r in reads if r.slot in twice))
-        fresh = RestorePlan(tuple(r for r in reads if r.slot not in twice))
-    total = fresh.read_bytes + 2 * in_use.read_bytes
+        with collector_paused():
+            in_use = RestorePlan(tuple(r for r in reads if r.slot in twice))
+            fresh = RestorePlan(tuple(r for r in reads if r.slot not in twice))
+            total = fresh.read_bytes + 2 * in_use.read_bytes
     with Progress(f"load {reader.tag}", total, shown) as bar:
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, fresh, slots, slabs=memory.slabs, workers=workers, progress=bar, phases=phases)

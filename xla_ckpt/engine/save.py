@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.phases import Phases, as_line
 from xla_ckpt.engine.progress import Progress
@@ -193,7 +194,9 @@ class Save:
             manifest = self._manifest(records, directory, draft.sequence)
             self._look_back(manifest, directory)
             manifest = indexed(directory, self.store.path, manifest, part.writing.index)
-            write_small(directory, MANIFEST, manifest_json.dump(manifest))
+            with collector_paused():
+                text = manifest_json.dump(manifest)
+            write_small(directory, MANIFEST, text)
             directory.sync()
             if exchange.size > 1 and exchange.has("abort"):
                 exchange.hear("abort", 0)  # raises: a rank gave up on this one, and has told its caller so
@@ -304,11 +307,13 @@ class Save:
         ]
 
     def _manifest(self, records: Sequence[Record], directory: Directory, sequence: int) -> Manifest:
-        merged = merge(records, self.mesh, self.replicas)
+        with collector_paused():
+            merged = merge(records, self.mesh, self.replicas)
         for warning in merged.warnings:
             logger.warning("tag %s: %s", self.tag, warning)
         head = new_head(self.tag, sequence, pinned=self.pinned)
-        manifest = merged.manifest(head, self.mesh, len(records))
+        with collector_paused():
+            manifest = merged.manifest(head, self.mesh, len(records))
         if merged.duplicates:
             reader = TagReader(directory, self.store.path, self.tag, manifest)
             try:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.job.verdict import LEAD, Deadline, Round
@@ -62,7 +63,7 @@ class Stages:
             CheckpointError: The first rank of another stage has failed.
         """
         if self.mesh.pp == 1 or self.exchange.size == 1:
-            with phases.timed("plan"):
+            with phases.timed("plan"), collector_paused():
                 return writing.plan
         staged = writing if isinstance(writing, Staged) else None
         with phases.timed("meet"):
@@ -70,7 +71,7 @@ class Stages:
             if self._speaks:
                 self.exchange.say(self._key(self._own), [list(names.values()), None if staged is None else staged.told])
             told = self._hear(self._own if staged is None else self.mesh.pp)
-        with phases.timed("plan"):
+        with phases.timed("plan"), collector_paused():
             plan = writing.plan if staged is None else staged.among([about for _, about in told])
         earlier = {name for held, _ in told[: self._own] for name in held}
         return plan.minus(frozenset(path for path, name in names.items() if name in earlier))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
@@ -97,7 +98,8 @@ class TagReader:
                 source.read_into(memoryview(data), 0)
             finally:
                 source.close()
-            return manifest_json.parse(bytes(data))
+            with collector_paused():
+                return manifest_json.parse(bytes(data))
 
     @property
     def version(self) -> str:
@@ -192,7 +194,7 @@ class TagReader:
             return BlockTable.of_regions(record.regions, record.digests)
         if self.foreign_objects is None:  # a payload file of ours, in the native layout
             head = self.head(file)
-            with naming(path=self.root, tag=self.tag, file=record.path):
+            with naming(path=self.root, tag=self.tag, file=record.path), collector_paused():
                 return payload.parse_header(head)
         return None
 

@@ -69,10 +69,37 @@ def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> b
     >>> len(header([Region("w", dtype("float32"), Box((0,), (8,)))]))
     4096
     """
-    count = sum(digest.block_count(r.nbytes) for r in regions)
-    table = digest.pack_digests(digests if digests is not None else [0] * count)
-    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": saved_offsets(regions), DIGESTS: table}
-    return _header(regions, about)
+    template = header_template(regions)
+    return template.filled([0] * template.count if digests is None else digests)
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderTemplate:
+    """A header without its digests. What else stands in it is known before any byte is written."""
+
+    before: bytes
+    after: bytes
+    count: int
+    """How many digests stand between the two."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the header."""
+        return len(self.before) + digest.packed_length(self.count) + len(self.after)
+
+    def filled(self, digests: Sequence[int]) -> bytes:
+        """The header with its digests."""
+        return self.before + digest.pack_digests(digests).encode() + self.after
+
+
+def header_template(regions: Sequence[Region]) -> HeaderTemplate:
+    """What `header` writes of some regions but for the digests."""
+    count = sum(digest.block_count(region.nbytes) for region in regions)
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": saved_offsets(regions), DIGESTS: ""}
+    text = _header(regions, about, digest.packed_length(count))
+    # The first such place is that of the digests: inside of a string of JSON its quotes would be escaped.
+    before, key, after = text.partition(f'"{DIGESTS}":"'.encode())
+    return HeaderTemplate(before + key, after, count)
 
 
 def saved_offsets(regions: Sequence[Region]) -> str:
@@ -99,15 +126,16 @@ def plain_header(regions: Sequence[Region]) -> bytes:
     return _header(regions, {"format": "pt"})
 
 
-def _header(regions: Sequence[Region], about: dict[str, str]) -> bytes:
+def _header(regions: Sequence[Region], about: dict[str, str], missing: int = 0) -> bytes:
+    """The header, padded with spaces; `missing` bytes are to be put into it."""
     entries = {region.name: entry(region, at) for region, at in zip(regions, offsets(regions), strict=True)}
     text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
-    size = -(-(8 + len(text)) // REGION_ALIGNMENT) * REGION_ALIGNMENT
+    size = -(-(8 + len(text) + missing) // REGION_ALIGNMENT) * REGION_ALIGNMENT
     if size > MAX_HEADER:
         raise FormatError(
             f"{len(regions)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
         )
-    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8 - missing)
 
 
 def _tail(region: Region) -> list[int]:
@@ -126,20 +154,22 @@ class Safetensors:
     plain: bool = False
     """Whether the header says only what the regions are: for files that leave the library."""
 
-    head: int = field(init=False)
-    """Bytes of the header."""
+    places: list[tuple[int, int]] = field(init=False, repr=False, compare=False)
+
+    _template: HeaderTemplate = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "head", len(self._header(None)))
+        template = HeaderTemplate(plain_header(self.regions), b"", 0) if self.plain else header_template(self.regions)
+        places, at = [], template.size
+        for region in self.regions:
+            places.append((at, nbytes := region.nbytes))
+            at += nbytes
+        object.__setattr__(self, "_template", template)
+        object.__setattr__(self, "places", places)
 
     @property
     def size(self) -> int:
-        return self.head + sum(r.nbytes for r in self.regions)
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        starts = offsets(self.regions)
-        return [(self.head + at, r.nbytes) for r, at in zip(self.regions, starts, strict=True)]
+        return sum(self.places[-1]) if self.places else self._template.size
 
     @property
     def wants_crc32(self) -> bool:
@@ -149,10 +179,7 @@ class Safetensors:
         return replace(self, regions=tuple(r for i, r in enumerate(self.regions) if i not in regions))
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
-        return [(0, self._header(digests))]
-
-    def _header(self, digests: Sequence[int] | None) -> bytes:
-        return plain_header(self.regions) if self.plain else header(self.regions, digests)
+        return [(0, self._template.filled(() if self.plain else digests))]
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         ((_, head),) = glue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ MAX_BLOCK = 4 * 1024 * 1024
 """Largest block (bytes)."""
 
 
+@functools.lru_cache(maxsize=4096)
 def block_size(region_bytes: int) -> int:
     """Bytes of one digest block of a region: the power of two that cuts it into at most 64, within the limits.
 
@@ -113,6 +115,15 @@ def to_hex(value: int) -> str:
 def pack_digests(digests: Sequence[int]) -> str:
     """Digests as base64 of little-endian 64-bit numbers; its length depends on their number only."""
     return base64.b64encode(struct.pack(f"<{len(digests)}Q", *digests)).decode()
+
+
+def packed_length(count: int) -> int:
+    """Bytes of the text that `pack_digests` makes of so many digests.
+
+    >>> packed_length(2) == len(pack_digests([1, 2]))
+    True
+    """
+    return -(-8 * count // 3) * 4
 
 
 def unpack_digests(text: str, count: int) -> tuple[int, ...]:

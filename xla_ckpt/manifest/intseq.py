@@ -24,7 +24,7 @@ def pack_ints(values: Sequence[int]) -> Any:
     >>> pack_ints([5, 5, 5]), pack_ints([0, 64, 128, 192, 7])
     (5, [[0, 64, 4], 7])
     """
-    if values and all(v == values[0] for v in values):
+    if values and (len(values) == 1 or all(v == values[0] for v in values)):
         return values[0]
     packed: list[Any] = []
     i = 0

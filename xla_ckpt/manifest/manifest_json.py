@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -87,7 +88,7 @@ def _array_json(record: ArrayRecord) -> dict[str, Any]:
         **({"divergent": True} if record.divergent else {}),
         "grids": [
             [
-                [intseq.pack_ints(c) for c in g.grid.cuts],
+                _cuts_json(g.grid),
                 intseq.pack_ints(g.files),
                 intseq.pack_ints(g.offsets),
                 *_frames_json(g),
@@ -95,6 +96,11 @@ def _array_json(record: ArrayRecord) -> dict[str, Any]:
             for g in record.grids
         ],
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def _cuts_json(grid: Grid) -> list[Any]:
+    return [intseq.pack_ints(cuts) for cuts in grid.cuts]
 
 
 def _frames_json(grid: ShardGrid) -> list[Any]:
@@ -158,10 +164,11 @@ def parse(data: bytes) -> Manifest:
     raw = _loads(body + b"}")
     arrays: dict[str, ArrayRecord] = {}
     budget = MAX_CELLS
+    grids = _Grids()
     for leaf, entry in _get(raw, "arrays", dict).items():
         try:
-            arrays[leaf] = _parse_array(entry, budget)
-        except (CheckpointError, ValueError, TypeError) as error:
+            arrays[leaf] = _parse_array(entry, budget, grids)
+        except (CheckpointError, ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"broken array record: {error}", leaf=leaf) from error
         budget -= sum(g.grid.cells for g in arrays[leaf].grids)
     aliases = _get(raw, "aliases", dict)
@@ -204,7 +211,28 @@ def parse_file(entry: Any) -> FileRecord:
     raise FormatError("broken file record", found=str(entry)[:80])
 
 
-def _parse_array(entry: Any, budget: int) -> ArrayRecord:
+class _Grids:
+    """The grids of a manifest that is parsed. Arrays that are cut alike have one in common: few are made for many."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Grid] = {}
+
+    def grid(self, cuts: list[Any], limit: int) -> Grid:
+        """The grid of some packed cuts, of at most `limit` each.
+
+        Raises:
+            FormatError: They are no cuts.
+            ValueError: They do not ascend.
+        """
+        text = str(cuts)
+        made = self._made.get(text)
+        if made is None:
+            made = Grid(tuple(intseq.unpack_any(_as_list(c), limit) for c in cuts))
+            self._made[text] = made
+        return made
+
+
+def _parse_array(entry: Any, budget: int, made: _Grids) -> ArrayRecord:
     shape = tuple(_get(entry, "shape", list))
     if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < intseq.LIMIT for n in shape):
         raise FormatError("impossible shape", found=str(shape)[:80])
@@ -212,7 +240,7 @@ def _parse_array(entry: Any, budget: int) -> ArrayRecord:
     for packed in _get(entry, "grids", list):
         match packed:
             case [list(cuts), files, offsets, *frames] if len(cuts) == len(shape) and len(frames) < 2:
-                grid = Grid(tuple(intseq.unpack_any(_as_list(c), budget + 1) for c in cuts))
+                grid = made.grid(cuts, budget + 1)
                 budget -= grid.cells
                 if budget < 0:
                     raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")

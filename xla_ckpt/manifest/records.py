@@ -7,9 +7,11 @@ found out by `engine.verify`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from xla_ckpt.dtypes import DType
@@ -161,6 +163,8 @@ class ArrayRecord:
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
+        if len(self.grids) == 1 and self.grids[0].grid.whole == whole:
+            return
         boxes = [g.grid.whole for g in self.grids]
         stray = next((b for b in boxes if not whole.contains(b)), None)
         if stray is not None:
@@ -179,6 +183,14 @@ class ArrayRecord:
     def __iter__(self) -> Iterator[Shard]:
         for grid in self.grids:
             yield from grid
+
+    def only_shard(self, box: Box) -> Shard | None:
+        """The shard that is `box`, if it is the only one of the array and has no frame: as of most arrays."""
+        if len(self.grids) == 1:
+            held = self.grids[0]
+            if held.grid.cells == 1 and held.frames is None and box.size and held.grid.whole == box:
+                return Shard(held.grid.whole, held.files[0], held.offsets[0])
+        return None
 
     def touching(self, box: Box) -> Iterator[Shard]:
         """The shards that share an element with `box`."""
@@ -330,6 +342,12 @@ class Manifest:
         return sum(record.nbytes for record in self.arrays.values())
 
 
+@functools.lru_cache(maxsize=4096)
+def _largest_cell(grid: Grid) -> int:
+    """Elements of a cell that is as large as the largest in every dim."""
+    return prod(max(b - a for a, b in pairwise(cuts)) for cuts in grid.cuts)
+
+
 def _check_places(leaf: str, itemsize: int, grid: ShardGrid, sizes: list[int]) -> None:
     """Check that every shard of a grid lies inside of its file.
 
@@ -337,9 +355,7 @@ def _check_places(leaf: str, itemsize: int, grid: ShardGrid, sizes: list[int]) -
         FormatError: One does not.
     """
     # A cell as large as the largest in every dim. Where even that fits, the exact cell need not be worked out.
-    largest = itemsize
-    for cuts in grid.grid.cuts:
-        largest *= max(b - a for a, b in pairwise(cuts))
+    largest = itemsize * _largest_cell(grid.grid)
     for i, (file, offset) in enumerate(zip(grid.files, grid.offsets, strict=True)):
         if not 0 <= file < len(sizes):
             raise FormatError("a shard lies in no file", leaf=leaf, found=file)

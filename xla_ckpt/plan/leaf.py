@@ -64,8 +64,27 @@ class Leaf:
 
 def leaf_of(path: str, dtype: DType, local: LocalArray, *, together: bool = False) -> Leaf:
     """The leaf of a local tensor that lies like this."""
-    shards = tuple(_shard(piece, local, together) for piece in local.pieces)
-    return Leaf(path=path, dtype=dtype, shape=local.shape, shards=shards, spec=local.spec)
+    return Leaf(path=path, dtype=dtype, shape=local.shape, shards=shards_of(local, together), spec=local.spec)
+
+
+def shards_of(local: LocalArray, together: bool) -> tuple[LocalShard, ...]:
+    """The shards of a local tensor that lies like this. `together`: one holder writes each of them whole."""
+    return tuple(_shard(piece, local, together) for piece in local.pieces)
+
+
+class Leaves:
+    """Makes the leaves of many arrays. Those that lie alike have their shards in common: few are made for many."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, bool], tuple[LocalArray, tuple[LocalShard, ...]]] = {}
+        """By the identity of where a tensor lies, which stays its own while it is kept here."""
+
+    def leaf(self, path: str, dtype: DType, local: LocalArray, *, together: bool) -> Leaf:
+        """As `leaf_of`."""
+        key = id(local), together
+        if key not in self._made:
+            self._made[key] = local, shards_of(local, together)
+        return Leaf(path=path, dtype=dtype, shape=local.shape, shards=self._made[key][1], spec=local.spec)
 
 
 def _shard(piece: Piece, local: LocalArray, together: bool) -> LocalShard:

@@ -199,7 +199,7 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
                 )
         for leaf, reported in record.shards:
             held = shards.setdefault(leaf, {})
-            shard = replace(reported, file=base + reported.file)
+            shard = replace(reported, file=base + reported.file) if base else reported
             if shard.box in held:
                 rank, other = held[shard.box]
                 duplicates.append((leaf, (rank, record.rank), other, shard))
@@ -356,7 +356,8 @@ def _united(a: Any, b: Any, path: str, rank: int) -> Any:
         if name == schema.GROUPS and len(a) == len(b):
             return [_united(x, y, path, rank) for x, y in zip(a, b, strict=True)]
         if name == schema.PARAMS:
-            return a + [v for v in b if v not in a]
+            there = set(a)
+            return a + [v for v in b if v not in there]
     raise SaveError(
         "pipeline stages disagree about a value that they should share",
         leaf=path.lstrip("/"),

@@ -118,6 +118,10 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
                 expected=f"inside of {record.shape}",
                 found=str(want.box),
             )
+        whole = record.only_shard(want.box)
+        if whole is not None:
+            reads.append(_read(want, whole, want.box, record.dtype.itemsize))
+            continue
         covered = 0
         for shard in record.touching(want.box):
             part = shard.box.intersect(want.box)
@@ -146,16 +150,17 @@ def _reads(want: Want, shard: Shard, part: Box, itemsize: int) -> list[Read]:
         parts = list(pieces(part, stored, itemsize, runs(part, stored, itemsize).nbytes))
     else:
         parts = list(pieces(part, stored, itemsize, max(MAX_SPAN, 16 * block)))
-    return [
-        Read(
-            leaf=want.leaf,
-            slot=want.slot,
-            file=shard.file,
-            offset=shard.offset,
-            stored=stored,
-            wanted=want.box,
-            part=p,
-            itemsize=itemsize,
-        )
-        for p in parts
-    ]
+    return [_read(want, shard, p, itemsize) for p in parts]
+
+
+def _read(want: Want, shard: Shard, part: Box, itemsize: int) -> Read:
+    return Read(
+        leaf=want.leaf,
+        slot=want.slot,
+        file=shard.file,
+        offset=shard.offset,
+        stored=shard.frame or shard.box,
+        wanted=want.box,
+        part=part,
+        itemsize=itemsize,
+    )

@@ -13,7 +13,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.files.codec import Codec
 from xla_ckpt.manifest.records import FileRecord, Shard
-from xla_ckpt.plan.leaf import Leaf
+from xla_ckpt.plan.leaf import Leaf, LocalShard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.owners import HeldShard, owned
 from xla_ckpt.sharding.ranges import runs
@@ -155,12 +155,19 @@ class OwnBox:
 
 def own_boxes(leaves: Sequence[Leaf]) -> Iterator[OwnBox]:
     """What this process writes of the leaves that it holds, whatever the files are: their replicas write the rest."""
-    shards = [(leaf, i) for leaf in leaves for i in range(len(leaf.shards))]
-    for (leaf, i), box in zip(shards, owned([_held(leaf, i) for leaf, i in shards]), strict=True):
+    shards = [(leaf, i, shard) for leaf in leaves for i, shard in enumerate(leaf.shards)]
+    held: dict[tuple[int, int], HeldShard] = {}
+    """By the identity of a shard, and the size of its elements: leaves that lie alike have their shards in common."""
+    for leaf, _, shard in shards:
+        key = id(shard), leaf.dtype.itemsize
+        if key not in held:
+            held[key] = _held(shard, leaf.dtype.itemsize)
+    as_held = [held[id(shard), leaf.dtype.itemsize] for leaf, _, shard in shards]
+    for (leaf, i, shard), box in zip(shards, owned(as_held), strict=True):
         if box is not None:
-            shard, itemsize = leaf.shards[i], leaf.dtype.itemsize
-            where = runs(box, shard.box, itemsize)
-            source = RegionSource(leaf=leaf.path, shard=i, offset=where.offset, nbytes=box.size * itemsize)
+            itemsize = leaf.dtype.itemsize
+            first = 0 if box is shard.box else runs(box, shard.box, itemsize).offset
+            source = RegionSource(leaf=leaf.path, shard=i, offset=first, nbytes=box.size * itemsize)
             yield OwnBox(leaf=leaf, box=box, source=source, lane=shard.lane)
 
 
@@ -223,11 +230,10 @@ def plan_save(
     return SavePlan(tuple(files))
 
 
-def _held(leaf: Leaf, i: int) -> HeldShard:
-    shard = leaf.shards[i]
+def _held(shard: LocalShard, itemsize: int) -> HeldShard:
     return HeldShard(
         box=shard.box,
-        itemsize=leaf.dtype.itemsize,
+        itemsize=itemsize,
         replica=shard.replica,
         replicas=shard.replicas,
         group=shard.group,

@@ -6,8 +6,9 @@ whatever buffer holds them. Resharding is box intersection and nothing else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from operator import sub
 
@@ -29,10 +30,14 @@ class Box:
     stop: tuple[int, ...]
     """One past the last index held, per tensor dim (elements)."""
 
+    size: int = field(init=False, repr=False, compare=False)
+    """Number of elements (1 for the box of a scalar). Plans ask for it some thirty times an array."""
+
     def __post_init__(self) -> None:
         for dim, (low, high) in enumerate(zip(self.start, self.stop, strict=True)):
             if not 0 <= low <= high:
                 raise ValueError(f"tensor dim {dim} of a box runs from {low} to {high}")
+        object.__setattr__(self, "size", prod(map(sub, self.stop, self.start)))
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Box:
@@ -41,8 +46,7 @@ class Box:
         >>> Box.whole((2, 3))
         Box(start=(0, 0), stop=(2, 3))
         """
-        stop = tuple(shape)
-        return cls((0,) * len(stop), stop)
+        return _whole(tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,13 +54,10 @@ class Box:
         # Planning a load asks for it some ninety times an array: `map` is three times as fast as a generator here.
         return tuple(map(sub, self.stop, self.start))
 
-    @property
-    def size(self) -> int:
-        """Number of elements (1 for the box of a scalar)."""
-        return prod(self.shape)
-
     def intersect(self, other: Box) -> Box | None:
         """The common region, in global coordinates; None if no element is shared."""
+        if self == other:
+            return self if self.size else None
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
         if any(low >= high for low, high in zip(start, stop, strict=True)):
@@ -83,6 +84,8 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box (an empty box is in all)."""
+        if other is self:
+            return True
         return other.size == 0 or (
             all(a <= b for a, b in zip(self.start, other.start, strict=True))
             and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
@@ -101,6 +104,12 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> Box:
+    """One box for all tensors of a shape: a model has few shapes, and many tensors of each."""
+    return Box((0,) * len(shape), shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Frame(Box):
     """A box whose start may lie before the first element of the array.
@@ -116,6 +125,7 @@ class Frame(Box):
         for dim, (low, high) in enumerate(zip(self.start, self.stop, strict=True)):
             if low > high:
                 raise ValueError(f"tensor dim {dim} of a frame runs from {low} to {high}")
+        object.__setattr__(self, "size", prod(map(sub, self.stop, self.start)))
 
 
 def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:

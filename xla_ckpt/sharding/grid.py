@@ -6,9 +6,10 @@ few that touch a wanted region are found by bisection.
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
 
@@ -27,6 +28,12 @@ class Grid:
     cuts: tuple[tuple[int, ...], ...]
     """Per tensor dim: ascending cut positions, both ends included (elements)."""
 
+    cells: int = field(init=False, repr=False, compare=False)
+    """Number of cells."""
+
+    whole: Box = field(init=False, repr=False, compare=False)
+    """The box that the cells make up together."""
+
     def __post_init__(self) -> None:
         for dim, cuts in enumerate(self.cuts):
             # A box without elements is a grid of one cell. In any other grid the cuts must rise, because cells are
@@ -35,21 +42,13 @@ class Grid:
             rises = all(a < b for a, b in pairwise(cuts))
             if len(cuts) < 2 or cuts[0] < 0 or not (rises or empty):
                 raise ValueError(f"the cuts along tensor dim {dim} do not ascend: {cuts[:8]}")
+        object.__setattr__(self, "cells", prod(self.counts))
+        object.__setattr__(self, "whole", Box(tuple(c[0] for c in self.cuts), tuple(c[-1] for c in self.cuts)))
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Cells per tensor dim."""
         return tuple(len(c) - 1 for c in self.cuts)
-
-    @property
-    def cells(self) -> int:
-        """Number of cells."""
-        return prod(self.counts)
-
-    @property
-    def whole(self) -> Box:
-        """The box that the cells make up together."""
-        return Box(tuple(c[0] for c in self.cuts), tuple(c[-1] for c in self.cuts))
 
     def cell(self, index: int) -> Box:
         """The box of one cell."""
@@ -98,8 +97,7 @@ def fit(boxes: Sequence[Box]) -> tuple[Grid, tuple[int, ...]] | None:
     if not boxes:
         return None
     if len(boxes) == 1:
-        only = boxes[0]
-        return Grid(tuple(zip(only.start, only.stop, strict=True))), (0,)
+        return single(boxes[0]), (0,)
     if any(b.size == 0 for b in boxes):
         return None
     cuts = _all_bounds(boxes)
@@ -118,6 +116,16 @@ def fit(boxes: Sequence[Box]) -> tuple[Grid, tuple[int, ...]] | None:
             return None
         order.append(place)
     return grid, tuple(order)
+
+
+@functools.lru_cache(maxsize=4096)
+def single(box: Box) -> Grid:
+    """The grid of one box: one for all arrays of a shape, of which a model has few.
+
+    >>> single(Box((0, 2), (3, 4)))
+    Grid(cuts=((0, 3), (2, 4)))
+    """
+    return Grid(tuple(zip(box.start, box.stop, strict=True)))
 
 
 def _all_bounds(boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...]:

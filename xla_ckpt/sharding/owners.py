@@ -89,10 +89,10 @@ def owned(shards: Sequence[HeldShard]) -> Iterable[Box | None]:
 
 
 def _small_bytes(shards: Sequence[HeldShard]) -> dict[Hashable, int]:
-    """Bytes of all small shards, by their set of holders."""
+    """Bytes of all small shards that are dealt out, by their set of holders."""
     total: dict[Hashable, int] = {}
     for shard in shards:
-        if _is_small(shard) and not shard.together:
+        if shard.replicas > 1 and not shard.together and _is_small(shard):
             holders = _holders(shard)
             total[holders] = total.get(holders, 0) + shard.nbytes
     return total

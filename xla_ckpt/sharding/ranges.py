@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -68,6 +69,8 @@ def runs(region: Box, buffer: Box, itemsize: int) -> Runs:
     >>> runs(Box((0, 1), (2, 3)), Box.whole((4, 4)), 2)
     Runs(offset=2, nbytes=4, counts=(2,), strides=(8,))
     """
+    if region == buffer:  # the whole of the buffer: nearly every array of a checkpoint
+        return _one_run(region.size * itemsize)
     first = region.relative_to(buffer).start
     shape, held = region.shape, buffer.shape
     steps = strides(held, itemsize)
@@ -83,6 +86,12 @@ def runs(region: Box, buffer: Box, itemsize: int) -> Runs:
     # A dim of one element repeats nothing. Counted, it would make a contiguous region look scattered.
     repeated = [dim for dim in range(outer) if shape[dim] != 1]
     return Runs(offset, nbytes, tuple(shape[dim] for dim in repeated), tuple(steps[dim] for dim in repeated))
+
+
+@functools.lru_cache(maxsize=4096)
+def _one_run(nbytes: int) -> Runs:
+    """The whole of a buffer of so many bytes."""
+    return Runs(0, nbytes, (), ())
 
 
 def pieces(region: Box, buffer: Box, itemsize: int, max_span: int) -> Iterator[Box]:

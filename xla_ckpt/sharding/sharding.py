@@ -232,6 +232,10 @@ class Sharding:
         return tuple(section.stored(ranks) for section in split.sections)
 
 
+UNSPLIT = Sharding()
+"""The sharding of an array that is the same on all ranks."""
+
+
 def _split(entry: Any) -> Split | None:
     match entry:
         case None:

@@ -27,6 +27,12 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
     Raises:
         UnsupportedStateError: They contradict each other, the parameter or the mesh.
     """
+    if not (
+        hasattr(value, "tensor_model_parallel")
+        or hasattr(value, "expert_model_parallel")
+        or hasattr(value, "global_shape")
+    ):
+        return None  # as of nearly all arrays
     shape = tuple(getattr(value, "shape", ()))
     dims: list[Split | None] = [None] * len(shape)
     if getattr(value, "tensor_model_parallel", False):

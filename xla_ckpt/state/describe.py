@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.registry import array_kind, require
 from xla_ckpt.engine import pickles
 from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.plan.leaf import Leaf, leaf_of
+from xla_ckpt.plan.leaf import Leaf, Leaves
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
@@ -139,7 +138,7 @@ def describe(
         UsageError: A sharding rule makes no sense or does not fit.
     """
     shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone).of_model(state.model)
-    flat = flatten(state.tree, array_kind, CODEC)
+    flat = flatten(state.tree, shardings.adapters.kind, CODEC)
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
             logger.warning("%s", message)
@@ -184,8 +183,9 @@ def describe_arrays(
     held: dict[str, HeldArray] = {}
     aliases: dict[str, str] = {}
     leaves: list[Leaf] = []
+    made = Leaves()
     for path, value in arrays.items():
-        adapter = require(value, path)
+        adapter = shardings.adapters.require(value, path)
         dtype = adapter.dtype(value, path)
         identity = adapter.identity(value)
         if identity is not None and (same := first.setdefault(identity, path)) != path:
@@ -193,7 +193,7 @@ def describe_arrays(
             continue
         local = shardings.local(path, value, adapter)
         held[path] = HeldArray(value, local, adapter)
-        leaves.append(leaf_of(path, dtype, local, together=path in together))
+        leaves.append(made.leaf(path, dtype, local, together=path in together))
     return tuple(leaves), held, aliases
 
 
@@ -206,7 +206,8 @@ def host_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], HostShar
     for adapter, batch in batches.values():
         pairs = [(held[path].value, held[path].local) for path in batch]
         for path, pieces in zip(batch, adapter.host(pairs), strict=True):
-            shards |= {(path, i): shard for i, shard in enumerate(pieces)}
+            for i, shard in enumerate(pieces):
+                shards[path, i] = shard
     return shards
 
 

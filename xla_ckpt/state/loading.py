@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.casting import cast
-from xla_ckpt.arrays.registry import array_kind, check_memory, new_array, require
+from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
@@ -74,7 +74,7 @@ class Stored:
             UsageError: It is on the meta device.
         """
         check_memory(value, path)
-        adapter = require(value, path)
+        adapter = self.shardings.adapters.require(value, path)
         return adapter.into(value, self._local(path, value, adapter), owned=owned)
 
     def like(self, path: str, value: Any) -> Target:
@@ -84,7 +84,7 @@ class Stored:
             UsageError: It is on the meta device.
         """
         check_memory(value, path)
-        adapter = require(value, path)
+        adapter = self.shardings.adapters.require(value, path)
         return adapter.like(value, self._local(path, value, adapter))
 
     def _local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.registry import adapter_of, array_kind
+from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import ArrayAt, Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.wrappers import View
@@ -25,8 +25,9 @@ def parameter_names(model: Any) -> dict[Any, str]:
         return {}
     named: Any = model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else model.items()
     names: dict[Any, str] = {}
+    adapters = Adapters()
     for name, value in named:
-        adapter = adapter_of(value)
+        adapter = adapters.of(value)
         if adapter is not None:
             names.setdefault(id(value), name)
             if (identity := adapter.identity(value)) is not None:
@@ -43,7 +44,7 @@ def name_of(parameter: Any, names: Mapping[Any, str]) -> str | None:
     """The name of an optimizer's parameter in a model's `parameter_names`."""
     if (name := names.get(id(parameter))) is not None:
         return name
-    adapter = adapter_of(parameter)
+    adapter = Adapters().of(parameter)
     identity = adapter.identity(parameter) if adapter is not None else None
     return names.get(identity) if identity is not None else None
 
@@ -60,18 +61,19 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     entries = module.wanted(held) if isinstance(module, View) else tree_of(module)
     _compare_keys(stored, loading, entries, held)
     owned = {id(t) for t in (*module.parameters(), *module.buffers())}
-    direct = not _has_load_logic(module) and all(id(v) in owned for v in entries.values() if array_kind(v))
+    kind = stored.shardings.adapters.kind
+    direct = not _has_load_logic(module) and all(id(v) in owned for v in entries.values() if kind(v))
     by_object: dict[int, str] = {}
     for key in [k for k in entries if k in held]:
         path, value = paths.join(stored.prefix, paths.escape(key)), entries[key]
-        is_array, stored_array = array_kind(value) is not None, isinstance(held[key], ArrayAt)
-        if stored_array:
-            stored.record(path)  # raises where the tag says why nobody can have it, which is not what is told below
+        is_array, stored_array = kind(value) is not None, isinstance(held[key], ArrayAt)
+        # This raises where the tag says why nobody can have it, which is not what is told below.
+        record = stored.record(path) if stored_array else None
         if is_array != stored_array:
             loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
-        elif is_array:
+        elif record is not None:
             target = stored.into(path, value, owned=True) if direct else stored.like(path, value)
-            if loading.want(path, target, stored.record(path)):
+            if loading.want(path, target, record):
                 # Of several names of one parameter the last is read, as in torch's load_state_dict.
                 if direct and (earlier := by_object.get(id(value))) is not None:
                     del loading.targets[earlier]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
@@ -24,7 +24,7 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sections import has_sections
-from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.sharding.sharding import UNSPLIT, Sharding
 from xla_ckpt.state.attributes import declared_sharding
 from xla_ckpt.state.layers import Layers, layer_shardings
 from xla_ckpt.tree import schema
@@ -66,6 +66,9 @@ class StateShardings:
 
     layers: Layers = field(default_factory=dict)
     """What the layers of the model say."""
+
+    adapters: Adapters = field(default_factory=Adapters)
+    """Who answers for which array of this call."""
 
     _told: set[str] = field(default_factory=set, init=False, repr=False)
     """Leaf paths of which a warning said that their heads are in another order: once a load."""
@@ -147,12 +150,12 @@ class StateShardings:
 
     def parameter(self, path: str) -> Parameter | None:
         """The parameter that an optimizer's state belongs to; None for any other leaf."""
-        owner = schema.owner_of(path)
+        owner = schema.owner_of(path) if self.parameters else None
         return None if owner is None else self.parameters.get(owner)
 
     def parameter_local(self, parameter: Parameter) -> LocalArray:
         """Where a parameter itself lies."""
-        return self.local(schema.weight(parameter.name), parameter.value, require(parameter.value, parameter.name))
+        return self.local(schema.weight(parameter.name), parameter.value, self.adapters.require(parameter.value))
 
     def state_like(self, path: str, record: ArrayRecord, parameter: Parameter) -> Target | None:
         """A target for optimizer state that does not exist yet, split as its parameter is; None if it is whole here.
@@ -172,24 +175,24 @@ class StateShardings:
             ) from error
         dealt = parameter.shard if parameter.zero1 else None
         if dealt is None and dims and dims == tuple(range(len(local.shape))):
-            return require(parameter.value, path).like(parameter.value, local, record.dtype)
+            return self.adapters.require(parameter.value, path).like(parameter.value, local, record.dtype)
         mine = dealt or tuple(parameter.value.shape)
         shape = tuple(n if d is None else mine[d] for d, n in zip(dims, record.shape, strict=True))
         if shape == record.shape and not (dealt and 0 in dims):
             return None
         value = parameter.value.new_empty(shape)
-        return require(value, path).like(value, self._state(path, shape, parameter), record.dtype)
+        return self.adapters.require(value, path).like(value, self._state(path, shape, parameter), record.dtype)
 
     def _split(self, parameter: Parameter) -> Sharding | None:
         if parameter.name not in self._splits:
-            own = require(parameter.value, parameter.name).place(parameter.value, parameter.name)
+            own = self.adapters.require(parameter.value, parameter.name).place(parameter.value, parameter.name)
             names = (schema.weight(parameter.name), parameter.name)
             self._splits[parameter.name] = self._sharding(names, parameter.value) if own is None else None
         return self._splits[parameter.name]
 
     def _state(self, path: str, shape: tuple[int, ...], parameter: Parameter) -> LocalArray:
         """State of a parameter lies as its kind of optimizer says; without a word of it, by its shape."""
-        rule, split, full = parameter.rule(path), self._split(parameter) or Sharding(), tuple(parameter.value.shape)
+        rule, split, full = parameter.rule(path), self._split(parameter) or UNSPLIT, tuple(parameter.value.shape)
         shard = parameter.shard if parameter.zero1 else None
         key = rule, split, full, shard, parameter.zero1, shape
         if key not in self._states:
@@ -252,8 +255,7 @@ class StateShardings:
 
     def _sharding(self, names: Iterable[str], value: Any) -> Sharding:
         names = tuple(names)
-        ruled = decided(self.rules, *names)
-        if ruled is not None:
+        if self.rules and (ruled := decided(self.rules, *names)) is not None:
             return ruled
         known = self.layers.get(id(value))
-        return known or declared_sharding(value, names[0], self.placement.mesh) or Sharding()
+        return known or declared_sharding(value, names[0], self.placement.mesh) or UNSPLIT

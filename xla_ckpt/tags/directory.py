@@ -72,6 +72,17 @@ def entries(store: Store) -> list[TagEntry]:
     return sorted(found.values(), key=lambda e: (e.sequence, e.tag))
 
 
+def entry_of(store: Store, tag: str) -> TagEntry | None:
+    """A committed tag of ours, as `entries` lists it; None if there is none of this name.
+
+    Raises:
+        InvalidTagError: `tag` cannot be one.
+    """
+    check_tag(tag, store.path)
+    found = _entry(store, tag, tag)
+    return _entry(store, OLD_PREFIX + tag, tag) if found is None else found
+
+
 def names_in(store: Store) -> list[str]:
     """What lies in a root directory; nothing if it is absent.
 

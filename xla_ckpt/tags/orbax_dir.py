@@ -22,7 +22,7 @@ from xla_ckpt.errors import CheckpointError, SaveError
 from xla_ckpt.storage.base import not_durable
 from xla_ckpt.storage.local import LocalDirectory, LocalStore
 from xla_ckpt.tags.cleaning import remove, remove_unused
-from xla_ckpt.tags.directory import TagEntry, entries
+from xla_ckpt.tags.directory import TagEntry, entries, entry_of
 from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
 from xla_ckpt.tags.retention import TagFact, superfluous
 
@@ -64,7 +64,7 @@ class _TagNames(ocp.path.step.NameFormat[ocp.path.step.Metadata]):  # type: igno
 
     def find_step(self, base_path: Any, step: Any) -> ocp.path.step.Metadata:
         self.looked_up()
-        found = next((e for e in entries(_store(base_path)) if e.tag == step.tag), None)
+        found = entry_of(_store(base_path), step.tag)  # not among all: retention asks for each tag that it retires
         if found is None or found.sequence != int(step):
             raise ValueError(f"{step.tag} (commit {int(step)}) is not there")
         return _metadata(base_path, found)
@@ -184,6 +184,7 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
             step_name_format=_TagNames(retention.begin),
             preservation_policy=retention,
             create=False,
+            lightweight_initialize=True,  # or it looks for metrics in every tag, which takes 20 ms for each
             todelete_subdir=TRASH,
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),  # or it deletes the old tag first
             async_options=ocp.AsyncOptions(
@@ -246,7 +247,8 @@ def _ended(manager: Any) -> Exception | None:
 
 def _is_there(store: LocalStore, tag: str, sequence: int) -> bool:
     """Whether a tag has been committed."""
-    return any(e.tag == tag and e.sequence == sequence and e.directory == tag for e in entries(store))
+    made = entry_of(store, tag)
+    return made is not None and made.sequence == sequence and made.directory == tag
 
 
 def _make_durable(retention: _Retention, draft: Draft) -> None:
