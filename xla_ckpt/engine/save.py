@@ -13,13 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
-from xla_ckpt.engine.phases import Phases, as_line
+from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.write import WRITERS, write_files, write_objects
 from xla_ckpt.errors import (
     CheckpointError,
@@ -114,6 +116,9 @@ class Save:
     stall: float = 0.0
     """Seconds that the caller waited before this was begun."""
 
+    trace: Trace | None = None
+    """Where a trace goes, if one is wanted."""
+
     @property
     def exchange(self) -> Round:
         """Where this rank talks with the others."""
@@ -130,31 +135,47 @@ class Save:
         Raises:
             CheckpointError: The save did not commit; the same error on every rank.
         """
-        began = time.monotonic()
+        began = time.perf_counter()
+        if self.trace is not None:
+            self.exchange.waited = self.phases.waited
         try:
             with naming(path=self.store.path, tag=self.tag), self.job.taking_part():
                 self.job.tidy()
                 sequence, written = self._lead() if self.exchange.rank == 0 else self._follow()
+        except Exception as error:
+            # Raised to who waits for the save; those who watch saves hear of it here.
+            self._end(began, 0, SavePlan(()), error)
+            raise
         finally:
             if isinstance(self.part, Part):
                 self.part.snapshot.release()
+        return self._end(began, sequence, written)
+
+    def _end(self, began: float, sequence: int, written: SavePlan, error: Exception | None = None) -> SaveReport:
+        """The report of this save, which is done now; the trace and the program's functions have it, too."""
+        ended = time.perf_counter()
+        self.phases.keep(SAVE, began, ended, written.nbytes, about=self.tag)
         report = SaveReport(
             path=self.store.path,
             tag=self.tag,
             sequence=sequence,
             nbytes=written.nbytes,
             files=len(written.files),
-            seconds=time.monotonic() - began,
+            seconds=ended - began,
             stall=self.stall,
             phases=self.phases.report(),
+            error=error,
         )
-        logger.info(
-            "saved tag %s in %.2f s, of which the caller waited %.1f ms: %s",
-            self.tag,
-            report.seconds,
-            1e3 * report.stall,
-            as_line(dict(report.phases)),
-        )
+        if error is None:
+            logger.info(
+                "saved tag %s in %.2f s (%s), of which the caller waited %.1f ms: %s",
+                self.tag,
+                report.seconds,
+                rate(report.nbytes, report.seconds),
+                1e3 * report.stall,
+                as_line(dict(report.phases)),
+            )
+        end(report, self.phases, self.trace)
         return report
 
     def tidy(self) -> None:
