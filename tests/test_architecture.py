@@ -192,6 +192,7 @@ TOUCHES_FILES = {  # module: what it uses of them; None is all
                           "os.O_RDONLY", "os.O_CLOEXEC"},  # orbax works on paths
     "storage/door.py": {"os.PathLike", "os.fspath", "os.path"},
     "storage/pool.py": {"os.cpu_count"},
+    "tags/orbax_import.py": {"os.register_at_fork"},
     "storage/trace_file.py": None,  # a trace lies where the user wants it, in no store
     "job/call.py": {"os.environ"},
     "job/process_group.py": {"os.environ"},

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from xla_ckpt.api.tags import located
+from xla_ckpt.api.tags import expect_commit, located
 from xla_ckpt.engine.background import SAVES, install_exit_hook
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
@@ -250,6 +250,8 @@ def _load(
         # Raised to the caller; those who watch loads hear of it here.
         _end(LoadReport(path=store.path, tag=tag or "", error=error), phases, traced)
         raise
+    if job.exchange.rank == 0:
+        expect_commit(store)
     return value, _end(report, phases, traced)
 
 

@@ -30,6 +30,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.names import check_tag
+from xla_ckpt.tags.orbax_import import ORBAX
 from xla_ckpt.tags.retention import check_keep
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ def _save(
     store, file = store_at(path), trace_file(trace)
     phases = Phases(keep=file is not None)
     install_exit_hook()
-    with SAVES.turn(store.path) as untold:
+    with SAVES.turn(store.path) as untold, ORBAX.resting():
         phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
         job = current_job(store.path, mesh, doing="save", timeout=timeout)
         rank, world = job.exchange.rank, job.exchange.size

@@ -122,11 +122,10 @@ class Phases:
         """Keep an interval of this thread for the trace, if there will be one; no phase gets longer by it."""
         if self._intervals is None:
             return
-        thread = threading.current_thread()
         made = Interval(
             name=name,
             thread=threading.get_native_id(),
-            thread_name=thread.name,
+            thread_name=threading.current_thread().name,
             began=began,
             ended=ended,
             nbytes=nbytes,
@@ -135,6 +134,13 @@ class Phases:
         )
         with self._lock:
             self._intervals.append(made)
+
+    def keep_foreign(self, name: str, began: float, ended: float, thread: int, thread_name: str) -> None:
+        """As `keep`, of what another thread did."""
+        if self._intervals is not None:
+            made = Interval(name=name, thread=thread, thread_name=thread_name, began=began, ended=ended)
+            with self._lock:
+                self._intervals.append(made)
 
     @contextlib.contextmanager
     def timed(self, name: str, nbytes: int = 0, files: int = 0, about: str = "") -> Iterator[None]:

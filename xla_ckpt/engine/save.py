@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
-from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
+from xla_ckpt.engine.phases import IMPORT, SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.shared_directory import check_written, open_shared
@@ -194,6 +194,7 @@ class Save:
         exchange = self.exchange
         draft: tags.Draft | None = None
         try:
+            tags.expect(self.store)  # only now: the caller no longer waits
             part = self._ready()
             with self.phases.timed("commit"):
                 draft = tags.begin(self.store, self.tag)
@@ -215,6 +216,7 @@ class Save:
             for name, data in part.writing.marks.items():
                 write_small(directory, name, data)
             directory.sync()
+            self._await_orbax()
             began = time.perf_counter()
             retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept)
             self.phases.add("commit", time.perf_counter() - began - retained)
@@ -314,6 +316,15 @@ class Save:
             Record.from_json(self.exchange.hear(f"record/{rank}", rank, deadline))
             for rank in range(1, self.exchange.size)
         ]
+
+    def _await_orbax(self) -> None:
+        """Wait until orbax is imported, which only the first commits of a process have to do."""
+        began = time.perf_counter()
+        span = tags.ready(self.store)
+        if span is not None and span.ended > began:
+            self.phases.add("import", time.perf_counter() - began)
+        if span is not None and span.ended > self.phases.origin:
+            self.phases.keep_foreign(IMPORT, span.began, span.ended, span.thread, span.thread_name)
 
     def _manifest(self, records: Sequence[Record], directory: Directory, sequence: int) -> Manifest:
         merged = merge(records, self.mesh, self.replicas)
