@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 
 from xla_ckpt.api.export import FLOATING, export_hf
 from xla_ckpt.api.llama import HARDWARE
-from xla_ckpt.cli import facts, render
+from xla_ckpt.cli import bars, facts, render
 from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES
@@ -45,6 +45,9 @@ def _parser() -> argparse.ArgumentParser:
     command("ls", "List the tags of a directory, oldest first.", _ls)
     show = command("show", "Show what a tag holds.", _show)
     show.add_argument("--tag", help="which one (default: the newest)")
+    show.add_argument(
+        "--report", action="store_true", help="where the time of its save went, stage by stage, rank by rank"
+    )
     show.add_argument("--leaf", metavar="PATTERN", help="only leaves like this: 'model/*', 'optimizer'")
     check = command(
         "verify",
@@ -258,6 +261,9 @@ def _ls(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     root, tag = facts.locate(args.path, args.tag)
+    if args.report:
+        _print(args, facts.report_facts(root, facts.newest(root, tag)), bars.report)
+        return 0
     known = _model_of(args)
     answer = facts.show_facts(
         root, facts.newest(root, tag), args.leaf, _rules(args), *facts.targets(args.like), **known

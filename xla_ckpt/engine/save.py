@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
+from xla_ckpt.engine.measured import Measured, kept
 from xla_ckpt.engine.phases import IMPORT, SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
@@ -203,7 +204,8 @@ class Save:
             plan = self._plan(part)
             mine = self._write(part, plan, directory)
             with self.phases.timed("meet"):
-                records = [mine, *self._hear_records()]
+                told = self._hear_records()
+            records = [mine, *(record for record, _ in told)]
             for record in records:
                 check_written(directory, record.rank, record.files)
             manifest = self._manifest(records, directory, draft.sequence)
@@ -217,8 +219,9 @@ class Save:
                 write_small(directory, name, data)
             directory.sync()
             self._await_orbax()
+            report = kept([self._measured(plan), *(measured for _, measured in told)])
             began = time.perf_counter()
-            retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept)
+            retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept, report=report)
             self.phases.add("commit", time.perf_counter() - began - retained)
             self.phases.add("retain", retained)
         except Exception as error:
@@ -256,7 +259,7 @@ class Save:
                 directory.sync()
             finally:
                 directory.close()
-            exchange.say(f"record/{exchange.rank}", record.to_json())
+            exchange.say(f"record/{exchange.rank}", [record.to_json(), self._measured(plan).to_json()])
         except Exception as error:
             # A verdict that is there before this rank has said its word is that of a call which it never made. One that
             # comes later may be rank 0's answer to that word, which all ranks raise.
@@ -310,12 +313,20 @@ class Save:
             parts=part.parts,
         )
 
-    def _hear_records(self) -> list[Record]:
+    def _hear_records(self) -> list[tuple[Record, Measured]]:
         deadline = Deadline(self.exchange.timeout * LEAD)
-        return [
-            Record.from_json(self.exchange.hear(f"record/{rank}", rank, deadline))
-            for rank in range(1, self.exchange.size)
-        ]
+        told = (self.exchange.hear(f"record/{rank}", rank, deadline) for rank in range(1, self.exchange.size))
+        return [(Record.from_json(record), Measured.from_json(measured)) for record, measured in told]
+
+    def _measured(self, plan: SavePlan) -> Measured:
+        """What this rank has measured so far, for the tag."""
+        return Measured(
+            rank=self.exchange.rank,
+            stall=self.stall,
+            nbytes=plan.nbytes,
+            files=len(plan.files),
+            phases=self.phases.report(),
+        )
 
     def _await_orbax(self) -> None:
         """Wait until orbax is imported, which only the first commits of a process have to do."""

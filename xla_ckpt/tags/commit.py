@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
@@ -87,11 +88,12 @@ def ready(store: Store) -> Span | None:
     return None
 
 
-def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
+def commit(draft: Draft, *, pinned: bool, num_kept: int | None, report: Any = None) -> float:
     """Make the tag appear, in one step, and retire older ones.
 
     An old version of the tag stays readable until the new one is in place. That older tags could not be deleted is
-    logged, and no error: the new one is there.
+    logged, and no error: the new one is there. `report` is plain JSON about the save, which the tag keeps for people; a
+    store that is no file system keeps none.
 
     Returns:
         Seconds that retiring older tags took.
@@ -101,7 +103,7 @@ def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
         OSError: Likewise.
     """
     if isinstance(draft.store, LocalStore):
-        retained: float = ORBAX.module().publish(draft, draft.store, pinned=pinned, num_kept=num_kept)
+        retained: float = ORBAX.module().publish(draft, draft.store, pinned=pinned, num_kept=num_kept, report=report)
     else:
         retained = _publish(draft, num_kept)
     draft.committed = True
