@@ -9,6 +9,8 @@ import json
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from tests.runs import run, start
 
 BEGUN = textwrap.dedent("""
@@ -76,6 +78,17 @@ def test_a_look_for_the_newest_tag_or_a_load_begins_it(tmp_path: Path) -> None:
 def test_only_rank_0_imports_it(tmp_path: Path) -> None:
     code = BEGUN + "assert not importing() and xla_ckpt.latest_tag(root) is None and 'jax' not in sys.modules"
     run(code, tmp_path, env={"RANK": "1", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.xla
+def test_it_waits_until_torch_xla_has_opened_its_devices(tmp_path: Path) -> None:
+    """jax sets the environment of libtpu, which reads it when devices are opened."""
+    code = """
+        assert not importing() and "jax" not in sys.modules
+        torch.ones(2, device="xla")
+        assert xla_ckpt.latest_tag(root) is None and importing()
+    """
+    run(BEGUN.replace("import torch", "import torch, torch_xla") + textwrap.dedent(code), tmp_path)
 
 
 def test_a_program_that_ends_meanwhile_ends_cleanly(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ def list_tags(path: PathLike) -> list[str]:
 
 
 def latest_tag(path: PathLike) -> str | None:
-    """The newest committed tag in `path`; None when there is none."""
+    """The newest committed tag in `path`; None when there is none.
+
+    A program that trains looks for it before its first save, so orbax's import begins (see `expect_commit`).
+    """
     tags = list_tags(path)
     expect_commit(store_at(path))
     return tags[-1] if tags else None
@@ -76,6 +79,8 @@ def has_checkpoint(path: PathLike) -> bool:
 
     Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
     nobody begins anew over the others.
+
+    A program that trains looks for it before its first save, so orbax's import begins (see `expect_commit`).
     """
     store, tag = located(path, None)
     found = tag is not None or bool(list_tags(path))
