@@ -20,8 +20,10 @@ PATHS_OF_THE_STATE = re.compile(
 )
 FOREIGN = {
     "xla_ckpt/__init__.py": {"state"},  # a package
-    "xla_ckpt/cli/facts.py": {"ranks"},  # keys of what the commands print
+    "xla_ckpt/cli/bars.py": {"ranks"},  # keys of what the commands print
+    "xla_ckpt/cli/facts.py": {"ranks"},
     "xla_ckpt/cli/render.py": {"ranks"},
+    "xla_ckpt/engine/measured.py": {"ranks"},  # how many saved
     "xla_ckpt/layouts/dcp/names.py": {"model", "scheduler"},  # what programs call them
     "xla_ckpt/layouts/dcp/shards.py": {"model"},  # a part of names of files
     # Folders of neuronx-distributed's tags, and keys of its files.
@@ -192,6 +194,8 @@ TOUCHES_FILES = {  # module: what it uses of them; None is all
                           "os.O_RDONLY", "os.O_CLOEXEC"},  # orbax works on paths
     "storage/door.py": {"os.PathLike", "os.fspath", "os.path"},
     "storage/pool.py": {"os.cpu_count"},
+    "tags/orbax_import.py": {"os.register_at_fork"},
+    "storage/trace_file.py": None,  # a trace lies where the user wants it, in no store
     "job/call.py": {"os.environ"},
     "job/process_group.py": {"os.environ"},
     "cli/facts.py": {"os.getcwd"},  # from where --like imports

@@ -13,6 +13,7 @@
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
 - `PreemptionGuard`: the step at which all ranks save when the job is told to end.
 - `SaveHandle` (`handle.result()`, `handle.report`) and `finalize_checkpoint`: saves in flight.
+- `on_report`: a function of the program that hears of each save and load, with its `SaveReport` or `LoadReport`.
 - Every error is a `CheckpointError`, and says where, what was expected, what was found, and what to do.
 
 `dir(xla_ckpt)` lists all names. A name is loaded when it is first used, so that ``import xla_ckpt`` loads no framework.
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.tags import verify as verify
     from xla_ckpt.arrays.registry import ArraySpec as ArraySpec
     from xla_ckpt.engine.background import SaveHandle as SaveHandle
+    from xla_ckpt.engine.ending import on_report as on_report
     from xla_ckpt.engine.phases import Phase as Phase
     from xla_ckpt.engine.report import LoadReport as LoadReport
     from xla_ckpt.engine.report import SaveReport as SaveReport
@@ -90,6 +92,7 @@ _HOMES = {
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
     "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "verify"),
     "engine.background": ("SaveHandle",),
+    "engine.ending": ("on_report",),
     "engine.phases": ("Phase",),
     "engine.report": ("LoadReport", "SaveReport"),
     "engine.verify": ("VerifyReport",),

@@ -279,7 +279,8 @@ def test_orbax_opens_what_it_manages(tmp_path: Path) -> None:
     put(tmp_path, "a", 1)
     assert ocp.path.step.is_path_finalized(tmp_path / "a")
     metadata = json.loads((tmp_path / "a/_CHECKPOINT_METADATA").read_text())
-    assert metadata["custom_metadata"] == {"tag": "a", "sequence": 1}
+    custom = metadata["custom_metadata"]
+    assert (custom["tag"], custom["sequence"], custom["report"]["ranks"]) == ("a", 1, 1)
     assert metadata["item_handlers"] == {"payload": "xla_ckpt.payload"}
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
         "_CHECKPOINT_METADATA", "commit_success.txt", "manifest.json", "tree",

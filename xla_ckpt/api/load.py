@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from xla_ckpt.api.tags import located
+from xla_ckpt.api.tags import expect_commit, located
 from xla_ckpt.engine.background import SAVES, install_exit_hook
 from xla_ckpt.engine.collector import collector_paused
-from xla_ckpt.engine.phases import LOAD_PHASES, Phases, as_line
+from xla_ckpt.engine.ending import end
+from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.restore import Sharing, fill
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError, naming
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
@@ -31,6 +33,7 @@ from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tree import path as paths
 
 logger = logging.getLogger(__name__)
@@ -72,6 +75,7 @@ def load_checkpoint(
     shardings: Rules | None = None,
     trust_pickle: bool = False,
     progress: bool | None = None,
+    trace: PathLike | None = None,
     replica_read: Literal["each", "share"] = "each",
     timeout: float = TIMEOUT,
 ) -> Loaded:
@@ -98,6 +102,7 @@ def load_checkpoint(
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code. Plain values never need it.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
+        trace: Where a trace of the load goes (see `save_checkpoint`).
         replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
             columns of the same rows, read a part each and send it to the others, so that the storage is read once.
             Each rank reads itself what goes through a `load_state_dict` of an object.
@@ -126,6 +131,7 @@ def load_checkpoint(
         num_workers=num_workers,
         trust=trust_pickle,
         progress=progress,
+        trace=trace,
         replica_read=replica_read,
         timeout=timeout,
     )
@@ -142,6 +148,7 @@ def restore(
     shardings: Rules | None = None,
     trust_pickle: bool = False,
     progress: bool | None = None,
+    trace: PathLike | None = None,
     replica_read: Literal["each", "share"] = "each",
     timeout: float = TIMEOUT,
 ) -> Restored:
@@ -160,6 +167,7 @@ def restore(
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
+        trace: Where a trace of the load goes (see `save_checkpoint`).
         replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
             columns of the same rows, read a part each and send it to the others, so that the storage is read once.
         timeout: Seconds that a rank waits for another one.
@@ -183,6 +191,7 @@ def restore(
         num_workers=num_workers,
         trust=trust_pickle,
         progress=progress,
+        trace=trace,
         replica_read=replica_read,
         timeout=timeout,
     )
@@ -200,17 +209,23 @@ def _load(
     num_workers: int,
     trust: bool,
     progress: bool | None,
+    trace: PathLike | None,
     replica_read: str,
     timeout: float,
 ) -> tuple[Any, LoadReport]:
     """A load of the tag that is named, or of the newest one that is not damaged: its value, and what it did."""
-    began = time.monotonic()
     rules = parse_rules(shardings)
+    file = trace_file(trace)
+    phases = Phases(LOAD_PHASES, keep=file is not None)
     store, tag = located(path, tag)
     if replica_read not in ("each", "share"):
         raise UsageError("replica_read is 'each' or 'share'", found=repr(replica_read))
     install_exit_hook()
     job = current_job(store.path, mesh, doing="load", timeout=timeout)
+    traced: Trace | None = None
+    if file is not None:
+        traced = Trace(file=file, doing="load", rank=job.exchange.rank, world=job.exchange.size)
+        job.exchange.waited = phases.waited
     load = _Load(
         store=store,
         job=job,
@@ -221,18 +236,41 @@ def _load(
         trust=trust,
         shown=job.shows(progress),
         sharing=SharedReads() if replica_read == "share" else None,
+        phases=phases,
     )
-    with naming(path=store.path), job.taking_part():
-        job.tidy()
-        with agreed(job.exchange, "waiting"):
-            SAVES.wait(store.path)
-        if tag is None:
-            value, report = load.newest()
-        else:
-            value, report = load.one(tag, job.exchange.within("tag"))
-    report = replace(report, seconds=time.monotonic() - began)
-    logger.info("loaded tag %s in %.2f s: %s", report.tag, report.seconds, as_line(dict(report.phases)))
-    return value, report
+    try:
+        with naming(path=store.path), job.taking_part():
+            job.tidy()
+            with agreed(job.exchange, "waiting"):
+                SAVES.wait(store.path)
+            if tag is None:
+                value, report = load.newest()
+            else:
+                value, report = load.one(tag, job.exchange.within("tag"))
+    except Exception as error:
+        # Raised to the caller; those who watch loads hear of it here.
+        _end(LoadReport(path=store.path, tag=tag or "", error=error), phases, traced)
+        raise
+    if job.exchange.rank == 0:
+        expect_commit(store)
+    return value, _end(report, phases, traced)
+
+
+def _end(report: LoadReport, phases: Phases, trace: Trace | None) -> LoadReport:
+    """The report of a load that is done now; the log, the trace and the program's functions have it, too."""
+    ended = time.perf_counter()
+    phases.keep(LOAD, phases.origin, ended, report.needed_bytes, about=report.tag)
+    report = replace(report, seconds=ended - phases.origin, phases=phases.report())
+    if report.error is None:
+        logger.info(
+            "loaded tag %s in %.2f s (%s): %s",
+            report.tag,
+            report.seconds,
+            rate(report.needed_bytes, report.seconds),
+            as_line(dict(report.phases)),
+        )
+    end(report, phases, trace)
+    return report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +286,7 @@ class _Load:
     trust: bool
     shown: bool | None
     sharing: Sharing | None
-    phases: Phases = field(default_factory=lambda: Phases(LOAD_PHASES))
+    phases: Phases
 
     def newest(self) -> tuple[Any, LoadReport]:
         """Load the newest tag that is not damaged."""
@@ -299,7 +337,6 @@ class _Load:
             arrays=len(loadings.targets),
             needed_bytes=needed,
             read_bytes=read,
-            phases=self.phases.report(),
         )
         return value, report
 

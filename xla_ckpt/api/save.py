@@ -9,8 +9,11 @@ from typing import Any, get_args
 
 from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
 from xla_ckpt.engine.collector import collector_paused
-from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.ending import end
+from xla_ckpt.engine.phases import STALL, WAIT, Phases
+from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Part, Save, Stale, Writing
+from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
@@ -26,7 +29,9 @@ from xla_ckpt.state.describe import Description, describe, host_shards, shards_a
 from xla_ckpt.state.members import Objects, State, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
+from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.names import check_tag
+from xla_ckpt.tags.orbax_import import ORBAX
 from xla_ckpt.tags.retention import check_keep
 
 logger = logging.getLogger(__name__)
@@ -54,6 +59,7 @@ def save_checkpoint(
     on_error: OnError = "raise",
     stale: Stale = "warn",
     progress: bool | None = None,
+    trace: PathLike | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
     """Save a training state as one tag, completely or not at all.
@@ -99,6 +105,9 @@ def save_checkpoint(
             state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a
             `SaveError`; nothing is committed) or ``"ignore"``.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
+        trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each
+            rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if
+            it does (docs/reports.md).
         timeout: Seconds that a rank which is done waits for the others before all that are left give up.
 
     Returns:
@@ -125,6 +134,7 @@ def save_checkpoint(
         on_error=on_error,
         stale=stale,
         progress=progress,
+        trace=trace,
         timeout=timeout,
     )
 
@@ -146,6 +156,7 @@ def save(
     on_error: OnError = "raise",
     stale: Stale = "warn",
     progress: bool | None = None,
+    trace: PathLike | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
     """Save any tree of containers, arrays (torch, XLA, numpy, jax) and plain values as one tag.
@@ -172,6 +183,7 @@ def save(
         on_error=on_error,
         stale=stale,
         progress=progress,
+        trace=trace,
         timeout=timeout,
     )
 
@@ -192,10 +204,11 @@ def _save(
     on_error: OnError,
     stale: Stale,
     progress: bool | None,
+    trace: PathLike | None,
     timeout: float,
 ) -> SaveHandle:
     """A save, from the call to the thread that writes: freeze the state, then start."""
-    began = time.monotonic()
+    began = time.perf_counter()
     if replicas not in get_args(Replicas):
         raise UsageError("there is no such choice for replicas", expected="'equal' or 'first'", found=repr(replicas))
     if stale not in get_args(Stale):
@@ -204,10 +217,14 @@ def _save(
         raise UsageError(
             "there is no such choice for on_error", expected="'raise', 'warn' or a function", found=repr(on_error)
         )
-    store, phases = store_at(path), Phases()
+    store, file = store_at(path), trace_file(trace)
+    phases = Phases(keep=file is not None)
     install_exit_hook()
-    with SAVES.turn(store.path) as untold:
+    with SAVES.turn(store.path) as untold, ORBAX.resting():
+        phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
         job = current_job(store.path, mesh, doing="save", timeout=timeout)
+        rank, world = job.exchange.rank, job.exchange.size
+        traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
         part: Part | CheckpointError
         try:
             if untold is not None:
@@ -216,18 +233,22 @@ def _save(
             check_keep(num_kept)
             with phases.timed("describe"), collector_paused():
                 state = content.state(job.placement)  # mistakes are found before the root directory is made
-            if job.exchange.rank == 0:
+            if rank == 0:
                 _prepare(store)
             with collector_paused():
                 part = _freeze(
                     state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas
                 )
         except Exception as error:
+            stall = _stalled(phases, began)
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-            problem = as_checkpoint_error(error, "preparing", job.exchange.rank, path=store.path, tag=tag)
-            if job.exchange.size == 1 and (on_error == "raise" or isinstance(problem, MISTAKES)):
+            problem = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
+            if world == 1 and (on_error == "raise" or isinstance(problem, MISTAKES)):
+                end(_refused(store, tag, stall, phases, error), phases, traced)
                 raise
             part = problem
+        else:
+            stall = _stalled(phases, began)
         save = Save(
             store=store,
             tag=tag,
@@ -240,12 +261,35 @@ def _save(
             workers=max(1, num_workers),
             shown=False if async_save and progress is None else job.shows(progress),
             phases=phases,
-            stall=time.monotonic() - began,
+            stall=stall,
+            trace=traced,
         )
         handle = SAVES.start(save, on_error)
     if not async_save:
         handle.finish()
     return handle
+
+
+def _stalled(phases: Phases, began: float) -> float:
+    """Seconds that the caller has waited by now."""
+    now = time.perf_counter()
+    phases.keep(STALL, began, now)
+    return now - began
+
+
+def _refused(store: Store, tag: str, stall: float, phases: Phases, error: Exception) -> SaveReport:
+    """The report of a save that was not even begun."""
+    return SaveReport(
+        path=store.path,
+        tag=tag,
+        sequence=0,
+        nbytes=0,
+        files=0,
+        seconds=0.0,
+        stall=stall,
+        phases=phases.report(),
+        error=error,
+    )
 
 
 def _prepare(store: Store) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts import registry
@@ -23,9 +25,28 @@ def list_tags(path: PathLike) -> list[str]:
 
 
 def latest_tag(path: PathLike) -> str | None:
-    """The newest committed tag in `path`; None when there is none."""
+    """The newest committed tag in `path`; None when there is none.
+
+    A program that trains looks for it before its first save, so orbax's import begins (see `expect_commit`).
+    """
     tags = list_tags(path)
+    expect_commit(store_at(path))
     return tags[-1] if tags else None
+
+
+def expect_commit(store: Store) -> None:
+    """Have orbax imported in the background where this process is going to save, it seems: it trains, as rank 0.
+
+    A program that has not imported torch trains nothing, and is left as light as it is.
+    """
+    if "torch" in sys.modules:
+        from xla_ckpt.engine.background import install_exit_hook
+        from xla_ckpt.job import process_group
+        from xla_ckpt.tags import commit
+
+        if process_group.leads() and process_group.has_opened_devices():
+            install_exit_hook()
+            commit.expect(store)
 
 
 def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
@@ -58,8 +79,13 @@ def has_checkpoint(path: PathLike) -> bool:
 
     Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
     nobody begins anew over the others.
+
+    A program that trains looks for it before its first save, so orbax's import begins (see `expect_commit`).
     """
-    return located(path, None)[1] is not None or bool(list_tags(path))
+    store, tag = located(path, None)
+    found = tag is not None or bool(list_tags(path))
+    expect_commit(store)
+    return found
 
 
 def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS) -> VerifyReport:

@@ -21,6 +21,7 @@ from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding
+from xla_ckpt.tags.orbax_import import ORBAX
 
 _TORCH_HOST: ArrayAdapter = TorchHost()
 _NUMPY: ArrayAdapter = Numpy()
@@ -235,7 +236,7 @@ def new_array(element: DType, local: LocalArray, kind: str, device: torch.device
 
             return fresh_xla(element, shape, torch_type, device, local)
         return fresh_torch(element, shape, torch_type, device, local)
-    if kind == "jax" and "jax" in sys.modules:
+    if kind == "jax" and ("jax" in sys.modules or ORBAX.begun()):
         import jax
 
         from xla_ckpt.arrays.jax_array import fresh_jax

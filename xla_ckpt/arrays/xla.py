@@ -197,9 +197,9 @@ def _fresh_whole(dtype: DType, torch_type: torch.dtype, local: LocalArray) -> Ta
     (piece,) = local.pieces
     held: Adoptable | None = None
 
-    def memory(_: Slabs) -> list[memoryview]:
+    def memory(slabs: Slabs) -> list[memoryview]:
         nonlocal held
-        held = Adoptable(torch_type, piece.local.shape)
+        held = Adoptable(torch_type, piece.local.shape, slabs)
         return [held.memory()]
 
     def install() -> torch.Tensor:

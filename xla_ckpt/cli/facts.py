@@ -8,9 +8,11 @@ import os
 import re
 import sys
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.api.tags import chosen_tag, verify
+from xla_ckpt.engine.measured import measured_of
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, find_foreign, layout_of, no_tag, open_tag, tag_directory
@@ -18,7 +20,7 @@ from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import full_path, store_at
-from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tags.directory import TagEntry, open_directory
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import is_array, leaves_below
@@ -165,6 +167,33 @@ def show_facts(
         "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
         "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
         "files": [{"path": path, "size": size} for path, size in files],
+    }
+
+
+def report_facts(root: str, tag: str) -> dict[str, Any]:
+    """What the ranks measured of the save of a tag, until its commit; the slowest rank first."""
+    store = store_at(root)
+    if find_foreign(store, tag) is None:
+        with closing(open_directory(store, tag)) as directory:
+            ranks, measured = measured_of(store, tag, directory.name)
+    else:
+        ranks, measured = measured_of(store, tag, tag)  # says that it has none
+    return {
+        "path": root,
+        "tag": tag,
+        "ranks": ranks,
+        "seconds": max((p.ended for m in measured for p in m.phases.values()), default=0.0),
+        "measured": [
+            {
+                "rank": m.rank,
+                "stall": m.stall,
+                "done": m.done,
+                "nbytes": m.nbytes,
+                "files": m.files,
+                "phases": {name: asdict(phase) for name, phase in m.phases.items()},
+            }
+            for m in measured
+        ],
     }
 
 

@@ -54,6 +54,9 @@ def _add_tag(parser: argparse.ArgumentParser) -> None:
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_tag(parser)
+    parser.add_argument(
+        "--report", action="store_true", help="where the time of its save went, stage by stage, rank by rank"
+    )
     parser.add_argument("--leaf", metavar="PATTERN", help="only leaves like this: 'model/*', 'optimizer'")
     _add_model(parser)
 
@@ -302,9 +305,12 @@ def _ls(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from xla_ckpt.cli import facts, render
+    from xla_ckpt.cli import bars, facts, render
 
     root, tag = facts.locate(args.path, args.tag)
+    if args.report:
+        _print(args, facts.report_facts(root, facts.newest(root, tag)), bars.report)
+        return 0
     known = _model_of(args)
     answer = facts.show_facts(
         root, facts.newest(root, tag), args.leaf, _rules(args), *facts.targets(args.like), **known

@@ -14,6 +14,7 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
 from xla_ckpt.job.call import leave
+from xla_ckpt.tags.orbax_import import ORBAX
 
 logger = logging.getLogger(__name__)
 
@@ -216,4 +217,5 @@ def install_exit_hook() -> None:
     import concurrent.futures.thread  # noqa: F401
 
     _register(leave)
+    _register(ORBAX.give_up)  # only when no save in flight needs it any more
     _register(SAVES.at_exit)

@@ -245,11 +245,11 @@ def _read_direct(
     target = runs(read.part, read.wanted, read.itemsize)
     shift = target.offset - stored.offset - read.offset  # from an offset in the file to one in the slot
     into = slots[read.slot][extent.start + shift : extent.stop + shift]
-    with phases.timed("read", len(into)):
+    with phases.timed("read", len(into), about=read.leaf):
         if slabs is not None:
             slabs.back(into)
         _fill(tag, read, into, extent.start, scratch)
-    with phases.timed("verify", len(into)):
+    with phases.timed("verify", len(into), about=read.leaf):
         _verify(tag, extent, into)
 
 
@@ -263,7 +263,7 @@ def _read_through(
 ) -> None:
     """Read a batch into the buffer, verify it, and copy what is wanted to its destinations (without slots, nothing)."""
     start, stop = batch.start, batch.stop
-    with phases.timed("read", stop - start):
+    with phases.timed("read", stop - start, about=tag.file_name(batch.extents[0].read.file)):
         _fill(tag, batch.extents[0].read, buffer[: stop - start], start, scratch)
     parts = [(extent, buffer[extent.start - start : extent.stop - start]) for extent in batch.extents]
     with phases.timed("verify", sum(len(data) for _, data in parts)):

@@ -32,6 +32,9 @@ class SaveReport:
     phases: Mapping[str, Phase] = field(default_factory=dict)
     """Where the time went (see `xla_ckpt.engine.phases.SAVE_PHASES`)."""
 
+    error: Exception | None = None
+    """Why the save failed, in the report that `on_report` has of it. Then `sequence` is 0."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
@@ -39,7 +42,7 @@ class LoadReport:
 
     path: str
     tag: str
-    """The tag that was loaded."""
+    """The tag that was loaded. Empty where a load failed that was to take the newest."""
 
     skipped: tuple[str, ...] = ()
     """With ``strict=False``: what did not fit and was left alone, with the reason."""
@@ -61,3 +64,6 @@ class LoadReport:
 
     phases: Mapping[str, Phase] = field(default_factory=dict)
     """Where the time went (see `xla_ckpt.engine.phases.LOAD_PHASES`)."""
+
+    error: Exception | None = None
+    """Why the load failed, in the report that `on_report` has of it."""

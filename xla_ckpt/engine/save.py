@@ -14,14 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from xla_ckpt.engine.collector import collector_paused
+from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
-from xla_ckpt.engine.phases import Phases, as_line
+from xla_ckpt.engine.measured import Measured, kept
+from xla_ckpt.engine.phases import IMPORT, SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember, stale_since
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.write import WRITERS, check_space, write_files, write_objects
 from xla_ckpt.errors import (
     CheckpointError,
@@ -121,6 +124,9 @@ class Save:
     stall: float = 0.0
     """Seconds that the caller waited before this was begun."""
 
+    trace: Trace | None = None
+    """Where a trace goes, if one is wanted."""
+
     @property
     def exchange(self) -> Round:
         """Where this rank talks with the others."""
@@ -137,31 +143,47 @@ class Save:
         Raises:
             CheckpointError: The save did not commit; the same error on every rank.
         """
-        began = time.monotonic()
+        began = time.perf_counter()
+        if self.trace is not None:
+            self.exchange.waited = self.phases.waited
         try:
             with naming(path=self.store.path, tag=self.tag), self.job.taking_part():
                 self.job.tidy()
                 sequence, written = self._lead() if self.exchange.rank == 0 else self._follow()
+        except Exception as error:
+            # Raised to who waits for the save; those who watch saves hear of it here.
+            self._end(began, 0, SavePlan(()), error)
+            raise
         finally:
             if isinstance(self.part, Part):
                 self.part.snapshot.release()
+        return self._end(began, sequence, written)
+
+    def _end(self, began: float, sequence: int, written: SavePlan, error: Exception | None = None) -> SaveReport:
+        """The report of this save, which is done now; the trace and the program's functions have it, too."""
+        ended = time.perf_counter()
+        self.phases.keep(SAVE, began, ended, written.nbytes, about=self.tag)
         report = SaveReport(
             path=self.store.path,
             tag=self.tag,
             sequence=sequence,
             nbytes=written.nbytes,
             files=len(written.files),
-            seconds=time.monotonic() - began,
+            seconds=ended - began,
             stall=self.stall,
             phases=self.phases.report(),
+            error=error,
         )
-        logger.info(
-            "saved tag %s in %.2f s, of which the caller waited %.1f ms: %s",
-            self.tag,
-            report.seconds,
-            1e3 * report.stall,
-            as_line(dict(report.phases)),
-        )
+        if error is None:
+            logger.info(
+                "saved tag %s in %.2f s (%s), of which the caller waited %.1f ms: %s",
+                self.tag,
+                report.seconds,
+                rate(report.nbytes, report.seconds),
+                1e3 * report.stall,
+                as_line(dict(report.phases)),
+            )
+        end(report, self.phases, self.trace)
         return report
 
     def tidy(self) -> None:
@@ -180,6 +202,7 @@ class Save:
         exchange = self.exchange
         draft: tags.Draft | None = None
         try:
+            tags.expect(self.store)  # only now: the caller no longer waits
             part = self._ready()
             with self.phases.timed("commit"):
                 draft = tags.begin(self.store, self.tag)
@@ -188,7 +211,8 @@ class Save:
             plan = self._plan(part)
             mine = self._write(part, plan, directory)
             with self.phases.timed("meet"):
-                records = [mine, *self._hear_records()]
+                told = self._hear_records()
+            records = [mine, *(record for record, _ in told)]
             for record in records:
                 check_written(directory, record.rank, record.files)
             manifest = self._manifest(records, directory, draft.sequence)
@@ -204,8 +228,10 @@ class Save:
             for name, data in part.writing.marks.items():
                 write_small(directory, name, data)
             directory.sync()
+            self._await_orbax()
+            report = kept([self._measured(plan), *(measured for _, measured in told)])
             began = time.perf_counter()
-            retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept)
+            retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept, report=report)
             remember(self.store, manifest)
             self.phases.add("commit", time.perf_counter() - began - retained)
             self.phases.add("retain", retained)
@@ -244,7 +270,7 @@ class Save:
                 directory.sync()
             finally:
                 directory.close()
-            exchange.say(f"record/{exchange.rank}", record.to_json())
+            exchange.say(f"record/{exchange.rank}", [record.to_json(), self._measured(plan).to_json()])
         except Exception as error:
             # A verdict that is there before this rank has said its word is that of a call which it never made. One that
             # comes later may be rank 0's answer to that word, which all ranks raise.
@@ -299,12 +325,29 @@ class Save:
             parts=part.parts,
         )
 
-    def _hear_records(self) -> list[Record]:
+    def _hear_records(self) -> list[tuple[Record, Measured]]:
         deadline = Deadline(self.exchange.timeout * LEAD)
-        return [
-            Record.from_json(self.exchange.hear(f"record/{rank}", rank, deadline))
-            for rank in range(1, self.exchange.size)
-        ]
+        told = (self.exchange.hear(f"record/{rank}", rank, deadline) for rank in range(1, self.exchange.size))
+        return [(Record.from_json(record), Measured.from_json(measured)) for record, measured in told]
+
+    def _measured(self, plan: SavePlan) -> Measured:
+        """What this rank has measured so far, for the tag."""
+        return Measured(
+            rank=self.exchange.rank,
+            stall=self.stall,
+            nbytes=plan.nbytes,
+            files=len(plan.files),
+            phases=self.phases.report(),
+        )
+
+    def _await_orbax(self) -> None:
+        """Wait until orbax is imported, which only the first commits of a process have to do."""
+        began = time.perf_counter()
+        span = tags.ready(self.store)
+        if span is not None and span.ended > began:
+            self.phases.add("import", time.perf_counter() - began)
+        if span is not None and span.ended > self.phases.origin:
+            self.phases.keep_foreign(IMPORT, span.began, span.ended, span.thread, span.thread_name)
 
     def _manifest(self, records: Sequence[Record], directory: Directory, sequence: int) -> Manifest:
         with collector_paused():

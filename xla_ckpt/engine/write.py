@@ -208,9 +208,11 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
     sink.write(buffer, nbytes, segment.start)
     written = time.perf_counter()
     moved = sum(high - low for _, low, high in parts)
-    phases.add("copy", copied - opened, moved)
-    phases.add("digest", digested - copied, moved)
-    phases.add("write", opened - began + written - digested, nbytes)
+    path = file.plan.path
+    phases.add("copy", copied - opened, moved, ended=copied, about=path)
+    phases.add("digest", digested - copied, moved, ended=digested, about=path)
+    phases.add("write", opened - began, ended=opened, about=path)  # making the file
+    phases.add("write", written - digested, nbytes, ended=written, about=path)
     with file.lock:
         file.left -= 1
         last = file.left == 0
@@ -218,7 +220,7 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
         if not is_whole_file:
             for at, text in file.finished():
                 sink.patch(text, at)
-        with phases.timed("fsync", files=1):
+        with phases.timed("fsync", files=1, about=path):
             sink.commit()
     return moved
 

@@ -36,6 +36,24 @@ def is_distributed() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
 
 
+def leads() -> bool:
+    """Whether this process is rank 0 of its job, or alone; before it has joined the others, what the launcher says."""
+    distributed: Any = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
+
+
+def has_opened_devices() -> bool:
+    """Whether torch_xla has opened its devices, or is not there.
+
+    Importing jax sets variables in the environment (``TPU_ML_PLATFORM`` is one) that libtpu reads when devices are
+    opened: until then jax must not be imported in the background.
+    """
+    xla: Any = sys.modules.get("torch_xla")
+    return xla is None or bool(xla._XLAC._xla_runtime_is_initialized())
+
+
 def check_ranks() -> None:
     """Refuse to save or load as a rank that cannot meet the other ranks of its job.
 

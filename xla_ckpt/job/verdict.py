@@ -82,6 +82,8 @@ class Round:
         self.failure = failure
         self.said: list[str] = []
         """The keys that this rank has put."""
+        self.waited: Callable[[int, float], None] | None = None
+        """Called after each wait: with the rank that was waited for, and the begin (s of `time.perf_counter`)."""
 
     @property
     def rank(self) -> int:
@@ -110,6 +112,7 @@ class Round:
             CheckpointError: The error that it published instead.
             RankFailedError: It published nothing in time.
         """
+        began = time.perf_counter()
         try:
             left = self.timeout if deadline is None else deadline.left
             data = self._reach(lambda: self.communicator.take(f"{self.name}/{key}", left))
@@ -119,6 +122,9 @@ class Round:
                 rank=whose,
                 hint="It died, hangs, or never made this call: all ranks must make the same calls.",
             ) from None
+        finally:
+            if self.waited is not None:
+                self.waited(whose, began)
         message = _unpacked(data)
         if "error" in message:
             raise from_json(message["error"])
@@ -136,7 +142,7 @@ class Round:
     def within(self, name: str) -> Round:
         """A round inside of this one."""
         inner = Round(self.communicator, f"{self.name}/{name}", self.timeout, self.failure)
-        inner.said = self.said
+        inner.said, inner.waited = self.said, self.waited
         return inner
 
     def close(self) -> None:

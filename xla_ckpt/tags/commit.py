@@ -1,22 +1,23 @@
 """How a tag comes to be: a draft is filled, and becomes the tag in one step, or is thrown away.
 
-On file systems orbax carries out the last step and the retention (`tags/orbax_dir.py`); it is loaded by the first
-commit of a process, and by nobody else. Stores that are no file systems have one rename each for them.
+On file systems orbax carries out the last step and the retention (`tags/orbax_dir.py`); it is imported in the
+background, where commits are expected (`tags/orbax_import.py`). Stores that are no file systems have one rename each.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean, remove, remove_unused
 from xla_ckpt.tags.directory import entries
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
+from xla_ckpt.tags.orbax_import import ORBAX, Span
 from xla_ckpt.tags.retention import TagFact, superfluous
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,30 @@ def _make(store: Store, name: str) -> Directory:
     raise AssertionError("numbers do not end")
 
 
-def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
+def expect(store: Store) -> None:
+    """Have ready what a commit in this store takes, as soon as that can be: somebody will commit there, it seems."""
+    if isinstance(store, LocalStore):
+        ORBAX.begin()
+
+
+def ready(store: Store) -> Span | None:
+    """Wait until that is so; when it was made so, if it took something.
+
+    Raises:
+        ImportError: orbax cannot be imported.
+    """
+    if isinstance(store, LocalStore):
+        ORBAX.module()
+        return ORBAX.span
+    return None
+
+
+def commit(draft: Draft, *, pinned: bool, num_kept: int | None, report: Any = None) -> float:
     """Make the tag appear, in one step, and retire older ones.
 
     An old version of the tag stays readable until the new one is in place. That older tags could not be deleted is
-    logged, and no error: the new one is there.
+    logged, and no error: the new one is there. `report` is plain JSON about the save, which the tag keeps for people; a
+    store that is no file system keeps none.
 
     Returns:
         Seconds that retiring older tags took.
@@ -84,11 +104,7 @@ def commit(draft: Draft, *, pinned: bool, num_kept: int | None) -> float:
         NotDurableError: It was committed, and a loss of power may undo that.
     """
     if isinstance(draft.store, LocalStore):
-        if "xla_ckpt.tags.orbax_dir" not in sys.modules:
-            _keep_jax_off_accelerators()
-        from xla_ckpt.tags import orbax_dir
-
-        retained = orbax_dir.publish(draft, draft.store, pinned=pinned, num_kept=num_kept)
+        retained: float = ORBAX.module().publish(draft, draft.store, pinned=pinned, num_kept=num_kept, report=report)
     else:
         retained = _publish(draft, num_kept)
     draft.committed = True
@@ -118,17 +134,3 @@ def _publish(draft: Draft, num_kept: int | None) -> float:
     for name in superfluous(facts, num_kept):
         remove_unused(store, name)
     return time.perf_counter() - began
-
-
-def _keep_jax_off_accelerators() -> None:
-    """Have jax run on the CPU, unless the program has imported it before its first save.
-
-    orbax asks jax which process this is, and to answer, jax opens all platforms that it may: an accelerator that
-    torch_xla holds would be taken from it, or could not be opened. A program that has imported jax uses it itself, and
-    keeps its platforms, also beside torch_xla: on the CPU its computations would still run, only slowly. One that has
-    imported jax for nothing says so with ``jax.config.update("jax_platforms", "cpu")``.
-    """
-    if "jax" not in sys.modules:
-        import jax
-
-        jax.config.update("jax_platforms", "cpu")

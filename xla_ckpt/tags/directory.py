@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, StorageError
 from xla_ckpt.manifest import manifest_json
@@ -134,12 +135,17 @@ def _was_committed(store: Store, name: str) -> bool:
 
 def _orbax_sequence(store: Store, name: str) -> int:
     """The commit sequence from orbax's copy of it: enough to keep a damaged tag in its place in the order."""
+    sequence = custom_metadata(store, name).get("sequence")
+    return sequence if type(sequence) is int and sequence > 0 else 0  # unknown: such a tag counts as the oldest
+
+
+def custom_metadata(store: Store, name: str) -> dict[str, Any]:
+    """What a commit had orbax keep in the directory of a tag; empty if it cannot be read, or is not there."""
     try:
-        text = store.start_of(f"{name}/{ORBAX_METADATA}", MAX_ORBAX_METADATA)
-        sequence = json.loads(text)["custom_metadata"]["sequence"]
+        found = json.loads(store.start_of(f"{name}/{ORBAX_METADATA}", MAX_ORBAX_METADATA))["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return 0  # unknown: such a tag counts as the oldest
-    return sequence if type(sequence) is int and sequence > 0 else 0
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def open_directory(store: Store, tag: str) -> Directory:

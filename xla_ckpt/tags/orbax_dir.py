@@ -1,4 +1,4 @@
-"""Tag directories through orbax: the only file that knows it, loaded by rank 0 when it commits its first tag.
+"""Tag directories through orbax: the only file that knows it, loaded by rank 0 alone.
 
 `ocp.CheckpointManager` names, commits and retires the directories; what is inside of them is ours. It wants integer
 steps, so a tag travels as an `int` that carries its name, the integer being the commit sequence. One manager lives for
@@ -162,7 +162,7 @@ class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
 ocp.args.register_with_handler(_Payload, for_save=True, for_restore=True)(_Save)
 
 
-def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | None) -> float:
+def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | None, report: Any = None) -> float:
     """Have orbax make a tag of a draft, by one rename, and retire older ones (see `xla_ckpt.tags.commit.commit`)."""
     root, tag, sequence = store.path, draft.tag, draft.sequence
     new, tmp, old = draft.name, tag + TMP_SUFFIX, OLD_PREFIX + tag
@@ -199,7 +199,7 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
             _Step(sequence, tag),
             args=ocp.args.Composite(**{_ITEM: _Save(store, new, held)}),
             force=True,
-            custom_metadata={"tag": tag, "sequence": sequence},
+            custom_metadata={"tag": tag, "sequence": sequence} | ({} if report is None else {"report": report}),
         )
     except Exception as error:
         # Of commit and retention alike, and another thread of orbax may go on to the rename: the directory itself says

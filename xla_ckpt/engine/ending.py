@@ -1,0 +1,81 @@
+"""What becomes of the report of a call that is done: its trace is written, and the program's functions hear of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.report import LoadReport, SaveReport
+from xla_ckpt.engine.trace import Trace
+
+logger = logging.getLogger(__name__)
+
+Report = SaveReport | LoadReport
+Listener = Callable[[Report], object]
+
+
+class Listeners:
+    """The functions that hear of each report of this process. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._functions: dict[object, Listener] = {}
+
+    def add(self, function: Listener) -> Callable[[], None]:
+        """Have a function hear of each report from now on; returns what removes it again."""
+        key = object()  # the same function may be added twice, and is removed once then
+        with self._lock:
+            self._functions[key] = function
+
+        def remove() -> None:
+            with self._lock:
+                self._functions.pop(key, None)
+
+        return remove
+
+    def tell(self, report: Report) -> None:
+        """Call all functions, in the order in which they were added."""
+        with self._lock:
+            functions = list(self._functions.values())
+        for function in functions:
+            try:
+                function(report)
+            except Exception:
+                # It is the program's own code, and may raise anything; the save or load is done, and stays what it is.
+                logger.exception("a function that on_report was given failed for the tag %s", report.tag)
+
+
+LISTENERS = Listeners()
+"""Those of this process."""
+
+
+def on_report(function: Listener) -> Callable[[], None]:
+    """Have a function called with the report of each save and each load of this process, when it is done.
+
+    A `SaveReport` comes from the thread of the save, before `handle.result()` returns; a `LoadReport` from the thread
+    that loads. What failed is reported, too: then `report.error` says why. Each rank hears of its own part. What the
+    function raises is logged, and changes nothing. The next save of the same path waits until it has returned; it must
+    not wait for saves itself.
+
+    Args:
+        function: Called with the report as its only argument. What it returns is ignored.
+
+    Returns:
+        A function without arguments that removes it. A second call of that does nothing.
+
+    >>> import torch, xla_ckpt
+    >>> remove = xla_ckpt.on_report(lambda report: print(type(report).__name__, report.tag, report.nbytes, "bytes"))
+    >>> handle = xla_ckpt.save("memory://reported", "a", {"w": torch.ones(2)})
+    SaveReport a 8 bytes
+    >>> remove()
+    """
+    return LISTENERS.add(function)
+
+
+def end(report: Report, phases: Phases, trace: Trace | None) -> None:
+    """Write the trace of a call that is done, if one is wanted, and tell the program's functions."""
+    if trace is not None:
+        trace.write(phases, report.tag, report.error)
+    LISTENERS.tell(report)

@@ -1,0 +1,82 @@
+"""Where a trace goes: the file or the directory that the caller names, or that the environment names."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from dataclasses import dataclass
+
+from xla_ckpt.errors import UsageError
+from xla_ckpt.storage.door import PathLike
+
+VARIABLE = "XLA_CKPT_TRACE"
+"""Environment variable that names a directory: each call of each rank that names no other place leaves a file there."""
+
+MAX_NAME = 100
+"""Characters of a tag in the name of a file, at most: names of files end at 255 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFile:
+    """The place of the trace of one call."""
+
+    path: str
+    many: bool
+    """Whether it is a directory, in which each call has a file of its own."""
+
+    def write(self, data: bytes, *, doing: str, tag: str | None, rank: int, world: int) -> str:
+        """Write a trace; the path of the file.
+
+        In a directory the name has what was done, the tag and the rank, and a number if there is such a file. A file of
+        a rank of a job has the rank before its ending. A file that the caller named is replaced.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        if self.many:
+            return self._write_new(data, f"{doing}-{_plain(tag)}-rank{rank}")
+        root, ending = os.path.splitext(self.path)
+        path = self.path if world == 1 else f"{root}-rank{rank}{ending}"
+        partial = f"{path}.partial"
+        with open(partial, "wb") as file:
+            file.write(data)
+        os.replace(partial, path)
+        return path
+
+    def _write_new(self, data: bytes, name: str) -> str:
+        os.makedirs(self.path, exist_ok=True)
+        for number in itertools.count():
+            path = os.path.join(self.path, f"{name}-{number}.json" if number else f"{name}.json")
+            with contextlib.suppress(FileExistsError), open(path, "xb") as file:
+                file.write(data)
+                return path
+        raise AssertionError("numbers do not end")
+
+
+def trace_file(given: PathLike | None) -> TraceFile | None:
+    """Where the trace of a call goes: what the caller gives, else what the environment says, else nowhere.
+
+    Raises:
+        UsageError: What the caller gives is no path.
+    """
+    if given is None:
+        named = os.environ.get(VARIABLE)
+        return TraceFile(os.path.abspath(named), many=True) if named else None
+    try:
+        path = os.path.abspath(os.fspath(given))
+    except TypeError:
+        path = None
+    if not isinstance(path, str):
+        raise UsageError("trace= is the path of a file or of a directory", found=repr(given))
+    return TraceFile(path, many=os.path.isdir(path))
+
+
+def _plain(tag: str | None) -> str:
+    """A tag as a part of a name: a tag that is refused may have any characters.
+
+    >>> _plain("step_10"), _plain("../a b"), _plain(None)
+    ('step_10', '.._a_b', 'newest')
+    """
+    return "newest" if tag is None else re.sub(r"[^\w.+-]", "_", str(tag))[:MAX_NAME]
