@@ -44,7 +44,8 @@ bench: $(READY) ## our saves and loads beside the peers'; writes docs/performanc
 	$(BIN)/python benchmarks/peers.py --write
 
 crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. PEERS=1: of other libraries, too
-	$(BIN)/python -m tests.crash.matrix --write $(if $(PEERS),--peers)
+	$(BIN)/python -m tests.crash.matrix --write
+	$(if $(PEERS),$(BIN)/python -m tests.crash.matrix --write --peers)
 
 lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-latest.txt
 	for extra in dev latest; do \

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from tests.crash import report
 from tests.crash.recorder import Fault, Kind, Record, run_with_shim, why_not
 from tests.runs import environment
+from tests.xla import HAS_XLA
 
 if TYPE_CHECKING:
     from tests.crash.injection import Seen
@@ -104,13 +105,20 @@ class PowerLost:
 Result = Case | PowerLost
 
 
+def operation_named(name: str) -> Operation:
+    """An operation of this library, or of another one."""
+    from tests.crash.operations import OPERATIONS
+    from tests.crash.peers import PEERS
+
+    return OPERATIONS[name] if name in OPERATIONS else PEERS[name]
+
+
 def run_operation(name: str, folder: Path, share: float) -> Iterator[Result]:
     """All faults of an operation, and losses of power after each of its calls; or a share of both."""
     from tests.crash.injection import forked, inject
-    from tests.crash.operations import OPERATIONS
     from tests.crash.power import lose_power
 
-    operation, start, work, printed = OPERATIONS[name], folder / "start", folder / "work", folder / "printed"
+    operation, start, work, printed = operation_named(name), folder / "start", folder / "work", folder / "printed"
     start.mkdir(parents=True)
     code, _ = forked(lambda: operation.prepare(start), printed)
     if code:
@@ -190,11 +198,12 @@ def result_of(line: str) -> Result:
     return Case(**facts) if "kind" in facts else PowerLost(**facts)
 
 
-def ready() -> None:
+def ready(*, xla: bool) -> None:
     """Import what the forks need. A process with threads must not fork."""
     from tests.nursery import LIGHT, _import_all
 
-    _import_all((*LIGHT, "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", "tests.crash.operations", "tests.crash.injection"))
+    crash = [f"tests.crash.{name}" for name in ("operations", "injection", "power", "peers")]
+    _import_all((*LIGHT, *(("torch_xla",) if xla else ()), "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", *crash))
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1
@@ -210,6 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="a file for the results, one a line")
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--peers", action="store_true", help="what other libraries do, in place of this one")
     given = parser.parse_args(arguments)
     if reason := why_not():
         print(f"skipped: {reason}")
@@ -217,10 +227,12 @@ def main(arguments: Sequence[str]) -> int:
     if "CRASH_FSYNC" not in os.environ:
         return run_with_shim("tests.crash.matrix", arguments, environment({"OMP_NUM_THREADS": "1"}))
     began = time.monotonic()
-    ready()
+    ready(xla=given.peers and HAS_XLA)
     from tests.crash.operations import OPERATIONS
+    from tests.crash.peers import PEERS
 
-    names = given.operation or list(OPERATIONS)
+    peers = [name for name in PEERS if HAS_XLA or not name.startswith("torch_xla")]
+    names = given.operation or (peers if given.peers else list(OPERATIONS))
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
         results = run_all(names, given.share, given.workers, Path(folder))
     if given.json:
@@ -230,8 +242,8 @@ def main(arguments: Sequence[str]) -> int:
     seconds = time.monotonic() - began
     print(f"{seconds:.0f} s")
     if given.write:
-        report.write(results, seconds)
-    return int(bool(problems))
+        report.write(results, seconds, given.share, peers=given.peers)
+    return int(bool(problems) and not given.peers)
 
 
 if __name__ == "__main__":

@@ -270,7 +270,7 @@ def lose_power(
                 problems.append(f"power lost after {point} calls, {why}: {problem}")
             shutil.rmtree(place)
     made = [e for e in played.open_at(told) if e.node in played.there and (e.to is not None or not e.name)]
-    late = {f"{played.there[e.node]}/{e.name}".strip("/") for e in made}
+    late = {f"{played.there[e.node]}/{e.name}".strip("/") for e in made} & set(played.there.values())
     return Loss(len(points), seen, tuple(problems), tuple(sorted(late)))
 
 

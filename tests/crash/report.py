@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from tests.crash.matrix import Case, PowerLost, Result
 
 DOCUMENT = ROOT / "docs/reliability.md"
-BEGIN, END = "<!-- made by make crash: begin -->", "<!-- made by make crash: end -->"
 
 ORBAX = ("_CHECKPOINT_METADATA", "commit_success.txt")
 """Files of orbax's own, on which nothing depends: it writes them when all else is durable, and does not sync them."""
@@ -74,13 +73,17 @@ def missed_text(missed: Sequence[Case]) -> str:
     return "; ".join(f"{case.operation}, {case.kind} at {case.call}" for case in missed)
 
 
-def write(results: Sequence[Result], seconds: float) -> None:
-    """Put the table into the document."""
-    before, rest = DOCUMENT.read_text().split(BEGIN)
-    after = rest.split(END)[1]
+def write(results: Sequence[Result], seconds: float, share: float, *, peers: bool) -> None:
+    """Put the table into the document: at its place for this library, or at that for the others."""
+    command = "make crash PEERS=1" if peers else "make crash"
+    begin, end = f"<!-- made by {command}: begin -->", f"<!-- made by {command}: end -->"
+    before, rest = DOCUMENT.read_text().split(begin)
+    after = rest.split(end)[1]
     cases, losses = parted(results)
     text = (
         f"{len(cases):,} faults, and {sum(p.states for p in losses):,} states after losses of power, in "
         f"{seconds / 60:.0f} minutes on two cores."
     )
-    DOCUMENT.write_text("\n".join([before + BEGIN, text, "", *table(results), END]) + after)
+    if share < 1:
+        text += f" (A share of {share:.0%} of all, chosen at random: `--share {share:g}`.)"
+    DOCUMENT.write_text("\n".join([before + begin, text, "", *table(results), end]) + after)
