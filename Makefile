@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check bench lock clean
+.PHONY: help setup demo test test-latest check bench crash lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -42,6 +42,10 @@ check: $(READY) ## lint, types, architecture
 
 bench: $(READY) ## our saves and loads beside the peers'; writes docs/performance.md
 	$(BIN)/python benchmarks/peers.py --write
+
+crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. PEERS=1: of other libraries, too
+	$(BIN)/python -m tests.crash.matrix --write
+	$(if $(PEERS),$(BIN)/python -m tests.crash.matrix --write --peers)
 
 lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-latest.txt
 	for extra in dev latest; do \

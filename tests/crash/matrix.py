@@ -1,13 +1,13 @@
 """Every operation, with every kind of fault at every call that changes files; `make crash` runs all of it.
 
-python -m tests.crash.matrix [--operation NAME ...] [--sample N] [--json FILE] [--write]
+python -m tests.crash.matrix [--operation NAME ...] [--share 0.1] [--json FILE] [--write]
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import errno
+import functools
 import gc
 import json
 import os
@@ -17,12 +17,20 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tests.crash import report
 from tests.crash.recorder import Fault, Kind, Record, run_with_shim, why_not
 from tests.runs import environment
+from tests.xla import HAS_XLA
+
+if TYPE_CHECKING:
+    from tests.crash.injection import Seen
+    from tests.crash.operations import Operation
 
 KINDS = {
     "SIGKILL before": Fault(kind=Kind.KILL_BEFORE),
@@ -38,6 +46,9 @@ KINDS = {
 ATTEMPTS = 5
 """How often a fault is tried that does not happen: orbax's threads do not make their calls in the same order each time,
 and the call at that position may be none that this fault concerns. It is tried where the last run had the call."""
+
+SHARE_OF_RANKS = 0.3
+"""The share of the faults of an operation of several ranks: each rank that is killed costs a timeout of the others."""
 
 NEEDS_SPACE = frozenset("create truncate-open write fsync fallocate rename exchange mkdir link symlink".split())
 """Calls that a full disk can refuse; shim.c says it, too."""
@@ -80,41 +91,81 @@ def number_in(calls: Sequence[Record], first: Sequence[Record], call: Record) ->
     return next((c.number for c in [c for c in calls if like(c)][before:]), None)
 
 
-def run_operation(name: str, folder: Path, share: float) -> Iterator[Case]:
-    """All faults of an operation, or a share of them."""
-    from tests.crash.injection import Seen, forked, inject
-    from tests.crash.operations import OPERATIONS
+@dataclass(frozen=True)
+class PowerLost:
+    """What was looked at after losses of power in one operation."""
 
-    operation, start, printed = OPERATIONS[name], folder / "start", folder / "printed"
+    operation: str
+    points: int
+    states: int
+    problems: tuple[str, ...]
+    late: tuple[str, ...]
+
+
+Result = Case | PowerLost
+
+
+def operation_named(name: str) -> Operation:
+    """An operation of this library, or of another one."""
+    from tests.crash.operations import OPERATIONS
+    from tests.crash.peers import PEERS
+
+    return OPERATIONS[name] if name in OPERATIONS else PEERS[name]
+
+
+def run_operation(name: str, folder: Path, share: float) -> Iterator[Result]:
+    """All faults of an operation, and losses of power after each of its calls; or a share of both."""
+    from tests.crash.injection import forked, inject
+    from tests.crash.power import lose_power
+
+    operation, start, work, printed = operation_named(name), folder / "start", folder / "work", folder / "printed"
     start.mkdir(parents=True)
     code, _ = forked(lambda: operation.prepare(start), printed)
     if code:
         raise RuntimeError(f"{name} cannot be prepared\n{printed.read_text()}")
     known: dict[str, Seen] = {}
-    whole = inject(operation, start, folder / "work", Fault(), known)
+    whole = inject(operation, start, work, Fault(), known)
     if whole.problems or whole.ends[0].error is not None:
         raise RuntimeError(f"{name} does not work without a fault: {whole.problems} {whole.ends}")
+    if operation.ranks == 1:
+        lost = functools.partial(lose_power, operation, start, work / "root", whole.calls, folder / "states", share)
+        code, told = forked(lambda: asdict(lost()), printed)
+        if code:
+            raise RuntimeError(f"{name} cannot be replayed\n{printed.read_text()}")
+        yield PowerLost(name, **told)
     faults = [(call, kind) for call in whole.calls if call.number >= 0 for kind in faults_at(call)]
+    share *= SHARE_OF_RANKS if operation.ranks > 1 else 1
     if share < 1:
         faults = random.Random(name).sample(faults, max(1, round(share * len(faults))))
     for call, kind in faults:
-        number: int | None = call.number
-        for _ in range(ATTEMPTS):
-            fault = replace(KINDS[kind], position=call.number if number is None else number)
-            verdict = inject(operation, start, folder / "work", fault, known, call.rank)
-            if verdict.reached:
-                break
-            number = number_in(verdict.calls, whole.calls, call)
-        place = call.path.partition("/root")[2].lstrip("/") or "."
-        other = call.other.partition("/root")[2].lstrip("/")
-        text = f"{call.call} {place}" + (f" -> {other}" if other else "")
-        text += f" on rank {call.rank}" if operation.ranks > 1 else ""
-        yield Case(name, kind, call.number, text, verdict.reached, verdict.lost, verdict.wrong, verdict.other)
+        yield one(operation, start, work, known, whole.calls, call, kind)
     shutil.rmtree(folder)
 
 
-def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> list[Case]:
-    """The cases of some operations, on several processes; each takes the next operation when it has done one."""
+def one(
+    operation: Operation, start: Path, work: Path, known: dict[str, Seen], first: Sequence[Record], call: Record,
+    kind: str,
+) -> Case:  # fmt: skip
+    """One fault at a call that a first run has made."""
+    from tests.crash.injection import inject
+
+    number: int | None = call.number
+    for _ in range(ATTEMPTS):
+        fault = replace(KINDS[kind], position=call.number if number is None else number)
+        verdict = inject(operation, start, work, fault, known, call.rank)
+        if verdict.reached:
+            break
+        number = number_in(verdict.calls, first, call)
+    names = [path.partition("/root")[2].lstrip("/") for path in (call.path, call.other)]
+    text = f"{call.call} {names[0] or '.'}" + (f" -> {names[1]}" if names[1] else "")
+    text += f" on rank {call.rank}" if operation.ranks > 1 else ""
+    return Case(
+        operation.name, kind, call.number, text, verdict.reached, verdict.lost, verdict.wrong, verdict.other
+    )  # fmt: skip
+
+
+def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> list[Result]:
+    """The results of some operations, on several processes; each takes the next operation when it has done one."""
     queue, fill = os.pipe()
     os.write(fill, bytes(range(len(names))))
     os.close(fill)
@@ -123,14 +174,12 @@ def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> l
         if (pid := os.fork()) == 0:
             code = 1
             try:
-                with open(folder / f"cases.{worker}", "w") as file:
+                with open(folder / f"results.{worker}", "w") as file:
                     while byte := os.read(queue, 1):
-                        for case in run_operation(names[byte[0]], folder / f"of.{byte[0]}", share):
-                            print(json.dumps(asdict(case)), file=file, flush=True)
+                        for result in run_operation(names[byte[0]], folder / f"of.{byte[0]}", share):
+                            print(json.dumps(asdict(result)), file=file, flush=True)
                 code = 0
             except BaseException:
-                import traceback
-
                 traceback.print_exc()
             finally:
                 os._exit(code)
@@ -139,27 +188,38 @@ def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> l
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
         raise SystemExit(f"a worker has failed: {codes}")
-    lines = [line for worker in range(workers) for line in (folder / f"cases.{worker}").read_text().splitlines()]
-    return [Case(**{k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(line).items()}) for line in lines]
+    lines = [line for worker in range(workers) for line in (folder / f"results.{worker}").read_text().splitlines()]
+    return [result_of(line) for line in lines]
 
 
-def ready() -> None:
+def result_of(line: str) -> Result:
+    """A result from its line of JSON."""
+    facts = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(line).items()}
+    return Case(**facts) if "kind" in facts else PowerLost(**facts)
+
+
+def ready(*, xla: bool) -> None:
     """Import what the forks need. A process with threads must not fork."""
     from tests.nursery import LIGHT, _import_all
 
-    _import_all((*LIGHT, "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", "tests.crash.operations", "tests.crash.injection"))
+    crash = [f"tests.crash.{name}" for name in ("operations", "injection", "power", "peers")]
+    _import_all((*LIGHT, *(("torch_xla",) if xla else ()), "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", *crash))
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run it; 1 if anything was lost, or said wrongly."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Run it; 1 if anything was lost, said wrongly, or left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operation", action="append", help="only these; by default all")
-    parser.add_argument("--share", type=float, default=1.0, help="the share of the faults that is injected")
+    parser.add_argument(
+        "--share", type=float, default=1.0, help="the share of faults and losses of power that is tried"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--json", type=Path, help="where the cases are written")
+    parser.add_argument("--json", type=Path, help="a file for the results, one a line")
+    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--peers", action="store_true", help="what other libraries do, in place of this one")
     given = parser.parse_args(arguments)
     if reason := why_not():
         print(f"skipped: {reason}")
@@ -167,23 +227,23 @@ def main(arguments: Sequence[str]) -> int:
     if "CRASH_FSYNC" not in os.environ:
         return run_with_shim("tests.crash.matrix", arguments, environment({"OMP_NUM_THREADS": "1"}))
     began = time.monotonic()
-    ready()
+    ready(xla=given.peers and HAS_XLA)
     from tests.crash.operations import OPERATIONS
+    from tests.crash.peers import PEERS
 
-    names = given.operation or list(OPERATIONS)
+    peers = [name for name in PEERS if HAS_XLA or not name.startswith("torch_xla")]
+    names = given.operation or (peers if given.peers else list(OPERATIONS))
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
-        cases = run_all(names, given.share, given.workers, Path(folder))
+        results = run_all(names, given.share, given.workers, Path(folder))
     if given.json:
-        given.json.write_text("\n".join(json.dumps(asdict(case)) for case in cases))
-    bad = [case for case in cases if case.lost or case.wrong or case.other or not case.reached]
-    for case in bad:
-        print(
-            f"{case.operation} | {case.kind} | {case.position} {case.call} | "
-            f"{'not reached' if not case.reached else ''} lost {case.lost} wrong {case.wrong} other {case.other}"
-        )
-    counts = collections.Counter(case.kind for case in cases)
-    print(f"{len(cases)} faults in {time.monotonic() - began:.0f} s: {dict(counts)}; {len(bad)} with problems")
-    return int(bool(bad))
+        given.json.write_text("\n".join(json.dumps(asdict(result)) for result in results))
+    problems = report.problems(results)
+    print("\n".join([*problems, *report.table(results)]))
+    seconds = time.monotonic() - began
+    print(f"{seconds:.0f} s")
+    if given.write:
+        report.write(results, seconds, given.share, peers=given.peers)
+    return int(bool(problems) and not given.peers)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class Operation:
     """Names that are no litter."""
 
     ranks: int = 1
-    source: Found = field(default_factory=dict)
-    """What a conversion reads, and must leave alone."""
+    of_peer: bool = False
+    """Whether another library does it: nothing is asked of the class of its errors, and of what it leaves."""
 
 
 def module(number: float) -> torch.nn.Module:

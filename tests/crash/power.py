@@ -8,6 +8,7 @@ by itself, in any order. (ext4 and XFS keep names in order, and sync more than t
 from __future__ import annotations
 
 import hashlib
+import random
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -243,12 +244,19 @@ class Loss:
     """What of the new checkpoint was not durable when the caller was told of it."""
 
 
-def lose_power(operation: Operation, start: Path, root: Path, records: Sequence[Record], folder: Path) -> Loss:
-    """Lose power after each call of an operation that has succeeded, and look at what that may leave."""
+def lose_power(
+    operation: Operation, start: Path, root: Path, records: Sequence[Record], folder: Path, share: float = 1.0
+) -> Loss:
+    """Lose power after each call of an operation that has succeeded, or after a share of them, and look at what that
+    may leave.
+    """
     played = replay(start, root, records)
+    points = range(len(records) + 1)
+    if share < 1:
+        points = sorted(random.Random(operation.name).sample(points, max(1, round(share * len(points)))))
     told, seen, problems = played.told, 0, []
     known: set[tuple[str, bool]] = set()
-    for point in range(len(records) + 1):
+    for point in points:
         done = point > told
         for why, tree in played.states(point):
             if (key := (key_of(tree), done)) in known:
@@ -261,8 +269,9 @@ def lose_power(operation: Operation, start: Path, root: Path, records: Sequence[
             if problem is not None:
                 problems.append(f"power lost after {point} calls, {why}: {problem}")
             shutil.rmtree(place)
-    late = {f"{played.there[e.node]}/{e.name}".strip("/") for e in played.open_at(told) if e.node in played.there}
-    return Loss(len(records) + 1, seen, tuple(problems), tuple(sorted(late)))
+    made = [e for e in played.open_at(told) if e.node in played.there and (e.to is not None or not e.name)]
+    late = {f"{played.there[e.node]}/{e.name}".strip("/") for e in made} & set(played.there.values())
+    return Loss(len(points), seen, tuple(problems), tuple(sorted(late)))
 
 
 def problem_in(operation: Operation, root: Path, *, done: bool) -> str | None:
