@@ -201,6 +201,7 @@ def _save(
         rank, world = job.exchange.rank, job.exchange.size
         traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
         part: Part | CheckpointError
+        failed: Exception | None = None
         try:
             if untold is not None:
                 raise untold
@@ -212,29 +213,34 @@ def _save(
                 _prepare(store)
             part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas)
         except Exception as error:
-            stall = _stalled(phases, began)
-            # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-            if world == 1:
-                end(_refused(store, tag, stall, phases, error), phases, traced)
-                raise
-            part = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
-        else:
-            stall = _stalled(phases, began)
-        save = Save(
-            store=store,
-            tag=tag,
-            job=job,
-            part=part,
-            pinned=pinned,
-            num_kept=num_kept,
-            replicas=replicas,
-            workers=max(1, num_workers),
-            shown=False if async_save and progress is None else job.shows(progress),
-            phases=phases,
-            stall=stall,
-            trace=traced,
-        )
-        handle = SAVES.start(save)
+            failed = error
+            if world > 1:
+                # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
+                part = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
+        stall = _stalled(phases, began)
+        if failed is None or world > 1:
+            save = Save(
+                store=store,
+                tag=tag,
+                job=job,
+                part=part,
+                pinned=pinned,
+                num_kept=num_kept,
+                replicas=replicas,
+                workers=max(1, num_workers),
+                shown=False if async_save and progress is None else job.shows(progress),
+                phases=phases,
+                stall=stall,
+                trace=traced,
+            )
+            handle = SAVES.start(save)
+    if failed is not None and world == 1:
+        # Only now: a function of the program that hears of it may save on the same path.
+        end(_refused(store, tag, stall, phases, failed), phases, traced)
+        try:
+            raise failed
+        finally:
+            failed = None  # or this frame and the error's traceback would keep each other, and the state, in memory
     if not async_save:
         handle.result()
     return handle
