@@ -70,6 +70,40 @@ def test_a_function_that_fails_is_logged_and_the_others_are_called(
     assert [r.exc_info[1].args for r in caplog.records if r.exc_info] == [("the board is gone",)] * 2
 
 
+def test_a_function_that_waits_for_the_save_itself_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And hangs nobody."""
+    handles: list[xla_ckpt.SaveHandle] = []
+    begun = threading.Event()
+
+    def waits(report: Report) -> None:
+        assert begun.wait(60)
+        handles[0].result()
+
+    remove = xla_ckpt.on_report(waits)
+    try:
+        handles.append(xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, async_save=True))
+        begun.set()
+        assert handles[0].result(60).sequence == 1
+    finally:
+        remove()
+    (logged,) = [r.exc_info[1] for r in caplog.records if r.exc_info]
+    assert isinstance(logged, xla_ckpt.UsageError)
+
+
+def test_a_function_may_save_where_it_hears_that_a_save_was_refused(tmp_path: Path) -> None:
+    def saves(report: Report) -> None:
+        if report.error is not None:
+            xla_ckpt.save(tmp_path, "instead", {"w": torch.ones(2)})
+
+    remove = xla_ckpt.on_report(saves)
+    try:
+        with pytest.raises(xla_ckpt.InvalidTagError):
+            xla_ckpt.save(tmp_path, "a/b", {"w": torch.ones(2)})
+    finally:
+        remove()
+    assert xla_ckpt.list_tags(tmp_path) == ["instead"]
+
+
 def hears(rank: int, root: Path) -> list[tuple[str, int, str]]:
     told: list[tuple[str, int, str]] = []
     xla_ckpt.on_report(lambda r: told.append((type(r).__name__, r.nbytes, type(r.error).__name__)))

@@ -226,6 +226,7 @@ def _save(
         rank, world = job.exchange.rank, job.exchange.size
         traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
         part: Part | CheckpointError
+        failed: Exception | None = None
         try:
             if untold is not None:
                 raise untold

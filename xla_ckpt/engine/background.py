@@ -66,7 +66,10 @@ class SaveHandle:
         Raises:
             CheckpointError: The save failed; the same error on every rank.
             TimeoutError: It is still in flight.
+            UsageError: The thread of the save asks, in a function that `on_report` was given: it would wait for itself.
         """
+        if threading.current_thread() is self._thread and not self.done():
+            raise UsageError("a function that on_report was given waits for the save that calls it", tag=self.tag)
         if not self._settled.wait(timeout):
             raise TimeoutError(f"the save of tag {self.tag} in {self.path} is still in flight after {timeout} s")
         if self._error is not None:

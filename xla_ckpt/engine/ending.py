@@ -54,6 +54,8 @@ LISTENERS = Listeners()
 def on_report(function: Listener) -> Callable[[], None]:
     """Have a function called with the report of each save and each load of this process, when it is done.
 
+    Those of `xla_ckpt.dcp`, conversions and exports have no reports, and are not told.
+
     A `SaveReport` comes from the thread of the save, before `handle.result()` returns; a `LoadReport` from the thread
     that loads. What failed is reported, too: then `report.error` says why. Each rank hears of its own part. What the
     function raises is logged, and changes nothing. The next save of the same path waits until it has returned; it must

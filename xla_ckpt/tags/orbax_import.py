@@ -74,8 +74,9 @@ class OrbaxImport:
             # in its child, for ever.
             os.register_at_fork(before=self._before_fork)
             # Not a daemon: the interpreter must not end under a thread that loads libraries.
-            self._thread = threading.Thread(target=self._run, name="xla_ckpt-import", daemon=False)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="xla_ckpt-import", daemon=False)
+            thread.start()
+            self._thread = thread
 
     def begun(self) -> bool:
         """Whether jax is in this process, or will soon be, because of this."""
