@@ -147,6 +147,10 @@ class DivergentReplicasError(SaveError):
     """Ranks that should hold equal copies hold different values. `leaf` names one of them."""
 
 
+class ChangedStateError(SaveError):
+    """The program wrote to a tensor while it was being saved with ``snapshot="overlap"``. `leaf` names it."""
+
+
 class RankFailedError(SaveError):
     """Another rank failed, died or did not answer in time. `rank` names it."""
 
@@ -205,6 +209,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         StorageError,
         SaveError,
         DivergentReplicasError,
+        ChangedStateError,
         RankFailedError,
         LoadError,
         UsageError,

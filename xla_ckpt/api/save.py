@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
@@ -19,9 +20,11 @@ from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
-from xla_ckpt.snapshot.memory import STAGING
-from xla_ckpt.snapshot.take import lasts, take
-from xla_ckpt.state.describe import Description, describe, host_shards, shards_apart
+from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
+from xla_ckpt.snapshot.freezing import Deferred
+from xla_ckpt.snapshot.take import Mode, lasts, take
+from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
+from xla_ckpt.state.guard import GUARD, stepped
 from xla_ckpt.state.members import Objects, State, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
@@ -50,6 +53,8 @@ def save_checkpoint(
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
     replicas: Replicas = "equal",
+    snapshot: Mode = "host",
+    snapshot_budget: int = BUDGET_BYTES,
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -87,6 +92,11 @@ def save_checkpoint(
             ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
             and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
             array that nobody declared as such look like drifted replicas, and all but the first would be lost.
+        snapshot: How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"``
+            copies it to host memory before the call returns; ``"device"`` clones what is on an accelerator there, and
+            transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
+            background, and has the next optimizer step wait for that. XLA's and jax's arrays are never copied.
+        snapshot_budget: Host memory for what is copied in the background (bytes); the state may be larger.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         timeout: Seconds that a rank which is done waits for the others before all that are left give up.
 
@@ -96,6 +106,8 @@ def save_checkpoint(
     Raises:
         UsageError: There is nothing to save, or an argument is not what its place is for. Nothing was written.
         DivergentReplicasError: Replicas differ, and `replicas` is ``"equal"``. The tag is as it was before.
+        ChangedStateError: The program wrote to a tensor that ``"overlap"`` had not copied yet, and nothing had it wait.
+            The tag is as it was before.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
@@ -106,11 +118,11 @@ def save_checkpoint(
         layouts=_layouts(layout, use_xser=use_xser),
         num_workers=num_workers,
         num_kept=num_kept_ckpts,
-        async_save=async_save,
         mesh=mesh,
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
+        freezing=_Freezing(mode=snapshot, waits=not async_save, budget=snapshot_budget),
         progress=progress,
         timeout=timeout,
     )
@@ -130,6 +142,8 @@ def save(
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
     replicas: Replicas = "equal",
+    snapshot: Mode = "host",
+    snapshot_budget: int = BUDGET_BYTES,
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -149,14 +163,46 @@ def save(
         layouts=_layouts(layout, use_xser=use_xser),
         num_workers=num_workers,
         num_kept=num_kept_ckpts,
-        async_save=async_save,
         mesh=mesh,
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
+        freezing=_Freezing(mode=snapshot, waits=not async_save, budget=snapshot_budget),
         progress=progress,
         timeout=timeout,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Freezing:
+    """How a save freezes its state."""
+
+    mode: Mode
+    waits: bool
+    """Whether the caller waits until all is written."""
+
+    budget: int
+
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            UsageError: There is no such mode, or no such budget.
+        """
+        if self.mode not in get_args(Mode):
+            raise UsageError(
+                "there is no such kind of snapshot", expected="'host', 'device' or 'overlap'", found=repr(self.mode)
+            )
+        if type(self.budget) is not int or self.budget <= 0:
+            raise UsageError(
+                "snapshot_budget is no number of bytes", expected="a positive int", found=repr(self.budget)
+            )
+
+    def watched(self, state: State, description: Description) -> dict[str, Any]:
+        """The arrays, by leaf path, that may be copied later, since whoever writes to them waits for that."""
+        if self.waits or self.mode != "overlap":
+            return {}
+        return stepped({path: held.value for path, held in description.arrays.items()}, state.optimizer)
 
 
 def _save(
@@ -167,11 +213,11 @@ def _save(
     layouts: Sequence[Layout],
     num_workers: int,
     num_kept: int | None,
-    async_save: bool,
     mesh: Mesh | str | None,
     shardings: Rules | None,
     pinned: bool,
     replicas: Replicas,
+    freezing: _Freezing,
     progress: bool | None,
     timeout: float,
 ) -> SaveHandle:
@@ -179,6 +225,7 @@ def _save(
     began = time.monotonic()
     if replicas not in get_args(Replicas):
         raise UsageError("there is no such choice for replicas", expected="'equal' or 'first'", found=repr(replicas))
+    freezing.check()
     store, phases = store_at(path), Phases()
     install_exit_hook()
     with SAVES.turn(store.path) as untold:
@@ -193,7 +240,7 @@ def _save(
                 state = content.state(job.placement)  # mistakes are found before the root directory is made
             if job.exchange.rank == 0:
                 _prepare(store)
-            part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas)
+            part = _freeze(state, layouts, shardings, job.placement, phases, freezing, replicas=replicas)
         except Exception as error:
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
             if job.exchange.size == 1:
@@ -208,12 +255,12 @@ def _save(
             num_kept=num_kept,
             replicas=replicas,
             workers=max(1, num_workers),
-            shown=False if async_save and progress is None else job.shows(progress),
+            shown=False if not freezing.waits and progress is None else job.shows(progress),
             phases=phases,
             stall=time.monotonic() - began,
         )
         handle = SAVES.start(save)
-    if not async_save:
+    if freezing.waits:
         handle.result()
     return handle
 
@@ -230,8 +277,8 @@ def _freeze(
     shardings: Rules | None,
     placement: Placement,
     phases: Phases,
+    freezing: _Freezing,
     *,
-    waits: bool,
     replicas: Replicas,
 ) -> Part:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
@@ -243,21 +290,33 @@ def _freeze(
         arrays = {
             path: held.taken_whole(path) if path in writing.whole else held for path, held in description.arrays.items()
         }
-        shards = host_shards(arrays)
+        shards = local_shards(arrays)
         many = placement.world > 1
         written = None
-        if many and not all(lasts(shard, waits=waits) for shard in shards.values()):
+        if many and not all(lasts(shard, waits=freezing.waits) for shard in shards.values()):
             # What another rank writes is not copied here, so it has to be known now who writes what.
             with phases.timed("plan"):
                 written = {(source.leaf, source.shard) for file in writing.plan.files for source in file.sources}
+        watched = freezing.watched(state, description)
         snapshot = take(
             shards,
             description.leaves if many else (),
-            waits=waits,
+            waits=freezing.waits,
+            mode=freezing.mode,
+            stepped=watched,
             written=written,
             loose=state.buffers,
             apart=shards_apart(description, writing.whole, shards) if many else None,
+            budget=freezing.budget,
         )
+        later = {leaf for (leaf, _), data in snapshot.memory.items() if isinstance(data, Deferred)}
+        with snapshot.released_on_failure():
+            GUARD.watch(
+                snapshot.freezing,
+                [value for leaf, value in watched.items() if leaf in later],
+                model=state.model,
+                with_optimizer=state.optimizer is not None,
+            )
     return Part(
         leaves=description.leaves,
         writing=writing,
@@ -315,4 +374,5 @@ def finalize_checkpoint() -> None:
     try:
         SAVES.wait()
     finally:
-        STAGING.free()
+        POOL.free()
+        GUARD.close()

@@ -25,7 +25,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard
 
 _XLAC: Any = torch_xla._XLAC
 
@@ -115,6 +115,8 @@ class Xla:
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         held = to_host([v for v, _ in values])
         return [[shard_of(cut(h, p.local)) for p in local.pieces] for h, (_, local) in zip(held, values, strict=True)]
+
+    shards = host
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         fresh = self.like(value, local)

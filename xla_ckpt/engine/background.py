@@ -13,6 +13,7 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.job.call import leave
+from xla_ckpt.snapshot.freezing import Freezing
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +21,8 @@ logger = logging.getLogger(__name__)
 class SaveHandle:
     """A save that may still be in flight."""
 
-    def __init__(self, path: str, tag: str) -> None:
+    def __init__(self, path: str, tag: str, freezing: Freezing | None = None) -> None:
+        self._freezing = freezing
         self.path = path
         """Root directory."""
         self.tag = tag
@@ -37,6 +39,16 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the save has committed or failed; never waits, never raises."""
         return self._settled.is_set()
+
+    def frozen(self, timeout: float | None = None) -> bool:
+        """Wait until the program may write to whatever is saved, even where no guard sees it; whether it may.
+
+        That is so at once, unless the save was told ``snapshot="overlap"``. It is so, too, when the save has failed.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes, 0 only asks.
+        """
+        return self._freezing is None or self._freezing.wait(timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the save, and say what it did.
@@ -100,7 +112,7 @@ class Saves:
 
     def start(self, save: Save) -> SaveHandle:
         """Run a save in the background. The caller has the `turn`."""
-        handle = SaveHandle(save.store.path, save.tag)
+        handle = SaveHandle(save.store.path, save.tag, save.freezing)
         go = threading.Event()
 
         def work() -> None:
@@ -117,7 +129,11 @@ class Saves:
 
         # Not a daemon: the interpreter must not end under a save.
         handle._thread = threading.Thread(target=work, name=f"xla_ckpt-save-{save.tag}", daemon=False)
-        handle._thread.start()
+        try:
+            handle._thread.start()
+        except RuntimeError:  # no further thread is to be had
+            save.release()
+            raise
         with self._lock:
             self._latest[handle.path] = handle
         go.set()

@@ -36,6 +36,7 @@ from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.tags import commit as tags
@@ -115,6 +116,11 @@ class Save:
     """Seconds that the caller waited before this was begun."""
 
     @property
+    def freezing(self) -> Freezing | None:
+        """When the program may write to what is saved; None if it could not be prepared."""
+        return self.part.snapshot.freezing if isinstance(self.part, Part) else None
+
+    @property
     def exchange(self) -> Round:
         """Where this rank talks with the others."""
         return self.job.exchange
@@ -136,8 +142,7 @@ class Save:
                 self.job.tidy()
                 sequence, written = self._lead() if self.exchange.rank == 0 else self._follow()
         finally:
-            if isinstance(self.part, Part):
-                self.part.snapshot.release()
+            self.release()
         report = SaveReport(
             path=self.store.path,
             tag=self.tag,
@@ -145,7 +150,7 @@ class Save:
             nbytes=written.nbytes,
             files=len(written.files),
             seconds=time.monotonic() - began,
-            stall=self.stall,
+            stall=self.stall + (self.freezing.stall if self.freezing is not None else 0.0),
             phases=self.phases.report(),
         )
         logger.info(
@@ -156,6 +161,11 @@ class Save:
             as_line(dict(report.phases)),
         )
         return report
+
+    def release(self) -> None:
+        """Let go of what is saved: the program may write to it."""
+        if isinstance(self.part, Part):
+            self.part.snapshot.release()
 
     def tidy(self) -> None:
         """Remove what this save and earlier ones left behind; called when the outcome is known.
@@ -270,7 +280,13 @@ class Save:
         rank, world = self.exchange.rank, self.exchange.size
         with Progress(f"save {self.tag}", plan.nbytes, self.shown) as bar:
             written = write_files(
-                directory, plan, part.snapshot.memory, workers=self.workers, progress=bar, phases=self.phases
+                directory,
+                plan,
+                part.snapshot.memory,
+                workers=self.workers,
+                progress=bar,
+                phases=self.phases,
+                budget=part.snapshot.budget,
             )
         files = (*written.files, *write_objects(directory, part.objects, rank, world))
         return Record(
