@@ -120,7 +120,6 @@ def trial(seed: int, mode: Any, device: str = "cpu", without: tuple[str, ...] = 
     run = Run(name, chance.choice([3, 64, 500]), device)
     for _ in range(chance.randint(0, 2)):
         run.step()
-    other = Run(name, run.model.down.in_features, device)
     wanted, root, tag = run.state(), f"memory://trials-{mode}-{device}", f"tag-{seed}"
     handle = xla_ckpt.save_checkpoint(
         root, tag, run.model, run.optimizer, async_save=True, num_kept_ckpts=1,
@@ -133,12 +132,12 @@ def trial(seed: int, mode: Any, device: str = "cpu", without: tuple[str, ...] = 
         elif what == "forward":
             run.loss()  # writes to the buffers
         elif what == "load":
-            run.model.load_state_dict(other.model.state_dict())
+            run.model.load_state_dict(Run(name, run.model.down.in_features, device).model.state_dict())
         elif what == "replace":
             for parameter in run.model.parameters():
                 parameter.data = torch.zeros_like(parameter)
         else:
-            other.step()
+            Run(name, 3, device).step()
     handle.result()
     return [f"seed {seed}, {name}: {path}" for path in different(stored(root, tag), wanted)]
 

@@ -296,7 +296,7 @@ def _freeze(
         if many and not all(lasts(shard, waits=freezing.waits) for shard in shards.values()):
             # What another rank writes is not copied here, so it has to be known now who writes what.
             with phases.timed("plan"):
-                written = {(source.leaf, source.shard) for file in writing.plan.files for source in file.sources}
+                written = writing.plan.extents
         watched = freezing.watched(state, description)
         snapshot = take(
             shards,

@@ -102,7 +102,7 @@ def take(
     waits: bool,
     mode: Mode = "host",
     stepped: Collection[str] = (),
-    written: Collection[Key] | None = None,
+    written: Mapping[Key, tuple[int, int]] | None = None,
     loose: frozenset[str] = frozenset(),
     apart: Mapping[str, list[HostShard]] | None = None,
     budget: int = BUDGET_BYTES,
@@ -115,7 +115,8 @@ def take(
         waits: The caller waits until the save is done, so nothing changes and nothing in host memory is copied.
         mode: What is done with memory that the program writes to.
         stepped: Leaves whose memory is written to only when `Snapshot.freezing` says so. "overlap" defers these.
-        written: What this rank writes; None for all of it. What others write is only sampled here.
+        written: First byte that this rank writes of each shard, and the one behind the last; None for all of them. What
+            others write is only sampled here.
         loose: Leaves whose replicas need not be equal.
         apart: The shards of leaves that `shards` has as one, where other ranks hold some of them and not the rest.
         budget: Host memory for what is copied later (bytes).
@@ -134,12 +135,18 @@ def take(
             changing.append((leaf, held))  # sampled before the caller may change it
     snapshot.sampled = _samples(changing, loose)
     with snapshot.released_on_failure():
-        _freeze(kept, snapshot, waits=waits, mode=mode, stepped=stepped)
+        _freeze(kept, snapshot, written or {}, waits=waits, mode=mode, stepped=stepped)
     return snapshot
 
 
 def _freeze(
-    kept: Mapping[Key, MemoryShard], snapshot: Snapshot, *, waits: bool, mode: Mode, stepped: Collection[str]
+    kept: Mapping[Key, MemoryShard],
+    snapshot: Snapshot,
+    written: Mapping[Key, tuple[int, int]],
+    *,
+    waits: bool,
+    mode: Mode,
+    stepped: Collection[str],
 ) -> None:
     """Fill a snapshot with what is held, deferred or copied of these shards."""
     deferred: list[tuple[Key, MemoryShard]] = []
@@ -165,7 +172,7 @@ def _freeze(
         snapshot.memory[key] = Deferred(key[0], shard, snapshot.freezing, changes=changes)
     snapshot.freezing.complete()
     if moving:
-        _copy(moving, snapshot)
+        _copy(moving, snapshot, written)
 
 
 def _is_deferred(shard: MemoryShard, *, waits: bool, mode: Mode, stepped: bool) -> bool:
@@ -211,21 +218,27 @@ def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[st
     return found
 
 
-def _copy(moving: Sequence[tuple[Key, MemoryShard]], snapshot: Snapshot) -> None:
-    """Copy shards into staging memory, and have the snapshot refer to the copies. All of a device's are one batch."""
+def _copy(
+    moving: Sequence[tuple[Key, MemoryShard]], snapshot: Snapshot, written: Mapping[Key, tuple[int, int]]
+) -> None:
+    """Copy shards into staging memory, and have the snapshot refer to the copies. All of a device's are one batch.
+
+    Of a shard in `written` only those bytes are copied.
+    """
     by_link: dict[Link, list[tuple[Key, MemoryShard]]] = {}
     for key, shard in moving:
         by_link.setdefault(shard.link, []).append((key, shard))
     in_host: list[tuple[Bytes, Bytes]] = []
     try:
         for link, batch in by_link.items():
-            for shard, target in _staged(link, batch, snapshot):
+            for key, shard, target in _staged(link, batch, snapshot):
+                low, high = written.get(key, (0, shard.nbytes))
                 if isinstance(shard, HostShard):
                     source = np.frombuffer(shard.data, np.uint8)
-                    starts = range(0, len(source), COPY_BYTES)
-                    in_host += [(target[i : i + COPY_BYTES], source[i : i + COPY_BYTES]) for i in starts]
+                    cuts = [slice(i, min(i + COPY_BYTES, high)) for i in range(low, high, COPY_BYTES)]
+                    in_host += [(target[cut], source[cut]) for cut in cuts]
                 else:
-                    shard.begin_copy(0, target)
+                    shard.begin_copy(low, target[low:high])
         if in_host:  # while the devices are at work
             workers = COPIERS if sum(len(target) for target, _ in in_host) > COPY_BYTES else 1
             work_off(in_host, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")
@@ -237,7 +250,7 @@ def _copy(moving: Sequence[tuple[Key, MemoryShard]], snapshot: Snapshot) -> None
 
 def _staged(
     link: Link, batch: Sequence[tuple[Key, MemoryShard]], snapshot: Snapshot
-) -> Iterator[tuple[MemoryShard, Bytes]]:
+) -> Iterator[tuple[Key, MemoryShard, Bytes]]:
     """Each shard, and where in staging memory it goes."""
     places = _places([shard.nbytes for _, shard in batch])
     staging = POOL.staging(link)
@@ -246,7 +259,7 @@ def _staged(
     for (key, shard), at in zip(batch, places, strict=False):
         target = memory[at : at + shard.nbytes]
         snapshot.memory[key] = target.data
-        yield shard, target
+        yield key, shard, target
 
 
 def _places(sizes: Sequence[int]) -> list[int]:
