@@ -446,3 +446,27 @@ def error_of(handle: xla_ckpt.SaveHandle) -> str:
 def test_ranks_share_the_work_and_the_error(tmp_path: Path) -> None:
     found = run_on_ranks(replicas_are_saved_while_they_change, 2, tmp_path)
     assert found == [[([], True)] * 4 + ["ChangedStateError 1"]] * 2
+
+
+def shards_are_saved_while_they_change(rank: int, root: Path) -> list[tuple[bool, list[str]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 2000), torch.nn.Linear(2000, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    found = []
+    for number in range(3):
+        model(torch.randn(2, 64)).sum().backward()
+        wanted = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+        handle = xla_ckpt.save_checkpoint(root, f"t{number}", model, optimizer, async_save=True, snapshot="overlap")
+        guarded = bool(GUARD._watches)
+        optimizer.step()
+        handle.result()
+        found.append((guarded, different(xla_ckpt.restore(root, f"t{number}").tree["model"], wanted)))
+    return found
+
+
+def test_shards_of_fsdp2_are_guarded(tmp_path: Path) -> None:
+    assert run_on_ranks(shards_are_saved_while_they_change, 2, tmp_path) == [[(True, [])] * 3] * 2
