@@ -72,14 +72,16 @@ class Feed:
         return segment in self._wanted
 
     def __enter__(self) -> Feed:
-        self._thread.start()
+        if self._wanted:
+            self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._arena.stop()
-        self._thread.join()
+        if self._wanted:
+            self._thread.join()
         self._arena.close()
 
     def image(self, segment: Hashable) -> Piece:

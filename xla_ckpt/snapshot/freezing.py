@@ -57,8 +57,8 @@ class Freezing:
         """Wait until the program may write to its memory; False after `timeout` seconds. Counts as a stall."""
         began = time.monotonic()
         with self._lock:
-            if self._frozen.is_set():
-                return True
+            if self._frozen.is_set() or timeout == 0:
+                return self._frozen.is_set()
             self._waits.append(began)
         if self._frozen.wait(timeout):
             return True
