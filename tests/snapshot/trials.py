@@ -20,6 +20,8 @@ SEGMENT = 8 * 1024
 SLAB = 16 * 1024
 """Of saves of some 100 KiB: then the smallest budget, a slab, is far below the state."""
 
+LAYOUTS = ("native", "native", "native", "pt", "xser", "dcp")
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -123,7 +125,7 @@ def trial(seed: int, mode: Any, device: str = "cpu", without: tuple[str, ...] = 
     wanted, root, tag = run.state(), f"memory://trials-{mode}-{device}", f"tag-{seed}"
     handle = xla_ckpt.save_checkpoint(
         root, tag, run.model, run.optimizer, async_save=True, num_kept_ckpts=1,
-        snapshot=mode, snapshot_budget=chance.choice([1, 3 * SLAB, 1 << 20]),
+        snapshot=mode, snapshot_budget=chance.choice([1, 3 * SLAB, 1 << 20]), layout=chance.choice(LAYOUTS),
     )  # fmt: skip
     for _ in range(chance.randint(1, 3)):
         what = chance.choice(["step", "step", "forward", "load", "replace", "other"])
