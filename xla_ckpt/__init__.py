@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from xla_ckpt.engine.report import LoadReport as LoadReport
     from xla_ckpt.engine.report import SaveReport as SaveReport
     from xla_ckpt.engine.verify import VerifyReport as VerifyReport
+    from xla_ckpt.errors import ChangedStateError as ChangedStateError
     from xla_ckpt.errors import CheckpointError as CheckpointError
     from xla_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
     from xla_ckpt.errors import DivergentReplicasError as DivergentReplicasError
@@ -97,6 +98,7 @@ _HOMES = {
     "engine.report": ("LoadReport", "SaveReport"),
     "engine.verify": ("VerifyReport",),
     "errors": (
+        "ChangedStateError",
         "CheckpointError",
         "CorruptCheckpointError",
         "DivergentReplicasError",

@@ -158,6 +158,10 @@ class DivergentReplicasError(SaveError):
     """Ranks that should hold equal copies hold different values. `leaf` names one of them."""
 
 
+class ChangedStateError(SaveError):
+    """The program wrote to a tensor while it was being saved with ``snapshot="overlap"``. `leaf` names it."""
+
+
 class RankFailedError(SaveError):
     """Another rank failed, died or did not answer in time. `rank` names it."""
 
@@ -217,6 +221,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         SaveError,
         NotDurableError,
         DivergentReplicasError,
+        ChangedStateError,
         RankFailedError,
         LoadError,
         UsageError,

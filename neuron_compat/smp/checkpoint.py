@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import xla_ckpt
 from neuron_compat.smp import job
@@ -48,6 +48,7 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None = None,
     *,
     async_save: bool = False,
+    snapshot: Literal["host", "device", "overlap"] = "host",
 ) -> xla_ckpt.SaveHandle | None:
     """Save a checkpoint. All ranks of the job make the same call, without a guard.
 
@@ -65,6 +66,7 @@ def save_checkpoint(
             included.
         async_save: Return as soon as the state is frozen: training goes on, and a partial checkpoint is committed and
             listed in the background. A full one is saved at once in any case.
+        snapshot: How memory that the program writes to is frozen with `async_save` (docs/snapshots.md).
 
     Returns:
         The save, if it runs in the background.
@@ -87,7 +89,14 @@ def save_checkpoint(
     root = _root(path)
     if partial:
         handle = _save_partial(
-            root, f"{tag}{PARTIAL}", model, optimizer, user_content, kept=kept, async_save=async_save
+            root,
+            f"{tag}{PARTIAL}",
+            model,
+            optimizer,
+            user_content,
+            kept=kept,
+            async_save=async_save,
+            snapshot=snapshot,
         )
         return handle if async_save else None
     if optimizer is not None:
@@ -132,7 +141,15 @@ def _on_all(call: str, prepare: Callable[[], Any]) -> list[Any]:
 
 
 def _save_partial(
-    root: str, directory: str, model: Any, optimizer: Any, user_content: Any, *, kept: int | None, async_save: bool
+    root: str,
+    directory: str,
+    model: Any,
+    optimizer: Any,
+    user_content: Any,
+    *,
+    kept: int | None,
+    async_save: bool,
+    snapshot: Literal["host", "device", "overlap"],
 ) -> xla_ckpt.SaveHandle:
     wait_listed()
     held = job.state.model if model is None else model
@@ -147,6 +164,7 @@ def _save_partial(
         layout="smp",
         num_kept_ckpts=kept,
         async_save=async_save,
+        snapshot=snapshot,
         extras={CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict(), **scale},
         mesh=job.ranks().mesh,
         shardings=held._rules,

@@ -161,13 +161,15 @@ def test_an_unusable_directory_is_an_error_of_the_call(tmp_path: Path) -> None:
 
 
 def test_staging_memory_is_given_back(tmp_path: Path) -> None:
-    from xla_ckpt.snapshot.memory import STAGING
+    from xla_ckpt.snapshot.arena import POOL
+    from xla_ckpt.snapshot.shards import HOST
 
     for i in range(3):
         put(tmp_path, str(i), i, async_save=True).result()
     xla_ckpt.finalize_checkpoint()
-    assert len(STAGING.borrow(0)) == 0
-    STAGING.give_back(STAGING._kept)
+    staging = POOL.staging(HOST)
+    assert len(staging.borrow(0)) == 0
+    staging.give_back(staging._kept)
     assert background.SAVES._latest == {}
 
 

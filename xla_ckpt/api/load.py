@@ -27,6 +27,7 @@ from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, 
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, Rules, parse_rules
+from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.loading import Problem, Stored, incompatible
 from xla_ckpt.state.members import Like, Loadings, Objects
 from xla_ckpt.state.shardings import StateShardings
@@ -243,6 +244,7 @@ def _load(
             job.tidy()
             with agreed(job.exchange, "waiting"):
                 SAVES.wait(store.path)
+                GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
             if tag is None:
                 value, report = load.newest()
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
@@ -23,9 +24,11 @@ from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
-from xla_ckpt.snapshot.memory import STAGING
-from xla_ckpt.snapshot.take import lasts, take
-from xla_ckpt.state.describe import Description, describe, host_shards, shards_apart
+from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
+from xla_ckpt.snapshot.freezing import Deferred
+from xla_ckpt.snapshot.take import Mode, lasts, take
+from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
+from xla_ckpt.state.guard import GUARD, stepped
 from xla_ckpt.state.members import Objects, State, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
@@ -58,6 +61,8 @@ def save_checkpoint(
     replicas: Replicas = "equal",
     on_error: OnError = "raise",
     stale: Stale = "warn",
+    snapshot: Mode = "host",
+    snapshot_budget: int = BUDGET_BYTES,
     progress: bool | None = None,
     trace: PathLike | None = None,
     timeout: float = TIMEOUT,
@@ -104,6 +109,11 @@ def save_checkpoint(
         stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
             state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a
             `SaveError`; nothing is committed) or ``"ignore"``.
+        snapshot: How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"``
+            copies it to host memory before the call returns; ``"device"`` clones what is on an accelerator there, and
+            transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
+            background, and has the next optimizer step wait for that. XLA's and jax's arrays are never copied.
+        snapshot_budget: Host memory for what is copied in the background (bytes); the state may be larger.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each
             rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if
@@ -116,6 +126,8 @@ def save_checkpoint(
     Raises:
         UsageError: There is nothing to save, or an argument is not what its place is for. Nothing was written.
         DivergentReplicasError: Replicas differ, and `replicas` is ``"equal"``. The tag is as it was before.
+        ChangedStateError: The program wrote to a tensor that ``"overlap"`` had not copied yet, and nothing had it wait.
+            The tag is as it was before.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
@@ -123,19 +135,23 @@ def save_checkpoint(
         path,
         tag,
         Objects(model=model, optimizer=optimizer, scheduler=scheduler, user_content=user_content, extras=extras or {}),
-        layouts=_layouts(layout, use_xser=use_xser),
-        num_workers=num_workers,
-        num_kept=num_kept_ckpts,
-        async_save=async_save,
-        mesh=mesh,
-        shardings=shardings,
-        pinned=pinned,
-        replicas=replicas,
-        on_error=on_error,
-        stale=stale,
-        progress=progress,
-        trace=trace,
-        timeout=timeout,
+        _Options(
+            layouts=_layouts(layout, use_xser=use_xser),
+            workers=num_workers,
+            num_kept=num_kept_ckpts,
+            waits=not async_save,
+            mesh=mesh,
+            shardings=shardings,
+            pinned=pinned,
+            replicas=replicas,
+            snapshot=snapshot,
+            budget=snapshot_budget,
+            on_error=on_error,
+            stale=stale,
+            progress=progress,
+            trace=trace,
+            timeout=timeout,
+        ),
     )
 
 
@@ -155,6 +171,8 @@ def save(
     replicas: Replicas = "equal",
     on_error: OnError = "raise",
     stale: Stale = "warn",
+    snapshot: Mode = "host",
+    snapshot_budget: int = BUDGET_BYTES,
     progress: bool | None = None,
     trace: PathLike | None = None,
     timeout: float = TIMEOUT,
@@ -172,101 +190,123 @@ def save(
         path,
         tag,
         Tree(tree),
-        layouts=_layouts(layout, use_xser=use_xser),
-        num_workers=num_workers,
-        num_kept=num_kept_ckpts,
-        async_save=async_save,
-        mesh=mesh,
-        shardings=shardings,
-        pinned=pinned,
-        replicas=replicas,
-        on_error=on_error,
-        stale=stale,
-        progress=progress,
-        trace=trace,
-        timeout=timeout,
+        _Options(
+            layouts=_layouts(layout, use_xser=use_xser),
+            workers=num_workers,
+            num_kept=num_kept_ckpts,
+            waits=not async_save,
+            mesh=mesh,
+            shardings=shardings,
+            pinned=pinned,
+            replicas=replicas,
+            snapshot=snapshot,
+            budget=snapshot_budget,
+            on_error=on_error,
+            stale=stale,
+            progress=progress,
+            trace=trace,
+            timeout=timeout,
+        ),
     )
 
 
-def _save(
-    path: PathLike,
-    tag: str,
-    content: Objects | Tree,
-    *,
-    layouts: Sequence[Layout],
-    num_workers: int,
-    num_kept: int | None,
-    async_save: bool,
-    mesh: Mesh | str | None,
-    shardings: Rules | None,
-    pinned: bool,
-    replicas: Replicas,
-    on_error: OnError,
-    stale: Stale,
-    progress: bool | None,
-    trace: PathLike | None,
-    timeout: float,
-) -> SaveHandle:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """What a caller may say of a save, checked.
+
+    Raises (on construction):
+        UsageError: There is no such choice.
+    """
+
+    layouts: Sequence[Layout]
+    workers: int
+    num_kept: int | None
+    waits: bool
+    """Whether the caller waits until all is written."""
+    mesh: Mesh | str | None
+    shardings: Rules | None
+    pinned: bool
+    replicas: Replicas
+    snapshot: Mode
+    budget: int
+    on_error: OnError
+    stale: Stale
+    progress: bool | None
+    trace: PathLike | None
+    timeout: float
+
+    def __post_init__(self) -> None:
+        for name, choice, choices in (
+            ("replicas", self.replicas, get_args(Replicas)),
+            ("snapshot", self.snapshot, get_args(Mode)),
+            ("stale", self.stale, get_args(Stale)),
+            ("on_error", self.on_error, ("raise", "warn")),
+        ):
+            if choice in choices or (name == "on_error" and callable(choice)):
+                continue
+            known = " or ".join(map(repr, choices)) + (" or a function" if name == "on_error" else "")
+            raise UsageError(f"there is no such choice for {name}", expected=known, found=repr(choice))
+        if type(self.budget) is not int or self.budget <= 0:
+            raise UsageError(
+                "snapshot_budget is no number of bytes", expected="a positive int", found=repr(self.budget)
+            )
+
+
+def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) -> SaveHandle:
     """A save, from the call to the thread that writes: freeze the state, then start."""
     began = time.perf_counter()
-    if replicas not in get_args(Replicas):
-        raise UsageError("there is no such choice for replicas", expected="'equal' or 'first'", found=repr(replicas))
-    if stale not in get_args(Stale):
-        raise UsageError("there is no such choice for stale", expected="'warn', 'raise' or 'ignore'", found=repr(stale))
-    if on_error not in ("raise", "warn") and not callable(on_error):
-        raise UsageError(
-            "there is no such choice for on_error", expected="'raise', 'warn' or a function", found=repr(on_error)
-        )
-    store, file = store_at(path), trace_file(trace)
+    store, file = store_at(path), trace_file(options.trace)
     phases = Phases(keep=file is not None)
     install_exit_hook()
     with SAVES.turn(store.path) as untold, ORBAX.resting():
         phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
-        job = current_job(store.path, mesh, doing="save", timeout=timeout)
+        job = current_job(store.path, options.mesh, doing="save", timeout=options.timeout)
         rank, world = job.exchange.rank, job.exchange.size
         traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
         part: Part | CheckpointError
-        failed: Exception | None = None
+        refused: Exception | None = None
         try:
             if untold is not None:
                 raise untold
             check_tag(tag, store.path)
-            check_keep(num_kept)
+            check_keep(options.num_kept)
             with phases.timed("describe"), collector_paused():
                 state = content.state(job.placement)  # mistakes are found before the root directory is made
             if rank == 0:
                 _prepare(store)
             with collector_paused():
-                part = _freeze(
-                    state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas
-                )
+                part = _freeze(state, job.placement, phases, options)
         except Exception as error:
-            stall = _stalled(phases, began)
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-            problem = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
-            if world == 1 and (on_error == "raise" or isinstance(problem, MISTAKES)):
-                end(_refused(store, tag, stall, phases, error), phases, traced)
-                raise
-            part = problem
-        else:
-            stall = _stalled(phases, began)
-        save = Save(
-            store=store,
-            tag=tag,
-            job=job,
-            part=part,
-            pinned=pinned,
-            num_kept=num_kept,
-            replicas=replicas,
-            stale=stale,
-            workers=max(1, num_workers),
-            shown=False if async_save and progress is None else job.shows(progress),
-            phases=phases,
-            stall=stall,
-            trace=traced,
-        )
-        handle = SAVES.start(save, on_error)
-    if not async_save:
+            part = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
+            if world == 1 and (options.on_error == "raise" or isinstance(part, MISTAKES)):
+                refused = error
+        stall = _stalled(phases, began)
+        if refused is None:
+            save = Save(
+                store=store,
+                tag=tag,
+                job=job,
+                part=part,
+                pinned=options.pinned,
+                num_kept=options.num_kept,
+                replicas=options.replicas,
+                stale=options.stale,
+                workers=max(1, options.workers),
+                shown=False if not options.waits and options.progress is None else job.shows(options.progress),
+                phases=phases,
+                stall=stall,
+                trace=traced,
+            )
+            handle = SAVES.start(save, options.on_error)
+    if refused is not None:
+        # Only now: a function of the program that hears of it may save on the same path.
+        end(_refused(store, tag, stall, phases, refused), phases, traced)
+        try:
+            raise refused
+        finally:
+            del refused, part  # or this frame and the error's traceback would keep each other, and the state, in memory
+    if options.waits:
         handle.finish()
     return handle
 
@@ -299,40 +339,43 @@ def _prepare(store: Store) -> None:
         store.prepare()
 
 
-def _freeze(
-    state: State,
-    layouts: Sequence[Layout],
-    shardings: Rules | None,
-    placement: Placement,
-    phases: Phases,
-    *,
-    waits: bool,
-    replicas: Replicas,
-) -> Part:
+def _freeze(state: State, placement: Placement, phases: Phases, options: _Options) -> Part:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
     with phases.timed("describe"):
-        structure = any(layout.pickles for layout in layouts)
-        description = describe(state, placement, shardings, structure=structure, replicas=replicas)
-        writing = _first_that_can(layouts, description)
+        structure = any(layout.pickles for layout in options.layouts)
+        description = describe(state, placement, options.shardings, structure=structure, replicas=options.replicas)
+        writing = _first_that_can(options.layouts, description)
     with phases.timed("snapshot"):
         arrays = {
             path: held.taken_whole(path) if path in writing.whole else held for path, held in description.arrays.items()
         }
-        shards = host_shards(arrays)
+        shards = local_shards(arrays)
         many = placement.world > 1
         written = None
-        if many and not all(lasts(shard, waits=waits) for shard in shards.values()):
+        if many and not all(lasts(shard, waits=options.waits) for shard in shards.values()):
             # What another rank writes is not copied here, so it has to be known now who writes what.
             with phases.timed("plan"):
-                written = {(source.leaf, source.shard) for file in writing.plan.files for source in file.sources}
+                written = writing.plan.extents
+        watched = _watched(state, description, options)
         snapshot = take(
             shards,
             description.leaves if many else (),
-            waits=waits,
+            waits=options.waits,
+            mode=options.snapshot,
+            stepped=watched,
             written=written,
             loose=state.buffers,
             apart=shards_apart(description, writing.whole, shards) if many else None,
+            budget=options.budget,
         )
+        later = {leaf for (leaf, _), data in snapshot.memory.items() if isinstance(data, Deferred)}
+        with snapshot.released_on_failure():
+            GUARD.watch(
+                snapshot.freezing,
+                [value for leaf, value in watched.items() if leaf in later],
+                model=state.model,
+                with_optimizer=state.optimizer is not None,
+            )
     return Part(
         leaves=description.leaves,
         writing=writing,
@@ -344,6 +387,13 @@ def _freeze(
         alone=state.alone,
         parts=description.parts,
     )
+
+
+def _watched(state: State, description: Description, options: _Options) -> dict[str, Any]:
+    """The arrays, by leaf path, that may be copied later, since whoever writes to them waits for that."""
+    if options.waits or options.snapshot != "overlap":
+        return {}
+    return stepped({path: held.value for path, held in description.arrays.items()}, state.optimizer)
 
 
 def _layouts(layout: str | Sequence[str] | None, *, use_xser: bool) -> tuple[Layout, ...]:
@@ -390,4 +440,5 @@ def finalize_checkpoint() -> None:
     try:
         SAVES.wait()
     finally:
-        STAGING.free()
+        POOL.free()
+        GUARD.close()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
 
 class ArrayAdapter(Protocol):
@@ -37,7 +37,10 @@ class ArrayAdapter(Protocol):
         """Where its elements are in the global array; None if the array itself does not know."""
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        """The bytes of each piece of each value."""
+        """The bytes of each piece of each value, in host memory."""
+
+    def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[MemoryShard]]:
+        """The memory of each piece of each value, where it is: a device's that the program writes to stays there."""
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         """A target that overwrites `value`. `owned`: it is the parameter itself, not an alias of it."""

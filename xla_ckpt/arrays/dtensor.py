@@ -15,7 +15,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.cuts import Cut, Interval, held, interleaved, mesh_order, pieces_of, uneven
 from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
 
 class DTensors:
@@ -84,6 +84,12 @@ class DTensors:
         found: list[list[HostShard]] = []
         for value, local in values:
             found += self._plain(value._local_tensor).host([(value._local_tensor, local)])
+        return found
+
+    def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
+        found: list[Sequence[MemoryShard]] = []
+        for value, local in values:
+            found += self._plain(value._local_tensor).shards([(value._local_tensor, local)])
         return found
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:

@@ -17,7 +17,7 @@ from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard
 
 
 def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -55,6 +55,8 @@ class Jax:
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         return [[_host(s.data) for s in _owned(v) if s.data.size] for v, _ in values]
+
+    shards = host
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         return self.like(value, local)  # a jax array cannot be overwritten: its place takes the new one

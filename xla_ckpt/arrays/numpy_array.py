@@ -15,7 +15,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard
 
 
 def bytes_of(array: Any) -> memoryview:
@@ -45,6 +45,8 @@ class Numpy:
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
         return [[_host(_cut(v, p.local)) for p in local.pieces] for v, local in values]
+
+    shards = host
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         direct = value.flags.c_contiguous and value.flags.writeable and _is_whole(local, value.shape)

@@ -14,7 +14,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece, whole
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
 
 def _box(shard: Any) -> Box:
@@ -52,6 +52,13 @@ class ShardedTensors:
         for value, _ in values:
             tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
             found.append([self._plain(t).host([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
+        return found
+
+    def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
+        found: list[Sequence[MemoryShard]] = []
+        for value, _ in values:
+            tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
+            found.append([self._plain(t).shards([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
         return found
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:

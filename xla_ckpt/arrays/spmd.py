@@ -15,7 +15,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard
 
 _XLAC: Any = torch_xla._XLAC
 
@@ -83,6 +83,8 @@ class Spmd:
             [shard_of(cut(on_devices[p.lane][0], p.local)) for p in local.pieces]
             for on_devices, (_, local) in zip(_XLAC._get_local_shards(tensors), values, strict=True)
         ]
+
+    shards = host
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         inner = plain(value)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from xla_ckpt import dtypes
+from xla_ckpt.arrays.accelerator import TensorShard, version_of
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
@@ -19,7 +20,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.nn.UninitializedParameter)
 """Tensor classes that are nothing but a dense tensor."""
@@ -111,13 +112,19 @@ class TorchHost:
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         return [[self._host(cut(v.detach(), p.local)) for p in local.pieces] for v, local in values]
 
+    def shards(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[MemoryShard]]:
+        return [[self._shard(cut(v.detach(), p.local)) for p in local.pieces] for v, local in values]
+
+    def _shard(self, value: torch.Tensor) -> MemoryShard:
+        return self._host(value) if value.device.type == "cpu" else TensorShard(value)
+
     @staticmethod
     def _host(value: torch.Tensor) -> HostShard:
         in_place = value.device.type == "cpu" and value.is_contiguous() and not (value.is_conj() or value.is_neg())
         plain = value if in_place else value.cpu().resolve_conj().resolve_neg().contiguous()
         # A copy is ours alone. Of a CPU tensor some of these steps may have made none.
         is_copy = value.device.type != "cpu" or plain.data_ptr() != value.data_ptr()
-        return HostShard(bytes_of(plain), plain, immutable=is_copy)
+        return HostShard(bytes_of(plain), plain, immutable=is_copy, version=None if is_copy else version_of(plain))
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():

@@ -24,7 +24,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard
 
 _XLAC: Any = torch_xla._XLAC
 
@@ -119,6 +119,8 @@ class Xla:
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         held = to_host([v for v, _ in values])
         return [_shards(h, local) for h, (_, local) in zip(held, values, strict=True)]
+
+    shards = host
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         target = self.like(value, local)

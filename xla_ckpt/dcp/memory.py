@@ -12,7 +12,7 @@ from xla_ckpt.arrays.torch_host import bytes_of, cut, torch_type
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard
 
 
 def in_host_memory(named: Sequence[tuple[str, torch.Tensor]]) -> list[HostShard]:

@@ -51,6 +51,7 @@ from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.state.guard import GUARD
 from xla_ckpt.storage.door import PathLike
 
 
@@ -170,6 +171,7 @@ class StorageReader(Named, StockReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         places = self._places
         assert places is not None, "prepare_local_plan comes first"
+        GUARD.wait()  # a save of this library may not have copied yet what is overwritten now
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn]))

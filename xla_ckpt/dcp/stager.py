@@ -17,7 +17,8 @@ from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate
-from xla_ckpt.snapshot.take import COPIERS, COPY_BYTES, HostShard
+from xla_ckpt.snapshot.shards import HostShard
+from xla_ckpt.snapshot.take import COPIERS, COPY_BYTES
 from xla_ckpt.storage.pool import work_off
 from xla_ckpt.tree import path as paths
 

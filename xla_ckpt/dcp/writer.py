@@ -53,7 +53,7 @@ from xla_ckpt.plan.save_plan import FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan as FilePlans
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.snapshot.sample import sample
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.storage.door import PathLike, above, is_working_directory
 from xla_ckpt.tags import replacement

@@ -14,6 +14,7 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
 from xla_ckpt.job.call import leave
+from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.tags.orbax_import import ORBAX
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
 class SaveHandle:
     """A save that may still be in flight."""
 
-    def __init__(self, path: str, tag: str) -> None:
+    def __init__(self, path: str, tag: str, freezing: Freezing | None = None) -> None:
+        self._freezing = freezing
         self.path = path
         """Root directory."""
         self.tag = tag
@@ -56,6 +58,16 @@ class SaveHandle:
         """Why the save failed; None if it did not, or is in flight. Asking counts as being told."""
         self._told = self._told or self._error is not None
         return self._error
+
+    def frozen(self, timeout: float | None = None) -> bool:
+        """Wait until the program may write to whatever is saved, even where no guard sees it; whether it may.
+
+        That is so at once, unless the save was told ``snapshot="overlap"``. It is so, too, when the save has failed.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes, 0 only asks.
+        """
+        return self._freezing is None or self._freezing.wait(timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the save, and say what it did.
@@ -132,7 +144,7 @@ class Saves:
 
     def start(self, save: Save, on_error: OnError = "raise") -> SaveHandle:
         """Run a save in the background. The caller has the `turn`. `on_error` hears of its error before all others."""
-        handle = SaveHandle(save.store.path, save.tag)
+        handle = SaveHandle(save.store.path, save.tag, save.freezing)
         go = threading.Event()
 
         def work() -> None:
@@ -150,7 +162,11 @@ class Saves:
 
         # Not a daemon: the interpreter must not end under a save.
         handle._thread = threading.Thread(target=work, name=f"xla_ckpt-save-{save.tag}", daemon=False)
-        handle._thread.start()
+        try:
+            handle._thread.start()
+        except RuntimeError:  # no further thread is to be had
+            save.release()
+            raise
         with self._lock:
             self._latest[handle.path] = handle
         go.set()

@@ -27,7 +27,7 @@ class SaveReport:
     """From the start of the background work to the commit."""
 
     stall: float = 0.0
-    """Seconds that the caller waited for the snapshot."""
+    """Seconds that the caller waited for the snapshot, and the program's writers for it afterwards."""
 
     phases: Mapping[str, Phase] = field(default_factory=dict)
     """Where the time went (see `xla_ckpt.engine.phases.SAVE_PHASES`)."""

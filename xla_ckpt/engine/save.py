@@ -42,6 +42,7 @@ from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.tags import commit as tags
@@ -128,6 +129,11 @@ class Save:
     """Where a trace goes, if one is wanted."""
 
     @property
+    def freezing(self) -> Freezing | None:
+        """When the program may write to what is saved; None if it could not be prepared."""
+        return self.part.snapshot.freezing if isinstance(self.part, Part) else None
+
+    @property
     def exchange(self) -> Round:
         """Where this rank talks with the others."""
         return self.job.exchange
@@ -155,8 +161,7 @@ class Save:
             self._end(began, 0, SavePlan(()), error)
             raise
         finally:
-            if isinstance(self.part, Part):
-                self.part.snapshot.release()
+            self.release()
         return self._end(began, sequence, written)
 
     def _end(self, began: float, sequence: int, written: SavePlan, error: Exception | None = None) -> SaveReport:
@@ -170,7 +175,7 @@ class Save:
             nbytes=written.nbytes,
             files=len(written.files),
             seconds=ended - began,
-            stall=self.stall,
+            stall=self.stall + (self.freezing.stall if self.freezing is not None else 0.0),
             phases=self.phases.report(),
             error=error,
         )
@@ -185,6 +190,11 @@ class Save:
             )
         end(report, self.phases, self.trace)
         return report
+
+    def release(self) -> None:
+        """Let go of what is saved: the program may write to it."""
+        if isinstance(self.part, Part):
+            self.part.snapshot.release()
 
     def tidy(self) -> None:
         """Remove what this save and earlier ones left behind; called when the outcome is known.
@@ -308,7 +318,13 @@ class Save:
         check_space(directory, plan)
         with Progress(f"save {self.tag}", plan.nbytes, self.shown) as bar:
             written = write_files(
-                directory, plan, part.snapshot.memory, workers=self.workers, progress=bar, phases=self.phases
+                directory,
+                plan,
+                part.snapshot.memory,
+                workers=self.workers,
+                progress=bar,
+                phases=self.phases,
+                budget=part.snapshot.budget,
             )
         files = (*written.files, *write_objects(directory, part.objects, rank, world))
         return Record(

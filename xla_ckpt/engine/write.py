@@ -11,11 +11,12 @@ import errno
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from xla_ckpt.engine.feed import Extract, Feed, Wanted
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.errors import StorageError
 from xla_ckpt.files.codec import Glue
@@ -23,6 +24,8 @@ from xla_ckpt.files.crc32 import crc32, joined
 from xla_ckpt.manifest import digest as digests
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written
+from xla_ckpt.snapshot.arena import BUDGET_BYTES
+from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.storage.base import BLOCK, Directory, Sink, write_small
 from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
 
@@ -32,8 +35,8 @@ WRITERS = 8
 COPY_WITHOUT_GIL = 64 * 1024
 """From this size on a copy goes through numpy, which releases the interpreter lock."""
 
-ShardBytes = Mapping[tuple[str, int], memoryview]
-"""(leaf path, local shard) -> its bytes in C order, unchanging until the save is done."""
+ShardBytes = Mapping[tuple[str, int], memoryview | Deferred]
+"""(leaf path, local shard) -> its bytes in C order, unchanging until the save is done; or what they are copied from."""
 
 CountBytes = Callable[[int], None]
 """Called with the number of bytes that have just been dealt with, from any thread."""
@@ -50,17 +53,18 @@ class _File:
         """Index of each non-empty region."""
         self.starts = [self.places[i][0] for i in self.regions]
         """File offset of each non-empty region, ascending."""
-        self.sources: list[memoryview] = []
+        self.sources = [memory[plan.sources[i].leaf, plan.sources[i].shard] for i in self.regions]
+        """The shard that each non-empty region is a part of."""
+        self.offsets = [plan.sources[i].offset for i in self.regions]
+        """Where each non-empty region begins in its shard."""
+        self.lengths = [plan.sources[i].nbytes for i in self.regions]
         """Bytes of each non-empty region."""
-        for i in self.regions:
-            source = plan.sources[i]
-            self.sources.append(memory[source.leaf, source.shard][source.offset : source.offset + source.nbytes])
         self.first_block: list[int] = []
         """Index of the first digest of each non-empty region."""
         blocks = 0
-        for data in self.sources:
+        for nbytes in self.lengths:
             self.first_block.append(blocks)
-            blocks += digests.block_count(len(data))
+            blocks += digests.block_count(nbytes)
         self.digests = [0] * blocks
         self.crcs: dict[tuple[int, int], tuple[int, int]] = {}
         """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
@@ -99,6 +103,24 @@ class _Segment:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a segment has of a region."""
+
+    region: int
+    """Index of the non-empty region."""
+
+    at: int
+    """Offset in the segment."""
+
+    low: int
+    high: int
+    """First byte of the region in the segment, and the one behind the last."""
+
+    reach: int
+    """Where the last digest block ends that begins in the segment: at `high` or behind it."""
+
+
 def write_files(
     directory: Directory,
     plan: SavePlan,
@@ -108,12 +130,15 @@ def write_files(
     progress: CountBytes = lambda _: None,
     phases: Phases | None = None,
     segment_bytes: int = BUFFER_BYTES,
+    budget: int = BUDGET_BYTES,
 ) -> Written:
     """Write the payload files of a plan.
 
-    Returns when every file is durable; the names in `directory` are not yet (`Directory.sync`).
+    Returns when every file is durable; the names in `directory` are not yet (`Directory.sync`). What is `Deferred` is
+    copied ahead of the writers, into `budget` bytes of host memory at most.
 
     Raises:
+        SaveError: A copy from the program's memory failed, or came too late.
         OSError: The storage refused. Files that were begun are left for the owner of the directory to remove.
     """
     files = [_File(plan, memory, segment_bytes) for plan in plan.files]
@@ -121,17 +146,34 @@ def write_files(
     largest = max((s.stop - s.start for s in segments), default=0)
     phases = Phases() if phases is None else phases
 
+    deferred = [source for source in memory.values() if isinstance(source, Deferred)]
+    feed = Feed(_wanted(files, segments) if deferred else {}, deferred, budget)
+
     def write(segment: _Segment, buffer: memoryview) -> None:
-        progress(_write_segment(files[segment.file], directory, segment, buffer, phases))
+        file, began = files[segment.file], time.perf_counter()
+        if segment not in feed:
+            parts = _gather(file, segment, buffer)
+            _add_copy(phases, file, began, parts)
+            progress(_write_segment(file, directory, segment, buffer, parts, phases))
+            return
+        piece = feed.image(segment)
+        try:
+            image = piece.memory.data
+            parts = [(part, image[part.at : part.at + part.reach - part.low]) for part in _parts(file, segment)]
+            _add_copy(phases, file, began, parts)
+            progress(_write_segment(file, directory, segment, image, parts, phases))
+        finally:
+            piece.give_back()
 
     try:
-        work_off(
-            segments,
-            write,
-            workers=min(threads(workers, 3), len(segments)) or 1,
-            buffer_bytes=-(-largest // BLOCK) * BLOCK,
-            name="xla_ckpt-write",
-        )
+        with feed:
+            work_off(
+                segments,
+                write,
+                workers=min(threads(workers, 3), len(segments)) or 1,
+                buffer_bytes=-(-largest // BLOCK) * BLOCK,
+                name="xla_ckpt-write",
+            )
     finally:
         for file in files:
             if file.sink is not None:
@@ -182,6 +224,12 @@ def write_record(directory: Directory, path: str, data: bytes) -> FileRecord:
     return FileRecord(path=path, size=len(data), head=len(data), digest=digests.digest(data))
 
 
+def _add_copy(phases: Phases, file: _File, began: float, parts: Sequence[tuple[_Part, memoryview]]) -> None:
+    copied = time.perf_counter()
+    moved = sum(part.high - part.low for part, _ in parts)
+    phases.add("copy", copied - began, moved, ended=copied, about=file.plan.path)
+
+
 def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
     """The segments of all files. A file without a byte has one, too: somebody has to make it."""
     for number, file in enumerate(files):
@@ -189,17 +237,37 @@ def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
             yield _Segment(number, start, min(start + segment_bytes, file.size))
 
 
-def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer: memoryview, phases: Phases) -> int:
-    """Write one segment of a file; returns how many bytes of regions are in it."""
+def _wanted(files: Sequence[_File], segments: Sequence[_Segment]) -> dict[Hashable, Wanted]:
+    """What is in the image of each segment that has bytes of deferred shards."""
+    found: dict[Hashable, Wanted] = {}
+    for segment in segments:
+        file = files[segment.file]
+        parts = _parts(file, segment)
+        if any(isinstance(file.sources[part.region], Deferred) for part in parts):
+            extracts = [
+                Extract(part.at, file.sources[part.region], file.offsets[part.region] + part.low, part.reach - part.low)
+                for part in parts
+            ]
+            found[segment] = Wanted(segment.stop - segment.start, extracts)
+    return found
+
+
+def _write_segment(
+    file: _File,
+    directory: Directory,
+    segment: _Segment,
+    buffer: memoryview,
+    parts: Sequence[tuple[_Part, memoryview]],
+    phases: Phases,
+) -> int:
+    """Write one segment of a file, which is in `buffer`; returns how many bytes of regions are in it."""
     nbytes = segment.stop - segment.start
     is_whole_file = nbytes == file.size
     began = time.perf_counter()
     sink = file.opened(directory)
     opened = time.perf_counter()
-    parts = _gather(file, segment, buffer)
-    copied = time.perf_counter()
-    for i, low, high in parts:
-        _digest(file, i, low, high)
+    for part, data in parts:
+        _digest(file, part, data)
     if is_whole_file:
         # All digests are known already, so the glue goes out with the same write: small files take one call, not two.
         for at, text in file.finished():
@@ -207,10 +275,9 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
     digested = time.perf_counter()
     sink.write(buffer, nbytes, segment.start)
     written = time.perf_counter()
-    moved = sum(high - low for _, low, high in parts)
+    moved = sum(part.high - part.low for part, _ in parts)
     path = file.plan.path
-    phases.add("copy", copied - opened, moved, ended=copied, about=path)
-    phases.add("digest", digested - copied, moved, ended=digested, about=path)
+    phases.add("digest", digested - opened, moved, ended=digested, about=path)
     phases.add("write", opened - began, ended=opened, about=path)  # making the file
     phases.add("write", written - digested, nbytes, ended=written, about=path)
     with file.lock:
@@ -225,17 +292,30 @@ def _write_segment(file: _File, directory: Directory, segment: _Segment, buffer:
     return moved
 
 
-def _gather(file: _File, segment: _Segment, buffer: memoryview) -> list[tuple[int, int, int]]:
-    """Copy what lies in a segment into the buffer: (non-empty region, first and last byte of it) of each part."""
+def _parts(file: _File, segment: _Segment) -> list[_Part]:
+    """What a segment has of the regions of its file."""
     parts = []
     i = max(bisect_right(file.starts, segment.start) - 1, 0)  # the region that the segment begins in, if any
     while i < len(file.starts) and file.starts[i] < segment.stop:
-        start, source = file.starts[i], file.sources[i]
-        low, high = max(segment.start, start), min(segment.stop, start + len(source))
+        start, nbytes = file.starts[i], file.lengths[i]
+        low, high = max(segment.start - start, 0), min(segment.stop - start, nbytes)
         if low < high:
-            _copy(buffer[low - segment.start : high - segment.start], source[low - start : high - start])
-            parts.append((i, low - start, high - start))
+            block = digests.block_size(nbytes)
+            reach = max(high, min(-(-high // block) * block, nbytes)) if high > -(-low // block) * block else high
+            parts.append(_Part(i, start + low - segment.start, low, high, reach))
         i += 1
+    return parts
+
+
+def _gather(file: _File, segment: _Segment, buffer: memoryview) -> list[tuple[_Part, memoryview]]:
+    """Copy what lies in a segment into the buffer: each part of it, and its bytes as far as it reaches."""
+    parts = []
+    for part in _parts(file, segment):
+        source = file.sources[part.region]
+        assert isinstance(source, memoryview), "a segment with deferred shards is fed"
+        at = file.offsets[part.region]
+        _copy(buffer[part.at : part.at + part.high - part.low], source[at + part.low : at + part.high])
+        parts.append((part, source[at + part.low : at + part.reach]))
     return parts
 
 
@@ -246,12 +326,12 @@ def _copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def _digest(file: _File, i: int, low: int, high: int) -> None:
-    """Digest the blocks of region `i` that begin at `low <= byte < high` of it; a block may reach further."""
-    # Each block is digested by the one segment that it begins in, from the source: none is digested twice or left out.
-    source = file.sources[i]
+def _digest(file: _File, part: _Part, data: memoryview) -> None:
+    """Digest the blocks of a region that begin in a part of it, from its bytes as far as the part reaches."""
+    # Each block is digested by the one segment that it begins in: none is digested twice or left out.
+    i, low = part.region, part.low
     if file.plan.codec.wants_crc32:
-        file.crcs[i, file.starts[i] + low] = crc32(source[low:high]), high - low
-    block = digests.block_size(len(source))
-    for b in range(-(-low // block), -(-high // block)):
-        file.digests[file.first_block[i] + b] = digests.digest(source[b * block : (b + 1) * block])
+        file.crcs[i, file.starts[i] + low] = crc32(data[: part.high - low]), part.high - low
+    block = digests.block_size(file.lengths[i])
+    for b in range(-(-low // block), -(-part.high // block)):
+        file.digests[file.first_block[i] + b] = digests.digest(data[b * block - low : (b + 1) * block - low])

@@ -130,6 +130,17 @@ class SavePlan:
         """Array bytes that this process writes."""
         return sum(f.data_bytes for f in self.files)
 
+    @property
+    def extents(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """First byte that this process writes of each shard (leaf path, index), and the one behind the last."""
+        found: dict[tuple[str, int], tuple[int, int]] = {}
+        for file in self.files:
+            for source in file.sources:
+                low, high = found.get((source.leaf, source.shard), (source.offset, source.offset))
+                stop = source.offset + source.nbytes
+                found[source.leaf, source.shard] = min(low, source.offset), max(high, stop)
+        return found
+
     def minus(self, leaves: frozenset[str]) -> SavePlan:
         """What this process writes if other processes, which did not share in this plan, store `leaves`.
 

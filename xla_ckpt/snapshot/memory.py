@@ -155,7 +155,8 @@ class Staging:
     One region is lent at a time; a request while it is lent gets memory of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Bytes] = allocate) -> None:
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._kept = allocate(0)
         self._lent = False
@@ -164,11 +165,11 @@ class Staging:
         """At least `nbytes` bytes; give them back with `give_back`."""
         with self._lock:
             if self._lent:
-                return allocate(nbytes)
-            self._lent = True
+                return self._allocate(nbytes)
             if len(self._kept) < nbytes:
                 self._kept = allocate(0)  # free the old one first
-                self._kept = allocate(nbytes)
+                self._kept = self._allocate(nbytes)
+            self._lent = True
             return self._kept
 
     def give_back(self, memory: Bytes) -> None:
@@ -182,7 +183,3 @@ class Staging:
         with self._lock:
             if not self._lent:
                 self._kept = allocate(0)
-
-
-STAGING = Staging()
-"""The staging memory of this process."""

@@ -1,22 +1,27 @@
 """Snapshots: the bytes of a state, frozen at one instant.
 
-Immutable memory (XLA buffers, jax arrays) is only held. Memory that its owner will change is copied into staging
-memory that is kept between saves, unless the caller waits until everything is written.
+Immutable memory (XLA buffers, jax arrays) is only held. Memory that its owner will change is copied before the caller
+goes on, into memory that is kept between saves; or it is deferred, and copied while the caller goes on (see `Mode`).
+Where the caller waits until everything is written, host memory is only held, and a device's is copied bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import Sample
-from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, STAGING, Bytes
-from xla_ckpt.snapshot.sample import sample
+from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
+from xla_ckpt.snapshot.freezing import Deferred, Freezing
+from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, Bytes, Staging
+from xla_ckpt.snapshot.sample import sample, windows
+from xla_ckpt.snapshot.shards import HostShard, Link, MemoryShard
 from xla_ckpt.storage.pool import work_off
 
 COPIERS = 2
@@ -25,20 +30,13 @@ COPIERS = 2
 COPY_BYTES = 16 * 1024 * 1024
 """Largest single copy: so that the copiers finish together."""
 
+SMALL_BYTES = 16 * 1024
+"""Host memory up to this size is copied at once: to defer it would take longer."""
 
-@dataclass(frozen=True, slots=True)
-class HostShard:
-    """The bytes of one local shard in host memory."""
-
-    data: memoryview
-    """Its bytes in C order."""
-
-    keep: Any
-    """Whatever owns the memory."""
-
-    immutable: bool
-    """Whether nobody will write to the memory while `keep` is held."""
-
+Mode = Literal["host", "device", "overlap"]
+"""How the memory that a program writes to is frozen: in host memory, before the caller goes on; as clones on the
+device, which are copied later; or not at all, where somebody sees to it that it is not written to before it is copied.
+"""
 
 Key = tuple[str, int]
 """(leaf path, local shard)."""
@@ -46,13 +44,19 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, kw_only=True)
 class Snapshot:
-    """A frozen state. `release` it when it is written."""
+    """A frozen state, or one that freezes while it is written. `release` it when it is written."""
 
-    memory: dict[Key, memoryview]
+    memory: dict[Key, memoryview | Deferred] = field(default_factory=dict)
     """The bytes that this rank may have to write."""
 
     keep: list[Any] = field(default_factory=list)
-    staging: Bytes | None = None
+    staged: list[tuple[Staging, Bytes]] = field(default_factory=list)
+    budget: int = BUDGET_BYTES
+    """Host memory for what is deferred (bytes)."""
+
+    freezing: Freezing = field(default_factory=Freezing)
+    """When the program may write to its memory."""
+
     sampled: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Samples of leaves whose memory may have changed since."""
 
@@ -66,63 +70,130 @@ class Snapshot:
         """Samples of the leaves that other ranks hold, too, by leaf path."""
         return self.sampled | _samples(self.unsampled, self.loose)
 
+    @contextlib.contextmanager
+    def released_on_failure(self) -> Iterator[None]:
+        """Release it if the block raises: nobody may wait for a save that is not begun."""
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+
     def release(self) -> None:
-        """Let go of all memory."""
+        """Let go of all memory, and let the program write to its own."""
+        self.freezing.over()
         self.memory.clear()
         self.keep.clear()
         self.unsampled.clear()
-        if self.staging is not None:
-            STAGING.give_back(self.staging)
-            self.staging = None
+        for staging, memory in self.staged:
+            staging.give_back(memory)
+        self.staged.clear()
 
 
-def lasts(shard: HostShard, *, waits: bool) -> bool:
-    """Whether the memory of a shard stays as it is until the save is done. `waits`: whether the caller waits for it."""
-    return shard.immutable or waits
+def lasts(shard: MemoryShard, *, waits: bool) -> bool:
+    """Whether a shard is in host memory that stays as it is until the save is done. `waits`: the caller waits."""
+    return isinstance(shard, HostShard) and (shard.immutable or waits)
 
 
 def take(
-    shards: Mapping[Key, HostShard],
+    shards: Mapping[Key, MemoryShard],
     leaves: Sequence[Leaf] = (),
     *,
     waits: bool,
-    written: Collection[Key] | None = None,
+    mode: Mode = "host",
+    stepped: Collection[str] = (),
+    written: Mapping[Key, tuple[int, int]] | None = None,
     loose: frozenset[str] = frozenset(),
     apart: Mapping[str, list[HostShard]] | None = None,
+    budget: int = BUDGET_BYTES,
 ) -> Snapshot:
-    """Freeze a state: hold its memory, or copy it where that is not enough.
+    """Freeze a state: hold its memory, or copy it where that is not enough, or see to it that it is copied later.
 
     Args:
-        shards: The bytes of all local shards.
+        shards: All local shards.
         leaves: Array leaves of which samples are wanted, for the sake of other ranks that hold them, too.
-        waits: The caller waits until the save is done, so nothing changes and nothing is copied.
-        written: What this rank writes; None for all of it. What others write is only sampled here.
+        waits: The caller waits until the save is done, so nothing changes and nothing in host memory is copied.
+        mode: What is done with memory that the program writes to.
+        stepped: Leaves whose memory is written to only when `Snapshot.freezing` says so. "overlap" defers these.
+        written: First byte that this rank writes of each shard, and the one behind the last; None for all of them. What
+            others write is only sampled here.
         loose: Leaves whose replicas need not be equal.
         apart: The shards of leaves that `shards` has as one, where other ranks hold some of them and not the rest.
+        budget: Host memory for what is copied later (bytes).
     """
     kept = {key: s for key, s in shards.items() if written is None or key in written}
-    moving = [(key, s) for key, s in kept.items() if not lasts(s, waits=waits) and len(s.data)]
-    snapshot = Snapshot(
-        memory={key: s.data for key, s in kept.items()}, keep=[s.keep for s in kept.values()], loose=loose
-    )
+    snapshot = Snapshot(loose=loose, budget=budget)
     changing: list[tuple[Leaf, list[HostShard]]] = []
     for leaf in leaves:
         if not any(s.replicas > 1 for s in leaf.shards):
             continue
-        held = (apart or {}).get(leaf.path) or _of_leaf(leaf.path, shards)
+        pieces: Sequence[MemoryShard] = (apart or {}).get(leaf.path) or _of_leaf(leaf.path, shards)
+        held = [_near(shard) for shard in pieces]
         if all(lasts(shard, waits=waits) for shard in held):
             snapshot.unsampled.append((leaf, held))  # sampled in the background: it stays as it is
         else:
             changing.append((leaf, held))  # sampled before the caller may change it
     snapshot.sampled = _samples(changing, loose)
-    if moving:
-        _copy(moving, snapshot)
+    with snapshot.released_on_failure():
+        _freeze(kept, snapshot, written or {}, waits=waits, mode=mode, stepped=stepped)
     return snapshot
 
 
-def _of_leaf(path: str, shards: Mapping[Key, HostShard]) -> list[HostShard]:
+def _freeze(
+    kept: Mapping[Key, MemoryShard],
+    snapshot: Snapshot,
+    written: Mapping[Key, tuple[int, int]],
+    *,
+    waits: bool,
+    mode: Mode,
+    stepped: Collection[str],
+) -> None:
+    """Fill a snapshot with what is held, deferred or copied of these shards."""
+    deferred: list[tuple[Key, MemoryShard]] = []
+    moving: list[tuple[Key, MemoryShard]] = []
+    for key, given in kept.items():
+        if not given.nbytes:
+            snapshot.memory[key] = memoryview(b"")
+            continue
+        shard: MemoryShard = given
+        if isinstance(given, HostShard):
+            if lasts(given, waits=waits):
+                snapshot.memory[key] = given.data
+                snapshot.keep.append(given.keep)
+                continue
+        else:
+            shard = given.clone() if mode == "device" and not waits else given.in_order()
+        later = _is_deferred(shard, waits=waits, mode=mode, stepped=key[0] in stepped)
+        (deferred if later else moving).append((key, shard))
+    for link in {shard.link for _, shard in (*deferred, *moving)}:
+        link.follow()
+    for key, shard in deferred:
+        changes = not waits and not shard.immutable
+        snapshot.memory[key] = Deferred(key[0], shard, snapshot.freezing, changes=changes)
+    snapshot.freezing.complete()
+    if moving:
+        _copy(moving, snapshot, written)
+
+
+def _is_deferred(shard: MemoryShard, *, waits: bool, mode: Mode, stepped: bool) -> bool:
+    """Whether a shard that does not last in host memory is copied while the caller goes on."""
+    guarded = mode == "overlap" and stepped and shard.version is not None
+    if isinstance(shard, HostShard):
+        return guarded and shard.nbytes > SMALL_BYTES
+    return waits or guarded or (shard.immutable and mode != "host")
+
+
+def _near(shard: MemoryShard) -> HostShard:
+    """What a sample looks at of a shard, in host memory."""
+    if isinstance(shard, HostShard):
+        return shard
+    found = shard.look(windows(shard.nbytes)) if shard.nbytes else b""
+    return HostShard(memoryview(found), None, immutable=True)
+
+
+def _of_leaf(path: str, shards: Mapping[Key, MemoryShard]) -> list[MemoryShard]:
     """All shards of one leaf, which are numbered from 0."""
-    found: list[HostShard] = []
+    found: list[MemoryShard] = []
     while (path, len(found)) in shards:
         found.append(shards[path, len(found)])
     return found
@@ -147,19 +218,48 @@ def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[st
     return found
 
 
-def _copy(moving: Sequence[tuple[Key, HostShard]], snapshot: Snapshot) -> None:
-    """Copy shards into staging memory, and have the snapshot refer to the copies."""
-    places = _places([len(s.data) for _, s in moving])
-    total = places[-1]
-    snapshot.staging = staging = STAGING.borrow(total)
-    copies = []
-    for (key, shard), at in zip(moving, places, strict=False):
-        target = staging[at : at + len(shard.data)]
+def _copy(
+    moving: Sequence[tuple[Key, MemoryShard]], snapshot: Snapshot, written: Mapping[Key, tuple[int, int]]
+) -> None:
+    """Copy shards into staging memory, and have the snapshot refer to the copies. All of a device's are one batch.
+
+    Of a shard in `written` only those bytes are copied.
+    """
+    by_link: dict[Link, list[tuple[Key, MemoryShard]]] = {}
+    for key, shard in moving:
+        by_link.setdefault(shard.link, []).append((key, shard))
+    in_host: list[tuple[Bytes, Bytes]] = []
+    try:
+        for link, batch in by_link.items():
+            for key, shard, target in _staged(link, batch, snapshot):
+                low, high = written.get(key, (0, shard.nbytes))
+                if isinstance(shard, HostShard):
+                    source = np.frombuffer(shard.data, np.uint8)
+                    cuts = [slice(i, min(i + COPY_BYTES, high)) for i in range(low, high, COPY_BYTES)]
+                    in_host += [(target[cut], source[cut]) for cut in cuts]
+                else:
+                    shard.begin_copy(low, target[low:high])
+        if in_host:  # while the devices are at work
+            workers = COPIERS if sum(len(target) for target, _ in in_host) > COPY_BYTES else 1
+            work_off(in_host, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")
+    finally:
+        # After an error, too: the memory must not be lent to others while a copy into it is on its way.
+        for link in by_link:
+            link.mark()()
+
+
+def _staged(
+    link: Link, batch: Sequence[tuple[Key, MemoryShard]], snapshot: Snapshot
+) -> Iterator[tuple[Key, MemoryShard, Bytes]]:
+    """Each shard, and where in staging memory it goes."""
+    places = _places([shard.nbytes for _, shard in batch])
+    staging = POOL.staging(link)
+    memory = staging.borrow(places[-1])
+    snapshot.staged.append((staging, memory))
+    for (key, shard), at in zip(batch, places, strict=False):
+        target = memory[at : at + shard.nbytes]
         snapshot.memory[key] = target.data
-        source = np.frombuffer(shard.data, np.uint8)
-        copies += [(target[i : i + COPY_BYTES], source[i : i + COPY_BYTES]) for i in range(0, len(source), COPY_BYTES)]
-    workers = COPIERS if total > COPY_BYTES else 1
-    work_off(copies, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")
+        yield key, shard, target
 
 
 def _places(sizes: Sequence[int]) -> list[int]:

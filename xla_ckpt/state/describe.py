@@ -22,7 +22,8 @@ from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.ranges import Runs, runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
-from xla_ckpt.snapshot.take import HostShard
+from xla_ckpt.snapshot.sample import windows
+from xla_ckpt.snapshot.shards import HostShard, Look, MemoryShard
 from xla_ckpt.state.members import State
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, resolver
@@ -60,22 +61,29 @@ class HeldArray:
             return self  # an array that knows its own place has no padding
         return HeldArray(self.value, whole(self.shape), self.adapter)
 
-    def apart(self, data: HostShard, itemsize: int) -> list[HostShard]:
-        """The pieces of this array, from its whole tensor: of a scattered one copies of some of its runs of bytes."""
+    def apart(self, data: MemoryShard, itemsize: int) -> list[HostShard]:
+        """The pieces of this array, from its whole tensor. Of scattered ones, and of a device's, only a sample."""
         places = [runs(piece.local, Box.whole(self.shape), itemsize) for piece in self.local.pieces]
         return [_cut_out(data, at) for at in places]
 
 
-def _cut_out(data: HostShard, at: Runs) -> HostShard:
+def _cut_out(data: MemoryShard, at: Runs) -> HostShard:
     """A piece of a tensor, to be compared with other ranks' copies of it."""
-    if at.contiguous:
+    if at.contiguous and isinstance(data, HostShard):
         return replace(data, data=data.data[at.offset : at.offset + at.nbytes])
-    taken = bytearray()
-    step = max(1, at.counts[0] // SAMPLED_RUNS)
-    for i in range(0, at.counts[0], step):
-        first = at.offset + i * at.strides[0]
-        taken += data.data[first : first + min(at.nbytes, SAMPLED_BYTES)]
-    return HostShard(data=memoryview(bytes(taken)), keep=None, immutable=True)
+    if at.contiguous:
+        look = windows(at.nbytes)
+        look = replace(look, offset=at.offset + look.offset)
+    else:
+        step = max(1, at.counts[0] // SAMPLED_RUNS)
+        look = Look(
+            offset=at.offset,
+            count=-(-at.counts[0] // step),
+            stride=step * at.strides[0],
+            nbytes=min(at.nbytes, SAMPLED_BYTES),
+        )
+    taken = look.of(data.data) if isinstance(data, HostShard) else data.look(look)
+    return HostShard(data=memoryview(taken), keep=None, immutable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,22 +205,22 @@ def describe_arrays(
     return tuple(leaves), held, aliases
 
 
-def host_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], HostShard]:
-    """The bytes of all local shards, by (leaf path, shard). One batch for each kind of array."""
+def local_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], MemoryShard]:
+    """All local shards, by (leaf path, shard). One batch for each kind of array."""
     batches: dict[int, tuple[ArrayAdapter, list[str]]] = {}
     for path, array in held.items():
         batches.setdefault(id(array.adapter), (array.adapter, []))[1].append(path)
-    shards: dict[tuple[str, int], HostShard] = {}
+    shards: dict[tuple[str, int], MemoryShard] = {}
     for adapter, batch in batches.values():
         pairs = [(held[path].value, held[path].local) for path in batch]
-        for path, pieces in zip(batch, adapter.host(pairs), strict=True):
+        for path, pieces in zip(batch, adapter.shards(pairs), strict=True):
             for i, shard in enumerate(pieces):
                 shards[path, i] = shard
     return shards
 
 
 def shards_apart(
-    description: Description, whole: frozenset[str], shards: Mapping[tuple[str, int], HostShard]
+    description: Description, whole: frozenset[str], shards: Mapping[tuple[str, int], MemoryShard]
 ) -> dict[str, list[HostShard]]:
     """The pieces of arrays that are taken whole (`whole`), where other ranks hold some of them and not the rest."""
     itemsizes = {leaf.path: leaf.dtype.itemsize for leaf in description.leaves}

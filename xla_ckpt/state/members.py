@@ -39,6 +39,9 @@ class State:
     model: Any = None
     """The module whose layers are asked how their parameters are split."""
 
+    optimizer: Any = None
+    """The optimizer, without what wraps it."""
+
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
     """Leaf paths of buffers, which may differ between ranks."""
@@ -165,6 +168,7 @@ class Objects:
         return State(
             tree=tree,
             model=model,
+            optimizer=optimizer,
             parameters=parameters,
             buffers=buffers,
             alone=tuple(alone),

@@ -37,6 +37,7 @@ def save_checkpoint(
     *,
     layout: str | Sequence[str] | None = None,
     replicas: Literal["equal", "first"] = "equal",
+    snapshot: Literal["host", "device", "overlap"] = "host",
 ) -> None:
     """Save a training state under ``<checkpoint_dir_str>/<tag>``. All ranks make the same call.
 
@@ -61,6 +62,7 @@ def save_checkpoint(
             ZeRO-1 shards over context-parallel ranks, DTensors, SPMD arrays.
         replicas: ``"first"`` saves a job whose replicas have drifted apart: of each array the first replica counts, and
             the tag says of which arrays it was so. By default that is an error, and nothing is saved.
+        snapshot: How memory that the program writes to is frozen with `async_save` (docs/snapshots.md).
 
     Raises:
         xla_ckpt.UsageError: An argument makes no sense.
@@ -80,6 +82,7 @@ def save_checkpoint(
         zero1_optimizer=zero1_optimizer,
         layout=(theirs, "native") if layout is None else layout,
         replicas=replicas,
+        snapshot=snapshot,
     )
 
 

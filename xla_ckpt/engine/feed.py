@@ -1,0 +1,185 @@
+"""What feeds the writers where a snapshot is still in the program's memory: segments of files, copied ahead of them.
+
+One thread copies segment after segment, in the order in which they are written, into an `Arena`. It runs ahead of the
+writers as far as the budget reaches, and waits for them then. What it has copied is settled: the program may write to
+that memory again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from xla_ckpt.errors import CheckpointError, SaveError
+from xla_ckpt.snapshot.arena import Arena, Piece
+from xla_ckpt.snapshot.freezing import Deferred
+from xla_ckpt.snapshot.shards import HOST, Link
+
+
+@dataclass(frozen=True, slots=True)
+class Extract:
+    """Bytes of a region, and where they stand in the image of a segment."""
+
+    at: int
+    """Offset in the image."""
+
+    source: memoryview | Deferred
+    offset: int
+    """Of the first byte in `source`."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What makes the image of a segment."""
+
+    nbytes: int
+    """Bytes of the segment. What it reaches behind its end comes on top of that."""
+
+    extracts: Sequence[Extract]
+
+
+class Feed:
+    """Images of segments, made in the background. A context: nothing is copied any more when it is left.
+
+    Args:
+        wanted: What is in each segment, in the order in which they are asked for.
+        deferred: All shards that are still in the program's memory. Those that no segment has are let go of at once.
+        budget: Bytes of host memory at most.
+    """
+
+    def __init__(self, wanted: Mapping[Hashable, Wanted], deferred: Iterable[Deferred], budget: int) -> None:
+        self._wanted = wanted
+        sources = [extract.source for image in wanted.values() for extract in image.extracts]
+        self._left = Counter(source for source in sources if isinstance(source, Deferred))
+        for shard in deferred:
+            if shard not in self._left:
+                shard.drop()
+        self._arena = Arena(_filled_by(self._left), budget)
+        self._changed = threading.Condition()
+        self._images: dict[Hashable, Piece] = {}
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="xla_ckpt-feed", daemon=True)
+
+    def __contains__(self, segment: Hashable) -> bool:
+        return segment in self._wanted
+
+    def __enter__(self) -> Feed:
+        if self._wanted:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._arena.stop()
+        if self._wanted:
+            self._thread.join()
+        self._arena.close()
+
+    def image(self, segment: Hashable) -> Piece:
+        """The image of a segment, to be given back. Waits until it is there.
+
+        Raises:
+            CheckpointError: The bytes could not be copied, or were written to before.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: segment in self._images or self._error is not None)
+            if segment not in self._images:
+                assert self._error is not None
+                raise self._error
+            return self._images.pop(segment)
+
+    def _run(self) -> None:
+        with self._told_of_errors():
+            self._copy_all()
+        with self._told_of_errors():
+            # The arena's memory must not be lent to others while a copy into it is on its way.
+            for link in {source.link for source in self._left}:
+                link.mark()()
+
+    def _copy_all(self) -> None:
+        """Copy one segment after the other. While one is on its way, the one before it is handed out."""
+        under_way: Callable[[], None] | None = None
+        for segment, wanted in self._wanted.items():
+            nbytes = max(wanted.nbytes, *(extract.at + extract.nbytes for extract in wanted.extracts))
+            room = self._arena.take(nbytes, wait=False)
+            if room is None and under_way is not None:
+                under_way()  # the writers can give memory back only after they have had it
+                under_way = None
+            room = room or self._arena.take(nbytes, wait=True)
+            if room is None:  # left before all was written: the save has failed
+                return
+            begun = self._begin(segment, wanted.extracts, room)
+            if under_way is not None:
+                under_way()
+            under_way = begun
+        if under_way is not None:
+            under_way()
+
+    @contextlib.contextmanager
+    def _told_of_errors(self) -> Iterator[None]:
+        """Have the writers raise what the block raises, where they wait for an image."""
+        try:
+            yield
+        except Exception as error:
+            # It has to reach them, whatever it is: they would wait for ever.
+            with self._changed:
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _begin(self, segment: Hashable, extracts: Sequence[Extract], image: Piece) -> Callable[[], None]:
+        """Begin the copies of one segment; how to wait for them, settle what is complete, and hand the image out."""
+        moved: list[Deferred] = []
+        for extract in extracts:
+            target = image.memory[extract.at : extract.at + extract.nbytes]
+            if isinstance(extract.source, Deferred):
+                with _copying(extract.source):
+                    extract.source.begin_copy(extract.offset, target)
+                moved.append(extract.source)
+            else:
+                held = np.frombuffer(extract.source, np.uint8)
+                np.copyto(target, held[extract.offset : extract.offset + extract.nbytes])
+        waits = [link.mark() for link in {source.link for source in moved}]
+
+        def finish() -> None:
+            with _copying(moved[0]):
+                for wait in waits:
+                    wait()
+            for source in moved:
+                self._left[source] -= 1
+                if self._left[source] == 0:
+                    source.settle()
+            with self._changed:
+                self._images[segment] = image
+                self._changed.notify_all()
+
+        return finish
+
+
+def _filled_by(sources: Iterable[Deferred]) -> Link:
+    """What the arena's memory is for: a device's copies run in the background only into memory of its own making."""
+    return next((source.link for source in sources if source.link is not HOST), HOST)
+
+
+@contextlib.contextmanager
+def _copying(source: Deferred) -> Iterator[None]:
+    """Say which leaf it was whose copy failed."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # A driver raises what it likes.
+        raise SaveError(
+            f"a copy to host memory failed: {type(error).__name__}: {error}",
+            leaf=source.leaf,
+            hint='See what the device says. snapshot="host" copies before the call returns.',
+        ) from error

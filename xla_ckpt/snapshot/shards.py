@@ -1,0 +1,135 @@
+"""What a snapshot is taken from: pieces of memory, in the host or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from xla_ckpt.snapshot.memory import Bytes, allocate
+
+
+class Link(Protocol):
+    """How bytes come from one kind of memory to the host. Copies that are begun may be complete only later."""
+
+    @property
+    def name(self) -> str:
+        """The kind of memory that it takes bytes from, and of the host memory that it fills: ``"host"``, ``"cuda"``."""
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Host memory into which copies run fastest, page-aligned."""
+
+    def follow(self) -> None:
+        """Order the copies that are begun from now on after all that this thread has asked the device for so far."""
+
+    def mark(self) -> Callable[[], None]:
+        """A function that waits until all copies that this thread has begun so far are complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Some bytes of a shard: `count` runs of `nbytes` bytes each, the first at `offset`, one every `stride` bytes."""
+
+    offset: int
+    count: int
+    stride: int
+    nbytes: int
+
+    def of(self, data: memoryview) -> bytes:
+        """These bytes of a shard in host memory."""
+        starts = (self.offset + i * self.stride for i in range(self.count))
+        return b"".join(data[start : start + self.nbytes] for start in starts)
+
+
+@dataclass(frozen=True, slots=True)
+class HostShard:
+    """The bytes of one local shard in host memory."""
+
+    data: memoryview
+    """Its bytes in C order."""
+
+    keep: Any
+    """Whatever owns the memory."""
+
+    immutable: bool
+    """Whether nobody will write to the memory while `keep` is held."""
+
+    version: Callable[[], Hashable] | None = None
+    """Says something else after the program has written to the memory; None where nobody counts the writes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+        return len(self.data)
+
+    @property
+    def link(self) -> Link:
+        """How its bytes are copied."""
+        return HOST
+
+    def begin_copy(self, offset: int, target: Bytes) -> None:
+        """Copy the bytes from `offset` on, as many as fit into `target`."""
+        np.copyto(target, np.frombuffer(self.data, np.uint8)[offset : offset + len(target)])
+
+
+class DeviceShard(Protocol):
+    """The bytes of one local shard in memory of a device, which the host cannot read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+
+    @property
+    def immutable(self) -> bool:
+        """Whether nobody will write to the memory while this is held."""
+
+    @property
+    def version(self) -> Callable[[], Hashable] | None:
+        """See `HostShard.version`."""
+
+    @property
+    def link(self) -> Link:
+        """How its bytes come to the host."""
+
+    def begin_copy(self, offset: int, target: Bytes) -> None:
+        """Begin to copy the bytes from `offset` on, as many as fit into `target`; `Link.mark` says when they are there.
+
+        The shard, and the target, are held until then.
+        """
+
+    def in_order(self) -> DeviceShard:
+        """The same bytes in C order: this shard, or a copy on the device if they are scattered there."""
+
+    def clone(self) -> DeviceShard:
+        """A copy on the device that nobody writes to."""
+
+    def look(self, look: Look) -> bytes:
+        """Some of its bytes, joined. Waits for them."""
+
+
+MemoryShard = HostShard | DeviceShard
+"""One local shard, wherever it is."""
+
+
+class HostLink:
+    """Copies within host memory: each is complete when it was begun."""
+
+    name = "host"
+
+    def allocate(self, nbytes: int) -> Bytes:
+        return allocate(nbytes)
+
+    def follow(self) -> None:
+        """Nothing is queued for the host."""
+
+    def mark(self) -> Callable[[], None]:
+        return _nothing_to_wait_for
+
+
+def _nothing_to_wait_for() -> None:
+    """All copies are complete."""
+
+
+HOST = HostLink()

@@ -1,0 +1,189 @@
+"""Who waits before it writes to what a save has not copied yet (``snapshot="overlap"``).
+
+Those are the steps of torch's optimizers, `load_state_dict` of the saved modules, and loads of this library. In most
+programs nobody else writes to parameters and to the tensors of an optimizer's state, so that these alone are left where
+they are while the program goes on.
+
+The source of the hooks is torch's documentation: `torch.optim.optimizer.register_optimizer_step_pre_hook` is called
+before the step of every optimizer of the process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from xla_ckpt.snapshot.freezing import Freezing
+from xla_ckpt.state.wrappers import View
+from xla_ckpt.tree import schema
+
+
+def stepped(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
+    """Those of some arrays, by leaf path, that only the step of an optimizer writes to, as far as one can know.
+
+    Args:
+        arrays: What is saved.
+        optimizer: The optimizer that is saved; None if none is. Of one whose step torch does not announce nothing is
+            known, and so there are no such arrays.
+    """
+    if optimizer is not None and not isinstance(optimizer, Mapping) and not _announces_steps(optimizer):
+        return {}
+    moments = {_storage(tensor) for tensor in _tensors(getattr(optimizer, schema.STATE, None))}
+    return {
+        path: value
+        for path, value in arrays.items()
+        if isinstance(value, torch.nn.Parameter) or (isinstance(value, torch.Tensor) and _storage(value) in moments)
+    }
+
+
+def _announces_steps(optimizer: Any) -> bool:
+    """Whether torch calls hooks before the step of an optimizer."""
+    return isinstance(optimizer, torch.optim.Optimizer) and bool(getattr(type(optimizer).step, "hooked", False))
+
+
+class _Watch:
+    """One save that has not copied everything yet."""
+
+    def __init__(self, freezing: Freezing, tensors: Sequence[torch.Tensor], *, with_optimizer: bool) -> None:
+        self.freezing = freezing
+        self.tensors = tensors  # held, so that nothing else gets their identity
+        self.with_optimizer = with_optimizer
+        self.storages = {_storage(tensor) for tensor in tensors}
+        self.numbers = set(map(id, tensors))
+        self.hooks: list[Any] = []
+
+    def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step of an optimizer may write to what is saved.
+
+        One that has any of it waits for all of it: a wrapper may have copies of other precision, and put those into
+        parameters that it does not name. If no optimizer is saved, this may be such a wrapper.
+        """
+        return not self.with_optimizer or any(
+            id(tensor) in self.numbers or _storage(tensor) in self.storages
+            for tensor in _tensors([[group["params"] for group in optimizer.param_groups], optimizer.state])
+        )
+
+
+class Guard:
+    """The saves of this process that have not copied everything yet, and the hooks that wait for them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: list[_Watch] = []
+        self._hook: Any = None
+        self._loading = 0
+
+    def watch(
+        self, freezing: Freezing, tensors: Sequence[torch.Tensor], *, model: Any = None, with_optimizer: bool
+    ) -> None:
+        """Have writers wait until `freezing` is over.
+
+        Args:
+            freezing: Says when they may go on.
+            tensors: What they must not write to.
+            model: The module whose `load_state_dict` waits, if there is one.
+            with_optimizer: Whether an optimizer is saved; if not, every optimizer waits.
+        """
+        self._forget()
+        if freezing.frozen:
+            return
+        watch = _Watch(freezing, tensors, with_optimizer=with_optimizer)
+        tops = model.parts if isinstance(model, View) else [model] if isinstance(model, torch.nn.Module) else []
+        for module in {id(part): part for top in tops for part in top.modules()}.values():
+            if any(id(p) in watch.numbers for p in module.parameters(recurse=False)):
+                watch.hooks.append(module.register_load_state_dict_pre_hook(_before_load))  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._watches.append(watch)
+            if self._hook is None:
+                self._hook = register_optimizer_step_pre_hook(_before_step)
+
+    def wait(self) -> None:
+        """Wait until no save needs the program's memory any more."""
+        for watch in self._current():
+            watch.freezing.wait()
+        self._forget()
+
+    def close(self) -> None:
+        """Take the hooks back, if no save needs them."""
+        self._forget()
+        with self._lock:
+            if not self._watches and self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait for the saves of what an optimizer writes to."""
+        for watch in self._current():
+            if not watch.freezing.frozen and watch.concerns(optimizer):
+                watch.freezing.wait()
+        self._forget()
+
+    def before_load(self) -> None:
+        """Wait for all saves: a saved module is about to be overwritten."""
+        with self._lock:
+            self._loading += 1
+        try:
+            for watch in self._current():
+                watch.freezing.wait()
+        finally:
+            with self._lock:
+                self._loading -= 1
+
+    def _current(self) -> list[_Watch]:
+        with self._lock:
+            return list(self._watches)
+
+    def _forget(self) -> None:
+        """Forget saves that have copied everything.
+
+        Only threads of the program come here, and not from within a hook of a module: torch walks through the hooks
+        while it calls them, and fails if one goes away meanwhile.
+        """
+        with self._lock:
+            if self._loading:
+                return
+            over = [watch for watch in self._watches if watch.freezing.frozen]
+            self._watches = [watch for watch in self._watches if not watch.freezing.frozen]
+        for watch in over:
+            for hook in watch.hooks:
+                hook.remove()
+
+
+GUARD = Guard()
+"""The guard of this process."""
+
+
+# Functions of a module, because a model may be pickled while they are in it.
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    GUARD.before_step(optimizer)
+
+
+def _before_load(*_: Any) -> None:
+    GUARD.before_load()
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    """What tensors have in common that share memory; None for one without memory of its own."""
+    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+    try:
+        return local.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):  # some subclasses have no storage
+        return None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for member in value.values():
+            yield from _tensors(member)
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from _tensors(member)
