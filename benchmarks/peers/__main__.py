@@ -24,7 +24,10 @@ AGAIN = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print, write or compare; returns the exit code."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.write == ROOT / "docs" and (args.only or args.short):
+        parser.error("docs/performance.md is of one whole run: name another directory to write a part of it to")
     chosen = _chosen(groups(args.gb), args.only, short=args.short or args.check)
     results = Results(_about(args))
     scratch = args.scratch / "peers"  # what else is in that directory stays

@@ -42,6 +42,8 @@ class Row:
     ``ranks``: on four ranks; ``start``: in this process, which starts an interpreter: with a fresh directory and the
     time limit after `args`."""
     saved: Saved | None = None
+    cold: bool = False
+    """Whether the page cache has nothing of `saved`; else it has all of it."""
     xla: bool = True
     rounds: int = ALWAYS
     short: bool = False
@@ -78,8 +80,8 @@ def _save(name: str, saver: str, gb: float, device: str = "xla", count: int = 0,
 
 def _load(name: str, loader: str, saved: Saved, *, warm: bool, onto: str = "", **options: object) -> Row:
     device = onto or saved.device
-    args = (loader, device, saved.gb, saved.count, warm)
-    return Row(name, measures.load, args, "load", saved, xla=device == "xla", **options)  # type: ignore[arg-type]
+    args = (loader, device, saved.gb, saved.count)
+    return Row(name, measures.load, args, "load", saved, not warm, device == "xla", **options)  # type: ignore[arg-type]
 
 
 def _stall(
@@ -311,8 +313,7 @@ NOTES: dict[str, str] = {
     "all": "A state is made of one random block, with another number added in each tensor; XLA tensors lie in memory "
     "that DLPack handed to the device, since making them there takes longer than saving them. All libraries are "
     "imported before the clock starts, orbax included; *The first save of a process* and *Import* are about that.",
-    "xla_ckpt": "Digests of every byte, fsync of files and directories, the manifest, and the commit are in its times; "
-    "no peer but orbax and moonclip has digests.",
+    "xla_ckpt": "Digests of every byte, fsync of files and directories, the manifest, and the commit are in its times.",
     "raw limit": "The same bytes from zero-copy views through O_DIRECT by three threads, without names or digests.",
     "durable": "*Durable* is when every file and directory has been fsync'ed: the benchmark does that after each save, "
     "also of those who did it themselves. *Returned* is when the call came back: a crash of the machine could still "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.peers import plots
 from benchmarks.peers.contenders import NOTES, Group, Row
-from benchmarks.peers.results import Outcome, Results
+from benchmarks.peers.results import Outcome, Results, quotient
 from benchmarks.peers.targets import TARGETS
 
 _SCALE = {"s": 1.0, "ms": 1e3, "%": 100.0}
@@ -78,8 +78,10 @@ def table(group: Group, results: Results) -> str:
     rows = [row for row in group.rows if row.name in found]
     ours = found[rows[0].name].median() if rows else None
     columns = _columns(group, [found[row.name] for row in rows])
-    head = "| | median | range | n | " + "".join(f"{c} | " for c in columns) + "times ours |"
-    lines = [head.rstrip(), "|---|---:|---:|---:|" + "---:|" * (len(columns) + 1)]
+    lines = [
+        "| | median | range | n | " + "".join(f"{column} | " for column in columns).rstrip(),
+        "|---|---:|---:|---:|" + "---:|" * len(columns),
+    ]
     ranked = sorted(rows, key=lambda row: _order(found[row.name]))
     lines += [_line(group, row, found[row.name], columns, ours) for row in ranked]
     return "\n".join(lines)
@@ -91,6 +93,7 @@ def _columns(group: Group, outcomes: Sequence[Outcome]) -> list[str]:
     offered = {
         "GB/s": group.rate, "returned": "returned" in had, "the first": "first" in had, "until durable": "total" in had,
         "later": "later" in had, "torch": "torch" in had, "extra memory": "rss" in had, "a save takes": "save" in had,
+        "times ours": len(group.rows) > 1 and group.unit != "%",
     }  # fmt: skip
     return [name for name, there in offered.items() if there]
 
@@ -103,16 +106,18 @@ def _order(outcome: Outcome) -> float:
 def _line(group: Group, row: Row, outcome: Outcome, columns: Sequence[str], ours: float | None) -> str:
     mid = outcome.median()
     if mid is None:
-        return f"| {row.name} | failed: {outcome.error} |" + " |" * (len(columns) + 3)
+        return f"| {row.name} | failed: {outcome.error} |" + " |" * (len(columns) + 2)
     seconds = [run["seconds"] for run in outcome.runs]
-    others = "".join(f"{_cell(name, outcome, group.unit)} | " for name in columns)
-    times = "" if group.unit == "%" or not ours else f"{mid / ours:.2f}"
+    others = "".join(f" {_cell(name, outcome, group.unit, ours)} |" for name in columns)
     low, high = shown(min(seconds), group.unit), shown(max(seconds), group.unit)
     name = f"{row.name} (then failed: {outcome.error})" if outcome.error else row.name
-    return f"| {name} | {shown(mid, group.unit)} | {low} to {high} | {len(seconds)} | {others}{times} |"
+    return f"| {name} | {shown(mid, group.unit)} | {low} to {high} | {len(seconds)} |{others}"
 
 
-def _cell(column: str, outcome: Outcome, unit: str) -> str:
+def _cell(column: str, outcome: Outcome, unit: str, ours: float | None) -> str:
+    if column == "times ours":
+        times = quotient(outcome.median(), ours)
+        return "" if times is None else f"{times:.2f}"
     if column == "GB/s":
         nbytes, seconds = outcome.median("nbytes"), outcome.median()
         return f"{nbytes / seconds / 1e9:.2f}" if nbytes and seconds else ""

@@ -41,7 +41,7 @@ class Runner:
         folder = self.scratch / "files"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        if prepared and row.args[-1] is False:
+        if prepared and row.cold:
             machine.evict(prepared[0])
         self.measured += 1
         self.unquiet += not machine.settle(self.patience)
@@ -56,8 +56,7 @@ class Runner:
         if row.kind == "start":
             return row.function(*row.args, folder, self.limit)  # type: ignore[return-value]
         if prepared:
-            *args, is_warm = row.args
-            return self._alone(row, *args, prepared[1], is_warm, str(prepared[0]))
+            return self._alone(row, *row.args, prepared[1], not row.cold, str(prepared[0]))
         return self._alone(row, *row.args, str(folder))
 
     def _alone(self, row: Row, *args: object) -> Any:

@@ -72,7 +72,7 @@ def loads_nothing(name: str, device: str, gb: float, count: int, digest: str, wa
 
 
 def test_a_contender_that_loads_nothing_has_no_time(tmp_path: Path) -> None:
-    args = ("torch_load", "cpu", 0.001, 0, False)
+    args = ("torch_load", "cpu", 0.001, 0)
     results = measured(Row("a", loads_nothing, args, "load", Saved("torch_save", "cpu", 0.001), xla=False), tmp_path)
     outcome = results.rows["g"]["a"]
     assert outcome.runs == []
@@ -107,7 +107,7 @@ def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
 @pytest.mark.xla
 def test_xla_tensors_are_saved_and_loaded_by_ours_and_by_a_peer(tmp_path: Path) -> None:
     for saver, loader in (("ours", "ours"), ("xser", "xser")):
-        args = (loader, "xla", 0.001, 0, True)
+        args = (loader, "xla", 0.001, 0)
         results = measured(Row("a", measures.load, args, "load", Saved(saver, "xla", 0.001)), tmp_path / saver)
         assert results.rows["g"]["a"].error == ""
         assert results.median("g", "a", "nbytes") == State("cpu", 0.001).nbytes
