@@ -98,9 +98,9 @@ def _saves(gb: float) -> Group:
         _save("xla_ckpt, `use_xser=True`", "ours_xser", gb, short=True),
         _save('xla_ckpt, `layout="dcp"`', "ours_dcp_layout", gb),
         _save("`xser.save`", "xser", gb, rounds=3, short=True),
-        _save("`xm.save`", "torch_save", gb, rounds=3),
-        _save("safetensors", "safetensors", gb, rounds=3),
-        _save("`dcp.save`", "dcp", gb, rounds=3),
+        _save("`xm.save`", "torch_save", gb, rounds=2),
+        _save("safetensors", "safetensors", gb, rounds=2),
+        _save("`dcp.save`", "dcp", gb, rounds=2),
         _save("orbax v0, jax arrays", "orbax_v0", gb, "jax", rounds=2),
         _save("orbax v1, jax arrays", "orbax_v1", gb, "jax", rounds=2),
     )
@@ -146,26 +146,26 @@ def _rss(gb: float) -> Group:
 def _dcp(gb: float) -> tuple[Group, ...]:
     ours, stock = Saved("dcp_ours", "xla", gb), Saved("dcp", "xla", gb)
     saves_ = (
-        _save("`xla_ckpt.dcp.save`", "dcp_ours", gb, rounds=3),
-        _save("stock `dcp.save`, our `StorageWriter`", "dcp_our_writer", gb, rounds=3),
-        _save('`save_checkpoint(layout="dcp")`', "ours_dcp_layout", gb, rounds=3),
-        _save("stock `dcp.save`", "dcp", gb, rounds=3),
+        _save("`xla_ckpt.dcp.save`", "dcp_ours", gb, rounds=2),
+        _save("stock `dcp.save`, our `StorageWriter`", "dcp_our_writer", gb, rounds=2),
+        _save('`save_checkpoint(layout="dcp")`', "ours_dcp_layout", gb, rounds=2),
+        _save("stock `dcp.save`", "dcp", gb, rounds=2),
     )
     stalls = (
-        _stall("`xla_ckpt.dcp.async_save`", "dcp_ours_async", gb, rounds=3),
-        _stall("stock `dcp.async_save`, our `StorageWriter` and `AsyncStager`", "dcp_our_stager", gb, rounds=3),
-        _stall('`save_checkpoint(layout="dcp", async_save=True)`', "ours_dcp_layout_async", gb, rounds=3),
+        _stall("`xla_ckpt.dcp.async_save`", "dcp_ours_async", gb, rounds=2),
+        _stall("stock `dcp.async_save`, our `StorageWriter` and `AsyncStager`", "dcp_our_stager", gb, rounds=2),
+        _stall('`save_checkpoint(layout="dcp", async_save=True)`', "ours_dcp_layout_async", gb, rounds=2),
     )
 
     def loads_(*, warm: bool) -> tuple[Row, ...]:
         tag = Saved("ours_dcp_layout", "xla", gb)
         return (
-            _load("`xla_ckpt.dcp.load`", "dcp_ours", ours, warm=warm, rounds=3),
-            _load("`xla_ckpt.dcp.load` of what stock saved", "dcp_ours", stock, warm=warm, rounds=3),
-            _load("stock `dcp.load`, our `StorageReader`", "dcp_our_reader", ours, warm=warm, rounds=3),
-            _load('`load_checkpoint` of `layout="dcp"`', "ours", tag, warm=warm, rounds=3),
-            _load("stock `dcp.load`", "dcp", stock, warm=warm, rounds=3),
-            _load("stock `dcp.load` of what we saved", "dcp", ours, warm=warm, rounds=3),
+            _load("`xla_ckpt.dcp.load`", "dcp_ours", ours, warm=warm, rounds=2),
+            _load("`xla_ckpt.dcp.load` of what stock saved", "dcp_ours", stock, warm=warm, rounds=2),
+            _load("stock `dcp.load`, our `StorageReader`", "dcp_our_reader", ours, warm=warm, rounds=2),
+            _load('`load_checkpoint` of `layout="dcp"`', "ours", tag, warm=warm, rounds=2),
+            _load("stock `dcp.load`", "dcp", stock, warm=warm, rounds=2),
+            _load("stock `dcp.load` of what we saved", "dcp", ours, warm=warm, rounds=2),
         )
 
     calls = "torch.distributed.checkpoint"
@@ -179,21 +179,21 @@ def _dcp(gb: float) -> tuple[Group, ...]:
 
 def _cpu_saves(gb: float) -> Group:
     rows = (
-        _save("xla_ckpt", "ours", gb, "cpu", rounds=3),
-        _save("`torch.save`", "torch_save", gb, "cpu", rounds=3),
-        _save("safetensors", "safetensors", gb, "cpu", rounds=3),
-        _save("`dcp.save`", "dcp", gb, "cpu", rounds=3),
-        _save("moonclip", "moonclip", gb, "cpu", rounds=3),
+        _save("xla_ckpt", "ours", gb, "cpu", rounds=2),
+        _save("`torch.save`", "torch_save", gb, "cpu", rounds=2),
+        _save("safetensors", "safetensors", gb, "cpu", rounds=2),
+        _save("`dcp.save`", "dcp", gb, "cpu", rounds=2),
+        _save("moonclip", "moonclip", gb, "cpu", rounds=2),
     )
     return Group("cpu-save", "Durable save of CPU tensors", rows, rate=True, plot=True)
 
 
 def _cpu_loads(gb: float) -> Group:
     rows = (
-        _load("xla_ckpt", "ours", Saved("ours", "cpu", gb), warm=False, rounds=3),
-        _load("`torch.load(mmap=True)`", "torch_load_mapped", Saved("torch_save", "cpu", gb), warm=False, rounds=3),
-        _load("safetensors", "safetensors", Saved("safetensors", "cpu", gb), warm=False, rounds=3),
-        _load("`dcp.load`", "dcp", Saved("dcp", "cpu", gb), warm=False, rounds=3),
+        _load("xla_ckpt", "ours", Saved("ours", "cpu", gb), warm=False, rounds=2),
+        _load("`torch.load(mmap=True)`", "torch_load_mapped", Saved("torch_save", "cpu", gb), warm=False, rounds=2),
+        _load("safetensors", "safetensors", Saved("safetensors", "cpu", gb), warm=False, rounds=2),
+        _load("`dcp.load`", "dcp", Saved("dcp", "cpu", gb), warm=False, rounds=2),
         _load("moonclip", "moonclip", Saved("moonclip", "cpu", gb), warm=False, rounds=2),
     )
     return Group("cpu-cold", "Load into a live module on the CPU, from a cold page cache", rows, rate=True)
@@ -230,10 +230,10 @@ def _simulated(gb: float) -> tuple[Group, ...]:
     if not has_snapshot_modes() or importlib.util.find_spec("tests.device") is None:
         return ()
     rows = (
-        _stall('xla_ckpt, `snapshot="overlap"`', "ours_overlap", gb, "sim", rounds=3, short=True),
-        _stall('xla_ckpt, `snapshot="device"`', "ours_device", gb, "sim", rounds=3),
-        _stall('xla_ckpt, `snapshot="host"`', "ours_host", gb, "sim", rounds=3),
-        _stall(COPY_FIRST, "each_then_thread", gb, "sim", rounds=3, short=True),
+        _stall('xla_ckpt, `snapshot="overlap"`', "ours_overlap", gb, "sim", rounds=2, short=True),
+        _stall('xla_ckpt, `snapshot="device"`', "ours_device", gb, "sim", rounds=2),
+        _stall('xla_ckpt, `snapshot="host"`', "ours_host", gb, "sim", rounds=2),
+        _stall(COPY_FIRST, "each_then_thread", gb, "sim", rounds=2, short=True),
     )
     return (
         Group("accelerator", "Stall of the caller in an asynchronous save from a simulated accelerator", rows, "ms"),

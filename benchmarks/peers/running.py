@@ -101,34 +101,42 @@ def run(
 ) -> int:  # fmt: skip
     """Measure all rows, round by round, into `results`. A row that fails says so, and is not tried again.
 
-    Returns how many rounds there were: no round begins that would not end within `seconds` if it took as long as the
-    longest one but the first, which prepares.
+    Returns how many rounds there were: no round begins that would not end within `seconds` if each of its rows took as
+    long as it did in the round before. (The first round prepares, so that the second is said to be longer than it is.)
     """
-    over, longest = time.monotonic() + seconds, 0.0
+    over = time.monotonic() + seconds
+    took: dict[tuple[str, str], float] = {}
     for number in range(rounds):
-        began = time.monotonic()
-        if began + longest > over:
+        turns = [
+            (group, row)
+            for group in groups
+            for row in _in_turn(group.rows, number)
+            if number < row.rounds and not results.outcome(group.key, row.name).error
+        ]
+        if time.monotonic() + sum(took.get((group.key, row.name), 0.0) for group, row in turns) > over:
             return number
-        for group in groups:
-            for i in range(len(group.rows)):
-                row = group.rows[(i + number) % len(group.rows)]
-                outcome = results.outcome(group.key, row.name)
-                if number < row.rounds and not outcome.error:
-                    said(f"round {number + 1}: {group.key:10} {row.name:58} {_measure(runner, row, outcome)}")
-        if number:
-            longest = max(longest, time.monotonic() - began)
+        for group, row in turns:
+            began = time.monotonic()
+            told = _measure(runner, row, results.outcome(group.key, row.name))
+            took[group.key, row.name] = wall = time.monotonic() - began
+            said(f"round {number + 1}: {group.key:10} {row.name:58} {told}   ({wall:.1f} s in all)")
     return rounds
+
+
+def _in_turn(rows: Sequence[Row], number: int) -> list[Row]:
+    """The rows, each round with another one first."""
+    first = number % len(rows)
+    return [*rows[first:], *rows[:first]]
 
 
 def _measure(runner: Runner, row: Row, outcome: Outcome) -> str:
     """One measurement, noted in the outcome of its row; what there is to say."""
-    began = time.monotonic()
     try:
         outcome.runs.append(runner.measure(row))
-        told = f"{outcome.runs[-1]['seconds']:.4f}"
     except Exception as error:  # of a peer: it has a row that says so, and the others go on
-        told = outcome.error = last_line(error)
-    return f"{told}   ({time.monotonic() - began:.1f} s in all)"
+        outcome.error = last_line(error)
+        return outcome.error
+    return f"{outcome.runs[-1]['seconds']:.4f}"
 
 
 def last_line(error: Exception) -> str:

@@ -99,9 +99,23 @@ def test_a_row_that_hangs_or_dies_says_so_and_is_not_tried_again(tmp_path: Path)
     assert results.rows["g"]["dies"].error == "what it said last"
 
 
-def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
-    runner = Runner(tmp_path, limit=1, patience=0)
-    assert run([], 5, runner, Results({}), lambda _: None, seconds=-1) == 0
+def answers(directory: str) -> dict[str, float]:
+    return {"seconds": 1.0}
+
+
+def test_rows_take_turns_and_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+    rows = (
+        Row("a", answers, (), xla=False),
+        Row("b", answers, (), xla=False),
+        Row("c", answers, (), xla=False, rounds=1),
+    )
+    group = Group("g", "A group", rows)
+    said: list[str] = []
+    assert run([group], 2, Runner(tmp_path, 60, 0), Results({}), said.append, seconds=60) == 2
+    assert [line.split()[3] for line in said] == ["a", "b", "c", "b", "a"]
+    results = Results({})
+    assert run([group], 5, Runner(tmp_path, 60, 0), results, lambda _: None, seconds=1e-3) == 1
+    assert [len(outcome.runs) for outcome in results.rows["g"].values()] == [1, 1, 1]
 
 
 @pytest.mark.xla
