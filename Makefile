@@ -3,11 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 LATEST := .venv-latest
+PEERS := .peers
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check bench crash lock clean
+.PHONY: help setup demo test test-latest check bench bench-short bench-check crash lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -40,12 +41,22 @@ check: $(READY) ## lint, types, architecture
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(READY) ## our saves and loads beside the peers'; writes docs/performance.md
-	$(BIN)/python benchmarks/peers.py --write
+$(PEERS)/.ready: benchmarks/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(PEERS) --no-deps --require-hashes -r $<
+	@touch $@
 
-crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. PEERS=1: of other libraries, too
+bench: $(PEERS)/.ready ## our saves and loads beside the peers', in 15 quiet minutes; writes docs/performance.md
+	$(BIN)/python -m benchmarks.peers --write
+
+bench-short: $(READY) ## what the targets are about, once, in two minutes; writes nothing
+	$(BIN)/python -m benchmarks.peers --short --rounds 1
+
+bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that of docs/performance.json
+	$(BIN)/python -m benchmarks.peers --check
+
+crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write
-	$(if $(PEERS),$(BIN)/python -m tests.crash.matrix --write --peers)
+	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
 
 lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-latest.txt
 	for extra in dev latest; do \
@@ -54,4 +65,4 @@ lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-lates
 	done
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) $(LATEST) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(PEERS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -75,7 +75,7 @@ def missed_text(missed: Sequence[Case]) -> str:
 
 def write(results: Sequence[Result], seconds: float, share: float, *, peers: bool) -> None:
     """Put the table into the document: at its place for this library, or at that for the others."""
-    command = "make crash PEERS=1" if peers else "make crash"
+    command = "make crash OTHERS=1" if peers else "make crash"
     begin, end = f"<!-- made by {command}: begin -->", f"<!-- made by {command}: end -->"
     before, rest = DOCUMENT.read_text().split(begin)
     after = rest.split(end)[1]

@@ -1,0 +1,141 @@
+"""The benchmark runs: rows at a tiny size, in processes of their own, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import __main__ as command
+from benchmarks.peers import loads, measures, saves
+from benchmarks.peers.contenders import Group, Row, Saved, groups, has_snapshot_modes
+from benchmarks.peers.results import Results
+from benchmarks.peers.running import Runner, run
+from benchmarks.peers.states import State
+
+
+def measured(row: Row, scratch: Path, rounds: int = 1) -> Results:
+    results = Results({})
+    runner = Runner(scratch, limit=60, patience=0)
+    assert run([Group("g", "A group", (row,))], rounds, runner, results, lambda _: None) == rounds
+    return results
+
+
+def test_every_row_names_functions_that_are_there() -> None:
+    rows = [row for group in groups(1.0) for row in group.rows]
+    assert len(rows) > 70
+    for row in rows:
+        if row.function in (measures.save, measures.stall, measures.loop):
+            assert hasattr(saves, str(row.args[0])), row
+        if row.saved:
+            assert hasattr(loads, str(row.args[0])), row
+            assert hasattr(saves, row.saved.saver), row
+    for group in groups(1.0):
+        assert len({row.name for row in group.rows}) == len(group.rows)
+
+
+def test_a_save_and_a_load_of_cpu_tensors_are_measured_checked_and_written(tmp_path: Path) -> None:
+    docs, scratch = tmp_path / "docs", tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "mine").write_text("kept")
+    words = ["--gb", "0.001", "--rounds", "1", "--patience", "0", "--scratch", str(scratch)]
+    assert command.main([*words, "--only", "cpu-cold", "--write", str(docs)]) == 0
+    results = Results.from_json(json.loads((docs / "performance.json").read_text()))
+    for name in ("xla_ckpt", "`torch.load(mmap=True)`", "safetensors", "`dcp.load`"):
+        assert not results.rows["cpu-cold"][name].error, name
+        assert results.median("cpu-cold", name), name
+    text = (docs / "performance.md").read_text()
+    assert "\n| xla_ckpt | " in text
+    assert "performance-notes.md" in text
+    assert os.listdir(scratch) == ["mine"]
+
+
+def test_a_fallen_ratio_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run_with(stall: float) -> int:
+        rows = {"xla_ckpt": stall, "one memcpy of the state into warm memory": 1.0}
+        found = {name: {"runs": [{"seconds": s}], "error": ""} for name, s in rows.items()}
+        (tmp_path / "committed.json").write_text(json.dumps({"about": {"gb": 0.001}, "rows": {"cpu-stall": found}}))
+        words = ["--gb", "0.001", "--patience", "0", "--scratch", str(tmp_path), "--only", "cpu-stall"]
+        return command.main([*words, "--check", "--committed", str(tmp_path / "committed.json")])
+
+    assert run_with(1e9) == 0  # the committed run was far worse
+    assert run_with(1e-9) == 1
+    said = capsys.readouterr().err
+    assert "FALLEN CPU tensors: stall against one memcpy into warm memory: expected at most 0.00 x" in said
+
+
+def loads_nothing(name: str, device: str, gb: float, count: int, digest: str, warm: bool, directory: str) -> object:
+    loads.torch_load = lambda state, folder: None  # type: ignore[assignment]
+    return measures.load(name, device, gb, count, digest, warm, directory)
+
+
+def test_a_contender_that_loads_nothing_has_no_time(tmp_path: Path) -> None:
+    args = ("torch_load", "cpu", 0.001, 0)
+    results = measured(Row("a", loads_nothing, args, "load", Saved("torch_save", "cpu", 0.001), xla=False), tmp_path)
+    outcome = results.rows["g"]["a"]
+    assert outcome.runs == []
+    assert outcome.error.startswith("WrongError: the digest of what was loaded is ")
+
+
+def hangs(directory: str) -> None:
+    os.read(os.pipe()[0], 1)
+
+
+def dies(directory: str) -> None:
+    os.write(2, b"what it said last\n")
+    os._exit(3)
+
+
+def test_a_row_that_hangs_or_dies_says_so_and_is_not_tried_again(tmp_path: Path) -> None:
+    results = Results({})
+    runner = Runner(tmp_path, limit=1, patience=0)
+    rows = (Row("hangs", hangs, (), xla=False), Row("dies", dies, (), xla=False))
+    said: list[str] = []
+    run([Group("g", "A group", rows)], 2, runner, results, said.append)
+    assert len(said) == runner.measured == 2
+    assert results.rows["g"]["hangs"].error == "TimeoutError: it took longer than 1 s"
+    assert results.rows["g"]["dies"].error == "what it said last"
+
+
+def answers(directory: str) -> dict[str, float]:
+    return {"seconds": 1.0}
+
+
+def test_rows_take_turns_and_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+    rows = (
+        Row("a", answers, (), xla=False),
+        Row("b", answers, (), xla=False),
+        Row("c", answers, (), xla=False, rounds=1),
+    )
+    group = Group("g", "A group", rows)
+    said: list[str] = []
+    assert run([group], 2, Runner(tmp_path, 60, 0), Results({}), said.append, seconds=60) == 2
+    assert [line.split()[3] for line in said] == ["a", "b", "c", "b", "a"]
+    results = Results({})
+    assert run([group], 5, Runner(tmp_path, 60, 0), results, lambda _: None, seconds=1e-3) == 1
+    assert [len(outcome.runs) for outcome in results.rows["g"].values()] == [1, 1, 1]
+
+
+@pytest.mark.xla
+def test_xla_tensors_are_saved_and_loaded_by_ours_and_by_a_peer(tmp_path: Path) -> None:
+    for saver, loader in (("ours", "ours"), ("xser", "xser")):
+        args = (loader, "xla", 0.001, 0)
+        results = measured(Row("a", measures.load, args, "load", Saved(saver, "xla", 0.001)), tmp_path / saver)
+        assert results.rows["g"]["a"].error == ""
+        assert results.median("g", "a", "nbytes") == State("cpu", 0.001).nbytes
+
+
+def test_the_short_form_has_what_the_targets_need() -> None:
+    short = {g.key: {row.name for row in g.rows} for g in command._chosen(groups(1.0), "", short=True)}
+    found = Results({}, {})
+    for group, names in short.items():
+        for name in names:
+            found.outcome(group, name).runs.append({"seconds": 1.0, "rss": 2.0, "nbytes": 1.0})
+    from benchmarks.peers.targets import TARGETS
+
+    unmeasured = {t.what for t in TARGETS if t.value(found) is None}
+    simulated = "accelerator, simulated: stall against copying everything first"
+    later = {"the same with the step guard": has_snapshot_modes(), simulated: "accelerator" in short}
+    assert unmeasured == {what for what, is_there in later.items() if not is_there}
