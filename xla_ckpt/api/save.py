@@ -96,6 +96,8 @@ def save_checkpoint(
     Raises:
         UsageError: There is nothing to save, or an argument is not what its place is for. Nothing was written.
         DivergentReplicasError: Replicas differ, and `replicas` is ``"equal"``. The tag is as it was before.
+        NotDurableError: The tag is committed, and a loss of power may undo that: the storage refused to make its name
+            durable, and to take it back.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
