@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.crash import report
 from tests.crash.recorder import Fault, Kind, Record, run_with_shim, why_not
@@ -194,7 +194,9 @@ def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> l
 
 def result_of(line: str) -> Result:
     """A result from its line of JSON."""
-    facts = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(line).items()}
+    facts: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(line).items()
+    }
     return Case(**facts) if "kind" in facts else PowerLost(**facts)
 
 

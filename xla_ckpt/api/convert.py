@@ -143,6 +143,7 @@ def convert(
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
         UsageError: An argument makes no sense, or the new tag would replace the old one.
         StorageError: The destination cannot be written.
+        NotDurableError: The new tag is there, and a loss of power may undo that.
 
     Example:
         ``convert("nxd_run", "run", to="native", model=model, optimizer=optimizer)``

@@ -101,6 +101,7 @@ def export_hf(
         UsageError: The destination exists, or there is nothing to export.
         UnsupportedStateError: An array has an element type that safetensors has no name for.
         StorageError: The destination cannot be written.
+        NotDurableError: The directory is there, and a loss of power may undo that.
     """
     began = time.monotonic()
     cast = _floating(dtype)

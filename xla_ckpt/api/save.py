@@ -128,6 +128,8 @@ def save_checkpoint(
         DivergentReplicasError: Replicas differ, and `replicas` is ``"equal"``. The tag is as it was before.
         ChangedStateError: The program wrote to a tensor that ``"overlap"`` had not copied yet, and nothing had it wait.
             The tag is as it was before.
+        NotDurableError: The tag is committed, and a loss of power may undo that: the storage refused to make its name
+            durable, and to take it back.
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
