@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save import Part, Save, Writing
+from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
 from xla_ckpt.job.current import TIMEOUT, current_job
@@ -55,6 +55,8 @@ def save_checkpoint(
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
     replicas: Replicas = "equal",
+    on_error: OnError = "raise",
+    stale: Stale = "warn",
     progress: bool | None = None,
     trace: PathLike | None = None,
     timeout: float = TIMEOUT,
@@ -93,6 +95,14 @@ def save_checkpoint(
             ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
             and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
             array that nobody declared as such look like drifted replicas, and all but the first would be lost.
+        on_error: What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on
+            that can wait for its next save; or a function, which is called with the error, for an asynchronous save
+            on a thread of this library. With the last two nothing is raised but by ``handle.result()``, and
+            ``handle.error`` has the error. Mistakes of the program (`UsageError`, `UnsupportedStateError`,
+            `InvalidTagError`) are raised in any case. All ranks say the same.
+        stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
+            state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a
+            `SaveError`; nothing is committed) or ``"ignore"``.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each
             rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if
@@ -120,6 +130,8 @@ def save_checkpoint(
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
+        on_error=on_error,
+        stale=stale,
         progress=progress,
         trace=trace,
         timeout=timeout,
@@ -140,6 +152,8 @@ def save(
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
     replicas: Replicas = "equal",
+    on_error: OnError = "raise",
+    stale: Stale = "warn",
     progress: bool | None = None,
     trace: PathLike | None = None,
     timeout: float = TIMEOUT,
@@ -165,6 +179,8 @@ def save(
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
+        on_error=on_error,
+        stale=stale,
         progress=progress,
         trace=trace,
         timeout=timeout,
@@ -184,6 +200,8 @@ def _save(
     shardings: Rules | None,
     pinned: bool,
     replicas: Replicas,
+    on_error: OnError,
+    stale: Stale,
     progress: bool | None,
     trace: PathLike | None,
     timeout: float,
@@ -192,6 +210,12 @@ def _save(
     began = time.perf_counter()
     if replicas not in get_args(Replicas):
         raise UsageError("there is no such choice for replicas", expected="'equal' or 'first'", found=repr(replicas))
+    if stale not in get_args(Stale):
+        raise UsageError("there is no such choice for stale", expected="'warn', 'raise' or 'ignore'", found=repr(stale))
+    if on_error not in ("raise", "warn") and not callable(on_error):
+        raise UsageError(
+            "there is no such choice for on_error", expected="'raise', 'warn' or a function", found=repr(on_error)
+        )
     store, file = store_at(path), trace_file(trace)
     phases = Phases(keep=file is not None)
     install_exit_hook()
@@ -213,12 +237,13 @@ def _save(
                 _prepare(store)
             part = _freeze(state, layouts, shardings, job.placement, phases, waits=not async_save, replicas=replicas)
         except Exception as error:
-            failed = error
-            if world > 1:
-                # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-                part = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
+            # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
+            problem = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
+            part = problem
+            if world == 1 and (on_error == "raise" or isinstance(problem, MISTAKES)):
+                failed = error
         stall = _stalled(phases, began)
-        if failed is None or world > 1:
+        if failed is None:
             save = Save(
                 store=store,
                 tag=tag,
@@ -227,14 +252,15 @@ def _save(
                 pinned=pinned,
                 num_kept=num_kept,
                 replicas=replicas,
+                stale=stale,
                 workers=max(1, num_workers),
                 shown=False if async_save and progress is None else job.shows(progress),
                 phases=phases,
                 stall=stall,
                 trace=traced,
             )
-            handle = SAVES.start(save)
-    if failed is not None and world == 1:
+            handle = SAVES.start(save, on_error)
+    if failed is not None:
         # Only now: a function of the program that hears of it may save on the same path.
         end(_refused(store, tag, stall, phases, failed), phases, traced)
         try:
@@ -242,7 +268,7 @@ def _save(
         finally:
             failed = None  # or this frame and the error's traceback would keep each other, and the state, in memory
     if not async_save:
-        handle.result()
+        handle.finish()
     return handle
 
 
