@@ -69,7 +69,8 @@ def test_a_trace_of_a_load_says_what_was_read_and_verified(tmp_path: Path) -> No
     report = xla_ckpt.load_checkpoint(tmp_path / "r", model=target, trace=tmp_path / "load.json").report
     bars = events(tmp_path / "load.json")
     assert {*report.phases, "load"} <= {e["name"] for e in bars}
-    assert sum(e["args"]["bytes"] for e in bars if e["name"] == "verify") == NBYTES
+    verified = sum(e["args"]["bytes"] for e in bars if e["name"] == "verify")
+    assert verified == report.phases["verify"].nbytes >= NBYTES
     xla_ckpt.restore(tmp_path / "r", trace=tmp_path / "restore.json")
     assert sum(e["args"].get("bytes", 0) for e in events(tmp_path / "restore.json") if e["name"] == "read") == NBYTES
 

@@ -50,8 +50,11 @@ class SaveHandle:
         return self._settled.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the save has committed or failed, at most so many seconds; whether it has. Never raises."""
-        return self._settled.wait(timeout)
+        """Wait until the save has committed or failed, at most so many seconds; whether it has. Never raises.
+
+        The thread of the save, which calls the functions of `on_report`, does not wait: it would do so for itself.
+        """
+        return self.done() if threading.current_thread() is self._thread else self._settled.wait(timeout)
 
     @property
     def error(self) -> BaseException | None:
