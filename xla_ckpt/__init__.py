@@ -11,6 +11,7 @@
 - `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: what is in a directory, and whether its bytes are good.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face.
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
+- `PreemptionGuard`: the step at which all ranks save when the job is told to end.
 - `SaveHandle` (`handle.result()`, `handle.report`) and `finalize_checkpoint`: saves in flight.
 - Every error is a `CheckpointError`, and says where, what was expected, what was found, and what to do.
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.load import Restored as Restored
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
     from xla_ckpt.api.load import restore as restore
+    from xla_ckpt.api.preemption import PreemptionGuard as PreemptionGuard
     from xla_ckpt.api.save import finalize_checkpoint as finalize_checkpoint
     from xla_ckpt.api.save import save as save
     from xla_ckpt.api.save import save_checkpoint as save_checkpoint
@@ -84,6 +86,7 @@ _HOMES = {
     "api.explain": ("explain",),
     "api.export": ("ExportReport", "export_hf"),
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
+    "api.preemption": ("PreemptionGuard",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
     "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "verify"),
     "engine.background": ("SaveHandle",),

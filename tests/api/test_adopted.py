@@ -13,6 +13,7 @@ import torch
 from tests.runs import run, start
 from tests.xla import HAS_XLA
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
+from xla_ckpt.snapshot.memory import Slabs
 
 pytestmark = pytest.mark.xla
 
@@ -48,7 +49,7 @@ else:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5), (700_001,)], ids=str)
 def test_values(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    memory = Adoptable(dtype, shape)
+    memory = Adoptable(dtype, shape, Slabs())
     made = memory.tensor()
     wanted = torch.randint(0, 2, shape).to(dtype)
     made.copy_(wanted)
@@ -65,7 +66,7 @@ def test_what_has_no_name_in_dlpack() -> None:
 
 def test_no_object_of_python_belongs_to_what_is_adopted() -> None:
     """XLA gives memory back on a thread that cannot wait for Python."""
-    memory = Adoptable(torch.float32, (1 << 20,))
+    memory = Adoptable(torch.float32, (1 << 20,), Slabs())
     made = memory.tensor().fill_(3)
     adopted = from_host(made, memory, torch_xla.device())
     gone = weakref.ref(memory)
@@ -79,12 +80,12 @@ def test_memory_is_given_back() -> None:
     nbytes = 64 << 20
 
     def adopt() -> None:
-        memory = Adoptable(torch.uint8, (nbytes,))
+        memory = Adoptable(torch.uint8, (nbytes,), Slabs())
         made = memory.tensor().fill_(1)
         from_host(made, memory, torch_xla.device())
 
     def leave() -> None:
-        Adoptable(torch.uint8, (nbytes,)).tensor().fill_(1)
+        Adoptable(torch.uint8, (nbytes,), Slabs()).tensor().fill_(1)
 
     adopt()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

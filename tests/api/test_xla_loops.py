@@ -23,6 +23,7 @@ from neuron_compat.nxd import parallel_layers
 from tests.runs import run as run_python
 from xla_ckpt.arrays.adopted import Adoptable
 from xla_ckpt.arrays.xla import from_host, to_host
+from xla_ckpt.snapshot.memory import Slabs
 
 pytestmark = pytest.mark.xla
 
@@ -386,7 +387,7 @@ def test_a_buffer_that_a_snapshot_holds_is_not_donated(origin: str) -> None:
     if origin == "computed":
         weight = torch.ones(1024, device=device)
     else:  # as a load makes them
-        memory = Adoptable(torch.float32, (1024,))
+        memory = Adoptable(torch.float32, (1024,), Slabs())
         weight = from_host(memory.tensor().fill_(1), memory, device)
     torch_xla.sync(wait=True)
 

@@ -88,6 +88,9 @@ class FailingDirectory:
         self.faults.change("sync a directory")
         self.inner.sync()
 
+    def free(self) -> int | None:
+        return self.inner.free()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args
 
-from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.api.taking import Taking
+from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
 from xla_ckpt.engine.phases import Phases
-from xla_ckpt.engine.save import Part, Save, Writing
+from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
@@ -21,10 +21,9 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
-from xla_ckpt.snapshot.freezing import Deferred
-from xla_ckpt.snapshot.take import Mode, lasts, take
-from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
-from xla_ckpt.state.guard import GUARD, stepped
+from xla_ckpt.snapshot.take import Mode
+from xla_ckpt.state.describe import Description, describe
+from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, State, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
@@ -55,6 +54,8 @@ def save_checkpoint(
     replicas: Replicas = "equal",
     snapshot: Mode = "host",
     snapshot_budget: int = BUDGET_BYTES,
+    on_error: OnError = "raise",
+    stale: Stale = "warn",
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -97,6 +98,14 @@ def save_checkpoint(
             transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
             background, and has the next optimizer step wait for that. XLA's and jax's arrays are never copied.
         snapshot_budget: Host memory for what is copied in the background (bytes); the state may be larger.
+        on_error: What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on
+            that can wait for its next save; or a function, which is called with the error, for an asynchronous save
+            on a thread of this library. With the last two nothing is raised but by ``handle.result()``, and
+            ``handle.error`` has the error. Mistakes of the program (`UsageError`, `UnsupportedStateError`,
+            `InvalidTagError`) are raised in any case. All ranks say the same.
+        stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
+            state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a
+            `SaveError`; nothing is committed) or ``"ignore"``.
         progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
         timeout: Seconds that a rank which is done waits for the others before all that are left give up.
 
@@ -122,7 +131,9 @@ def save_checkpoint(
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
-        freezing=_Freezing(mode=snapshot, waits=not async_save, budget=snapshot_budget),
+        taking=Taking(mode=snapshot, waits=not async_save, budget=snapshot_budget),
+        on_error=on_error,
+        stale=stale,
         progress=progress,
         timeout=timeout,
     )
@@ -144,6 +155,8 @@ def save(
     replicas: Replicas = "equal",
     snapshot: Mode = "host",
     snapshot_budget: int = BUDGET_BYTES,
+    on_error: OnError = "raise",
+    stale: Stale = "warn",
     progress: bool | None = None,
     timeout: float = TIMEOUT,
 ) -> SaveHandle:
@@ -167,42 +180,12 @@ def save(
         shardings=shardings,
         pinned=pinned,
         replicas=replicas,
-        freezing=_Freezing(mode=snapshot, waits=not async_save, budget=snapshot_budget),
+        taking=Taking(mode=snapshot, waits=not async_save, budget=snapshot_budget),
+        on_error=on_error,
+        stale=stale,
         progress=progress,
         timeout=timeout,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Freezing:
-    """How a save freezes its state."""
-
-    mode: Mode
-    waits: bool
-    """Whether the caller waits until all is written."""
-
-    budget: int
-
-    def check(self) -> None:
-        """Refuse what makes no sense.
-
-        Raises:
-            UsageError: There is no such mode, or no such budget.
-        """
-        if self.mode not in get_args(Mode):
-            raise UsageError(
-                "there is no such kind of snapshot", expected="'host', 'device' or 'overlap'", found=repr(self.mode)
-            )
-        if type(self.budget) is not int or self.budget <= 0:
-            raise UsageError(
-                "snapshot_budget is no number of bytes", expected="a positive int", found=repr(self.budget)
-            )
-
-    def watched(self, state: State, description: Description) -> dict[str, Any]:
-        """The arrays, by leaf path, that may be copied later, since whoever writes to them waits for that."""
-        if self.waits or self.mode != "overlap":
-            return {}
-        return stepped({path: held.value for path, held in description.arrays.items()}, state.optimizer)
 
 
 def _save(
@@ -217,7 +200,9 @@ def _save(
     shardings: Rules | None,
     pinned: bool,
     replicas: Replicas,
-    freezing: _Freezing,
+    taking: Taking,
+    on_error: OnError,
+    stale: Stale,
     progress: bool | None,
     timeout: float,
 ) -> SaveHandle:
@@ -225,7 +210,13 @@ def _save(
     began = time.monotonic()
     if replicas not in get_args(Replicas):
         raise UsageError("there is no such choice for replicas", expected="'equal' or 'first'", found=repr(replicas))
-    freezing.check()
+    taking.check()
+    if stale not in get_args(Stale):
+        raise UsageError("there is no such choice for stale", expected="'warn', 'raise' or 'ignore'", found=repr(stale))
+    if on_error not in ("raise", "warn") and not callable(on_error):
+        raise UsageError(
+            "there is no such choice for on_error", expected="'raise', 'warn' or a function", found=repr(on_error)
+        )
     store, phases = store_at(path), Phases()
     install_exit_hook()
     with SAVES.turn(store.path) as untold:
@@ -240,12 +231,13 @@ def _save(
                 state = content.state(job.placement)  # mistakes are found before the root directory is made
             if job.exchange.rank == 0:
                 _prepare(store)
-            part = _freeze(state, layouts, shardings, job.placement, phases, freezing, replicas=replicas)
+            part = _freeze(state, layouts, shardings, job.placement, phases, taking, replicas=replicas)
         except Exception as error:
             # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-            if job.exchange.size == 1:
+            problem = as_checkpoint_error(error, "preparing", job.exchange.rank, path=store.path, tag=tag)
+            if job.exchange.size == 1 and (on_error == "raise" or isinstance(problem, MISTAKES)):
                 raise
-            part = as_checkpoint_error(error, "preparing", job.exchange.rank, path=store.path, tag=tag)
+            part = problem
         save = Save(
             store=store,
             tag=tag,
@@ -254,14 +246,15 @@ def _save(
             pinned=pinned,
             num_kept=num_kept,
             replicas=replicas,
+            stale=stale,
             workers=max(1, num_workers),
-            shown=False if not freezing.waits and progress is None else job.shows(progress),
+            shown=False if not taking.waits and progress is None else job.shows(progress),
             phases=phases,
             stall=time.monotonic() - began,
         )
-        handle = SAVES.start(save)
-    if freezing.waits:
-        handle.result()
+        handle = SAVES.start(save, on_error)
+    if taking.waits:
+        handle.finish()
     return handle
 
 
@@ -277,7 +270,7 @@ def _freeze(
     shardings: Rules | None,
     placement: Placement,
     phases: Phases,
-    freezing: _Freezing,
+    taking: Taking,
     *,
     replicas: Replicas,
 ) -> Part:
@@ -287,36 +280,7 @@ def _freeze(
         description = describe(state, placement, shardings, structure=structure, replicas=replicas)
         writing = _first_that_can(layouts, description)
     with phases.timed("snapshot"):
-        arrays = {
-            path: held.taken_whole(path) if path in writing.whole else held for path, held in description.arrays.items()
-        }
-        shards = local_shards(arrays)
-        many = placement.world > 1
-        written = None
-        if many and not all(lasts(shard, waits=freezing.waits) for shard in shards.values()):
-            # What another rank writes is not copied here, so it has to be known now who writes what.
-            with phases.timed("plan"):
-                written = writing.plan.extents
-        watched = freezing.watched(state, description)
-        snapshot = take(
-            shards,
-            description.leaves if many else (),
-            waits=freezing.waits,
-            mode=freezing.mode,
-            stepped=watched,
-            written=written,
-            loose=state.buffers,
-            apart=shards_apart(description, writing.whole, shards) if many else None,
-            budget=freezing.budget,
-        )
-        later = {leaf for (leaf, _), data in snapshot.memory.items() if isinstance(data, Deferred)}
-        with snapshot.released_on_failure():
-            GUARD.watch(
-                snapshot.freezing,
-                [value for leaf, value in watched.items() if leaf in later],
-                model=state.model,
-                with_optimizer=state.optimizer is not None,
-            )
+        snapshot = taking.take(description, writing, phases)
     return Part(
         leaves=description.leaves,
         writing=writing,

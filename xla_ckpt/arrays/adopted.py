@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_ckpt.snapshot.memory import HUGE_BYTES, MEMORY_ALIGNMENT, huge_pages
+from xla_ckpt.snapshot.memory import HUGE_BYTES, MEMORY_ALIGNMENT, Region, Slabs, huge_pages
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
@@ -83,7 +83,7 @@ class Adoptable:
         MemoryError: There is none.
     """
 
-    def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int], slabs: Slabs) -> None:
         self._at = 0
         self.dtype = dtype
         self.shape = tuple(shape)
@@ -94,7 +94,9 @@ class Adoptable:
             raise MemoryError(f"no {self.nbytes} bytes of host memory")
         self._at = found.value
         if large:
-            huge_pages.populate(self._advise, np.asarray(self))
+            region = Region(np.asarray(self), self._advise)
+            huge_pages.begin(region)
+            slabs.add(region)
 
     def __del__(self) -> None:
         if self._at:

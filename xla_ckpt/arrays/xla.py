@@ -147,7 +147,7 @@ def fresh(
     def memory(slabs: Slabs) -> list[memoryview]:
         nonlocal made, held
         if _adopts() and adoptable(torch_type, shape):
-            held = Adoptable(torch_type, shape)
+            held = Adoptable(torch_type, shape, slabs)
             made = held.tensor()
         else:
             made = tensor_from(slabs.take(prod(shape) * torch_type.itemsize), torch_type, shape)

@@ -143,10 +143,11 @@ class StorageReader(Named, StockReader):
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
             self._places = places = opened.places(starts)
             manifest, wants, slots = places.tag.manifest, list[Want](), list[memoryview]()
+            slabs = Slabs()
             if self.read_once:
-                self._kept, wants, slots = _memory(opened, tensors)
+                self._kept, wants, slots = _memory(opened, tensors, slabs)
             checked = dict.fromkeys(_want(item) for item in tensors if _destination(item) not in self._kept)
-            read_into(places.tag, plan_restore(manifest, wants), slots, workers=self.num_workers)
+            read_into(places.tag, plan_restore(manifest, wants), slots, slabs=slabs, workers=self.num_workers)
             check_reads(places.tag, plan_restore(manifest, list(checked)), workers=self.num_workers)
             places.check_crcs()
             self._values = {
@@ -184,7 +185,8 @@ class StorageReader(Named, StockReader):
                 wants.append(Want(filling.key, box, len(slots)))
                 slots.append(memory)
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
-            read_into(places.tag, plan_restore(places.tag.manifest, wants), slots, workers=self.num_workers)
+            planned = plan_restore(places.tag.manifest, wants)
+            read_into(places.tag, planned, slots, slabs=slabs, workers=self.num_workers)
             for filling in fillings:
                 filling.finish(planner)
             _put_kept(self._kept, tensors, planner)
@@ -285,7 +287,7 @@ class _Kept:
 
 
 def _memory(
-    opened: Opened, items: Sequence[ReadItem]
+    opened: Opened, items: Sequence[ReadItem], slabs: Slabs
 ) -> tuple[dict[_Destination, _Kept], list[Want], list[memoryview]]:
     """Host memory for the local tensors that are read as wholes, and what is read into it."""
     kept, wants, slots = dict[_Destination, _Kept](), list[Want](), list[memoryview]()
@@ -303,7 +305,7 @@ def _memory(
             continue
         kind = torch_dtype(stored)
         assert kind is not None, "what the metadata says has been read with torch's types"
-        memory = Adoptable(kind, shape) if adoptable(kind, shape) else None
+        memory = Adoptable(kind, shape, slabs) if adoptable(kind, shape) else None
         kept[destination] = _Kept(torch.empty(shape, dtype=kind) if memory is None else memory.tensor(), memory)
         wants.append(Want(key, box, len(slots)))
         slots.append(bytes_of(kept[destination].value))

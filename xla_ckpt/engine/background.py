@@ -8,14 +8,22 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
-from xla_ckpt.errors import CheckpointError
+from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
 from xla_ckpt.job.call import leave
 from xla_ckpt.snapshot.freezing import Freezing
 
 logger = logging.getLogger(__name__)
+
+
+OnError = Literal["raise", "warn"] | Callable[[CheckpointError], object]
+"""What happens to the error of a save that failed: it is raised, or logged, or handed to a function of the program."""
+
+MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
+"""Errors of the program, which fail every save and not this one alone. They are raised in any case."""
 
 
 class SaveHandle:
@@ -50,6 +58,16 @@ class SaveHandle:
         """
         return self._freezing is None or self._freezing.wait(timeout)
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the save has committed or failed, at most so many seconds; whether it has. Never raises."""
+        return self._settled.wait(timeout)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the save failed; None if it did not, or is in flight. Asking counts as being told."""
+        self._told = self._told or self._error is not None
+        return self._error
+
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the save, and say what it did.
 
@@ -67,6 +85,16 @@ class SaveHandle:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def finish(self) -> None:
+        """Wait until the save has committed or failed.
+
+        Raises:
+            CheckpointError: It failed, and nobody has been told yet; the same error on every rank.
+        """
+        self.wait()
+        if not self._told:
+            self.result()
 
     def tidied(self) -> SaveReport:
         """As `result`; and wait until the older tags are deleted that the save has given up.
@@ -110,8 +138,8 @@ class Saves:
                 untold = error
             yield untold
 
-    def start(self, save: Save) -> SaveHandle:
-        """Run a save in the background. The caller has the `turn`."""
+    def start(self, save: Save, on_error: OnError = "raise") -> SaveHandle:
+        """Run a save in the background. The caller has the `turn`. `on_error` hears of its error before all others."""
         handle = SaveHandle(save.store.path, save.tag, save.freezing)
         go = threading.Event()
 
@@ -122,6 +150,7 @@ class Saves:
                 handle._report = save.run()
             except BaseException as error:
                 # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
+                handle._told = _tell(on_error, error)
                 handle._error = error
             finally:
                 handle._settled.set()
@@ -169,6 +198,21 @@ class Saves:
         except BaseException:
             # The interpreter is going down; a traceback is the best that can be left behind.
             logger.exception("a save in flight at exit failed")
+
+
+def _tell(on_error: OnError, error: BaseException) -> bool:
+    """Tell of the error of a save as its caller wishes; whether that is enough."""
+    if on_error == "raise" or not isinstance(error, CheckpointError) or isinstance(error, MISTAKES):
+        return False
+    if on_error == "warn":
+        logger.warning("a save failed, and the program goes on: %s", error)
+        return True
+    try:
+        on_error(error)
+    except Exception:
+        logger.exception("the function that hears of failed saves has failed itself")
+        return False  # the error is raised, as if there were no such function
+    return True
 
 
 SAVES = Saves()

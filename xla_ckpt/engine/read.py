@@ -17,10 +17,14 @@ from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.manifest.digest import block_size, digest, to_hex
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.ranges import Runs, runs, strides
-from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
+from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.storage.pool import BUFFER_BYTES, work_off
 
 READERS = 8
-"""Threads that read, if the machine has the cores."""
+"""Threads that read, also on a machine with fewer cores: a disk is fast only with several reads waiting for it."""
+
+SCRATCH_BYTES = 1024 * 1024
+"""What a thread reads at a time where it goes around the cache of the storage."""
 
 STRAIGHT_BYTES = 256 * 1024
 """Contiguous reads from this size on go straight into their destination."""
@@ -82,11 +86,14 @@ def read_into(
     plan: RestorePlan,
     slots: Slots,
     *,
+    slabs: Slabs | None = None,
     workers: int = READERS,
     progress: Callable[[int], None] = lambda _: None,
     phases: Phases | None = None,
 ) -> None:
     """Fill the slots from the tag, verifying every block.
+
+    `slabs` is where slots of new memory come from.
 
     Raises:
         CorruptCheckpointError: A block is not what was saved. Slots may be partly filled by then.
@@ -94,14 +101,15 @@ def read_into(
     """
     measured = Phases() if phases is None else phases
 
-    def work(batch: _Batch, buffer: memoryview) -> None:
+    def work(batch: _Batch, memory: memoryview) -> None:
+        scratch, buffer = memory[:SCRATCH_BYTES], memory[SCRATCH_BYTES:]
         if batch.direct:
-            _read_direct(tag, batch.extents[0], slots, measured)
+            _read_direct(tag, batch.extents[0], slots, scratch, measured, slabs)
         else:
-            _read_through(tag, batch, buffer, slots, measured)
+            _read_through(tag, batch, buffer, slots, scratch, measured)
         progress(sum(map(_length, batch.extents)))
 
-    _run(list(_batches(plan.reads, direct=True)), work, workers)
+    _run(list(_batches(plan.reads, direct=True)), work, workers, SCRATCH_BYTES)
 
 
 def check_reads(
@@ -123,21 +131,25 @@ def check_reads(
 
     def work(batch: _Batch, buffer: memoryview) -> None:
         try:
-            _read_through(tag, batch, buffer, None, measured)
+            _read_through(tag, batch, buffer, None, None, measured)
         except CorruptCheckpointError as error:
             if on_problem is None:
                 raise
             on_problem(error)
         progress(sum(map(_length, batch.extents)))
 
-    _run(list(_batches(plan.reads, direct=False)), work, workers)
+    _run(list(_batches(plan.reads, direct=False)), work, workers, 0)
 
 
-def _run(batches: list[_Batch], work: Callable[[_Batch, memoryview], None], workers: int) -> None:
-    """Work the batches off, each worker with a buffer that the largest of them fits into."""
+def _run(batches: list[_Batch], work: Callable[[_Batch, memoryview], None], workers: int, scratch: int) -> None:
+    """Work the batches off, each worker with `scratch` bytes and a buffer that the largest of them fits into."""
     largest = max((b.stop - b.start for b in batches if not b.direct), default=0)
     work_off(
-        batches, work, workers=min(threads(workers, 2), len(batches)) or 1, buffer_bytes=largest, name="xla_ckpt-read"
+        batches,
+        work,
+        workers=min(workers, len(batches)) or 1,
+        buffer_bytes=scratch + largest,
+        name="xla_ckpt-read",
     )
 
 
@@ -218,7 +230,9 @@ def _bounded(read: Read, first: int, last: int) -> Iterator[_Extent]:
         yield _Extent(read, block, min(block + step, last))
 
 
-def _read_direct(tag: TagReader, extent: _Extent, slots: Slots, phases: Phases) -> None:
+def _read_direct(
+    tag: TagReader, extent: _Extent, slots: Slots, scratch: memoryview, phases: Phases, slabs: Slabs | None
+) -> None:
     """Read an extent into its destination, and verify it there."""
     read = extent.read
     stored = runs(read.part, read.stored, read.itemsize)
@@ -226,16 +240,25 @@ def _read_direct(tag: TagReader, extent: _Extent, slots: Slots, phases: Phases) 
     shift = target.offset - stored.offset - read.offset  # from an offset in the file to one in the slot
     into = slots[read.slot][extent.start + shift : extent.stop + shift]
     with phases.timed("read", len(into)):
-        _fill(tag, read, into, extent.start)
+        if slabs is not None:
+            slabs.back(into)
+        _fill(tag, read, into, extent.start, scratch)
     with phases.timed("verify", len(into)):
         _verify(tag, extent, into)
 
 
-def _read_through(tag: TagReader, batch: _Batch, buffer: memoryview, slots: Slots | None, phases: Phases) -> None:
+def _read_through(
+    tag: TagReader,
+    batch: _Batch,
+    buffer: memoryview,
+    slots: Slots | None,
+    scratch: memoryview | None,
+    phases: Phases,
+) -> None:
     """Read a batch into the buffer, verify it, and copy what is wanted to its destinations (without slots, nothing)."""
     start, stop = batch.start, batch.stop
     with phases.timed("read", stop - start):
-        _fill(tag, batch.extents[0].read, buffer[: stop - start], start)
+        _fill(tag, batch.extents[0].read, buffer[: stop - start], start, scratch)
     parts = [(extent, buffer[extent.start - start : extent.stop - start]) for extent in batch.extents]
     with phases.timed("verify", sum(len(data) for _, data in parts)):
         for extent, data in parts:
@@ -246,9 +269,10 @@ def _read_through(tag: TagReader, batch: _Batch, buffer: memoryview, slots: Slot
                 _scatter(extent, data, slots[extent.read.slot])
 
 
-def _fill(tag: TagReader, read: Read, into: memoryview, offset: int) -> None:
-    """Fill memory with the bytes of the read's file from an offset on."""
-    got = tag.source(read.file).read_into(into, offset)
+def _fill(tag: TagReader, read: Read, into: memoryview, offset: int, scratch: memoryview | None) -> None:
+    """Fill memory with the bytes of the read's file from an offset on; without scratch, they will be read again."""
+    source = tag.source(read.file)
+    got = source.read_into(into, offset) if scratch is None else source.read_once(into, offset, scratch)
     if got < len(into):
         raise CorruptCheckpointError(
             "a payload file ends too early",

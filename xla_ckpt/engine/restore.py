@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS, check_reads, read_into
@@ -15,7 +17,12 @@ from xla_ckpt.errors import storage_errors
 from xla_ckpt.job.verdict import Round, agreed
 from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, Share
-from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.snapshot.memory import Bytes, Slabs
+from xla_ckpt.snapshot.take import COPIERS, COPY_BYTES
+from xla_ckpt.storage.pool import work_off
+
+STAGED_BYTES = 256 * 1024 * 1024
+"""Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
 
 
 class Sharing(Protocol):
@@ -43,6 +50,9 @@ class WantedMemory:
     live: frozenset[int]
     """Slots that are memory of the program. They are written only after all their bytes have been verified."""
 
+    slabs: Slabs
+    """Where the new memory among them comes from."""
+
 
 def fill(
     reader: TagReader,
@@ -58,8 +68,9 @@ def fill(
 ) -> tuple[int, int]:
     """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
 
-    What goes into memory that the program uses is read twice: once to verify it, and once to overwrite the memory. No
-    rank overwrites before all ranks have verified their part, so a damaged tag changes nothing anywhere.
+    What goes into memory that the program uses waits in other memory until all of it is verified. Beyond `STAGED_BYTES`
+    it is read twice instead: once to verify it, and once to overwrite the memory. No rank overwrites before all ranks
+    have verified their part, so a damaged tag changes nothing anywhere.
 
     Args:
         reader: The tag.
@@ -89,22 +100,54 @@ def fill(
             shared = _shared_part(reader, memory, plan, itemsize, sharing, exchange, frozenset(alone))
         slots = memory.slots if shared is None else shared.slots
         reads = plan.reads if shared is None else shared.reads
-        in_use = RestorePlan(tuple(r for r in reads if r.slot in memory.live))
-        fresh = RestorePlan(tuple(r for r in reads if r.slot not in memory.live))
+        # What other ranks send would go to the wrong memory: it comes when the staged bytes are in place.
+        staged = {} if shared is not None else _staged(memory)
+        slots = [staged[i].data if i in staged else slot for i, slot in enumerate(slots)]
+        twice = memory.live - staged.keys()
+        in_use = RestorePlan(tuple(r for r in reads if r.slot in twice))
+        fresh = RestorePlan(tuple(r for r in reads if r.slot not in twice))
     total = fresh.read_bytes + 2 * in_use.read_bytes
     with Progress(f"load {reader.tag}", total, shown) as bar:
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            read_into(reader, fresh, slots, workers=workers, progress=bar, phases=phases)
+            read_into(reader, fresh, slots, slabs=memory.slabs, workers=workers, progress=bar, phases=phases)
             check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)
         with phases.timed("install"):
             hand_over()
         # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
         with agreed(exchange, "overwriting"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, in_use, slots, workers=workers, progress=bar, phases=phases)
+            with phases.timed("install"):
+                _put_in_place(staged, memory.slots)
     if sharing is not None and shared is not None:
         with phases.timed("read"):
             sharing.send_on(shared.share, slots, shared.rows, itemsize)
     return plan.needed_bytes, total
+
+
+def _staged(memory: WantedMemory) -> dict[int, Bytes]:
+    """Other memory for slots of the program's, in their order, as many as `STAGED_BYTES` allow; by slot."""
+    staged: dict[int, Bytes] = {}
+    left = STAGED_BYTES
+    for slot in sorted(memory.live):
+        nbytes = len(memory.slots[slot])
+        left -= nbytes
+        if left < 0:
+            break
+        staged[slot] = memory.slabs.take(nbytes)
+    return staged
+
+
+def _put_in_place(staged: Mapping[int, Bytes], slots: Sequence[memoryview]) -> None:
+    """Copy what is verified into the program's memory."""
+    pieces = [
+        (np.frombuffer(slots[slot], np.uint8)[at : at + COPY_BYTES], held[at : at + COPY_BYTES])
+        for slot, held in staged.items()
+        for at in range(0, len(held), COPY_BYTES)
+    ]
+    work_off(
+        pieces, lambda pair, _: np.copyto(*pair), workers=min(COPIERS, len(pieces)) or 1, buffer_bytes=0,
+        name="xla_ckpt-copy",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,4 +205,4 @@ def memory_of(targets: Mapping[str, Target]) -> WantedMemory:
                 live.add(len(slots))
             wants.append(Want(path, box, len(slots)))
             slots.append(memory)
-    return WantedMemory(slots, wants, frozenset(live))
+    return WantedMemory(slots, wants, frozenset(live), slabs)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.phases import Phases, as_line
@@ -19,12 +19,14 @@ from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.stages import Stages
+from xla_ckpt.engine.stale import remember, stale_since
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.write import WRITERS, write_files, write_objects
+from xla_ckpt.engine.write import WRITERS, check_space, write_files, write_objects
 from xla_ckpt.errors import (
     CheckpointError,
     DivergentReplicasError,
     RankFailedError,
+    SaveError,
     UsageError,
     naming,
 )
@@ -44,6 +46,9 @@ from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directory import MANIFEST
 
 logger = logging.getLogger(__name__)
+
+Stale = Literal["warn", "raise", "ignore"]
+"""What a save does that has the model of the save before it, although training went on."""
 
 
 class Writing(Protocol):
@@ -107,6 +112,7 @@ class Save:
     pinned: bool = False
     num_kept: int | None = None
     replicas: Replicas = "equal"
+    stale: Stale = "warn"
     workers: int = WRITERS
     shown: bool | None = None
     """Whether a progress bar is shown; None decides by itself."""
@@ -195,6 +201,7 @@ class Save:
             for record in records:
                 check_written(directory, record.rank, record.files)
             manifest = self._manifest(records, directory, draft.sequence)
+            self._look_back(manifest, directory)
             manifest = indexed(directory, self.store.path, manifest, part.writing.index)
             write_small(directory, MANIFEST, manifest_json.dump(manifest))
             directory.sync()
@@ -206,6 +213,7 @@ class Save:
             directory.sync()
             began = time.perf_counter()
             retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept)
+            remember(self.store, manifest)
             self.phases.add("commit", time.perf_counter() - began - retained)
             self.phases.add("retain", retained)
         except Exception as error:
@@ -278,6 +286,7 @@ class Save:
     def _write(self, part: Part, plan: SavePlan, directory: Directory) -> Record:
         """Write this rank's files; the record of what is in them."""
         rank, world = self.exchange.rank, self.exchange.size
+        check_space(directory, plan)
         with Progress(f"save {self.tag}", plan.nbytes, self.shown) as bar:
             written = write_files(
                 directory,
@@ -324,6 +333,30 @@ class Save:
                 reader.close_files()
             manifest = self._with_first(manifest, different)
         return manifest
+
+    def _look_back(self, manifest: Manifest, directory: Directory) -> None:
+        """Find out whether this repeats the tag before it.
+
+        Raises:
+            SaveError: It does, and the caller wants to know.
+        """
+        if self.stale == "ignore":
+            return
+        reader = TagReader(directory, self.store.path, self.tag, manifest)
+        try:
+            before = stale_since(self.store, reader)
+        finally:
+            reader.close_files()
+        if before is None:
+            return
+        error = SaveError(
+            f"the model has the same bytes as in tag {before}, although training went on",
+            hint="Is this the model that is trained, and does its optimizer have its parameters? If all is as it "
+            "should be, say stale='ignore'.",
+        )
+        if self.stale == "raise":
+            raise error
+        logger.warning("tag %s: %s", self.tag, error)
 
     def _with_first(self, manifest: Manifest, different: Sequence[Duplicate]) -> Manifest:
         """The manifest, in which arrays are marked of which two ranks wrote different copies. It has the first one.

@@ -7,6 +7,7 @@ regions, and makes the file durable. Memory: one buffer a worker, whatever the s
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from bisect import bisect_right
@@ -17,6 +18,7 @@ import numpy as np
 
 from xla_ckpt.engine.feed import Extract, Feed, Wanted
 from xla_ckpt.engine.phases import Phases
+from xla_ckpt.errors import StorageError
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.files.crc32 import crc32, joined
 from xla_ckpt.manifest import digest as digests
@@ -178,6 +180,26 @@ def write_files(
                 file.sink.abandon()
     records = tuple(f.record for f in files if f.record is not None)
     return Written(records, tuple(shard for number, f in enumerate(files) for shard in f.plan.shards(number)))
+
+
+def check_space(directory: Directory, plan: SavePlan) -> None:
+    """Find out whether the files of a plan have room, before the first byte of them is written.
+
+    Quotas are not known to it. They are found out when the first file is made, which reserves its blocks.
+
+    Raises:
+        StorageError: They have not.
+    """
+    needed, free = sum(file.codec.size for file in plan.files), directory.free()
+    if free is not None and needed > free:
+        error = StorageError(
+            "the files of this rank have no room: No space left on device",
+            expected=f"{needed} free bytes",
+            found=free,
+            hint="Delete older tags, keep fewer of them (num_kept_ckpts), or save somewhere else.",
+        )
+        error.errno = errno.ENOSPC
+        raise error
 
 
 def write_objects(directory: Directory, objects: Sequence[bytes], rank: int, world: int) -> list[FileRecord]:

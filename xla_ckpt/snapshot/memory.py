@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from bisect import bisect_right, insort
 from collections.abc import Callable
 
 import numpy as np
@@ -22,45 +23,63 @@ SLAB_BYTES = 4 * 1024 * 1024
 Bytes = npt.NDArray[np.uint8]
 
 
+class Region:
+    """Memory of one mapping, of which whole huge pages may be made.
+
+    Args:
+        memory: The memory, aligned to `HUGE_BYTES` or a little behind that.
+        advise: Tells the system what the memory is for, as ``madvise`` does.
+    """
+
+    def __init__(self, memory: Bytes, advise: Callable[[int], object]) -> None:
+        self.memory = memory
+        self.start = int(memory.ctypes.data)
+        self.advise = advise
+        self.huge = False
+        """Whether huge pages are tried."""
+
+
 class HugePages:
     """Decides, mapping by mapping, whether huge pages pay.
 
     They make fresh memory several times cheaper, unless the machine is a virtual one whose host has to find each page
     first: then the first touch of a huge page takes milliseconds, and ordinary pages (which the guest recycles) win.
-    So pages are touched in steps, and after a slow step the rest of the mapping stays ordinary.
+    So each page is touched by itself, and after a slow one the rest of the mapping stays ordinary.
     """
 
-    STEP = HUGE_BYTES
     SLOW = 1e-3
-    """Seconds for one step beyond which ordinary pages are better (2 GB/s)."""
+    """Seconds of this thread's time for one page beyond which ordinary pages are better (2 GB/s)."""
 
     def __init__(self) -> None:
         self._slow = 0
         self._skipped = 0
 
-    def populate(self, advise: Callable[[int], object], piece: Bytes) -> None:
-        """Back memory that begins with `piece` with huge pages as far as that pays.
-
-        Args:
-            advise: Tells the system what the memory is for, as ``madvise`` does.
-            piece: The memory, aligned to `HUGE_BYTES` or a little behind that.
-        """
+    def begin(self, region: Region) -> None:
+        """Ask for huge pages, unless the last mappings have shown that they do not pay."""
         if self._slow >= 2 and self._skipped < 64:
             self._skipped += 1
             return
         self._skipped = 0
         try:
-            advise(mmap.MADV_HUGEPAGE)
-            for at in range(0, len(piece), self.STEP):
-                began = time.perf_counter()
-                piece[at : at + self.STEP : HUGE_BYTES] = 0
-                if time.perf_counter() - began > self.SLOW:
-                    self._slow += 1
-                    advise(mmap.MADV_NOHUGEPAGE)
-                    return
-            self._slow = 0
+            region.advise(mmap.MADV_HUGEPAGE)
+            region.huge = True
         except OSError:
             self._slow = 2  # a kernel without huge pages: ordinary ones do
+
+    def touch(self, region: Region, first: int, last: int) -> None:
+        """Have the huge pages backed that begin in these bytes of a region. Several threads may do it at once."""
+        for at in range(first + -first % HUGE_BYTES, last, HUGE_BYTES):
+            if not region.huge:
+                return
+            # Not by the clock: a thread that waits for its turn would look like a slow page.
+            began = time.thread_time()
+            region.memory[at] = 0
+            if time.thread_time() - began > self.SLOW:
+                self._slow += 1
+                region.huge = False
+                region.advise(mmap.MADV_NOHUGEPAGE)
+                return
+            self._slow = 0
 
 
 huge_pages = HugePages()
@@ -68,36 +87,66 @@ huge_pages = HugePages()
 
 def allocate(nbytes: int) -> Bytes:
     """Zeroed memory of its own, page-aligned; freed with the last array that refers to it."""
+    region = _mapped(nbytes)
+    huge_pages.touch(region, 0, nbytes)
+    return region.memory
+
+
+def _mapped(nbytes: int) -> Region:
+    """Zeroed memory of its own, none of it touched."""
     if nbytes == 0:
-        return np.empty(0, np.uint8)
+        return Region(np.empty(0, np.uint8), int)
     # Private: python's default is shared memory, which is slower to get and has no huge pages on most systems.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if nbytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+        mapping = mmap.mmap(-1, nbytes, flags=flags)
+        return Region(np.frombuffer(mapping, np.uint8), mapping.madvise)
     mapping = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=flags)
     whole = np.frombuffer(mapping, np.uint8)
     skip = -whole.ctypes.data % HUGE_BYTES  # only an aligned region is made of huge pages from its first byte on
-    piece = whole[skip : skip + nbytes]
-    huge_pages.populate(mapping.madvise, piece)
-    return piece
+    region = Region(whole[skip : skip + nbytes], mapping.madvise)
+    huge_pages.begin(region)
+    return region
 
 
 class Slabs:
-    """Hands out aligned memory; small pieces share a mapping, which lives as long as any of them."""
+    """Hands out aligned memory; small pieces share a mapping, which lives as long as any of them.
+
+    Large pieces are not touched before `back` is called: by the threads that fill them, while others wait for a disk.
+    """
 
     def __init__(self) -> None:
         self._slab = allocate(0)
         self._used = 0
+        self._regions: dict[int, Region] = {}
+        self._starts: list[int] = []
 
     def take(self, nbytes: int) -> Bytes:
         """`nbytes` bytes of memory, aligned to `MEMORY_ALIGNMENT`."""
         if nbytes >= HUGE_BYTES:
-            return allocate(nbytes)
+            region = _mapped(nbytes)
+            self.add(region)
+            return region.memory
         if self._used + nbytes > len(self._slab) or len(self._slab) == 0:
             self._slab, self._used = allocate(SLAB_BYTES), 0
         piece = self._slab[self._used : self._used + nbytes]
         self._used += -(-nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT
         return piece
+
+    def add(self, region: Region) -> None:
+        """Have `back` know of a region that comes from elsewhere."""
+        if region.huge:
+            insort(self._starts, region.start)
+            self._regions[region.start] = region
+
+    def back(self, memory: memoryview) -> None:
+        """Get the pages of a piece that is about to be written for the first time, if it is memory from here."""
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        place = bisect_right(self._starts, address) - 1
+        if place >= 0:
+            region = self._regions[self._starts[place]]
+            first = address - region.start
+            huge_pages.touch(region, first, min(first + len(memory), len(region.memory)))
 
 
 class Staging:

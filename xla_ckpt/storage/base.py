@@ -44,6 +44,12 @@ class Source(Protocol):
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill `buffer` from `offset` on; the number of bytes read is smaller only where the file ends."""
 
+    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        """As `read_into`, for many bytes that will not be asked for again soon: they need not be kept in a cache.
+
+        `scratch` is page-aligned memory of at least two `BLOCK`s, for the storage's own use during the call.
+        """
+
     def close(self) -> None:
         """Release the file."""
 
@@ -72,6 +78,9 @@ class Directory(Protocol):
 
     def sync(self) -> None:
         """Make the names of all files and directories that were made through this object durable."""
+
+    def free(self) -> int | None:
+        """Bytes that this process may still write there; None where nobody can say."""
 
     def close(self) -> None:
         """Release the directory, and the lock that it was opened with."""

@@ -1,8 +1,8 @@
 """Directories of the local (or a network) file system.
 
 Everything goes through the descriptor of the directory, so that a writer or reader keeps *its* directory when a
-rename puts another one in its place. Large files are written with O_DIRECT where the file system allows it: on this
-path the page cache costs more than the disk.
+rename puts another one in its place. Large files are written with O_DIRECT where the file system allows it, and what is
+read once and is not in the page cache is read with it: on these paths the page cache costs more than the disk.
 """
 
 from __future__ import annotations
@@ -11,17 +11,28 @@ import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import stat
+import threading
 import time
+
+import numpy as np
+import numpy.typing as npt
 
 from xla_ckpt.storage.base import BLOCK
 
 logger = logging.getLogger(__name__)
 
 DIRECT_BYTES = 1 << 20
-"""Files from this size on are written around the page cache."""
+"""Files from this size on are written around the page cache, and read around it if they are not in it."""
+
+CACHED_READS = "XLA_CKPT_CACHED_READS"
+"""Environment variable: ``1`` has all reads go through the page cache.
+
+That is better where many processes of a machine load the same files and are not one job.
+"""
 
 UNLOCKED_AGE = 3600.0
 """Seconds without a change after which a directory counts as unused, where the file system has no locks.
@@ -111,6 +122,10 @@ class LocalSource:
     """A file being read."""
 
     def __init__(self, directory: int, path: str, *, links: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._direct_fd: int | None = None
+        """Descriptor for reads around the page cache; -1 where there is none."""
+        self._pages: npt.NDArray[np.uint8] | None = None
         follow = 0 if links else os.O_NOFOLLOW
         # A pipe that a link points to would block the opening until somebody writes to it.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow, dir_fd=directory)
@@ -129,10 +144,65 @@ class LocalSource:
             done += got
         return done
 
+    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        fd = self._direct()
+        if fd < 0 or self._mostly_cached(offset, len(buffer)):
+            return self.read_into(buffer, offset)
+        target = np.frombuffer(buffer, np.uint8)
+        step = len(scratch) // BLOCK * BLOCK
+        done = 0
+        while done < len(buffer):
+            # Both ends of what is wanted may lie inside of a block, which is read whole.
+            at = offset + done
+            skip = at % BLOCK
+            wanted = min(step, -(-(skip + len(buffer) - done) // BLOCK) * BLOCK)
+            try:
+                got = os.preadv(fd, [scratch[:wanted]], at - skip) - skip
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                got = 0  # blocks of another size than ours, or a file system that refuses only now
+            if got <= 0:
+                return done + self.read_into(buffer[done:], at)
+            got = min(got, len(buffer) - done)
+            np.copyto(target[done : done + got], np.frombuffer(scratch, np.uint8)[skip : skip + got])
+            done += got
+        return done
+
+    def _mostly_cached(self, offset: int, nbytes: int) -> bool:
+        """Whether more than half of a range of the file lies in the page cache."""
+        # Not by a read with RWF_NOWAIT: it begins to read ahead, and the disk would read everything twice.
+        assert self._pages is not None
+        first, last = offset // mmap.PAGESIZE, -(-min(offset + nbytes, self.size) // mmap.PAGESIZE)
+        held = (ctypes.c_ubyte * max(last - first, 0))()
+        begin = self._pages.ctypes.data + first * mmap.PAGESIZE
+        if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(held) * mmap.PAGESIZE), held):
+            return True  # unknown: a read through the page cache is never wrong
+        return int(np.count_nonzero(np.frombuffer(memoryview(held), np.uint8) & 1)) * 2 > len(held)
+
+    def _direct(self) -> int:
+        """A descriptor of the same file that goes around the page cache; -1 where that is impossible or unwanted."""
+        with self._lock:
+            if self._direct_fd is None:
+                self._direct_fd = -1
+                if self.size >= DIRECT_BYTES and os.environ.get(CACHED_READS, "0") != "1":
+                    self._open_direct()
+            return self._direct_fd
+
+    def _open_direct(self) -> None:
+        try:
+            # Nothing is read through the mapping: it is what the system is asked about.
+            self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, prot=mmap.PROT_READ), np.uint8)
+            # Not by its name, which another file may have by now.
+            self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except (OSError, ValueError, AttributeError):
+            self._pages = None  # tmpfs and others have no direct I/O, some systems no /proc
+
     def close(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+        for fd in (self._fd, self._direct_fd):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self._fd, self._direct_fd, self._pages = -1, -1, None
 
 
 class LocalDirectory:
@@ -188,6 +258,14 @@ class LocalDirectory:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+
+    def free(self) -> int | None:
+        try:
+            status = os.fstatvfs(self._fd)
+        except OSError as error:
+            logger.debug("%s does not say how much is free: %s", self.path, error)
+            return None
+        return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
 
     def close(self) -> None:
         if self._fd >= 0:

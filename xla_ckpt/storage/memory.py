@@ -123,6 +123,9 @@ class MemorySource:
         self._counts.append(len(part))
         return len(part)
 
+    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        return self.read_into(buffer, offset)
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -183,6 +186,9 @@ class MemoryDirectory:
 
     def sync(self) -> None:
         """Nothing to sync."""
+
+    def free(self) -> int | None:
+        return None
 
     def close(self) -> None:
         with _LOCK:

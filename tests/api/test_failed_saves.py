@@ -1,0 +1,188 @@
+"""What becomes of a save that failed, and of one that should not have been made."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.jobs import run_on_ranks
+from xla_ckpt.errors import CheckpointError
+from xla_ckpt.storage.local import LocalDirectory
+
+
+def model(value: float = 1.0) -> torch.nn.Linear:
+    made = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        made.weight.fill_(value)
+        made.bias.fill_(value)
+    return made
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalDirectory, "free", lambda self: 10)
+
+
+@pytest.mark.usefixtures("full")
+def test_space_is_checked_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(xla_ckpt.StorageError, match=r"expected \d+ free bytes, found 10") as caught:
+        xla_ckpt.save_checkpoint(tmp_path, "a", model())
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_failed_save_may_be_a_warning(
+    tmp_path: Path, async_save: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = xla_ckpt.save_checkpoint(tmp_path, "a", model(), on_error="warn", async_save=async_save)
+    assert handle.wait(60)
+    assert "the program goes on" in caplog.text
+    monkeypatch.undo()
+    xla_ckpt.save_checkpoint(tmp_path, "b", model())  # nothing is raised afterwards, either
+    assert xla_ckpt.list_tags(tmp_path) == ["b"]
+    assert isinstance(handle.error, xla_ckpt.StorageError)
+    with pytest.raises(xla_ckpt.StorageError):
+        handle.result()
+
+
+def test_a_root_that_cannot_be_made_is_a_warning_too(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    handle = xla_ckpt.save_checkpoint(tmp_path / "file/root", "a", model(), on_error="warn")
+    assert isinstance(handle.error, xla_ckpt.StorageError)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_function_hears_of_it(tmp_path: Path, async_save: bool) -> None:
+    heard: list[CheckpointError] = []
+    handle = xla_ckpt.save_checkpoint(tmp_path, "a", model(), on_error=heard.append, async_save=async_save)
+    handle.wait()
+    assert [handle.error] == heard
+    xla_ckpt.finalize_checkpoint()
+
+
+@pytest.mark.usefixtures("full")
+def test_a_function_that_fails_leaves_the_error_to_be_raised(tmp_path: Path) -> None:
+    def fails(error: CheckpointError) -> None:
+        raise KeyError("oops")
+
+    with pytest.raises(xla_ckpt.StorageError):
+        xla_ckpt.save_checkpoint(tmp_path, "a", model(), on_error=fails)
+
+
+@pytest.mark.usefixtures("full")
+def test_a_save_that_fails_later_is_still_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", model(), async_save=True).wait()
+    monkeypatch.undo()
+    with pytest.raises(xla_ckpt.StorageError, match="tag a"):
+        xla_ckpt.save_checkpoint(tmp_path, "b", model())
+
+
+def test_mistakes_are_raised_in_any_case(tmp_path: Path) -> None:
+    for wrong in (
+        {"tag": "../a", "model": model()},
+        {"tag": "a"},
+        {"tag": "a", "model": {"x": torch.zeros(2, device="meta")}},
+    ):
+        with pytest.raises(CheckpointError):
+            xla_ckpt.save_checkpoint(tmp_path, on_error="warn", **wrong)  # type: ignore[arg-type]
+    for wrong in ({"on_error": "never"}, {"stale": True}):
+        with pytest.raises(xla_ckpt.UsageError, match="no such choice"):
+            xla_ckpt.save_checkpoint(tmp_path, "a", model(), **wrong)  # type: ignore[arg-type]
+
+
+def saves_where_rank_1_has_no_room(rank: int, root: Path) -> tuple[str, int | None, list[str]]:
+    if rank == 1:
+        LocalDirectory.free = lambda self: 10  # type: ignore[method-assign]
+    state = {"w": torch.full((4,), float(rank))}
+    rules = [("w", (("dp",),))]
+    bad = xla_ckpt.save(root, "a", state, shardings=rules, on_error="warn")
+    del LocalDirectory.free
+    LocalDirectory.free = lambda self: None  # type: ignore[method-assign]
+    xla_ckpt.save(root, "b", state, shardings=rules)
+    error = bad.error
+    assert isinstance(error, CheckpointError)
+    return type(error).__name__, error.rank, xla_ckpt.list_tags(root)
+
+
+def test_all_ranks_hear_of_the_rank_without_room(tmp_path: Path) -> None:
+    found = run_on_ranks(saves_where_rank_1_has_no_room, 3, tmp_path)
+    assert found == [("StorageError", 1, ["b"])] * 3
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> bool:
+    return "although training went on" in caplog.text
+
+
+STEP = {"step": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stale"),
+    [
+        (("step_1", 1.0, STEP), ("step_2", 1.0, STEP), True),  # another number in its name
+        (("best", 1.0, STEP), ("best", 1.0, {"step": 2}), True),  # another step in its content
+        (("a", 1.0, {"e": torch.zeros(2)}), ("b", 1.0, {"e": torch.ones(2)}), True),  # other arrays moved
+        (("step_1", 1.0, STEP), ("step_2", 2.0, STEP), False),  # trained
+        (("step_1", 1.0, STEP), ("best", 1.0, STEP), False),  # the same state under two names
+        (("best", 1.0, STEP), ("best", 1.0, STEP), False),
+    ],
+)
+def test_a_model_that_did_not_move(
+    tmp_path: Path, before: tuple[str, float, object], after: tuple[str, float, object], stale: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.WARNING)
+    for tag, value, content in (before, after):
+        assert not warned(caplog)
+        xla_ckpt.save_checkpoint(tmp_path, tag, model(value), user_content=content)
+    assert warned(caplog) == stale
+    caplog.clear()
+    tag, value, content = after
+    again = tag.replace("2", "3")
+    if stale and again != tag:
+        with pytest.raises(xla_ckpt.SaveError, match=f"tag {tag}, although"):
+            xla_ckpt.save_checkpoint(tmp_path, again, model(value), user_content=content, stale="raise")
+        assert again not in xla_ckpt.list_tags(tmp_path)
+        xla_ckpt.save_checkpoint(tmp_path, again, model(value), user_content=content, stale="ignore")
+        assert not warned(caplog)
+
+
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "dcp", "smp"])
+def test_it_is_seen_in_every_layout(tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture) -> None:
+    for step in (1, 2):
+        xla_ckpt.save_checkpoint(tmp_path, f"step_{step}", model(), layout=layout)
+    assert warned(caplog)
+
+
+def test_one_element_is_enough_to_have_moved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    large = {"a": torch.zeros(1 << 20), "b": torch.zeros(7)}
+    xla_ckpt.save(tmp_path, "step_1", large)
+    large["a"][1_000_000] = 1
+    xla_ckpt.save(tmp_path, "step_2", large)
+    assert not warned(caplog)
+
+
+def test_a_damaged_tag_before_it_does_not_matter(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "step_1", model())
+    next((tmp_path / "step_1").rglob("*.safetensors")).write_bytes(b"")
+    xla_ckpt.save_checkpoint(tmp_path, "step_2", model(), stale="raise")
+    assert xla_ckpt.verify(tmp_path, "step_2").ok
+
+
+def test_a_thread_may_wait_for_the_handle(tmp_path: Path) -> None:
+    handle = xla_ckpt.save_checkpoint(tmp_path, "a", model(), async_save=True)
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(handle.wait(60)))
+    thread.start()
+    thread.join()
+    assert found == [True]
+    assert handle.error is None

@@ -1,0 +1,160 @@
+"""Preemption: a machine is about to be taken away, and the job saves once more before it goes."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.job.current import TIMEOUT, current_job
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.storage.door import PathLike, full_path, store_at
+
+logger = logging.getLogger(__name__)
+
+
+class PreemptionGuard:
+    """Finds out that the job is to end, and has all ranks agree on the step at which they save.
+
+    ::
+
+        with xla_ckpt.PreemptionGuard() as guard:
+            for step in range(first, last):
+                train(step)
+                if guard.should_save():
+                    xla_ckpt.save_checkpoint(root, f"step_{step}", model, optimizer)
+                    break
+
+    A scheduler sends SIGTERM to one machine, or to all at slightly different times. Ranks that saved on their own would
+    save different steps. So the ranks meet at each call of `should_save`, through the job's store and not by a
+    collective, and what one of them has noticed counts for all from that very call on.
+
+    Args:
+        signals: Signals that mean it. Their handlers are replaced until `close`; python runs handlers in the main
+            thread, between two of its instructions, so a long step is not interrupted.
+        file: A file that means it as soon as it is there, on any rank: schedulers and people can make one.
+        asked: A function that says so by returning True: it may ask a cloud's metadata service. It is called on every
+            rank, in each call of `should_save` in which the ranks meet.
+        every: The ranks meet in every so many calls of `should_save`, the others return what is known. A meeting costs
+            two messages a rank, and some more on rank 0; steps of a few milliseconds want a larger number.
+        mesh: How the ranks are arranged, as for `save_checkpoint`.
+        timeout: Seconds that a rank waits for the others in `should_save`.
+
+    Raises:
+        UsageError: It is not made in the main thread, or `every` is below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        file: PathLike | None = None,
+        asked: Callable[[], bool] | None = None,
+        every: int = 1,
+        mesh: Mesh | str | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        if every < 1:
+            raise UsageError("a preemption guard meets in every so many calls", expected="1 or more", found=every)
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "a preemption guard is made in another thread than the main one, which alone receives signals",
+                hint="Make it in the main thread, or with signals=() and file= or asked=.",
+            )
+        self._file = None if file is None else full_path(file)
+        self._asked, self._every, self._mesh, self._timeout = asked, every, mesh, timeout
+        self._calls = 0
+        self._noticed: str | None = None
+        self._agreed: str | None = None
+        self._former: dict[signal.Signals, Any] = {}
+        for number in signals:
+            self._former[number] = signal.signal(number, self._receive)
+
+    def __enter__(self) -> PreemptionGuard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def reason(self) -> str | None:
+        """What was noticed, and on which rank, once all ranks know of it."""
+        return self._agreed
+
+    def should_save(self) -> bool:
+        """Whether the job is to save now, and to end. All ranks call it at the same places, and get the same answer.
+
+        It stays True once it was. In a job of one process it asks nobody.
+
+        Raises:
+            CheckpointError: `asked` raised on some rank; all ranks raise it.
+            RankFailedError: A rank did not come within the timeout.
+        """
+        self._calls += 1
+        if self._agreed is None and self._calls % self._every == 0:
+            self._agreed = self._meet()
+            if self._agreed is not None:
+                logger.warning("the job is to end (%s): it saves now", self._agreed)
+        return self._agreed is not None
+
+    def close(self) -> None:
+        """Give the signals their former handlers back."""
+        while self._former:
+            number, handler = self._former.popitem()
+            # A handler that was not set from python cannot be given back by python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        # Nothing but a note: this runs between any two instructions, also while a lock is held.
+        self._noticed = signal.Signals(number).name
+
+    def _notice(self) -> str | None:
+        """What this rank has noticed so far."""
+        if self._noticed is None and self._file is not None:
+            folder, _, name = self._file.rpartition("/")
+            if store_at(folder or "/").has(name):
+                self._noticed = f"the file {self._file} is there"
+        if self._noticed is None and self._asked is not None and self._asked():
+            self._noticed = "the program's function said so"
+        return self._noticed
+
+    def _meet(self) -> str | None:
+        """What any rank has noticed: the word of the lowest of them."""
+        job = current_job("", self._mesh, doing="preemption", timeout=self._timeout)
+        exchange = job.exchange
+        if exchange.size == 1:
+            return self._notice()
+        with job.taking_part():
+            job.tidy()
+            try:
+                noticed = self._notice()
+            except Exception as error:
+                # Told to all ranks, which wait for this one, and raised on all of them.
+                exchange.say(f"noticed/{exchange.rank}", error=as_checkpoint_error(error, "asking", exchange.rank))
+            else:
+                exchange.say(f"noticed/{exchange.rank}", noticed)
+            if exchange.rank == 0:
+                _decide(exchange)
+            decided: str | None = exchange.hear("decided", 0)
+            return decided
+
+
+def _decide(exchange: Round) -> None:
+    """On rank 0: hear all ranks, and tell all of them what the first has noticed, or the first error."""
+    deadline, found = Deadline(exchange.timeout * LEAD), list[str]()
+    try:
+        for rank in range(exchange.size):
+            noticed = exchange.hear(f"noticed/{rank}", rank, deadline)
+            if noticed is not None:
+                found.append(f"{noticed}, on rank {rank}")
+    except CheckpointError as error:
+        exchange.say("decided", error=error)
+    else:
+        exchange.say("decided", found[0] if found else None)
