@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from xla_ckpt.api.taking import Taking
 from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
 from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
@@ -25,10 +26,9 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
 from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
-from xla_ckpt.snapshot.freezing import Deferred
-from xla_ckpt.snapshot.take import Mode, lasts, take
-from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
-from xla_ckpt.state.guard import GUARD, stepped
+from xla_ckpt.snapshot.take import Mode
+from xla_ckpt.state.describe import Description, describe
+from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, State, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
@@ -141,13 +141,11 @@ def save_checkpoint(
             layouts=_layouts(layout, use_xser=use_xser),
             workers=num_workers,
             num_kept=num_kept_ckpts,
-            waits=not async_save,
+            taking=Taking(mode=snapshot, waits=not async_save, budget=snapshot_budget),
             mesh=mesh,
             shardings=shardings,
             pinned=pinned,
             replicas=replicas,
-            snapshot=snapshot,
-            budget=snapshot_budget,
             on_error=on_error,
             stale=stale,
             progress=progress,
@@ -196,13 +194,11 @@ def save(
             layouts=_layouts(layout, use_xser=use_xser),
             workers=num_workers,
             num_kept=num_kept_ckpts,
-            waits=not async_save,
+            taking=Taking(mode=snapshot, waits=not async_save, budget=snapshot_budget),
             mesh=mesh,
             shardings=shardings,
             pinned=pinned,
             replicas=replicas,
-            snapshot=snapshot,
-            budget=snapshot_budget,
             on_error=on_error,
             stale=stale,
             progress=progress,
@@ -223,14 +219,11 @@ class _Options:
     layouts: Sequence[Layout]
     workers: int
     num_kept: int | None
-    waits: bool
-    """Whether the caller waits until all is written."""
+    taking: Taking
     mesh: Mesh | str | None
     shardings: Rules | None
     pinned: bool
     replicas: Replicas
-    snapshot: Mode
-    budget: int
     on_error: OnError
     stale: Stale
     progress: bool | None
@@ -240,7 +233,6 @@ class _Options:
     def __post_init__(self) -> None:
         for name, choice, choices in (
             ("replicas", self.replicas, get_args(Replicas)),
-            ("snapshot", self.snapshot, get_args(Mode)),
             ("stale", self.stale, get_args(Stale)),
             ("on_error", self.on_error, ("raise", "warn")),
         ):
@@ -248,10 +240,7 @@ class _Options:
                 continue
             known = " or ".join(map(repr, choices)) + (" or a function" if name == "on_error" else "")
             raise UsageError(f"there is no such choice for {name}", expected=known, found=repr(choice))
-        if type(self.budget) is not int or self.budget <= 0:
-            raise UsageError(
-                "snapshot_budget is no number of bytes", expected="a positive int", found=repr(self.budget)
-            )
+        self.taking.check()
 
 
 def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) -> SaveHandle:
@@ -295,7 +284,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
                 replicas=options.replicas,
                 stale=options.stale,
                 workers=max(1, options.workers),
-                shown=False if not options.waits and options.progress is None else job.shows(options.progress),
+                shown=False if not options.taking.waits and options.progress is None else job.shows(options.progress),
                 phases=phases,
                 stall=stall,
                 trace=traced,
@@ -308,7 +297,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
             raise refused
         finally:
             del refused, part  # or this frame and the error's traceback would keep each other, and the state, in memory
-    if options.waits:
+    if options.taking.waits:
         handle.finish()
     return handle
 
@@ -348,36 +337,7 @@ def _freeze(state: State, placement: Placement, phases: Phases, options: _Option
         description = describe(state, placement, options.shardings, structure=structure, replicas=options.replicas)
         writing = _first_that_can(options.layouts, description)
     with phases.timed("snapshot"):
-        arrays = {
-            path: held.taken_whole(path) if path in writing.whole else held for path, held in description.arrays.items()
-        }
-        shards = local_shards(arrays)
-        many = placement.world > 1
-        written = None
-        if many and not all(lasts(shard, waits=options.waits) for shard in shards.values()):
-            # What another rank writes is not copied here, so it has to be known now who writes what.
-            with phases.timed("plan"):
-                written = writing.plan.extents
-        watched = _watched(state, description, options)
-        snapshot = take(
-            shards,
-            description.leaves if many else (),
-            waits=options.waits,
-            mode=options.snapshot,
-            stepped=watched,
-            written=written,
-            loose=state.buffers,
-            apart=shards_apart(description, writing.whole, shards) if many else None,
-            budget=options.budget,
-        )
-        later = {leaf for (leaf, _), data in snapshot.memory.items() if isinstance(data, Deferred)}
-        with snapshot.released_on_failure():
-            GUARD.watch(
-                snapshot.freezing,
-                [value for leaf, value in watched.items() if leaf in later],
-                model=state.model,
-                with_optimizer=state.optimizer is not None,
-            )
+        snapshot = options.taking.take(description, writing, phases)
     return Part(
         leaves=description.leaves,
         writing=writing,
@@ -389,13 +349,6 @@ def _freeze(state: State, placement: Placement, phases: Phases, options: _Option
         alone=state.alone,
         parts=description.parts,
     )
-
-
-def _watched(state: State, description: Description, options: _Options) -> dict[str, Any]:
-    """The arrays, by leaf path, that may be copied later, since whoever writes to them waits for that."""
-    if options.waits or options.snapshot != "overlap":
-        return {}
-    return stepped({path: held.value for path, held in description.arrays.items()}, state.optimizer)
 
 
 def _layouts(layout: str | Sequence[str] | None, *, use_xser: bool) -> tuple[Layout, ...]:
