@@ -14,6 +14,7 @@ import torch
 
 import xla_ckpt
 from tests.runs import environment
+from xla_ckpt.cli import render
 from xla_ckpt.cli.main import main
 
 
@@ -62,6 +63,33 @@ def test_show(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert facts["aliases"] == {}
     assert call(capsys, "show", root, "--leaf", "user_content")[1].count("user_content/") == 3
+
+
+def test_show_of_many_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tables that are too long for rich have the same columns and cells, in plain lines."""
+    arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(render.MAX_LAID_OUT + 1)}
+    xla_ckpt.save(tmp_path, "a", {"s": arrays})
+    code, out, _ = call(capsys, "show", tmp_path)
+    lines = out.splitlines()
+    assert (code, len(lines)) == (0, 6 + render.MAX_LAID_OUT)
+    assert lines[3] == f"{render.MAX_LAID_OUT + 1} arrays"
+    assert lines[4].split() == ["leaf", "dtype", "shape", "size", "shards"]
+    assert lines[5 + 8].split() == ["s/[b]8", "float32", "1", "4", "B", "1"]
+    assert len({line.index("float32") for line in lines[5:]}) == 1
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["ls"], ["show"], ["verify"], ["verify", "--all"]])
+def test_commands_import_no_torch(root: Path, words: list[str]) -> None:
+    """A person who looks at a tag does not wait for torch. The program is the same by its name and by ``-m``."""
+    words = words if words[0].startswith("-") else [words[0], str(root), *words[1:]]
+    code = "import runpy, sys\ntry:\n    runpy.run_module('xla_ckpt', run_name='__main__')\nfinally:\n"
+    code += "    print('loaded:', *(m for m in ('torch', 'jax', 'orbax') if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("loaded:\n"), done.stdout[-200:]
+    if words[0] == "--version":
+        assert done.stdout.startswith(f"xla-ckpt {xla_ckpt.__version__}\n")
 
 
 def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,12 @@ def collector_paused() -> Iterator[None]:
     """Pause the collector of the whole process until the last of the pauses that overlap has ended.
 
     A program that has disabled it itself finds it disabled.
+
+    >>> with collector_paused(), collector_paused():
+    ...     gc.isenabled()
+    False
+    >>> gc.isenabled()
+    True
     """
     global _pauses, _was_enabled  # noqa: PLW0603  # the collector is one for the process, and so is this count
     with _lock:

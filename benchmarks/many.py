@@ -1,0 +1,202 @@
+"""Many small arrays, many parameters, many tags, imports and commands: what each costs.
+
+    python benchmarks/many.py [--only arrays,stall,parameters,tags,imports,commands] [--arrays 20000] [--rounds 5]
+
+Each group runs in a process of its own, on CPU PJRT. A row has the least of some rounds: seconds on the clock, and of
+processor time (all threads of the process), which other programs on the machine disturb less. Files go to a temporary
+directory, which is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def row(name: str, work: Callable[[], Any], rounds: int, after: Callable[[Any], Any] = lambda _: None) -> None:
+    """Measure something some times, and print the least. `after` is done with each result, and not measured."""
+    clocks, cpus = [], []
+    for _ in range(rounds):
+        clock, cpu = time.perf_counter(), time.process_time()
+        made = work()
+        clocks.append(time.perf_counter() - clock)
+        cpus.append(time.process_time() - cpu)
+        after(made)
+    print(f"{name:58} {min(clocks):8.4f} {min(cpus):8.4f}", flush=True)
+
+
+def xla_module(shapes: list[tuple[int, ...]]) -> Any:
+    """A module on the XLA device, with everything computed."""
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    moved = xm.send_cpu_data_to_device([torch.rand(shape) for shape in shapes], torch_xla.device())
+    module = torch.nn.ParameterList(torch.nn.Parameter(value, requires_grad=False) for value in moved)
+    torch_xla.sync(wait=True)
+    return module
+
+
+def arrays(args: argparse.Namespace, root: str) -> None:
+    """Arrays of 1 KiB on the XLA device."""
+    import xla_ckpt
+
+    module, n = xla_module([(256,)] * args.arrays), args.arrays
+    row(f"first save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), 1)
+    row(f"save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), args.rounds)
+    row(f"first load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), 1)
+    row(f"load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), args.rounds)
+
+
+def stall(args: argparse.Namespace, root: str) -> None:
+    """How long the caller of an asynchronous save waits."""
+    import xla_ckpt
+
+    for count, shape in ((60, (8_333_333,)), (800, (625_000,)), (args.arrays, (256,))):
+        module = xla_module([shape] * count)
+
+        def begin(module: Any = module) -> Any:
+            return xla_ckpt.save_checkpoint(root, "a", module, async_save=True)
+
+        begin().result()
+        row(f"stall, {count} tensors of {4 * shape[0]} bytes", begin, args.rounds, lambda handle: handle.result())
+        shutil.rmtree(root)
+
+
+def parameters(args: argparse.Namespace, root: str) -> None:
+    """A module of 50,000 parameters, and Adam after a step, on the CPU."""
+    import torch
+
+    import xla_ckpt
+
+    module = torch.nn.ParameterList(torch.zeros(4) for _ in range(50_000))
+    optimizer = torch.optim.Adam(module.parameters(), foreach=True)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+
+    def save() -> Any:
+        return xla_ckpt.save_checkpoint(root, "a", module, optimizer)
+
+    def begin() -> Any:
+        return xla_ckpt.save_checkpoint(root, "a", module, optimizer, async_save=True)
+
+    save()
+    row("save of 50,000 parameters with Adam (200,000 arrays)", save, 2)
+    row("stall of the same", begin, 2, lambda handle: handle.result())
+    row("load of the same", lambda: xla_ckpt.load_checkpoint(root, "a", module, optimizer), 2)
+
+
+def tags(args: argparse.Namespace, root: str) -> None:
+    """Roots of many tags, each a copy of one with a head of its own."""
+    import torch
+
+    import xla_ckpt
+    from xla_ckpt.manifest import manifest_json
+
+    tree = {"w": torch.ones(4)}
+    xla_ckpt.save(root, "1", tree)
+    first = Path(root, "1")
+    manifest = manifest_json.parse((first / "manifest.json").read_bytes())
+    made = 1
+    for many in (1_000, 10_000):
+        for number in range(made + 1, many + 1):
+            copy = shutil.copytree(first, Path(root, str(number)))
+            head = replace(manifest.head, tag=copy.name, sequence=number)
+            (copy / "manifest.json").write_bytes(manifest_json.dump(replace(manifest, head=head)))
+        made = many
+        row(f"list_tags, {many} tags", lambda: xla_ckpt.list_tags(root), args.rounds)
+        row(f"latest_tag, {many} tags", lambda: xla_ckpt.latest_tag(root), args.rounds)
+        row(f"restore of the newest, {many} tags", lambda: xla_ckpt.restore(root), args.rounds)
+        row(f"save beside {many} tags", lambda: xla_ckpt.save(root, "new", tree), 2)
+        row(
+            f"save that retires one of {many} tags",
+            partial(xla_ckpt.save, root, "x", tree, num_kept_ckpts=many),
+            1,
+        )
+        command(f"xla-ckpt ls, {many} tags", ["ls", root], 1)
+
+
+def imports(args: argparse.Namespace, root: str) -> None:
+    """What a first save or load needs, behind `import torch`."""
+    code = (
+        "import sys, time, torch; clock, cpu = time.perf_counter(), time.process_time(); "
+        "import xla_ckpt; xla_ckpt.load_checkpoint; xla_ckpt.save_checkpoint; "
+        "print(time.perf_counter() - clock, time.process_time() - cpu)"
+    )
+    for name, env in (("", {}), (" without bytecode caches", {"PYTHONPYCACHEPREFIX": f"{root}/none"})):
+        writes = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+        if env:
+            writes["PYTHONDONTWRITEBYTECODE"] = "1"
+        outputs = [
+            subprocess.run([sys.executable, "-c", code], env=writes | env, check=True, capture_output=True, text=True)
+            for _ in range(args.rounds + 1)
+        ]
+        found = [tuple(map(float, o.stdout.split())) for o in outputs[1:]]  # the first one fills the caches
+        least = [min(column) for column in zip(*found, strict=True)]
+        print(f"{'import beyond torch' + name:58} {least[0]:8.4f} {least[1]:8.4f}", flush=True)
+
+
+def command(name: str, words: list[str], rounds: int) -> None:
+    """Measure a command line: a process of its own."""
+    clocks, cpus = [], []
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    for _ in range(rounds + 1):  # the first one fills the bytecode caches
+        clock, before = time.perf_counter(), os.times()
+        subprocess.run([sys.executable, "-m", "xla_ckpt", *words], env=env, check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        clocks.append(time.perf_counter() - clock)
+        cpus.append(sum(after[2:4]) - sum(before[2:4]))
+    print(f"{name:58} {min(clocks[1:]):8.4f} {min(cpus[1:]):8.4f}", flush=True)
+
+
+def commands(args: argparse.Namespace, root: str) -> None:
+    """The command line, on a small tag and on one of many arrays."""
+    import torch
+
+    import xla_ckpt
+
+    command("xla-ckpt --help", ["--help"], args.rounds)
+    command("xla-ckpt --version", ["--version"], args.rounds)
+    for name, count in (("small", 20), ("large", args.arrays)):
+        where = f"{root}/{name}"
+        xla_ckpt.save(where, "a", {f"w{i}": torch.ones(256) for i in range(count)})
+        for word in ("ls", "show", "verify"):
+            command(f"xla-ckpt {word}, a tag of {count} arrays", [word, where], args.rounds)
+
+
+GROUPS = {f.__name__: f for f in (arrays, stall, parameters, tags, imports, commands)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(GROUPS), help="groups, with commas between them")
+    parser.add_argument("--arrays", type=int, default=20_000, help="how many small arrays (default: 20000)")
+    parser.add_argument("--rounds", type=int, default=5, help="of which the least counts (default: 5)")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        with tempfile.TemporaryDirectory() as root:
+            GROUPS[args.inside](args, f"{root}/checkpoints")
+        return
+    print(f"{'':58} {'clock s':>8} {'cpu s':>8}", flush=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU"}
+    for group in args.only.split(","):
+        numbers = [f"--arrays={args.arrays}", f"--rounds={args.rounds}"]
+        subprocess.run([sys.executable, __file__, f"--inside={group}", *numbers], env=env, check=True)
+
+
+if __name__ == "__main__":
+    main()

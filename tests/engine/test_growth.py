@@ -1,0 +1,126 @@
+"""How the work of a save, a load and a listing grows with the number of arrays and of tags.
+
+It is counted in calls of functions, which do not depend on the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.tags.directory import MANIFEST
+
+FEW, MANY = 60, 240
+
+
+def calls(work: Callable[[], Any]) -> int:
+    """How many functions are called meanwhile, on all threads that begin meanwhile and on this one."""
+    counted: dict[int, int] = {}
+
+    def count(frame: Any, event: str, arg: Any) -> None:
+        if event in ("call", "c_call"):
+            thread = threading.get_ident()
+            counted[thread] = counted.get(thread, 0) + 1
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return sum(counted.values())
+
+
+def check_linear(count: Callable[[int], int], *, most: float) -> None:
+    """Check that each further item costs as many calls as each of the first ones, and `most` at most.
+
+    A step that is done for each pair of items would make the further ones several times as expensive.
+    """
+    few, twice, many = count(FEW), count(2 * FEW), count(MANY)
+    first, later = (twice - few) / FEW, (many - twice) / (MANY - 2 * FEW)
+    assert later <= 1.25 * first + 1, f"{first:.1f} calls for each further item, then {later:.1f}"
+    assert later <= most, f"{later:.1f} calls for each item"
+
+
+def model_of(arrays: int) -> torch.nn.Module:
+    return torch.nn.ParameterList(torch.full((4,), float(i)) for i in range(arrays))
+
+
+def stepped(arrays: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = model_of(arrays)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("layout", ["native", "xser", "dcp"])
+def test_a_save_grows_with_the_number_of_arrays(tmp_path: Path, layout: str) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "warm", *stepped(10), layout=layout)
+
+    def count(arrays: int) -> int:
+        state = stepped(arrays)
+        return calls(lambda: xla_ckpt.save_checkpoint(tmp_path, "tag", *state, layout=layout, num_kept_ckpts=1))
+
+    check_linear(count, most={"native": 1500, "xser": 9000, "dcp": 2400}[layout])
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["into a state that is there", "into a new optimizer"])
+def test_a_load_grows_with_the_number_of_arrays(tmp_path: Path, fresh: bool) -> None:
+    def count(arrays: int) -> int:
+        model, optimizer = stepped(arrays)
+        xla_ckpt.save_checkpoint(tmp_path, f"{arrays}", model, optimizer)
+        into = torch.optim.Adam(model.parameters()) if fresh else optimizer
+        return calls(lambda: xla_ckpt.load_checkpoint(tmp_path, f"{arrays}", model, into))
+
+    count(10)
+    check_linear(count, most=2600)
+
+
+def tags_in(root: Path, count: int) -> None:
+    """Make a root directory of so many tags: each a copy of one, with a head of its own."""
+    xla_ckpt.save(root, "1", {"w": torch.ones(1)})
+    manifest = manifest_json.parse((root / "1" / MANIFEST).read_bytes())
+    for number in range(2, count + 1):
+        copy = shutil.copytree(root / "1", root / str(number))
+        head = replace(manifest.head, tag=copy.name, sequence=number)
+        (copy / MANIFEST).write_bytes(manifest_json.dump(replace(manifest, head=head)))
+
+
+def adds(root: str, tags: int) -> None:
+    xla_ckpt.save(root, "new", {"w": torch.ones(1)})
+
+
+def retires_five(root: str, tags: int) -> None:
+    xla_ckpt.save(root, "new", {"w": torch.ones(1)}, num_kept_ckpts=tags - 4)  # orbax looks at all tags for each
+
+
+@pytest.mark.parametrize(
+    ("work", "most"),
+    [
+        pytest.param(lambda root, tags: xla_ckpt.list_tags(root), 250, id="list"),
+        pytest.param(lambda root, tags: xla_ckpt.restore(root), 350, id="the newest is loaded"),
+        pytest.param(adds, 500, id="one more is saved"),
+        pytest.param(retires_five, 3000, id="five are retired"),
+    ],
+)
+def test_work_grows_with_the_number_of_tags(tmp_path: Path, work: Callable[[str, int], Any], most: int) -> None:
+    def count(tags: int) -> int:
+        root = tmp_path / str(tags)
+        tags_in(root, tags)
+        return calls(lambda: work(os.fspath(root), tags))
+
+    count(10)  # the first save of a process loads orbax
+    check_linear(count, most=most)
