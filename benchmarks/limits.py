@@ -1,0 +1,130 @@
+"""What this machine's memory and disk allow a load: fresh pages, reads from the page cache, and reads from the disk.
+
+    python benchmarks/limits.py [--gb 1] [--rounds 3] [--scratch DIRECTORY]
+
+docs/profiles.md says what follows from it. Nothing here uses the library: these are the floors under it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+HUGE = 2 << 20
+POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, for which python 3.11 has no name
+CHUNK = 8 << 20
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def fresh(nbytes: int, *, huge: bool) -> Bytes:
+    """Memory that nobody has touched."""
+    mapping = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    whole = np.frombuffer(mapping, np.uint8)
+    skip = -whole.ctypes.data % HUGE
+    return whole[skip : skip + nbytes]
+
+
+def in_threads(count: int, nbytes: int, work: Callable[[int, int], None], chunk: int = CHUNK) -> float:
+    """Seconds in which some threads do a piece of work for each chunk."""
+    todo, lock = iter(range(0, nbytes, chunk)), threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                at = next(todo, None)
+            if at is None:
+                return
+            work(at, min(at + chunk, nbytes))
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - began
+
+
+def populate(memory: Bytes, low: int, high: int) -> None:
+    """Have pages backed without touching each of them."""
+    if libc.madvise(memory[low:high].ctypes.data, high - low, POPULATE_WRITE):
+        raise OSError(ctypes.get_errno(), "madvise")
+
+
+def read(fd: int, into: Bytes, low: int, high: int) -> None:
+    """Fill a piece of memory from the same place of a file."""
+    while low < high:
+        low += os.preadv(fd, [into[low:high]], low)
+
+
+def evict(path: Path) -> None:
+    """Drop a file from the page cache."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(path: Path, nbytes: int) -> dict[str, float]:
+    """Seconds of each row, once."""
+    found: dict[str, float] = {}
+    for pages, huge in (("4 KiB pages", False), ("huge pages", True)):
+        for threads in (1, 2):
+            memory = fresh(nbytes, huge=huge)
+            took = in_threads(threads, nbytes, lambda low, high, memory=memory: populate(memory, low, high))  # type: ignore[misc]
+            found[f"fresh memory, {pages}, {threads} threads"] = took
+            del memory
+    warm = fresh(nbytes, huge=False)
+    warm[::4096] = 1
+    for kind, direct in (("page cache", 0), ("disk, through the page cache", 0), ("disk, O_DIRECT", os.O_DIRECT)):
+        for threads in (2, 8):
+            if kind != "page cache":
+                evict(path)
+            fd = os.open(path, os.O_RDONLY | direct)
+            if kind == "page cache":
+                for at in range(0, nbytes, CHUNK):
+                    read(fd, warm, at, min(at + CHUNK, nbytes))
+            chunk = 1 << 20 if direct else CHUNK
+            took = in_threads(threads, nbytes, lambda low, high, fd=fd: read(fd, warm, low, high), chunk)  # type: ignore[misc]
+            found[f"read into warm memory: {kind}, {threads} threads"] = took
+            os.close(fd)
+    return found
+
+
+def main() -> None:
+    """Print the rows as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scratch", type=Path, default=None, help="directory for the file that is read")
+    args = parser.parse_args()
+    nbytes = round(args.gb * 1e9) // CHUNK * CHUNK
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        path = Path(folder, "file")
+        with path.open("wb") as file:
+            for _ in range(nbytes // CHUNK):
+                file.write(os.urandom(CHUNK))
+        rounds = [measure(path, nbytes) for _ in range(args.rounds)]
+    print(f"| {nbytes / 1e9:.2f} GB, {args.rounds} rounds | median | least | GB/s of the least |\n|---|---:|---:|---:|")
+    for name in rounds[0]:
+        seconds = [found[name] for found in rounds]
+        least = min(seconds)
+        print(f"| {name} | {statistics.median(seconds):.2f} s | {least:.2f} s | {nbytes / least / 1e9:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
