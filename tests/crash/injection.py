@@ -232,6 +232,8 @@ def looked_at(operation: Operation, root: Path) -> Seen:
     try:
         operation.again(root)
         seen["then"] = list(operation.read(root).items())
+    except Lost as lost:
+        return {"lost": f"after the next call: {lost}"}
     except Exception as error:
         traceback.print_exc()
         return {**seen, "again": f"{type(error).__name__}: {error}"}
@@ -254,17 +256,13 @@ def judged(operation: Operation, ends: Sequence[End], seen: Seen, calls: tuple[R
     if "again" in seen:
         other.append(f"the next call fails: {seen['again']}")
     else:
-        then = {name: number for name, number in seen["then"] if number < NEXT - 1}
-        then = {name: number for name, number in then.items() if name in found}
-        kept = {name: number for name, number in found.items() if name in dict(seen["then"])}
-        if {n: v for n, v in kept.items() if dict(seen["then"])[n] != v and dict(seen["then"])[n] != NEXT}:
-            lost.append(f"after the next call: {seen['then']}, before it {found}")
-        gone = set(found) - set(dict(seen["then"]))
-        if gone:
-            lost.append(f"the next call has lost {gone}")
-        if NEXT not in dict(seen["then"]).values():
-            other.append(f"the next call has saved nothing: {seen['then']}")
-        litter = set(seen["names"]) - set(dict(seen["then"])) - operation.beside
+        then: Found = dict(seen["then"])
+        # What it makes has the number 99, and may have replaced something.
+        if {name for name, number in found.items() if then.get(name) not in (number, NEXT)}:
+            lost.append(f"there is {then} after the next call, and there was {found}")
+        if NEXT not in then.values():
+            other.append(f"the next call has saved nothing: {then}")
+        litter = set(seen["names"]) - set(then)
         if litter and not operation.of_peer:
             other.append(f"litter after the next call: {sorted(litter)}")
     return Verdict(True, tuple(ends), tuple(lost), tuple(wrong), tuple(other), calls)

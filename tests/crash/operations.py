@@ -47,9 +47,6 @@ class Operation:
     names: Callable[[Path], set[str]]
     """What lies in the directory that the call writes to."""
 
-    beside: frozenset[str] = frozenset()
-    """Names that are no litter."""
-
     ranks: int = 1
     of_peer: bool = False
     """Whether another library does it: nothing is asked of the class of its errors, and of what it leaves."""
@@ -132,7 +129,7 @@ NEXT = 99
 
 def saving(
     name: str, before: Found, tag: str, *, after: Found | None = None, pinned: str | None = None,
-    prepare: Callable[[Path], None] = lambda root: None, beside: frozenset[str] = frozenset(), **options: Any,
+    prepare: Callable[[Path], None] = lambda root: None, **options: Any,
 ) -> Operation:  # fmt: skip
     """A save of a tag with the number 7."""
     of_layout = {key: value for key, value in options.items() if key == "layout"}
@@ -152,7 +149,6 @@ def saving(
         before=before,
         after={**{t: n for t, n in before.items() if t != tag}, tag: 7} if after is None else after,
         names=listed,
-        beside=beside,
     )
 
 
@@ -222,7 +218,6 @@ def converting(to: str, before: Found | None = None) -> Operation:
         before={**(before or {}), "source": 7},
         after={**(before or {}), "a": 7, "source": 7},
         names=lambda root: listed(root / "made") | {"source"},
-        beside=frozenset({"newest"} if to == "smp" else ()),
     )
 
 
@@ -335,8 +330,6 @@ def dcp_saving(name: str, before: Found) -> Operation:
 
 # --- all of them ---------------------------------------------------------------------------------------------------
 
-_SMP = frozenset({"newest"})
-
 OPERATIONS: Mapping[str, Operation] = {
     made.name: made
     for made in (
@@ -350,11 +343,11 @@ OPERATIONS: Mapping[str, Operation] = {
         saving("replace, retention", {"a": 1, "b": 2, "c": 3}, "c", after={"c": 7}, num_kept_ckpts=1),
         saving("clean up", {"a": 1, "b": 2}, "d", prepare=leave_litter),
         *(saving(f"save, {layout}", {"a": 1}, "b", layout=layout) for layout in ("xser", "pt", "dcp")),
-        saving("save, smp", {"a_partial": 1}, "b_partial", layout="smp", beside=_SMP),
+        saving("save, smp", {"a_partial": 1}, "b_partial", layout="smp"),
         *(saving(f"replace, {layout}", {"a": 1}, "a", layout=layout) for layout in ("xser", "pt", "dcp")),
-        saving("replace, smp", {"a_partial": 1}, "a_partial", layout="smp", beside=_SMP),
+        saving("replace, smp", {"a_partial": 1}, "a_partial", layout="smp"),
         OF_RANKS,
-        *(converting(to, {"z": 3}) for to in ("native", "xser", "pt", "dcp")),
+        *(converting(to, {"z": 3}) for to in ("native", "xser", "pt", "dcp", "smp")),
         exporting(
             "convert to torch", "one.pt",
             lambda source, made, tag: xla_ckpt.convert(source, made, tag, to="torch", num_workers=1),

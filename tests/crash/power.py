@@ -171,8 +171,8 @@ def replay(start: Path, root: Path, records: Sequence[Record]) -> Replay:
                 for number, effect in enumerate(effects):
                     if node is not None and effect.node is base(node):
                         durable.setdefault(number, index)
-            case other:
-                raise NotImplementedError(f"a loss of power at {other}")
+            case unknown:
+                raise NotImplementedError(f"a loss of power at {unknown}")
     whole = len(records) + 1
     since = tuple(durable.get(n, whole) for n in range(len(effects)))
     return Replay(before, tuple(effects), since, tuple(records), told, there)
@@ -251,7 +251,7 @@ def lose_power(
     may leave.
     """
     played = replay(start, root, records)
-    points = range(len(records) + 1)
+    points: Sequence[int] = range(len(records) + 1)
     if share < 1:
         points = sorted(random.Random(operation.name).sample(points, max(1, round(share * len(points)))))
     told, seen, problems = played.told, 0, []
