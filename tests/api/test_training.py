@@ -510,3 +510,20 @@ def test_addresses_of_object_stores_are_no_directories(tmp_path: Path, monkeypat
         with pytest.raises(xla_ckpt.UsageError, match="Mount the bucket"):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scripted_model(tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+
+    scripted = torch.jit.script(build())
+    optimizer = torch.optim.Adam(scripted.parameters())
+    scripted(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    xla_ckpt.save_checkpoint(tmp_path, "a", scripted, optimizer)
+    for again in (build(), torch.jit.script(build())):
+        moments = torch.optim.Adam(again.parameters())
+        xla_ckpt.load_checkpoint(tmp_path, "a", again, moments)
+        for name, value in scripted.state_dict().items():
+            assert torch.equal(again.state_dict()[name], value), name
+        assert len(moments.state) == 4

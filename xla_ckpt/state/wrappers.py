@@ -213,7 +213,7 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
         return model if own and all(name in stored for name in own) and own[0] not in _names_of(found) else found
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
-    inner = model._modules.get("module")
+    inner = dict(model.named_children()).get("module")  # `_modules` of a scripted module is no dict
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
         return model
     if _LORA_CONFIG in vars(model):
