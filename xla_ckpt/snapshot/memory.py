@@ -47,39 +47,39 @@ class HugePages:
     So each page is touched by itself, and after a slow one the rest of the mapping stays ordinary.
     """
 
-    SLOW = 1e-3
-    """Seconds of this thread's time for one page beyond which ordinary pages are better (2 GB/s)."""
+    SLOW = 5e-4
+    """Seconds of this thread's time for one page beyond which ordinary pages are better (4 GB/s)."""
+
+    SKIPPED = 64
+    """Mappings that stay ordinary after a slow page, before it is tried again."""
 
     def __init__(self) -> None:
-        self._slow = 0
-        self._skipped = 0
+        self._skip = 0
 
     def begin(self, region: Region) -> None:
-        """Ask for huge pages, unless the last mappings have shown that they do not pay."""
-        if self._slow >= 2 and self._skipped < 64:
-            self._skipped += 1
+        """Ask for huge pages, unless a recent mapping has shown that they do not pay."""
+        if self._skip > 0:
+            self._skip -= 1
             return
-        self._skipped = 0
         try:
             region.advise(mmap.MADV_HUGEPAGE)
             region.huge = True
         except OSError:
-            self._slow = 2  # a kernel without huge pages: ordinary ones do
+            self._skip = self.SKIPPED  # a kernel without huge pages: ordinary ones do
 
     def touch(self, region: Region, first: int, last: int) -> None:
         """Have the huge pages backed that begin in these bytes of a region. Several threads may do it at once."""
         for at in range(first + -first % HUGE_BYTES, last, HUGE_BYTES):
+            if region.huge and self._skip:  # another mapping was slow meanwhile
+                region.huge = False
+                region.advise(mmap.MADV_NOHUGEPAGE)
             if not region.huge:
                 return
             # Not by the clock: a thread that waits for its turn would look like a slow page.
             began = time.thread_time()
             region.memory[at] = 0
             if time.thread_time() - began > self.SLOW:
-                self._slow += 1
-                region.huge = False
-                region.advise(mmap.MADV_NOHUGEPAGE)
-                return
-            self._slow = 0
+                self._skip = self.SKIPPED
 
 
 huge_pages = HugePages()
