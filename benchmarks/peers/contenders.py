@@ -330,9 +330,9 @@ NOTES: dict[str, str] = {
     "kept stager": "One `DefaultStager` for all saves of a process, so that its memory is warm from the second one on.",
     "transfer, then a thread": "What neuronx-distributed's asynchronous save does.",
     "stall": "The median of all saves of a process but the first; the first is beside it.",
-    "load": "The clock stops when a byte of every page of the values on the device has been read, so that nobody is done "
-    "by mapping a file. Then the digest of all values is compared with that of the saved state: a contender that loads "
-    "something else has no time.",
+    "load": "The clock stops when a byte of every page of the values on the device has been read, so that nobody is "
+    "done by mapping a file. Then the digest of all values is compared with that of the saved state: a contender that "
+    "loads something else has no time.",
     '`snapshot="overlap"`': "No step follows in these rows before the save is done; a step that comes earlier waits "
     "for what is not copied yet, which is stall, too.",
     "simulated accelerator": f"The device of tests/device, in the processor, with a link of {LINK:g} GB/s to the host: "
