@@ -82,7 +82,6 @@ def goes_on(rank: int, root: str, pp: int, tp: int, config: dict[str, Any] | Non
 
 
 PAIRS: list[tuple[Degrees, Degrees]] = [
-    ((2, 2, 1), (1, 4, 1)),
     ((1, 2, 2), (1, 1, 1)),
     ((4, 1, 1), (2, 2, 1)),
 ]
