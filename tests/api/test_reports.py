@@ -33,7 +33,9 @@ def test_a_save_says_where_its_time_went(tmp_path: Path, layout: str, caplog: py
     assert handle.report is report
     phases = report.phases
     assert in_order(phases, SAVE_PHASES)
-    assert {"describe", "plan", "snapshot", "copy", "digest", "write", "fsync", "meet", "commit", "retain"} == {*phases}
+    assert {"describe", "plan", "snapshot", "copy", "digest", "write", "fsync", "meet", "commit", "retain"} == {
+        *phases
+    } - {"import"}  # the first commit of a process may wait for orbax
     assert all(phase.seconds >= 0 for phase in phases.values())
     assert phases["copy"].nbytes == phases["digest"].nbytes == report.nbytes == NBYTES
     assert phases["write"].nbytes >= NBYTES  # headers, too

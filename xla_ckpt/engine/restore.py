@@ -22,7 +22,7 @@ from xla_ckpt.snapshot.memory import Bytes, Slabs
 from xla_ckpt.snapshot.take import COPIERS, COPY_BYTES
 from xla_ckpt.storage.pool import work_off
 
-STAGED_BYTES = 256 * 1024 * 1024
+STAGED_BYTES = 128 * 1024 * 1024
 """Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
 
 
