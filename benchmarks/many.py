@@ -67,12 +67,11 @@ def stall(args: argparse.Namespace, root: str) -> None:
     for count, shape in ((60, (8_333_333,)), (800, (625_000,)), (args.arrays, (256,))):
         module = xla_module([shape] * count)
 
-        def begin(module: Any = module) -> Any:
-            return xla_ckpt.save_checkpoint(root, "a", module, async_save=True)
+        def begin(module: Any = module, path: str = f"{root}/{count}") -> Any:
+            return xla_ckpt.save_checkpoint(path, "a", module, async_save=True)
 
         begin().result()
         row(f"stall, {count} tensors of {4 * shape[0]} bytes", begin, args.rounds, lambda handle: handle.result())
-        shutil.rmtree(root)
 
 
 def parameters(args: argparse.Namespace, root: str) -> None:
