@@ -12,7 +12,7 @@ import torch
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.numpy_array import Numpy
 from xla_ckpt.arrays.numpy_array import fresh as fresh_numpy
-from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, torch_dtype
+from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, is_xla, torch_dtype
 from xla_ckpt.arrays.torch_host import fresh as fresh_torch
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
@@ -102,7 +102,7 @@ class Adapters:
         return None
 
     def _plain(self, value: torch.Tensor) -> ArrayAdapter:
-        if value.device.type != "xla":
+        if not is_xla(value):
             return _TORCH_HOST
         return _spmd() if self._spmd and _spmd().accepts(value) else _xla(self._spmd)
 
