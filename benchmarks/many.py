@@ -49,13 +49,26 @@ def xla_module(shapes: list[tuple[int, ...]]) -> Any:
     return module
 
 
+def changed(module: Any) -> Callable[[Any], None]:
+    """A function that changes the first array of a module: a state that is saved again has gone on."""
+    import torch
+    import torch_xla
+
+    def change(_: Any) -> None:
+        with torch.no_grad():
+            module[0].add_(1)
+        torch_xla.sync(wait=True)
+
+    return change
+
+
 def arrays(args: argparse.Namespace, root: str) -> None:
     """Arrays of 1 KiB on the XLA device."""
     import xla_ckpt
 
     module, n = xla_module([(256,)] * args.arrays), args.arrays
     row(f"first save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), 1)
-    row(f"save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), args.rounds)
+    row(f"save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), args.rounds, changed(module))
     row(f"first load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), 1)
     row(f"load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), args.rounds)
 

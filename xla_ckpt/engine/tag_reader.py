@@ -62,6 +62,7 @@ class TagReader:
         self.hint = DAMAGED
         """What errors say about a file that is not as it was saved."""
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, BlockTable | None] = {}
         self.manifest = manifest if manifest is not None else self._read_manifest()
@@ -179,12 +180,12 @@ class TagReader:
 
     def digests(self, file: int, offset: int, nbytes: int) -> tuple[int, ...] | None:
         """Digests of the blocks of a stored region; None where there are none (foreign files)."""
-        with self._lock:
-            table = self._tables.get(file, _UNREAD)
+        table = self._tables.get(file, _UNREAD)
         if table is _UNREAD:
-            table = self._digest_table(file)
-            with self._lock:
-                self._tables[file] = table
+            with self._reading:  # one thread reads a table, and the others wait for it
+                table = self._tables.get(file, _UNREAD)
+                if table is _UNREAD:
+                    table = self._tables[file] = self._digest_table(file)
         return None if table is None else table.of(offset, nbytes)
 
     def _digest_table(self, file: int) -> BlockTable | None:

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from xla_ckpt.dtypes import DType
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 
@@ -53,7 +54,7 @@ class Holding:
                 raise ValueError(f"shard {shard.box} lies outside of the array {whole}")
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class Leaf:
     """An array leaf on this process."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.engine import pickles
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Holdings, Leaf
 from xla_ckpt.plan.merge import Replicas
@@ -42,7 +43,7 @@ SAMPLED_BYTES = 256
 """So much of each run."""
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class HeldArray:
     """An array that this rank holds, and which part of the global array it is."""
 
