@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.numpy_array import Numpy
 from xla_ckpt.arrays.numpy_array import fresh as fresh_numpy
-from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, is_xla, torch_dtype
+from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, is_plain, is_xla, torch_dtype
 from xla_ckpt.arrays.torch_host import fresh as fresh_torch
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
@@ -88,13 +89,13 @@ class Adapters:
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
         if isinstance(value, torch.Tensor):
-            if type(value) in PLAIN or type(value).__name__ == "XLAShardedTensor":
+            if (type(value) in PLAIN and is_plain(value)) or type(value).__name__ == "XLAShardedTensor":
                 return self._plain(value)
             if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
                 return _dtensor()
             if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
                 return _sharded_tensor()
-            return self._plain(value)
+            return self._plain(value) if name_of(value) is None else None
         if _NUMPY.accepts(value):
             return _NUMPY
         if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):

@@ -61,10 +61,17 @@ class Stored:
         return record
 
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
-        """The part as a tree; arrays are made by `array` from (leaf path, kind)."""
-        return Unflattener(array=array, codec=CODEC, object=self.read_object, resolve=self.resolve).build(
-            self.skeleton, self.prefix
-        )
+        """The part as a tree; arrays are made by `array` from (leaf path, kind).
+
+        As long as they have not been read, composite tensors are their parts.
+        """
+        return Unflattener(
+            array=array,
+            codec=CODEC,
+            object=self.read_object,
+            resolve=self.resolve,
+            compose=(lambda composite: composite.members) if array is ArrayAt else None,
+        ).build(self.skeleton, self.prefix)
 
     def part(self, skeleton: Any, path: str) -> Stored:
         """A part of this part, given its skeleton and full leaf path."""
