@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import enum
 import importlib
+import io
 import pathlib
 import sys
 import types
@@ -88,6 +89,18 @@ def _decode_array(json: Json) -> Any:
     return np.frombuffer(bytearray(data), dtype).reshape(json[1]) if dtype.itemsize else np.zeros(json[1], dtype)
 
 
+def _encode_buffer(value: io.BytesIO) -> Json:
+    """A file in memory: its bytes, and where it stands. Not a closed one."""
+    return NotImplemented if value.closed else [base64.b64encode(value.getbuffer()).decode(), value.tell()]
+
+
+def _decode_buffer(json: Json) -> io.BytesIO:
+    data, position = json
+    made = io.BytesIO(base64.b64decode(data, validate=True))
+    made.seek(position)
+    return made
+
+
 _SCALARS = (
     np.bool_,
     np.int8,
@@ -113,6 +126,7 @@ _DTYPE_CLASSES = {type(np.dtype(s)) for s in (*_SCALARS, np.str_, np.bytes_, np.
 
 SHELL_KINDS: tuple[Kind, ...] = (
     *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)),
+    Kind("BytesIO", io.BytesIO, _encode_buffer, _decode_buffer),
     Kind("torch.device", torch.device, str, torch.device),
     Kind("torch.Size", torch.Size, list, torch.Size),
     *(Kind(k.__name__, k, str, k) for k in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),

@@ -1,0 +1,192 @@
+"""States that are not of the usual shape: what was saved in one process loads in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import xla_ckpt
+from tests import xla
+from xla_ckpt import IncompatibleCheckpointError
+from xla_ckpt.manifest import manifest_json
+
+xla.begin()
+
+DEVICES = pytest.mark.parametrize("device", xla.DEVICES)
+
+
+def no_pickles(root: Path) -> bool:
+    return not manifest_json.parse((root / "a" / "manifest.json").read_bytes()).objects
+
+
+def facts(value: Any) -> Any:
+    """Comparable, with type, element type, shape and device of every tensor."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.device.type, value.tolist()
+    if isinstance(value, dict):
+        return {k: facts(v) for k, v in value.items()}
+    return value
+
+
+class LowRank(torch.optim.Optimizer):
+    """Keeps under torch's usual keys what has not the shape of its parameter: as GaLore, Nero and SPAM do."""
+
+    def __init__(self, parameters: Any, rank: int = 2) -> None:
+        super().__init__(parameters, {"lr": 0.1, "rank": rank})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                shape = (p.shape[0], group["rank"]) if p.ndim == 2 else ()
+                for key, size in (("exp_avg", shape), ("exp_avg_sq", ()), ("momentum_buffer", (3,))):
+                    state.setdefault(key, torch.zeros(size, device=p.device)).add_(p.abs().mean())
+                p.sub_(group["lr"] * state["exp_avg"].mean())
+
+
+def low_rank(steps: int, *, rank: int = 2, rows: int = 4, seed: int = 0) -> tuple[torch.nn.Module, LowRank]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(3, rows)
+    optimizer = LowRank(model.parameters(), rank)
+    for _ in range(steps):
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+@pytest.mark.parametrize("own_rank", [2, 1])
+def test_state_of_another_shape_than_its_parameter_loads(tmp_path: Path, stale: int, own_rank: int) -> None:
+    """Whatever the optimizer has before the load, nothing or state of another rank."""
+    model, optimizer = low_rank(3)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer)
+    target = low_rank(stale, rank=own_rank, seed=1)
+    xla_ckpt.load_checkpoint(tmp_path, "a", *target)
+    assert facts(target[1].state_dict()) == facts(optimizer.state_dict())
+    optimizer.step()
+    target[1].step()
+    assert facts(dict(target[0].state_dict())) == facts(dict(model.state_dict()))
+
+
+def test_state_of_a_parameter_that_has_another_shape_is_refused(tmp_path: Path) -> None:
+    """A model of other sizes is no state of other shape: what lay as its parameter still has to."""
+
+    def trained(rows: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, rows)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    xla_ckpt.save_checkpoint(tmp_path, "a", *trained(4))
+    for steps in (True, False):
+        model, optimizer = trained(5)
+        if not steps:
+            optimizer.state.clear()
+        with pytest.raises(IncompatibleCheckpointError, match=r"exp_avg: shape \[4, 3\] is stored, \[5, 3\] wanted"):
+            xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer)
+
+
+@DEVICES
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.NAdam, torch.optim.Adam, torch.optim.RAdam])
+def test_numbers_stay_on_the_device_on_which_the_optimizer_keeps_them(
+    tmp_path: Path, device: str, kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    def made(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2).to(device)
+        optimizer = kind(model.parameters(), foreach=False)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2, device=device)).sum().backward()
+            optimizer.step()
+            xla.sync()
+        return model, optimizer
+
+    model, optimizer = made(2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer)
+    for steps in (0, 1):
+        target = made(steps)
+        xla_ckpt.load_checkpoint(tmp_path, "a", *target)
+        assert facts(target[1].state[target[0].weight]) == facts(optimizer.state[model.weight])
+
+
+class Extra(torch.nn.Module):
+    """A module whose extra state is whatever it is told to be."""
+
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+EXTRAS = {
+    "none": None,
+    "small": torch.ones(2),
+    "grown": torch.arange(5, dtype=torch.int16),
+    "numpy": np.ones(3),
+    "tree": {"scale": torch.ones(2), "history": [torch.zeros(3)], "n": 4},
+    "text": "recipe",
+}
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ("grown", "none"),
+        ("none", "grown"),
+        ("grown", "small"),
+        ("small", "numpy"),
+        ("numpy", "text"),
+        ("tree", "small"),
+        ("small", "tree"),
+        ("text", "none"),
+    ],
+)
+def test_extra_state_comes_back_whatever_it_was(tmp_path: Path, then: str, now: str) -> None:
+    """TransformerEngine's is None before the first step, and a tensor of another length after each recipe."""
+    model = torch.nn.Sequential(Extra(EXTRAS[then]), torch.nn.Linear(2, 2))
+    target = torch.nn.Sequential(Extra(copy.deepcopy(EXTRAS[now])), torch.nn.Linear(2, 2))
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    weight = target[1].weight
+    xla_ckpt.load_checkpoint(tmp_path, "a", target)
+    assert type(target[0].extra) is type(EXTRAS[then])
+    assert str(target[0].extra) == str(EXTRAS[then])
+    assert target[1].weight is weight
+    assert torch.equal(weight, model[1].weight)
+
+
+@DEVICES
+def test_extra_state_that_has_grown_lies_on_the_device_of_the_old_one(tmp_path: Path, device: str) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", Extra(torch.arange(5)))
+    target = Extra(torch.zeros(2, device=device))
+    xla_ckpt.load_checkpoint(tmp_path, "a", target)
+    assert target.extra.device.type == device
+    assert target.extra.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_file_in_memory_is_stored_as_its_bytes(tmp_path: Path) -> None:
+    """As TransformerEngine and quantizers have it in their extra state."""
+    held = io.BytesIO(b"a recipe\0")
+    held.seek(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        xla_ckpt.save_checkpoint(tmp_path, "a", Extra(held))
+    assert no_pickles(tmp_path)
+    target = Extra()
+    xla_ckpt.load_checkpoint(tmp_path, "a", target)
+    assert (target.extra.getvalue(), target.extra.tell()) == (b"a recipe\0", 3)
