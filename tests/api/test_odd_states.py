@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import io
 import warnings
 from collections.abc import Callable
@@ -15,8 +17,9 @@ import torch
 
 import xla_ckpt
 from tests import xla
-from xla_ckpt import IncompatibleCheckpointError
+from xla_ckpt import FormatError, IncompatibleCheckpointError, UsageError
 from xla_ckpt.manifest import manifest_json
+from xla_ckpt.state.values import CODEC
 
 xla.begin()
 
@@ -190,3 +193,105 @@ def test_a_file_in_memory_is_stored_as_its_bytes(tmp_path: Path) -> None:
     target = Extra()
     xla_ckpt.load_checkpoint(tmp_path, "a", target)
     assert (target.extra.getvalue(), target.extra.tell()) == (b"a recipe\0", 3)
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):  # type: ignore[type-arg]
+    """A dataclass that is a dict, too, as the outputs of Hugging Face's models are."""
+
+    logits: Any = None
+    loss: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self[field.name] = getattr(self, field.name)
+
+
+@dataclasses.dataclass
+class Numbers(list):  # type: ignore[type-arg]
+    """A dataclass that is a list, too."""
+
+    label: str = ""
+
+
+@dataclasses.dataclass
+class Failure(Exception):
+    """A dataclass that is an exception, whose arguments no field has."""
+
+    code: int = 0
+
+
+def test_dataclasses_that_extend_a_container_keep_what_is_in_it(tmp_path: Path) -> None:
+    output = Output(torch.ones(2), 3)
+    output["more"] = torch.zeros(1)
+    numbers = Numbers("few")
+    numbers.extend([1, torch.ones(1)])
+    xla_ckpt.save(tmp_path, "a", {"output": output, "numbers": numbers})
+    assert no_pickles(tmp_path)
+    found = xla_ckpt.restore(tmp_path, "a").tree
+    assert type(found["output"]) is Output
+    assert facts(dict(found["output"])) == facts(dict(output))
+    assert facts(found["output"].logits) == facts(output.logits)
+    assert type(found["numbers"]) is Numbers
+    assert (found["numbers"].label, str(list(found["numbers"]))) == ("few", str(list(numbers)))
+
+
+def test_a_dataclass_that_extends_another_class_of_pythons_is_pickled(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="will be pickled"):
+        xla_ckpt.save(tmp_path, "a", {"failed": Failure(3)})
+    assert xla_ckpt.restore(tmp_path, "a", trust_pickle=True).tree["failed"].code == 3
+
+
+def test_a_dict_of_modules_is_a_model(tmp_path: Path) -> None:
+    def made() -> dict[str, torch.nn.Module]:
+        return {"generator": torch.nn.Linear(2, 3), "critic": torch.nn.Linear(3, 1)}
+
+    models, targets = made(), made()
+    steps = {n: torch.optim.Adam(m.parameters()) for n, m in models.items()}
+    for model in models.values():
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+    for optimizer in steps.values():
+        optimizer.step()
+    xla_ckpt.save_checkpoint(tmp_path, "a", models, extras=steps)
+    assert no_pickles(tmp_path)
+    theirs = {n: torch.optim.Adam(m.parameters()) for n, m in targets.items()}
+    xla_ckpt.load_checkpoint(tmp_path, "a", targets, extras=theirs)
+    for name, model in models.items():
+        assert facts(dict(targets[name].state_dict())) == facts(dict(model.state_dict()))
+        assert facts(theirs[name].state_dict()) == facts(steps[name].state_dict())
+
+
+@pytest.mark.parametrize("place", ["optimizer", "scheduler", "extras"])
+def test_a_dict_of_optimizers_is_refused_with_a_way_out(tmp_path: Path, place: str) -> None:
+    """They would be pickled, and a load would return without reaching the program's own."""
+    model = torch.nn.Linear(2, 2)
+    several = {"adam": torch.optim.Adam(model.parameters()), "sgd": torch.optim.SGD([model.bias])}
+    given: dict[str, Any] = {"extras": {"both": several}} if place == "extras" else {place: several}
+    with pytest.raises(UsageError, match=r"a state of its own: 'adam'.*extras=\{\"adam\": ...") as caught:
+        xla_ckpt.save_checkpoint(tmp_path, "a", model, **given)
+    assert caught.value.leaf == ("extras/both" if place == "extras" else place)
+    assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_the_function_of_a_scheduler_of_torchs_is_stored_by_its_name(tmp_path: Path) -> None:
+    def made(strategy: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return model, optimizer, torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.1, anneal_strategy=strategy)
+
+    model, optimizer, scheduler = made("linear")
+    optimizer.step()
+    scheduler.step()
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer, scheduler)
+    assert no_pickles(tmp_path)
+    target = made("cos")
+    xla_ckpt.load_checkpoint(tmp_path, "a", *target)
+    assert target[2].state_dict() == scheduler.state_dict()
+
+
+def test_no_other_function_is_taken_from_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"broken \$function"):
+        CODEC.decode({"$function": "torch.load"})
+    with pytest.warns(UserWarning, match="will be pickled"):
+        xla_ckpt.save(tmp_path, "a", {"f": torch.load})

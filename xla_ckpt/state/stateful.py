@@ -8,6 +8,7 @@ from typing import Any
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.state.handover import Handover, kept
 from xla_ckpt.state.loading import Loading, Stored, plan_freely
+from xla_ckpt.state.mistakes import check_no_stateful
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.rng import RNGState
 
@@ -17,8 +18,10 @@ def tree_of(member: Any, name: str) -> Any:
 
     Raises:
         UnsupportedStateError: It is neither a dict nor has it `state_dict`.
+        UsageError: It is a dict of objects that have states of their own.
     """
     if isinstance(member, Mapping):
+        check_no_stateful(member, name)
         return member
     if not callable(getattr(member, "state_dict", None)) or not callable(getattr(member, "load_state_dict", None)):
         raise UnsupportedStateError(
@@ -32,6 +35,7 @@ def tree_of(member: Any, name: str) -> Any:
 def load(stored: Stored, member: Any) -> Loading:
     """Prepare to load a member: its state is restored as new values, and handed to its `load_state_dict`."""
     if isinstance(member, dict):
+        check_no_stateful(member, stored.prefix)
         return load_dict(stored, member)
     loading = Loading()
     plan_freely(stored, loading, tree_of(member, stored.prefix))
