@@ -17,7 +17,7 @@ import torch
 
 import xla_ckpt
 from tests import xla
-from xla_ckpt import FormatError, IncompatibleCheckpointError, UsageError
+from xla_ckpt import FormatError, IncompatibleCheckpointError, LoadError, UsageError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.state.values import CODEC
 
@@ -295,3 +295,47 @@ def test_no_other_function_is_taken_from_a_file(tmp_path: Path) -> None:
         CODEC.decode({"$function": "torch.load"})
     with pytest.warns(UserWarning, match="will be pickled"):
         xla_ckpt.save(tmp_path, "a", {"f": torch.load})
+
+
+class Scales:
+    """The scales of a quantized weight, with bitsandbytes' way to make them of a state dict."""
+
+    def __init__(self, absmax: torch.Tensor) -> None:
+        self.absmax = absmax
+
+    @classmethod
+    def from_dict(cls, held: dict[str, torch.Tensor], device: torch.device) -> Scales:
+        return cls(held.pop("absmax").to(device))
+
+
+class Quantized(torch.nn.Module):
+    """Saves more than it loads, as bitsandbytes' Linear4bit does."""
+
+    def __init__(self, seed: int, *, scaled: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3,), seed, dtype=torch.uint8), requires_grad=False)
+        self.absmax = torch.full((2,), float(seed))
+        if scaled:
+            self.weight.quant_state = Scales(self.absmax)  # type: ignore[attr-defined]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        scales = getattr(self.weight, "quant_state", self)
+        destination[prefix + "weight.absmax"] = scales.absmax
+
+
+def test_the_scales_of_quantized_weights_come_back(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(Quantized(5, scaled=True))
+    target = torch.nn.Sequential(Quantized(1, scaled=True))
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    xla_ckpt.load_checkpoint(tmp_path, "a", target)
+    assert facts(dict(target.state_dict())) == facts(dict(model.state_dict()))
+    assert target[0].weight.quant_state is target[0].quant_state
+
+
+def test_a_module_that_ignores_what_it_saves_is_told_of(tmp_path: Path) -> None:
+    """Its load_state_dict reports it as unexpected, which was not looked at: a silent loss."""
+    xla_ckpt.save_checkpoint(tmp_path, "a", Quantized(5, scaled=False))
+    with pytest.raises(LoadError, match=r"ignores: weight\.absmax.*set_extra_state") as caught:
+        xla_ckpt.load_checkpoint(tmp_path, "a", Quantized(1, scaled=False))
+    assert caught.value.leaf == "model/weight.absmax"

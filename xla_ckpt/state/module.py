@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from xla_ckpt.arrays.registry import Adapters
+from xla_ckpt.errors import LoadError
 from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import (
     ABSENT,
@@ -106,7 +107,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             if key in entries and not read_over:
                 rest[key] = value
         if rest:
-            module.load_state_dict(rest, strict=False)
+            _take(module, rest, stored.prefix)
 
     plain = [k for k in entries if k in held and (is_extra(k) or not isinstance(held[k], ArrayAt))]
     if not direct:
@@ -120,6 +121,41 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             paths=[path for path in loading.targets if path not in read_over],
         )
     return loading
+
+
+def _take(module: torch.nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    """Have a module load what cannot be read straight into its arrays.
+
+    Raises:
+        LoadError: It leaves some of it unread, without a word: a part of its state would be lost.
+    """
+    answer = module.load_state_dict(state, strict=False)
+    ignored = set(getattr(answer, "unexpected_keys", ())) & set(state)
+    left = sorted(ignored - _taken_by_quantized(module, {k: state[k] for k in ignored}))
+    if left:
+        raise LoadError(
+            f"the module saves members of its state that its load_state_dict() ignores: {paths.listed(left)}",
+            leaf=paths.join(prefix, paths.escape(left[0])),
+            hint="Put them into get_extra_state() and set_extra_state() of the module, or into extras.",
+        )
+
+
+def _taken_by_quantized(module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Give quantized weights their scales; the names of those.
+
+    bitsandbytes saves the scales of 4-bit weights as ``weight.absmax`` and so on, and does not load them: it has
+    `QuantState.from_dict` for that (bitsandbytes/functional.py), which transformers calls.
+    """
+    taken: set[str] = set()
+    for name, owner in module.named_modules() if state else ():
+        weight = owner._parameters.get("weight")
+        make = getattr(getattr(weight, "quant_state", None), "from_dict", None)
+        step = f"{name}.weight." if name else "weight."
+        mine = {key.removeprefix(step): value for key, value in state.items() if key.startswith(step)}
+        if weight is not None and mine and callable(make):
+            weight.quant_state = owner.quant_state = make(dict(mine), weight.device)
+            taken |= {step + key for key in mine}
+    return taken
 
 
 def is_extra(key: str) -> bool:
