@@ -1,6 +1,6 @@
 """Try the objects that people train with, against the real packages: ``make test-objects``.
 
-``--write`` renews the table in docs/objects.md; ``--only TEXT`` tries the cases whose package or name contains it.
+``--write`` renews the rows of docs/objects.md of what was tried; ``--only PACKAGE`` tries the cases of one package.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import torch
 
 from tests.objects import of_jax, of_torch
@@ -19,6 +20,7 @@ from tests.objects.trial import Case, Outcome, tried
 
 PAGE = Path(__file__).parents[2] / "docs" / "objects.md"
 BEGIN, END = "<!-- made by make test-objects -->", "<!-- end -->"
+HEAD = ["", "| package | | tried | result |", "|---|---|---|---|"]
 
 
 def cases() -> Iterator[Case]:
@@ -34,21 +36,31 @@ def text(outcome: Outcome) -> str:
     return "equal" + (f" ({outcome.pickled} objects pickled)" if outcome.pickled else "")
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The table: what is alike of a package in one row, all others one by one."""
-    rows = ["| package | tried | result |", "|---|---|---|"]
-    packages = dict.fromkeys(o.case.package for o in outcomes)
-    for package in packages:
-        mine = [o for o in outcomes if o.case.package == package]
-        by_text: dict[str, list[str]] = {}
-        for o in mine:
-            by_text.setdefault(text(o), []).append(o.case.name)
-        for result, names in by_text.items():
-            count = f"{len(names)}: " if len(names) > 1 else ""
-            rows.append(f"| {package} {importlib.metadata.version(package)} | {count}{', '.join(names)} | {result} |")
-    passed = sum(not o.error for o in outcomes)
-    versions = f"Python {sys.version.split()[0]}, torch {torch.__version__.split('+')[0]}"
-    return "\n".join([f"{passed} of {len(outcomes)} equal ({versions}).", "", *rows])
+def rows(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
+    """The rows of the table by package: what is alike in one row."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.case.package, {}).setdefault(text(outcome), []).append(outcome.case.name)
+    torchs = torch.__version__.partition("+")[0]
+    made = {}
+    for package, by_text in found.items():
+        about = f"{package} {importlib.metadata.version(package)} (torch {torchs}, jax {jax.__version__})"
+        made[package] = [
+            f"| {about} | {len(names)} | {', '.join(names)} | {result} |" for result, names in by_text.items()
+        ]
+    return made
+
+
+def write(made: dict[str, list[str]]) -> None:
+    """Put rows into the page, in the place of those of the same packages."""
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    old, _, tail = rest.partition(END)
+    kept: dict[str, list[str]] = {}
+    for row in (line for line in old.splitlines()[3:] if line.startswith("| ")):
+        kept.setdefault(row.split()[1], []).append(row)
+    kept.update(made)
+    lines = [row for package in sorted(kept) for row in kept[package]]
+    PAGE.write_text("\n".join([head + BEGIN, *HEAD, *lines, END + tail]))
 
 
 def main() -> int:
@@ -60,14 +72,12 @@ def main() -> int:
     logging.disable(logging.WARNING)
     outcomes = []
     for case in cases():
-        if given.only.lower() in f"{case.package} {case.name}".lower():
+        if given.only in ("", case.package):
             outcomes.append(tried(case))
             print(f"{case.package:18} {case.name:44} {text(outcomes[-1])}", flush=True)
-    made = table(outcomes)
-    print(made)
+    print(f"{sum(not o.error for o in outcomes)} of {len(outcomes)} equal")
     if given.write:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}")
+        write(rows(outcomes))
     return int(any(o.error and (not o.case.xfail or o.case.xfail not in o.error) for o in outcomes))
 
 

@@ -72,8 +72,8 @@ def bitsandbytes() -> Iterator[Case]:
         model = Net(seed, 64)
         small = layer()
         small.load_state_dict({"weight": model.last.weight.data, "bias": model.last.bias.data})
-        model.last = small.to("cpu")
-        model.last.requires_grad_(False)
+        model.last = small.to("cpu").requires_grad_(False)
+        loss_of(model)()  # the first pass of 8-bit layers makes their scales
         trained = [p for p in model.parameters() if p.requires_grad]
         return Training(model, torch.optim.AdamW(trained, lr=1e-2), loss_of(model))
 
@@ -86,8 +86,14 @@ def bitsandbytes() -> Iterator[Case]:
         yield optimizer_case("bitsandbytes", f"optim.{name}", lambda m, k=kind: k(m.parameters(), lr=1e-2), width=1024)
 
 
-_NEED_MORE = {"lbfgs", "lomo", "adalomo", "demo", "sam", "gsam", "looksam", "wsam", "bsam", "lookahead", "trac"}
-"""Optimizers of pytorch_optimizer that do more than step after a backward pass: closures, hooks, process groups."""
+_NEED_MORE = {
+    *("alig", "lbfgs", "lomo", "adalomo", "demo", "distributedmuon", "ranger21", "spectralsphere"),
+    *("sam", "gsam", "looksam", "wsam", "bsam", "lookahead", "trac"),
+}
+"""Optimizers of pytorch_optimizer that need more than parameters and a backward pass: a closure, a process group."""
+
+_REFUSED = {"splus": "losses differ after the load"}
+"""What is known not to be exact. The state of SPlus is equal after the load; its next steps differ in a last bit."""
 
 
 def pytorch_optimizer() -> Iterator[Case]:
@@ -99,11 +105,13 @@ def pytorch_optimizer() -> Iterator[Case]:
             continue
 
         def make(model: Any, name: str = name) -> Any:
-            optimizer = po.load_optimizer(name)(model.parameters())
+            flat, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim == 1]
+            groups = [{"params": flat, "use_muon": True}, {"params": rest, "use_muon": False}]
+            optimizer = po.load_optimizer(name)(groups if "muon" in name else model.parameters())
             optimizer.wants_graph = "adahessian" in name or "sophia" in name
             return optimizer
 
-        yield optimizer_case("pytorch_optimizer", name, make)
+        yield optimizer_case("pytorch_optimizer", name, make, xfail=_REFUSED.get(name, ""))
     for name in ("galore", "apollo"):
         if name not in po.get_supported_optimizers():
             continue
