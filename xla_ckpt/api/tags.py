@@ -120,6 +120,7 @@ def repair(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
         NoCheckpointError: There is no such tag.
         UsageError: The tag was saved without parity.
         CorruptCheckpointError: More is lost than the parity gives back; `details` names it. Nothing was changed.
+        NotDurableError: The tag is repaired, and a loss of power may undo that.
         StorageError: The storage refused.
     """
     store, tag = located(path, tag)

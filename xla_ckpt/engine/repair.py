@@ -27,7 +27,7 @@ from xla_ckpt.engine.parity import (
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import verify_payload
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NotDurableError, StorageError, UsageError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.parity_json import ParityIndex, parse
@@ -76,6 +76,7 @@ def repair_tag(store: Store, tag: str, directory: Directory, *, workers: int = W
     Raises:
         UsageError: The tag has no parity.
         CorruptCheckpointError: More is lost than the parity gives back; nothing was changed.
+        NotDurableError: It is repaired, and a loss of power may undo that.
         OSError: The storage refused.
     """
     if not has_parity(directory):
@@ -285,6 +286,7 @@ def _mended(
         if damage.sums or damage.copy:
             files = [(file.path, file.size) for file in index.files]
             replaced += _new_parity(directory, draft.directory, files, index.survives, index.writers, text, workers)
+        _settle(directory)
     finally:
         tags.abandon(draft)
     logger.warning("%s/%s: repaired %s", store.path, tag, ", ".join(replaced))
@@ -296,7 +298,22 @@ def _adopt(directory: Directory, draft: Directory, names: Iterable[str]) -> None
     draft.sync()
     for name in names:
         directory.adopt(draft, name)
-    directory.sync()
+
+
+def _settle(directory: Directory) -> None:
+    """Make what was adopted outlast a loss of power.
+
+    Raises:
+        NotDurableError: The storage refused: all is repaired, and the damaged files may come back.
+    """
+    try:
+        directory.sync()
+    except OSError as refused:
+        raise NotDurableError(
+            "the repaired files are in place, but the storage refused to make their names durable",
+            found=refused.strerror or str(refused),
+            hint="A loss of power may bring back the damaged ones. Look at the storage, and verify the tag.",
+        ) from refused
 
 
 def _new_parity(
@@ -348,6 +365,9 @@ def _made_anew(
     worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
     draft = tags.begin(store, tag)
     try:
-        return _new_parity(directory, draft.directory, covered(manifest), parity, max(worlds, default=1), text, workers)
+        world = max(worlds, default=1)
+        names = _new_parity(directory, draft.directory, covered(manifest), parity, world, text, workers)
+        _settle(directory)
+        return names
     finally:
         tags.abandon(draft)
