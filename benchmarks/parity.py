@@ -2,8 +2,9 @@
 
     PJRT_DEVICE=CPU python benchmarks/parity.py [--gb 1] [--files 4] [--rounds 3] [--scratch DIRECTORY]
 
-One process saves a model of some tensors in the layout xser, which has a file for each, without parity and with it. Then
-the tag loses its largest file, and is repaired. The least of the rounds counts; memory is what the repair adds to the peak.
+One process saves a model of some tensors in the layout xser, which has a file for each, without parity and with it.
+Then the tag loses its largest file, and is repaired. The least of the rounds counts; memory is what the repair adds to
+the peak.
 """
 
 from __future__ import annotations

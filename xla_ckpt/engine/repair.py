@@ -285,7 +285,10 @@ def _mended(
         _adopt(directory, draft.directory, replaced)
         if damage.sums or damage.copy:
             files = [(file.path, file.size) for file in index.files]
-            replaced += _new_parity(directory, draft.directory, files, index.survives, index.writers, text, workers)
+            _new_parity(directory, draft.directory, files, index.survives, index.writers, text, workers)
+            of_parity = [*sorted({place.file for place in damage.sums.values()}), *([COPY] if damage.copy else [])]
+            _adopt(directory, draft.directory, of_parity)
+            replaced += of_parity
         _settle(directory)
     finally:
         tags.abandon(draft)
@@ -325,16 +328,14 @@ def _new_parity(
     text: bytes,
     workers: int,
 ) -> list[str]:
-    """Make all parity files anew, from files that are sound; the paths of them."""
+    """Make all parity files anew in a draft, from files that are sound; the paths of them."""
     shares = [
         write_share(directory, files, parity, rank, world, workers=workers, phases=Phases(), into=draft).to_json()
         for rank in range(world)
     ]
     write_index(draft, files, parity, text, shares)
     blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, INDEX))
-    names = [*file_sizes(blocks, all_places(index)), COPY, INDEX]
-    _adopt(directory, draft, names)
-    return names
+    return [*file_sizes(blocks, all_places(index)), COPY, INDEX]
 
 
 def _made_anew(
@@ -367,6 +368,7 @@ def _made_anew(
     try:
         world = max(worlds, default=1)
         names = _new_parity(directory, draft.directory, covered(manifest), parity, world, text, workers)
+        _adopt(directory, draft.directory, names)
         _settle(directory)
         return names
     finally:
