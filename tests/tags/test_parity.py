@@ -13,6 +13,7 @@ import pytest
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from xla_ckpt.cli.main import main
+from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.parity import BLOCK
 from xla_ckpt.storage.local import LocalDirectory
 
@@ -183,6 +184,27 @@ def test_parity_of_another_save_is_never_used(tmp_path: Path) -> None:
         xla_ckpt.repair(tmp_path / "one")
     assert bytes_of(tag) == before
     assert not xla_ckpt.verify(tmp_path / "one").ok
+
+
+HOSTILE = [
+    {"version": 2}, {"block": 0}, {"block": 4096}, {"writers": 0}, {"writers": 10**12}, {"survives": "all"},
+    {"files": 3}, {"files": [["../../x", 10**15, ""]]}, {"files": [["a", -1, ""]]}, {"sums": [10**15, ""]},
+    {"sums": [True, "AAAAAAAAAAA="]}, {"manifest": 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=str)
+def test_an_index_that_nobody_wrote_is_a_typed_error(change: dict[str, object], sound: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(sound, tmp_path / "root")
+    path = root / "t/parity/index.json"
+    text = json.dumps({**json.loads(path.read_text()), **change, "digest": None}).rpartition(", ")[0].encode()
+    path.write_bytes(text + b',\n"digest":"' + to_hex(digest(text)).encode() + b'"}\n')
+    lose(root / "t") if "files" not in change else next((root / "t/model").iterdir()).unlink()
+    before = bytes_of(root / "t")
+    with pytest.raises((xla_ckpt.CorruptCheckpointError, xla_ckpt.UnsupportedVersionError)):
+        xla_ckpt.repair(root)
+    assert not xla_ckpt.verify(root).ok
+    assert bytes_of(root / "t") == before
 
 
 def test_a_load_that_meets_damage_names_the_way_out(tmp_path: Path) -> None:
