@@ -277,6 +277,19 @@ def test_two_ranks_share_the_work(tmp_path: Path) -> None:
         assert bytes_of(tmp_path / "t") == before
 
 
+def differs(rank: int, root: Path, parity: list[str | None]) -> str:
+    try:
+        xla_ckpt.save(root, "t", {"x": 1}, mesh=xla_ckpt.Mesh(dp=2), parity=parity[rank], timeout=60)  # type: ignore[arg-type]
+    except xla_ckpt.UsageError as error:
+        return f"rank {error.rank}: {error.problem}"
+    return "saved"
+
+
+@pytest.mark.parametrize("parity", [[None, "file"], ["file", None], ["file", "block"]], ids=str)
+def test_ranks_that_want_different_parity_are_told(parity: list[str | None], tmp_path: Path) -> None:
+    assert run_on_ranks(differs, 2, tmp_path, parity) == ["rank 1: the ranks make different calls"] * 2
+
+
 def fails_on_one(rank: int, root: Path) -> str:
     if rank == 1:
         import xla_ckpt.engine.save as engine

@@ -298,10 +298,11 @@ class Save:
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.say(f"record/{exchange.rank}", error=problem)
             self._stages.tell_failure(problem)
+            name = ""  # rank 0 does not ask this rank for parity any more
             if stray is not None:
                 raise stray from None
         try:
-            if self.parity is not None:
+            if self.parity is not None and name:
                 self._help(name, self.parity)
             with self.phases.timed("meet"):
                 sequence: int = exchange.hear("verdict", 0)
