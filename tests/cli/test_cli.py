@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -11,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import xla_ckpt
 from tests.runs import environment
-from xla_ckpt.cli import render
+from xla_ckpt.cli import facts, render
 from xla_ckpt.cli.main import main
 
 
@@ -36,13 +38,14 @@ def call(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]
 def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "ls", root)
     assert code == 0
-    rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    rows = [line.split("\t") for line in out.splitlines()]
     assert [r[0] for r in rows[1:]] == ["tag", "best", "step_2"]
+    assert [len(r) for r in rows[2:]] == [8, 8]
     assert rows[2][-1] == "pinned"
     assert rows[3][-1] == "newest"
     code, out, _ = call(capsys, "ls", root, "--json")
-    facts = json.loads(out)
-    assert [(t["tag"], t["sequence"], t["pinned"], t["arrays"], t["nbytes"]) for t in facts["tags"]] == [
+    found = json.loads(out)
+    assert [(t["tag"], t["sequence"], t["pinned"], t["arrays"], t["nbytes"]) for t in found["tags"]] == [
         ("best", 1, True, 1, 80), ("step_2", 2, False, 1, 80),
     ]  # fmt: skip
 
@@ -51,27 +54,33 @@ def test_show(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", root)
     assert code == 0
     assert out.startswith("step_2 in ")
-    assert re.search(r"model/0.weight +float32 +5 x 4 +80 B +1", out)
-    assert re.search(r"model/1.weight +model/0.weight", out)
-    assert re.search(r"user_content/epoch +3", out)
+    assert re.search(r"model/0.weight\tfloat32\t5 x 4\t80 B\t1", out)
+    assert re.search(r"model/1.weight\tmodel/0.weight", out)
+    assert re.search(r"user_content/epoch\t3", out)
     assert "x" * 59 + "..." in out
     code, out, _ = call(capsys, "show", root / "best", "--json", "--leaf", "model/0*")
-    facts = json.loads(out)
-    assert facts["tag"] == "best"
-    assert facts["arrays"] == [
+    found = json.loads(out)
+    assert found["tag"] == "best"
+    assert found["arrays"] == [
         {"leaf": "model/0.weight", "dtype": "float32", "shape": [5, 4], "nbytes": 80, "shards": 1}
     ]
-    assert facts["aliases"] == {}
+    assert found["aliases"] == {}
     assert call(capsys, "show", root, "--leaf", "user_content")[1].count("user_content/") == 3
 
 
-def test_show_of_many_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def on_terminal(what: Any, width: int) -> str:
+    """What a terminal of this width shows."""
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=True, color_system=None).print(what)
+    return "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines())
+
+
+def test_show_of_many_arrays(tmp_path: Path) -> None:
     """Tables that are too long for rich have the same columns and cells, in plain lines."""
     arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(render.MAX_LAID_OUT + 1)}
     xla_ckpt.save(tmp_path, "a", {"s": arrays})
-    code, out, _ = call(capsys, "show", tmp_path)
-    lines = out.splitlines()
-    assert (code, len(lines)) == (0, 6 + render.MAX_LAID_OUT)
+    lines = on_terminal(render.tag(facts.show_facts(str(tmp_path), "a", None)), 200).splitlines()
+    assert len(lines) == 6 + render.MAX_LAID_OUT
     assert lines[3] == f"{render.MAX_LAID_OUT + 1} arrays"
     assert lines[4].split() == ["leaf", "dtype", "shape", "size", "shards"]
     assert lines[5 + 8].split() == ["s/[b]8", "float32", "1", "4", "B", "1"]
@@ -158,11 +167,11 @@ def test_explain(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "explain", root, "--mesh", "dp=2,tp=2", "--sharding", "weight", "_,tp")
     assert code == 0
     assert "can be restored on pp=1,dp=2,ep=1,cp=1,tp=2" in out
-    assert re.search(r"\n +0 +40 B +80 B +2.000 +1 +model/00001-of-00001.safetensors", out)
+    assert re.search(r"\n0\t40 B\t80 B\t2.000\t1\tmodel/00001-of-00001.safetensors", out)
     code, out, _ = call(capsys, "explain", root, "--mesh", "tp=2", "--sharding", "weight", "_,_,tp", "--json")
     assert code == 1
-    facts = json.loads(out)
-    assert facts["problems"] == ["model/0.weight: a rule splits 3 dims, the array has 2"]
+    found = json.loads(out)
+    assert found["problems"] == ["model/0.weight: a rule splits 3 dims, the array has 2"]
     code, _, err = call(capsys, "explain", root, "--mesh", "many")
     assert code == 1
     assert "a mesh is written like pp=1,dp=2" in err

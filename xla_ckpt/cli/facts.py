@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import os
 import re
@@ -16,14 +15,14 @@ from xla_ckpt.engine.measured import measured_of
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, find_foreign, layout_of, no_tag, open_tag, tag_directory
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
+from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.directory import TagEntry, open_directory
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import is_array, leaves_below
+from xla_ckpt.tree.skeleton import plain_values
 
 if TYPE_CHECKING:
     from xla_ckpt.api.llama import Config
@@ -130,13 +129,13 @@ def show_facts(
     with opened(store, tag, parse_rules(rules), model, optimizer, known=known) as reader:
         manifest = reader.manifest
     found = find_foreign(store, tag)
-    leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest)]
-    if not any(_matches(leaf, pattern) for leaf in leaves):
+    leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest.skeleton)]
+    if not any(paths.is_like(leaf, pattern) for leaf in leaves):
         tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
         raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern, hint=f"Leaves begin with: {tops}.")
     head = manifest.head
-    chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
-    unknown = {leaf: u for leaf, u in manifest.unknown.items() if _matches(leaf, pattern)}
+    chosen = {leaf: r for leaf, r in manifest.arrays.items() if paths.is_like(leaf, pattern)}
+    unknown = {leaf: u for leaf, u in manifest.unknown.items() if paths.is_like(leaf, pattern)}
     files = [(f.path, f.size) for f in manifest.files] if found is None else _files(store, found[1])
     arrays = [
         {
@@ -164,8 +163,8 @@ def show_facts(
         "unknown": [_unknown_facts(group) for group in UnknownArray.by_reason(unknown)],
         "layout": layout_of(manifest).name if found is None else found[0].origin or found[0].name,
         "divergent": [leaf for leaf in chosen if chosen[leaf].divergent],
-        "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
-        "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
+        "aliases": {a: t for a, t in manifest.aliases.items() if paths.is_like(a, pattern)},
+        "values": {leaf: v for leaf, v in plain_values(manifest.skeleton).items() if paths.is_like(leaf, pattern)},
         "files": [{"path": path, "size": size} for path, size in files],
     }
 
@@ -230,15 +229,6 @@ def _unknown_facts(group: dict[str, UnknownArray]) -> dict[str, Any]:
         for leaf, array in group.items()
     ]
     return {"problem": first.problem, "hint": first.hint, "arrays": arrays}
-
-
-def _matches(leaf: str, pattern: str | None) -> bool:
-    return pattern is None or fnmatch.fnmatchcase(leaf, pattern) or paths.is_under(leaf, pattern)
-
-
-def plain_values(manifest: Manifest) -> dict[str, Any]:
-    """Leaf path -> typed JSON of every value of the state that is no array."""
-    return {leaf: part for leaf, part in leaves_below(manifest.skeleton) if not is_array(part)}
 
 
 def verify_facts(root: str, tag: str) -> dict[str, Any]:
