@@ -9,6 +9,7 @@
 - `save_checkpoint`, `load_checkpoint`: model, optimizer, scheduler and whatever else a training run has.
 - `save`, `restore`: any tree of arrays and plain values; `ArraySpec` says what is wanted of an array.
 - `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: what is in a directory, and whether its bytes are good.
+- `delete_tag`, `pin_tag`, `unpin_tag`: which tags are kept.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face.
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
 - `PreemptionGuard`: the step at which all ranks save when the job is told to end.
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from xla_ckpt.api.explain import explain as explain
     from xla_ckpt.api.export import ExportReport as ExportReport
     from xla_ckpt.api.export import export_hf as export_hf
+    from xla_ckpt.api.keeping import delete_tag as delete_tag
+    from xla_ckpt.api.keeping import pin_tag as pin_tag
+    from xla_ckpt.api.keeping import unpin_tag as unpin_tag
     from xla_ckpt.api.load import Loaded as Loaded
     from xla_ckpt.api.load import Restored as Restored
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
@@ -88,6 +92,7 @@ _HOMES = {
     "api.convert": ("ConvertReport", "convert"),
     "api.explain": ("explain",),
     "api.export": ("ExportReport", "export_hf"),
+    "api.keeping": ("delete_tag", "pin_tag", "unpin_tag"),
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.preemption": ("PreemptionGuard",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),

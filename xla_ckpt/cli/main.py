@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from xla_ckpt import __version__
-from xla_ckpt.cli import completion, looking, writing
+from xla_ckpt.cli import completion, keeping, looking, writing
 from xla_ckpt.errors import CheckpointError
 
 INTERRUPTED = 130
@@ -92,6 +92,26 @@ _COMMANDS: dict[str, _Command] = {
   xla-ckpt convert runs/lm nxd --to nxd --mesh tp=8       the same with use_xser=False: nxd is another name of pt
   xla-ckpt convert runs/lm dcp --to dcp                   for torch.distributed.checkpoint
   xla-ckpt convert runs/lm lm.pt --to torch --part model  one file of torch.save, a bare state dict""",
+    ),
+    "rm": _Command(
+        help="Delete tags, as the retention of a save would.",
+        action=keeping.rm,
+        add_arguments=keeping.add_rm,
+        examples="""\
+  xla-ckpt rm runs/lm step_10 step_20      asks first
+  xla-ckpt rm runs/lm best --yes --force   does not ask, and takes a pinned tag, too""",
+    ),
+    "pin": _Command(
+        help="Exempt tags from the retention of saves.",
+        action=keeping.pin,
+        add_arguments=keeping.add_tags,
+        examples="  xla-ckpt pin runs/lm step_10",
+    ),
+    "unpin": _Command(
+        help="Let the retention of saves have tags again.",
+        action=keeping.unpin,
+        add_arguments=keeping.add_tags,
+        examples="  xla-ckpt unpin runs/lm step_10",
     ),
     "completion": _Command(
         help="Print what makes a shell complete the words of this command.",

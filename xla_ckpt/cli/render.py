@@ -310,3 +310,8 @@ def exported(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``export``."""
     files = f"{len(facts['files'])} files" if len(facts["files"]) > 1 else facts["files"][0]
     return Text(f"{facts['tag']}: {facts['arrays']} arrays, {size(facts['nbytes'])}, as {files} in {facts['path']}")
+
+
+def done(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``rm``, ``pin`` and ``unpin``."""
+    return Text("\n".join(f"{t['tag']}: {t['done']}" for t in facts["tags"]))
