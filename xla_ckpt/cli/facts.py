@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.api.tags import chosen_tag, verify
+from xla_ckpt.api.tags import chosen_tag, list_tags, verify
 from xla_ckpt.engine.measured import measured_of
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
@@ -33,6 +33,13 @@ def locate(path: str, tag: str | None) -> tuple[str, str | None]:
     if tag is None and (found := tag_directory(full_path(path))) is not None:
         return found[0].path, found[1]
     return full_path(path), tag
+
+
+def locate_beside(root: str, path: str, tag: str | None) -> tuple[str, str | None]:
+    """The same of the second of two tags, which may be named as a tag in the root directory of the first."""
+    if tag is None and "/" not in path and path in list_tags(root) and not store_at(full_path(path)).has(""):
+        return root, path
+    return locate(path, tag)
 
 
 def newest(root: str, tag: str | None) -> str:

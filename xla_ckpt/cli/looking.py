@@ -1,4 +1,4 @@
-"""Commands that look at tags: ``ls``, ``show``, ``verify``, ``explain``."""
+"""Commands that look at tags: ``ls``, ``show``, ``verify``, ``explain``, ``diff``."""
 
 from __future__ import annotations
 
@@ -97,3 +97,37 @@ def explain(args: argparse.Namespace) -> int:
     )
     print_answer(args, answer, render.explanation)
     return int(not answer["ok"])
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diff``."""
+    parser.add_argument("a", metavar="A", help=options.PATH)
+    parser.add_argument("b", metavar="B", help="the same; or the name of another tag of A's root directory")
+    options.add_json(parser)
+    parser.add_argument("--tag-a", metavar="TAG", help="which tag of A (default: the newest)")
+    parser.add_argument("--tag-b", metavar="TAG", help="which tag of B (default: the newest)")
+    options.add_leaf(parser)
+    options.add_model(parser)
+    options.add_max_memory(parser)
+
+
+def diff(args: argparse.Namespace) -> int:
+    """The command ``diff``; returns its exit code."""
+    from xla_ckpt.cli import facts, moves
+
+    a = facts.locate(args.a, args.tag_a)
+    b = facts.locate_beside(a[0], args.b, args.tag_b)
+    model, optimizer = facts.targets(args.like)
+    known = options.model_of(args)
+    answer = moves.diff_facts(
+        a,
+        b,
+        leaf=args.leaf,
+        shardings=options.rules(args),
+        model=model,
+        optimizer=optimizer,
+        max_memory=args.max_memory,
+        **known,
+    )
+    print_answer(args, answer, moves.difference)
+    return int(not answer["same"])

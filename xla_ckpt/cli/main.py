@@ -73,6 +73,15 @@ _COMMANDS: dict[str, _Command] = {
   xla-ckpt explain runs/lm --mesh dp=2,tp=4
   xla-ckpt explain runs/lm --mesh tp=8 --sharding up_proj tp,_""",
     ),
+    "diff": _Command(
+        help="Say what differs between two tags, and by how much. Exit code 1 if anything does.",
+        action=looking.diff,
+        add_arguments=looking.add_diff,
+        examples="""\
+  xla-ckpt diff runs/lm/step_10 runs/lm/step_20
+  xla-ckpt diff runs/lm/step_10 step_20 --leaf model      another tag of the same root
+  xla-ckpt diff runs/lm runs/dcp                          the newest tags of two roots, of any layouts""",
+    ),
     "export": _Command(
         help="Write the model of a tag as Hugging Face safetensors.",
         action=writing.export,
