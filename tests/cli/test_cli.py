@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -175,3 +176,87 @@ def test_explain(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = call(capsys, "explain", root, "--mesh", "many")
     assert code == 1
     assert "a mesh is written like pp=1,dp=2" in err
+
+
+def test_ls_of_a_directory_above_the_roots(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    above = tmp_path_factory.mktemp("above")
+    for place in ("lm", "sweep/one", "sweep/two/deep", "a/b/c/too_deep"):
+        (above / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(root, above / place)
+    found = facts.list_facts(str(above))
+    assert [(r["path"], r["tags"], r["newest"]) for r in found["roots"]] == [
+        (f"{above}/{place}", 2, "step_2") for place in ("lm", "sweep/one", "sweep/two/deep")
+    ]
+    assert f"{above}/lm" in on_terminal(render.tag_table(found), 200)
+
+
+LS = {
+    60: """\
+/runs/lm
+tag      commit  saved      size
+best          1  ?        1.2 MB  pinned
+step_20      14  ?      123.5 GB  newest, pinned, dcp
+""",
+    100: """\
+/runs/lm
+tag      commit  saved  arrays      size  files  ranks
+best          1  ?          12    1.2 MB      2      1  pinned
+step_20      14  ?        1200  123.5 GB     64     32  newest, pinned, dcp
+""",
+}
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_listing_at_two_widths(width: int) -> None:
+    """Columns are left out where there is no room for them; no number is broken."""
+    one = {"sequence": 1, "created": "", "pinned": True, "problem": None, "note": ""}
+    tags = [
+        {**one, "tag": "best", "arrays": 12, "nbytes": 1_200_000, "files": 2, "ranks": 1, "layout": "native"},
+        {**one, "tag": "step_20", "sequence": 14, "arrays": 1200, "nbytes": 123_456_789_012, "files": 64, "ranks": 32,
+         "layout": "dcp"},
+    ]  # fmt: skip
+    shown = on_terminal(render.tag_table({"path": "/runs/lm", "tags": tags, "roots": []}), width)
+    assert shown.splitlines() == LS[width].splitlines()
+
+
+def test_long_names_are_folded_and_numbers_are_not() -> None:
+    leaf = "optimizer/state/layers.0.attention.qkv_proj.weight/exp_avg_sq"
+    rows = render.Rows("", ("leaf", "dtype", ">shape", "?>shards"), [(leaf, "float32", "4096 x 16", "8")])
+    lines = on_terminal(rows, 60)
+    assert max(map(len, lines.splitlines())) <= 60
+    assert "4096 x 16" in lines
+    assert "shards" not in lines
+    assert "".join(line.split()[0] for line in lines.splitlines()[1:]) == leaf
+
+
+def test_leaves_below_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(11))})
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    _, out, _ = call(capsys, "show", tmp_path, "--leaf", "model/layers.1", "--json")
+    assert [a["leaf"] for a in json.loads(out)["arrays"]] == ["model/layers.1.weight", "model/layers.1.bias"]
+
+
+def test_bash_completes_commands_options_and_choices() -> None:
+    command = [sys.executable, "-m", "xla_ckpt", "completion", "bash"]
+    script = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+    asked = {("sh",): "show", ("show", "--le"): "--leaf", ("convert", "a", "b", "--to", "torcht"): "torchtitan"}
+    for words, expected in asked.items():
+        line = f"COMP_WORDS=(xla-ckpt {' '.join(words)}); COMP_CWORD={len(words)}; _xla_ckpt; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected]
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "show", "verify", "explain", "diff", "export", "convert", "rm", "pin", "unpin", "completion"]
+)
+def test_each_help_has_examples_that_the_parser_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "examples:\n  " in (out := capsys.readouterr().out)
+    assert f"xla-ckpt {command} " in out.partition("examples:")[2]
+
+
+def test_an_export_says_that_it_has_no_config(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "export", root, root / "hf")
+    assert (code, "There is no config.json" in out) == (0, True)

@@ -19,10 +19,16 @@ from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import full_path, store_at
-from xla_ckpt.tags.directory import TagEntry, open_directory
+from xla_ckpt.tags.directory import TagEntry, names_in, open_directory
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import plain_values
+
+MAX_DEPTH = 3
+"""Levels below a directory at which roots are looked for."""
+
+MAX_LOOKED_AT = 1000
+"""Directories that are looked at for that."""
 
 if TYPE_CHECKING:
     from xla_ckpt.api.llama import Config
@@ -56,7 +62,31 @@ def list_facts(root: str) -> dict[str, Any]:
     store = store_at(root)
     if not store.is_directory(""):
         raise no_tag(store, None)
-    return {"path": root, "tags": [_tag_facts(store, layout, entry) for layout, entry in all_tags(store)]}
+    tags = [_tag_facts(store, layout, entry) for layout, entry in all_tags(store)]
+    return {"path": root, "tags": tags, "roots": [] if tags else roots_below(root)}
+
+
+def roots_below(path: str) -> list[dict[str, Any]]:
+    """The root directories of tags below a directory that has no tags itself, by path, with their newest tags.
+
+    Those `MAX_DEPTH` levels below are found, and `MAX_LOOKED_AT` directories are looked at.
+    """
+    found: list[dict[str, Any]] = []
+    level, left = [path], MAX_LOOKED_AT
+    for _ in range(MAX_DEPTH):
+        below: list[str] = []
+        for directory in level:
+            store = store_at(directory)
+            names = [n for n in names_in(store) if not n.startswith(".") and store.is_directory(n)][:left]
+            left -= len(names)
+            for name in names:
+                child = f"{directory.rstrip('/')}/{name}"
+                if tags := list_tags(child):
+                    found.append({"path": child, "tags": len(tags), "newest": tags[-1]})
+                else:
+                    below.append(child)
+        level = below
+    return sorted(found, key=lambda root: root["path"])
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
@@ -64,7 +94,7 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     store = store_at(root)
     found = find_foreign(store, tag)
     if found is not None and not found[0].tagged:
-        return {"path": root, "tags": [_tag_facts(store, *found)]}
+        return {"path": root, "tags": [_tag_facts(store, *found)], "roots": []}
     facts = list_facts(root)
     return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
 

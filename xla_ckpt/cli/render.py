@@ -127,6 +127,9 @@ class Rows:
 
 def tag_table(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``ls``."""
+    if facts["roots"]:
+        found = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
+        return Rows(f"No tags in {facts['path']}; below it:", ("root", ">tags", "newest"), found)
     if not facts["tags"]:
         return Text(f"No tags in {facts['path']}")
     rows = []
@@ -245,9 +248,11 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
     where = f"{escape(facts['tag'])} in {escape(facts['path'])}"
     if facts["ok"]:
         speed = f" ({size(int(facts['nbytes'] / facts['seconds']))}/s)" if facts["seconds"] > 0 else ""
+        # Of other libraries' tags every rank's part counts: nothing says here which of them are one array.
+        stored = "array" if facts["digests"] else "stored tensor"
         checked = "every byte as it was saved" if facts["digests"] else "all files as they say themselves"
         lines.append(
-            f"[green]sound[/green]  {where}: {facts['arrays']} arrays, {size(facts['nbytes'])} in "
+            f"[green]sound[/green]  {where}: {count(facts['arrays'], stored)}, {size(facts['nbytes'])} in "
             f"{count(facts['files'], 'file')}, {checked}{speed}"
         )
     else:
@@ -309,7 +314,10 @@ def conversion(facts: dict[str, Any]) -> RenderableType:
 def exported(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``export``."""
     files = f"{len(facts['files'])} files" if len(facts["files"]) > 1 else facts["files"][0]
-    return Text(f"{facts['tag']}: {facts['arrays']} arrays, {size(facts['nbytes'])}, as {files} in {facts['path']}")
+    told = f"{facts['tag']}: {count(facts['arrays'], 'array')}, {size(facts['nbytes'])}, as {files} in {facts['path']}"
+    if not facts["config"]:
+        told += "\nThere is no config.json, which transformers needs: copy the model's, or give it with --config."
+    return Text(told)
 
 
 def done(facts: dict[str, Any]) -> RenderableType:

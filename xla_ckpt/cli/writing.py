@@ -42,6 +42,7 @@ def export(args: argparse.Namespace) -> int:
     """The command ``export``; returns its exit code."""
     from xla_ckpt.api.export import export_hf
     from xla_ckpt.cli import facts, render
+    from xla_ckpt.storage.door import store_at
 
     root, tag = facts.locate(args.path, args.tag)
     model, _ = facts.targets(args.like)
@@ -64,6 +65,7 @@ def export(args: argparse.Namespace) -> int:
         "files": list(report.files),
         "arrays": report.arrays,
         "nbytes": report.nbytes,
+        "config": store_at(report.path).has("config.json"),
     }
     print_answer(args, answer, render.exported)
     return 0
