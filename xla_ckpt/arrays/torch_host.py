@@ -25,6 +25,9 @@ from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 DENSE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Tensor classes that are nothing but a dense tensor."""
 
+_WITH_MORE = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.complex32})
+"""Element types of tensors that have more than elements, or elements that have no name (see `arrays.composite`)."""
+
 PLAIN = DENSE | {torch.nn.UninitializedParameter}
 """These, and what becomes one of them."""
 
@@ -58,6 +61,11 @@ def is_xla(tensor: torch.Tensor) -> bool:
     return bool(tensor.is_xla)  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is none of a subclass has one plain array of elements."""
+    return tensor.layout is torch.strided and tensor.dtype not in _WITH_MORE and not tensor.is_nested
+
+
 def check_dense(tensor: torch.Tensor, path: str) -> None:
     """Refuse what has no plain array of elements.
 
@@ -68,15 +76,26 @@ def check_dense(tensor: torch.Tensor, path: str) -> None:
         return
     if torch.nn.parameter.is_lazy(tensor):
         what = "a lazy parameter that has no shape yet"
-    elif type(tensor) not in PLAIN:
+    elif not _is_ordinary(tensor):
         what = f"a {type(tensor).__name__}"
     elif tensor.is_nested:
         what = "a nested tensor"
     elif tensor.is_meta:
         what = "a tensor on the meta device, which has no elements"
+    elif tensor.layout is torch.strided:
+        return
     else:
         what = f"a tensor of layout {tensor.layout}"
     raise UnsupportedStateError(f"{what} cannot be stored", leaf=path, hint="Convert it to a dense tensor first.")
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its elements: also one of a subclass that does nothing but add methods."""
+    kind = type(tensor)
+    return kind in PLAIN or (
+        kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and not any(isinstance(held, torch.Tensor) for held in vars(tensor).values())
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
