@@ -109,7 +109,9 @@ def fill(
             in_use = RestorePlan(tuple(r for r in reads if r.slot in twice))
             fresh = RestorePlan(tuple(r for r in reads if r.slot not in twice))
             total = fresh.read_bytes + 2 * in_use.read_bytes
-    with Progress(f"load {reader.tag}", total, shown) as bar:
+    # The bytes of `in_use` count twice: they are verified before anything is overwritten, and then read again.
+    what = f"load {reader.tag} (verify, then read)" if in_use.reads else f"load {reader.tag}"
+    with Progress(what, total, shown) as bar:
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, fresh, slots, slabs=memory.slabs, workers=workers, progress=bar, phases=phases)
             check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)

@@ -94,6 +94,15 @@ def is_array(part: Json) -> bool:
     return isinstance(part, dict) and set(part) == {"$array"}
 
 
+def plain_values(skeleton: Json) -> dict[str, Json]:
+    """Leaf path -> typed JSON of every value of a state that is no array.
+
+    >>> plain_values({"a": [1, {"$array": "torch"}], "b": {}})
+    {'a/0': 1, 'b': {}}
+    """
+    return {leaf: part for leaf, part in leaves_below(skeleton) if not is_array(part)}
+
+
 def is_object(part: Json) -> bool:
     """Whether a part of a skeleton stands for a pickled object."""
     return isinstance(part, dict) and set(part) == {"$object"}
