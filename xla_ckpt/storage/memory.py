@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 
+from xla_ckpt.errors import NotAFileError
+
 _LOCK = threading.RLock()
 """Held by whoever looks at folders or changes them."""
 
@@ -177,7 +179,7 @@ class MemoryDirectory:
         with _LOCK:
             found = self._held(path).at(path)
         if isinstance(found, Folder):
-            raise OSError(errno.EINVAL, "not a regular file", path)
+            raise NotAFileError("not a regular file: it is not read", file=path)
         return MemorySource(found.data, self._folder.read_counts)
 
     def files(self) -> list[str]:
@@ -277,7 +279,7 @@ class MemoryStore:
         with _LOCK:
             found = self._files.at(self._at(path))
         if isinstance(found, Folder):
-            raise _error(errno.EISDIR, path)
+            raise NotAFileError("not a regular file: it is not read", file=path)
         return found.data[:nbytes]
 
     def modified(self, path: str) -> int | None:
