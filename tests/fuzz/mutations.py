@@ -111,10 +111,9 @@ def odd_json(value: Any, random_: random.Random) -> tuple[str, Any]:
     while True:
         try:
             done, made = _odd_json(value, random_)
-            if len(json.dumps(made)) > MAX_JSON:
-                continue  # time and memory are measured against the size of the file
+            json.dumps(made)
         except (ValueError, RecursionError, OverflowError):
-            continue  # a node was put below itself, or deeper than can be written
+            continue  # a node was put below itself, or it became too large or too deep
         return done, made
 
 
@@ -146,6 +145,8 @@ def _odd_json(value: Any, random_: random.Random) -> tuple[str, Any]:
         else:
             holder[key] = _odd(random_, value, places)
         done.append(f"{how} {'/'.join(map(str, path))[:80]}")
+        if len(json.dumps(value)) > MAX_JSON:
+            raise ValueError("time and memory are measured against the size of the file")
     return "; ".join(done), value
 
 

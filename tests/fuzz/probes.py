@@ -226,6 +226,8 @@ class Bench:
         """Address space that this process may take (bytes)."""
         self.spent = False
         """Whether there are threads that further inputs would find."""
+        self.old: dict[str, list[bytes]] = {}
+        """The files of the tag before the one that is changed."""
         self.older: dict[str, str] = {}
         """What a load makes of the tag before the one that is changed."""
         self.expected: dict[str, dict[str, str]] = {}
@@ -238,6 +240,7 @@ class Bench:
             case = self.cases[specimen.name] = Case(specimen, home / "root")
             self.originals[specimen.name] = {path: path.read_bytes() for path in case.files()}
             self.expected[specimen.name] = {call: getattr(case, call)() for call in ("restore", *CHEAP)}
+            self.old[specimen.name] = [p.read_bytes() for p in (case.root / "old").rglob("*") if p.is_file()]
             if not specimen.single:
                 self.older[specimen.name] = case.load("old")
         with open("/proc/self/statm") as file:
@@ -260,7 +263,8 @@ class Bench:
             return kind, f"{relative}: {how}", False
         craft = mutations.crafted(kind)
         if craft is None or random_.random() < 0.35:
-            how, changed = mutations.rotten(data, random_, [d for p, d in held.items() if p != path])
+            others = [d for p, d in held.items() if p != path]
+            how, changed = mutations.rotten(data, random_, [*others, *self.old[name]])
             put(path, changed)
             return kind, f"{relative}: {how}", False
         how, changed = craft(data, random_)

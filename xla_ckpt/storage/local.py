@@ -334,8 +334,8 @@ class LocalStore:
     def is_directory(self, path: str) -> bool:
         return os.path.isdir(self._at(path))
 
-    def start_of(self, path: str, nbytes: int) -> bytes:
-        fd, size = open_regular(self._at(path), links=True)
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        fd, size = open_regular(self._at(path), links=links)
         try:
             return os.pread(fd, min(nbytes, size), 0)
         finally:

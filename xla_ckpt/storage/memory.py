@@ -275,7 +275,7 @@ class MemoryStore:
     def is_directory(self, path: str) -> bool:
         return isinstance(self._find(path), Folder)
 
-    def start_of(self, path: str, nbytes: int) -> bytes:
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
         with _LOCK:
             found = self._files.at(self._at(path))
         if isinstance(found, Folder):
