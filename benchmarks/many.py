@@ -49,13 +49,26 @@ def xla_module(shapes: list[tuple[int, ...]]) -> Any:
     return module
 
 
+def changed(module: Any) -> Callable[[Any], None]:
+    """A function that changes the first array of a module: a state that is saved again has gone on."""
+    import torch
+    import torch_xla
+
+    def change(_: Any) -> None:
+        with torch.no_grad():
+            module[0].add_(1)
+        torch_xla.sync(wait=True)
+
+    return change
+
+
 def arrays(args: argparse.Namespace, root: str) -> None:
     """Arrays of 1 KiB on the XLA device."""
     import xla_ckpt
 
     module, n = xla_module([(256,)] * args.arrays), args.arrays
     row(f"first save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), 1)
-    row(f"save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), args.rounds)
+    row(f"save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), args.rounds, changed(module))
     row(f"first load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), 1)
     row(f"load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), args.rounds)
 
@@ -67,12 +80,11 @@ def stall(args: argparse.Namespace, root: str) -> None:
     for count, shape in ((60, (8_333_333,)), (800, (625_000,)), (args.arrays, (256,))):
         module = xla_module([shape] * count)
 
-        def begin(module: Any = module) -> Any:
-            return xla_ckpt.save_checkpoint(root, "a", module, async_save=True)
+        def begin(module: Any = module, path: str = f"{root}/{count}") -> Any:
+            return xla_ckpt.save_checkpoint(path, "a", module, async_save=True)
 
         begin().result()
         row(f"stall, {count} tensors of {4 * shape[0]} bytes", begin, args.rounds, lambda handle: handle.result())
-        shutil.rmtree(root)
 
 
 def parameters(args: argparse.Namespace, root: str) -> None:

@@ -23,11 +23,12 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
-from xla_ckpt.plan.leaf import Leaf, LocalShard
+from xla_ckpt.plan.leaf import Leaf, holding_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.storage.memory import MemoryDirectory
 
 SHAPE = (700, 3500)
@@ -48,7 +49,7 @@ class Count:
 
 @pytest.fixture(scope="module")
 def tag() -> TagReader:
-    leaf = Leaf(path="model/w", dtype=dtypes.dtype("float32"), shape=SHAPE, shards=(LocalShard(box=Box.whole(SHAPE)),))
+    leaf = Leaf("model/w", dtypes.dtype("float32"), holding_of(whole(SHAPE)))
     array = np.arange(leaf.nbytes // 4, dtype=np.float32)
     directory = MemoryDirectory()
     written = write_files(directory, plan_save([leaf]), {("model/w", 0): array.view(np.uint8).data})

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import xla_ckpt
 from xla_ckpt import dtypes
 from xla_ckpt.engine.write import write_files
-from xla_ckpt.plan.leaf import Leaf, LocalShard
+from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.local import LocalDirectory
@@ -72,9 +72,8 @@ def test_dcp_loads_a_sharded_payload(tmp_path: Path, strided: bool) -> None:
     held = [boxes[0::2], boxes[1::2]] if strided else [[b] for b in boxes]
     directory = LocalDirectory(tmp_path)
     for rank, mine in enumerate(held):
-        leaf = Leaf(
-            path="model/w", dtype=dtypes.dtype("float32"), shape=(8, 6), shards=tuple(LocalShard(box=b) for b in mine)
-        )
+        holding = Holding(shape=(8, 6), shards=tuple(LocalShard(box=b) for b in mine))
+        leaf = Leaf("model/w", dtypes.dtype("float32"), holding)
         parts = [whole[b.start[0] : b.stop[0], b.start[1] : b.stop[1]].contiguous().numpy() for b in mine]
         memory = {("model/w", i): memoryview(p.reshape(-1).view("u1")) for i, p in enumerate(parts)}
         write_files(directory, plan_save([leaf], rank, len(held)), memory)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from xla_ckpt import dtypes
 from xla_ckpt.files.torch_file import TorchFile
-from xla_ckpt.plan.leaf import Leaf, LocalShard, leaf_of
+from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource, SavePlan, plan_save
 from xla_ckpt.sharding.box import Box, is_partition
+from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.owners import SPLIT_BYTES
 from xla_ckpt.sharding.sharding import Sharding
@@ -90,8 +91,7 @@ def test_it_is_the_plan_of_those_who_write_the_rest(
 
 def test_the_header_of_a_file_names_what_is_left() -> None:
     leaves = [
-        Leaf(path=f"model/{name}", dtype=dtypes.dtype("float32"), shape=(n,), shards=(LocalShard(box=Box.whole((n,))),))
-        for name, n in (("a", 3), ("b", 5), ("c", 7))
+        leaf_of(f"model/{name}", dtypes.dtype("float32"), whole((n,))) for name, n in (("a", 3), ("b", 5), ("c", 7))
     ]
     rest = plan_save(leaves).minus(frozenset({"model/b"}))
     assert rest == plan_save([leaves[0], leaves[2]])

@@ -15,7 +15,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
-from xla_ckpt.plan.leaf import Leaf, LocalShard
+from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard
 from xla_ckpt.plan.rearrange import Part, Rearranged, rearranged
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box, Frame
@@ -31,12 +31,8 @@ def stored(arrays: dict[str, np.ndarray], cuts: dict[str, tuple[tuple[int, ...],
         boxes = [grid.cell(i) for i in range(grid.cells)]
         for rank in (0, 1):
             mine = boxes[rank::2]
-            leaf = Leaf(
-                path=name,
-                dtype=dtypes.dtype("uint32"),
-                shape=array.shape,
-                shards=tuple(LocalShard(box=b) for b in mine),
-            )
+            holding = Holding(shape=array.shape, shards=tuple(LocalShard(box=b) for b in mine))
+            leaf = Leaf(name, dtypes.dtype("uint32"), holding)
             ranks[rank].append((leaf, [np.ascontiguousarray(array[region(b)]) for b in mine]))
     return store(ranks)
 

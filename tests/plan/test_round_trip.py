@@ -18,12 +18,13 @@ from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.manifest import digest, manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
-from xla_ckpt.plan.leaf import Leaf, LocalShard
+from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard, leaf_of
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import item_and_name, plan_save
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.grid import Grid
+from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.memory import MemoryDirectory
 
@@ -100,7 +101,7 @@ def layouts(draw: st.DrawFn) -> tuple[Arrays, list[list[tuple[Leaf, list[Any]]]]
             for replica, rank in enumerate(holders):
                 mine[rank].append(LocalShard(box=grid.cell(i), replica=replica, replicas=copies, group=(path, i)))
         for rank in range(world):
-            leaf = Leaf(path=path, dtype=dtype, shape=shape, shards=tuple(mine[rank]))
+            leaf = Leaf(path, dtype, Holding(shape=shape, shards=tuple(mine[rank])))
             ranks[rank].append((leaf, [np.ascontiguousarray(array[region(s.box)]) for s in mine[rank]]))
     return whole, ranks
 
@@ -141,7 +142,7 @@ def test_every_flipped_bit_is_found(case: Any, data: st.DataObject) -> None:
 
 def one(shape: tuple[int, ...], dtype: str = "float32") -> tuple[Any, MemoryDirectory]:
     array = np.random.default_rng(0).random(shape).astype(dtype)
-    leaf = Leaf(path="model/w", dtype=dtypes.dtype(dtype), shape=shape, shards=(LocalShard(box=Box.whole(shape)),))
+    leaf = leaf_of("model/w", dtypes.dtype(dtype), whole(shape))
     return array, store([[(leaf, [array])]], segment_bytes=1 << 20)
 
 
@@ -177,10 +178,7 @@ def test_long_rows_are_cut_without_reading_what_lies_between() -> None:
 
 def test_a_subtree_reads_only_its_own_bytes() -> None:
     arrays = {f"model/{i}": np.full((100, 100), i, np.float32) for i in range(50)}
-    leaves = [
-        Leaf(path=p, dtype=dtypes.dtype("float32"), shape=a.shape, shards=(LocalShard(box=Box.whole(a.shape)),))
-        for p, a in arrays.items()
-    ]
+    leaves = [leaf_of(p, dtypes.dtype("float32"), whole(a.shape)) for p, a in arrays.items()]
     directory = store([[(leaf, [arrays[leaf.path]]) for leaf in leaves]])
     _, plan = fetch(directory, [("model/7", Box.whole((100, 100)))])
     assert plan.read_bytes == 40000
@@ -211,13 +209,9 @@ def test_missing_and_cut_off_files_are_named() -> None:
 def test_a_second_box_of_a_name_goes_to_a_second_file() -> None:
     a = np.arange(8, dtype=np.float32)
     shards = tuple(LocalShard(box=Box((i,), (i + 2,))) for i in (0, 4))
-    leaf = Leaf(path="model/w", dtype=dtypes.dtype("float32"), shape=(8,), shards=shards)
-    other = Leaf(
-        path="model/w",
-        dtype=dtypes.dtype("float32"),
-        shape=(8,),
-        shards=tuple(LocalShard(box=Box((i,), (i + 2,))) for i in (2, 6)),
-    )
+    leaf = Leaf("model/w", dtypes.dtype("float32"), Holding(shape=(8,), shards=shards))
+    shards = tuple(LocalShard(box=Box((i,), (i + 2,))) for i in (2, 6))
+    other = Leaf("model/w", dtypes.dtype("float32"), Holding(shape=(8,), shards=shards))
     directory = store([[(leaf, [a[0:2], a[4:6]])], [(other, [a[2:4], a[6:8]])]])
     assert directory.files() == ["manifest.json", *(
         f"model/0000{r}-of-00002{k}.safetensors" for r in (1, 2) for k in ("-2", "")

@@ -71,6 +71,7 @@ def load_checkpoint(
     num_workers: int = 8,
     strict: bool = True,
     *,
+    cast: bool = False,
     extras: Mapping[str, Any] | None = None,
     mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
@@ -97,7 +98,10 @@ def load_checkpoint(
         optimizer: An optimizer (state is matched by parameter name), or a dict.
         scheduler: A learning rate scheduler, or a dict.
         num_workers: Threads that read, at most.
-        strict: False loads what fits, and logs what does not.
+        strict: False loads what fits, and logs what does not. It is an error if no array fits on any rank.
+        cast: Round floating-point values to the element types of the given objects, where those differ from what is
+            stored, as torch does. Such an array takes host memory for its stored values, too, until the load is done.
+            Optimizer state that the optimizer does not have yet keeps its stored type.
         extras: Named objects with ``load_state_dict``, as given to `save_checkpoint`.
         mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
@@ -129,6 +133,7 @@ def load_checkpoint(
         mesh=mesh,
         shardings=shardings,
         strict=strict,
+        cast=cast,
         num_workers=num_workers,
         trust=trust_pickle,
         progress=progress,
@@ -144,6 +149,7 @@ def restore(
     tag: str | None = None,
     like: Any = None,
     *,
+    cast: bool = False,
     num_workers: int = 8,
     mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
@@ -163,6 +169,7 @@ def restore(
             device and layout. It may name a part of what is stored: ``{"model": {"w": spec}}`` reads only ``w``. Its
             other leaves are placeholders, for which the stored value comes back. None restores everything, torch
             arrays as CPU tensors, numpy and jax arrays as such.
+        cast: Round floating-point values to the element types of `like` (see `load_checkpoint`).
         num_workers: Threads that read, at most.
         mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
@@ -189,6 +196,7 @@ def restore(
         mesh=mesh,
         shardings=shardings,
         strict=True,
+        cast=cast,
         num_workers=num_workers,
         trust=trust_pickle,
         progress=progress,
@@ -207,6 +215,7 @@ def _load(
     mesh: Mesh | str | None,
     shardings: Rules | None,
     strict: bool,
+    cast: bool,
     num_workers: int,
     trust: bool,
     progress: bool | None,
@@ -233,6 +242,7 @@ def _load(
         content=content,
         rules=rules,
         strict=strict,
+        cast=cast,
         workers=max(1, num_workers),
         trust=trust,
         shown=job.shows(progress),
@@ -284,6 +294,7 @@ class _Load:
     content: Objects | Like
     rules: Parsed
     strict: bool
+    cast: bool
     workers: int
     trust: bool
     shown: bool | None
@@ -315,8 +326,9 @@ class _Load:
                 with agreed(exchange, "checking"), naming(path=reader.root, tag=reader.tag), collector_paused():
                     loadings = self.content.loadings(self._stored(reader))
                 unwanted = self._unwanted(loadings, exchange)
+                fits = self._anything_fits(loadings, exchange)
                 with agreed(exchange, "comparing"):
-                    skipped = self._compare(reader, loadings, unwanted)
+                    skipped = self._compare(reader, loadings, unwanted, fits=fits)
                 self._tell_divergent(reader, loadings)
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
                 needed, read = fill(
@@ -421,6 +433,7 @@ class _Load:
             read_object=partial(reader.object, trust=self.trust),
             resolve=resolver(self.trust),
             shardings=StateShardings(self.job.placement, self.rules),
+            cast=self.cast,
         )
 
     def _unwanted(self, loadings: Loadings, exchange: Round) -> list[Problem]:
@@ -437,6 +450,18 @@ class _Load:
             exchange.say("unwanted", [[p.leaf, p.text] for p in mine.values()])
         return [Problem(leaf, text) for leaf, text in exchange.hear("unwanted", 0)]
 
+    def _anything_fits(self, loadings: Loadings, exchange: Round) -> bool:
+        """Whether an array of some rank fits."""
+        mine = bool(loadings.targets)
+        if self.strict or exchange.size == 1:
+            return mine
+        exchange.say(f"fits/{exchange.rank}", mine)
+        if exchange.rank == 0:
+            deadline = Deadline(exchange.timeout * LEAD)
+            theirs = [exchange.hear(f"fits/{rank}", rank, deadline) for rank in range(1, exchange.size)]
+            exchange.say("fits", mine or any(theirs))
+        return bool(exchange.hear("fits", 0))
+
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
         placement = self.job.placement
@@ -445,15 +470,18 @@ class _Load:
         if told is not None and not any(place for axis, place in at.items() if axis != "pp"):
             logger.warning("tag %s: %s", reader.tag, told)
 
-    def _compare(self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem]) -> tuple[str, ...]:
+    def _compare(
+        self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem], *, fits: bool
+    ) -> tuple[str, ...]:
         """What does not fit, and is left alone.
 
         Raises:
-            IncompatibleCheckpointError: Something does not, and the load is strict.
+            IncompatibleCheckpointError: Something does not, and the load is strict; or no array does.
         """
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
-        if problems and self.strict:
-            raise incompatible(problems).at(path=self.store.path, tag=reader.tag)
+        if problems and (self.strict or (not fits and reader.manifest.arrays)):
+            optional = isinstance(self.content, Objects)
+            raise incompatible(problems, fits=fits, optional=optional).at(path=self.store.path, tag=reader.tag)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))

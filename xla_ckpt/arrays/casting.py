@@ -1,4 +1,4 @@
-"""Arrays of which a checkpoint holds the values in another type only: master weights that stand for the weights."""
+"""Arrays of which a checkpoint holds the values in another type: master weights that stand for weights, or a cast."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from xla_ckpt.arrays.torch_host import bytes_of, torch_dtype
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.snapshot.memory import Slabs
+
+
+def can_cast(stored: DType, wanted: DType) -> bool:
+    """Whether values of a type are rounded to another one: floating-point numbers that torch knows, both of them."""
+    return stored.floating and wanted.floating and None not in (torch_dtype(stored), torch_dtype(wanted))
 
 
 def cast(target: Target, stored: DType) -> Target:

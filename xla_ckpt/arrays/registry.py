@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.numpy_array import Numpy
 from xla_ckpt.arrays.numpy_array import fresh as fresh_numpy
-from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, torch_dtype
+from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, is_plain, is_xla, torch_dtype
 from xla_ckpt.arrays.torch_host import fresh as fresh_torch
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
@@ -88,13 +89,18 @@ class Adapters:
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
         if isinstance(value, torch.Tensor):
-            if type(value) in PLAIN or type(value).__name__ == "XLAShardedTensor":
-                return self._plain(value)
+            if type(value) in PLAIN:
+                if is_xla(value):
+                    return self._on_xla(value)
+                if is_plain(value):
+                    return _TORCH_HOST
+            elif type(value).__name__ == "XLAShardedTensor":
+                return self._on_xla(value)
             if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
                 return _dtensor()
             if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
                 return _sharded_tensor()
-            return self._plain(value)
+            return self._plain(value) if name_of(value) is None else None
         if _NUMPY.accepts(value):
             return _NUMPY
         if "jax" in sys.modules and type(value).__module__.startswith(("jax", "jaxlib")) and _jax().accepts(value):
@@ -102,8 +108,9 @@ class Adapters:
         return None
 
     def _plain(self, value: torch.Tensor) -> ArrayAdapter:
-        if value.device.type != "xla":
-            return _TORCH_HOST
+        return self._on_xla(value) if is_xla(value) else _TORCH_HOST
+
+    def _on_xla(self, value: torch.Tensor) -> ArrayAdapter:
         return _spmd() if self._spmd and _spmd().accepts(value) else _xla(self._spmd)
 
     def kind(self, value: Any) -> str | None:

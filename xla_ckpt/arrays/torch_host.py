@@ -22,8 +22,14 @@ from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, torch.nn.UninitializedParameter)
+DENSE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 """Tensor classes that are nothing but a dense tensor."""
+
+_WITH_MORE = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4, torch.complex32})
+"""Element types of tensors that have more than elements, or elements that have no name (see `arrays.composite`)."""
+
+PLAIN = DENSE | {torch.nn.UninitializedParameter}
+"""These, and what becomes one of them."""
 
 
 def dtype_of(tensor: torch.Tensor, path: str = "") -> DType:
@@ -50,30 +56,51 @@ def torch_dtype(dtype: DType) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
+def is_xla(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on an XLA device: five times as fast as to compare the name of its device."""
+    return bool(tensor.is_xla)  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is none of a subclass has one plain array of elements."""
+    return tensor.layout is torch.strided and tensor.dtype not in _WITH_MORE and not tensor.is_nested
+
+
 def check_dense(tensor: torch.Tensor, path: str) -> None:
     """Refuse what has no plain array of elements.
 
     Raises:
         UnsupportedStateError: Sparse, on the meta device, nested, or a tensor subclass that nobody here knows.
     """
+    if type(tensor) in DENSE and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
+        return
     if torch.nn.parameter.is_lazy(tensor):
         what = "a lazy parameter that has no shape yet"
-    elif type(tensor) not in PLAIN:
+    elif not _is_ordinary(tensor):
         what = f"a {type(tensor).__name__}"
-    elif tensor.layout is not torch.strided:
-        what = f"a tensor of layout {tensor.layout}"
-    elif tensor.device.type == "meta":
-        what = "a tensor on the meta device, which has no elements"
     elif tensor.is_nested:
         what = "a nested tensor"
-    else:
+    elif tensor.is_meta:
+        what = "a tensor on the meta device, which has no elements"
+    elif tensor.layout is torch.strided:
         return
+    else:
+        what = f"a tensor of layout {tensor.layout}"
     raise UnsupportedStateError(f"{what} cannot be stored", leaf=path, hint="Convert it to a dense tensor first.")
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but its elements: also one of a subclass that does nothing but add methods."""
+    kind = type(tensor)
+    return kind in PLAIN or (
+        kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and not any(isinstance(held, torch.Tensor) for held in vars(tensor).values())
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, of any dtype. The tensor must be kept while it is used."""
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")

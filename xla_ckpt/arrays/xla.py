@@ -17,7 +17,7 @@ import torch_xla
 import torch_xla.runtime
 
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
-from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, tensor_from, torch_type
+from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, is_xla, tensor_from, torch_type
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UsageError
@@ -101,7 +101,7 @@ class Xla:
         self._adopts = on_cpu() and not spmd
 
     def accepts(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.device.type == "xla"
+        return isinstance(value, torch.Tensor) and is_xla(value)
 
     def identity(self, value: torch.Tensor) -> Hashable | None:
         return "xla", _XLAC._xla_get_tensor_id(value)
@@ -215,17 +215,18 @@ def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The values as contiguous CPU tensors that stay as they are: views of the buffers where that is possible."""
     if not values:
         return []
-    tensors = [v.detach() for v in values]
-    materialize(tensors)
-    views = _views(tensors) if _adopts() else [None] * len(tensors)
-    missing = [t for t, v in zip(tensors, views, strict=True) if v is None]
+    materialize(values)
+    views = _views(values) if _adopts() else [None] * len(values)
+    missing = [t.detach() for t, v in zip(values, views, strict=True) if v is None]
     moved = iter(_XLAC._xla_get_cpu_tensors(missing) if missing else ())
     return [(v if v is not None else next(moved)).contiguous() for v in views]
 
 
 def _shards(held: torch.Tensor, local: LocalArray) -> list[HostShard]:
     """The pieces of a contiguous CPU tensor that nobody writes to."""
-    if _is_whole(local, held.shape):
+    # A save asks this of each array while training waits. The only piece is somewhere in the tensor, so that it is all
+    # of it if it has as many elements.
+    if len(local.pieces) == 1 and local.pieces[0].local.size == held.numel():
         return [HostShard(bytes_of(held), held, immutable=True)]
     return [shard_of(cut(held, piece.local)) for piece in local.pieces]
 
@@ -237,6 +238,9 @@ def shard_of(held: torch.Tensor) -> HostShard:
 
 
 def _views(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The buffers of materialized tensors as CPU tensors, held and not copied; None where that is impossible."""
+    """The buffers of materialized tensors as CPU tensors, held and not copied; None where that is impossible.
+
+    torch's own `to_dlpack` wants parameters to be detached, which takes as long as all the rest. torch_xla's does not.
+    """
     export, take = _XLAC._to_dlpack, torch._C._from_dlpack
     return [None if tensor.dtype in NO_DLPACK else take(export(tensor)) for tensor in tensors]

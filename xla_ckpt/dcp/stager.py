@@ -16,10 +16,9 @@ from xla_ckpt.arrays.torch_host import tensor_from
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate
 from xla_ckpt.snapshot.shards import HostShard
-from xla_ckpt.snapshot.take import COPIERS, COPY_BYTES
-from xla_ckpt.storage.pool import work_off
 from xla_ckpt.tree import path as paths
 
 
@@ -164,10 +163,9 @@ def _frozen(pieces: Sequence[_Piece]) -> list[torch.Tensor]:
         source = np.frombuffer(shards[i].data, np.uint8)
         target = memory[at : at + len(source)]
         copied[i] = tensor_from(target, pieces[i].dtype, pieces[i].shape)
-        copies += [(target[k : k + COPY_BYTES], source[k : k + COPY_BYTES]) for k in range(0, len(source), COPY_BYTES)]
+        copies.append((target, source))
         at += size
-    workers = COPIERS if len(memory) > COPY_BYTES else 1
-    work_off(copies, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-stage")
+    copy_all(copies)
     return [copied[i] if i in copied else _held(shards[i], piece) for i, piece in enumerate(pieces)]
 
 

@@ -15,6 +15,7 @@ from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import block_size, digest, to_hex
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.ranges import Runs, runs, strides
@@ -37,7 +38,7 @@ Slots = Sequence[memoryview]
 """Memory of the wanted boxes: writable bytes in C order, by `Want.slot`."""
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class _Extent:
     """Whole digest blocks of one stored shard, and the read that needs them.
 
@@ -51,16 +52,17 @@ class _Extent:
     last: int
     """One past the last digest block."""
 
-    @property
-    def start(self) -> int:
-        """File offset of the first byte."""
-        return self.read.offset + self.first * block_size(self.read.shard_bytes)
+    start: int
+    """File offset of the first byte."""
 
-    @property
-    def stop(self) -> int:
-        """File offset of one past the last byte."""
-        end = min(self.last * block_size(self.read.shard_bytes), self.read.shard_bytes)
-        return self.read.offset + end
+    stop: int
+    """File offset of one past the last byte."""
+
+    @classmethod
+    def of(cls, read: Read, first: int, last: int) -> _Extent:
+        """The blocks from `first` to before `last`."""
+        size, nbytes = block_size(read.shard_bytes), read.shard_bytes
+        return cls(read, first, last, read.offset + first * size, read.offset + min(last * size, nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +196,19 @@ def _joins(first: _Extent, stop: int, extent: _Extent) -> bool:
 def _extents(read: Read, direct: bool) -> Iterator[tuple[_Extent, bool]]:
     """The extents of a read, each with whether it can go straight into place. `direct`: whether any may."""
     first, last = read.blocks
+    if (
+        read.part is read.stored
+        and read.nbytes < STRAIGHT_BYTES
+        and runs(read.part, read.wanted, read.itemsize).contiguous
+    ):
+        yield _Extent.of(read, first, last), False  # as of most of many arrays
+        return
     stored = runs(read.part, read.stored, read.itemsize)
     target = runs(read.part, read.wanted, read.itemsize)
     if not (stored.contiguous and target.contiguous):
         # The rows of a scattered part are copied between strided views of the whole, so all blocks come together.
         # The plan has bounded what they span (`MAX_SPAN`).
-        yield _Extent(read, first, last), False
+        yield _Extent.of(read, first, last), False
     elif direct and read.nbytes >= STRAIGHT_BYTES:
         yield from _straight(read, stored)
     else:
@@ -221,19 +230,19 @@ def _straight(read: Read, stored: Runs) -> Iterator[tuple[_Extent, bool]]:
     head = first + 1 if begins_inside else first
     tail = last - 1 if ends_inside else last
     if begins_inside:
-        yield _Extent(read, first, head), False
+        yield _Extent.of(read, first, head), False
     for extent in _bounded(read, head, tail):
         yield extent, True
     # A read that lies inside of one block has a tail before its head: that block has been dealt with.
     if ends_inside and head <= tail:
-        yield _Extent(read, tail, last), False
+        yield _Extent.of(read, tail, last), False
 
 
 def _bounded(read: Read, first: int, last: int) -> Iterator[_Extent]:
     """Some blocks of a read, as extents that fit in a worker's buffer."""
     step = max(BUFFER_BYTES // block_size(read.shard_bytes), 1)
     for block in range(first, last, step):
-        yield _Extent(read, block, min(block + step, last))
+        yield _Extent.of(read, block, min(block + step, last))
 
 
 def _read_direct(

@@ -18,9 +18,8 @@ from xla_ckpt.errors import storage_errors
 from xla_ckpt.job.verdict import Round, agreed
 from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, Share
+from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.memory import Bytes, Slabs
-from xla_ckpt.snapshot.take import COPIERS, COPY_BYTES
-from xla_ckpt.storage.pool import work_off
 
 STAGED_BYTES = 128 * 1024 * 1024
 """Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
@@ -161,15 +160,7 @@ def _staged(memory: WantedMemory) -> dict[int, Bytes]:
 
 def _put_in_place(staged: Mapping[int, Bytes], slots: Sequence[memoryview]) -> None:
     """Copy what is verified into the program's memory."""
-    pieces = [
-        (np.frombuffer(slots[slot], np.uint8)[at : at + COPY_BYTES], held[at : at + COPY_BYTES])
-        for slot, held in staged.items()
-        for at in range(0, len(held), COPY_BYTES)
-    ]
-    work_off(
-        pieces, lambda pair, _: np.copyto(*pair), workers=min(COPIERS, len(pieces)) or 1, buffer_bytes=0,
-        name="xla_ckpt-copy",
-    )  # fmt: skip
+    copy_all((np.frombuffer(slots[slot], np.uint8), held) for slot, held in staged.items() if len(held))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -226,7 +226,7 @@ class Save:
             for record in records:
                 check_written(directory, record.rank, record.files)
             manifest = self._manifest(records, directory, draft.sequence)
-            self._look_back(manifest, directory)
+            self._look_back(manifest, draft)
             manifest = indexed(directory, self.store.path, manifest, part.writing.index)
             with collector_paused():
                 text = manifest_json.dump(manifest)
@@ -382,7 +382,7 @@ class Save:
             manifest = self._with_first(manifest, different)
         return manifest
 
-    def _look_back(self, manifest: Manifest, directory: Directory) -> None:
+    def _look_back(self, manifest: Manifest, draft: tags.Draft) -> None:
         """Find out whether this repeats the tag before it.
 
         Raises:
@@ -390,9 +390,9 @@ class Save:
         """
         if self.stale == "ignore":
             return
-        reader = TagReader(directory, self.store.path, self.tag, manifest)
+        reader = TagReader(draft.directory, self.store.path, self.tag, manifest)
         try:
-            before = stale_since(self.store, reader)
+            before = stale_since(self.store, draft.newest, reader)
         finally:
             reader.close_files()
         if before is None:

@@ -11,13 +11,13 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import entries, open_directory
+from xla_ckpt.tags.directory import TagEntry, open_directory
 from xla_ckpt.tree.schema import MODEL, member_of
 
 logger = logging.getLogger(__name__)
@@ -41,20 +41,19 @@ def remember(store: Store, manifest: Manifest) -> None:
             del _last[next(iter(_last))]
 
 
-def stale_since(store: Store, new: TagReader) -> str | None:
+def stale_since(store: Store, newest: TagEntry | None, new: TagReader) -> str | None:
     """The newest tag that is committed, if `new`, which is about to be, repeats its model; else None.
 
     It does so if all arrays of the model have the same bytes, and something else says that training went on: the number
     in the tag's name, a plain value such as a step, or another array. The same state under two names is no mistake.
     """
+    if newest is None:
+        return None
+    known = _last.get(store.path)
+    if known is not None and (known.head.tag, known.head.sequence) != (newest.tag, newest.sequence):
+        known = None  # another job has saved since
     try:
-        before = [entry for entry in entries(store) if entry.damage is None]
-        if not before:
-            return None
-        tag, known = before[-1].tag, _last.get(store.path)
-        if known is not None and (known.head.tag, known.head.sequence) != (tag, before[-1].sequence):
-            known = None  # another job has saved since
-        with TagReader(open_directory(store, tag), store.path, tag, known) as old:
+        with TagReader(open_directory(store, newest.tag), store.path, newest.tag, known) as old:
             return old.tag if _repeats(old, new) else None
     except (CheckpointError, OSError) as error:
         # Another job may delete that tag now, or it is damaged. This save has nothing to do with it.
@@ -63,10 +62,10 @@ def stale_since(store: Store, new: TagReader) -> str | None:
 
 
 def _repeats(old: TagReader, new: TagReader) -> bool:
-    models = _of_model(old.manifest), _of_model(new.manifest)
-    if not models[0] or models[0] != models[1] or not _same(old, new, models[1]):
+    model = _of_model(new.manifest)
+    if not model or model != _of_model(old.manifest) or not _same(old, new, model):
         return False
-    others = [leaf for leaf in new.manifest.arrays if leaf not in set(models[1])]
+    others = new.manifest.arrays.keys() - set(model)
     return (
         _went_on(old.tag, new.tag)
         or _plain(old.manifest) != _plain(new.manifest)
@@ -95,7 +94,7 @@ def _went_on(old: str, new: str) -> bool:
     return old != new and re.sub(r"\d+", "#", old) == re.sub(r"\d+", "#", new)
 
 
-def _same(old: TagReader, new: TagReader, leaves: Sequence[str]) -> bool:
+def _same(old: TagReader, new: TagReader, leaves: Iterable[str]) -> bool:
     """Whether arrays are stored in the same pieces, with the same digests. It ends at the first that is not."""
     return all(_same_array(old, new, old.manifest.arrays[leaf], new.manifest.arrays[leaf]) for leaf in leaves)
 

@@ -69,6 +69,7 @@ class TagReader:
         self._given = 0
         """Bytes of objects that were asked for."""
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, BlockTable | None] = {}
         self.manifest = manifest if manifest is not None else self._read_manifest()
@@ -193,12 +194,12 @@ class TagReader:
 
     def digests(self, file: int, offset: int, nbytes: int) -> tuple[int, ...] | None:
         """Digests of the blocks of a stored region; None where there are none (foreign files)."""
-        with self._lock:
-            table = self._tables.get(file, _UNREAD)
+        table = self._tables.get(file, _UNREAD)
         if table is _UNREAD:
-            table = self._digest_table(file)
-            with self._lock:
-                self._tables[file] = table
+            with self._reading:  # one thread reads a table, and the others wait for it
+                table = self._tables.get(file, _UNREAD)
+                if table is _UNREAD:
+                    table = self._tables[file] = self._digest_table(file)
         return None if table is None else table.of(offset, nbytes)
 
     def _digest_table(self, file: int) -> BlockTable | None:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.feed import Extract, Feed, Wanted
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.errors import StorageError
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.files.crc32 import crc32, joined
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest import digest as digests
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written
@@ -103,7 +105,7 @@ class _Segment:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class _Part:
     """What a segment has of a region."""
 
@@ -141,7 +143,8 @@ def write_files(
         SaveError: A copy from the program's memory failed, or came too late.
         OSError: The storage refused. Files that were begun are left for the owner of the directory to remove.
     """
-    files = [_File(plan, memory, segment_bytes) for plan in plan.files]
+    with collector_paused():
+        files = [_File(plan, memory, segment_bytes) for plan in plan.files]
     segments = list(_segments(files, segment_bytes))
     largest = max((s.stop - s.start for s in segments), default=0)
     phases = Phases() if phases is None else phases
@@ -152,7 +155,8 @@ def write_files(
     def write(segment: _Segment, buffer: memoryview) -> None:
         file, began = files[segment.file], time.perf_counter()
         if segment not in feed:
-            parts = _gather(file, segment, buffer)
+            with collector_paused():
+                parts = _gather(file, segment, buffer)
             _add_copy(phases, file, began, parts)
             progress(_write_segment(file, directory, segment, buffer, parts, phases))
             return
@@ -179,7 +183,8 @@ def write_files(
             if file.sink is not None:
                 file.sink.abandon()
     records = tuple(f.record for f in files if f.record is not None)
-    return Written(records, tuple(shard for number, f in enumerate(files) for shard in f.plan.shards(number)))
+    with collector_paused():
+        return Written(records, tuple(shard for number, f in enumerate(files) for shard in f.plan.shards(number)))
 
 
 def check_space(directory: Directory, plan: SavePlan) -> None:
@@ -298,6 +303,10 @@ def _parts(file: _File, segment: _Segment) -> list[_Part]:
     i = max(bisect_right(file.starts, segment.start) - 1, 0)  # the region that the segment begins in, if any
     while i < len(file.starts) and file.starts[i] < segment.stop:
         start, nbytes = file.starts[i], file.lengths[i]
+        if start >= segment.start and start + nbytes <= segment.stop:  # the whole of it, as of many small arrays
+            parts.append(_Part(i, start - segment.start, 0, nbytes, nbytes))
+            i += 1
+            continue
         low, high = max(segment.start - start, 0), min(segment.stop - start, nbytes)
         if low < high:
             block = digests.block_size(nbytes)
@@ -330,6 +339,9 @@ def _digest(file: _File, part: _Part, data: memoryview) -> None:
     """Digest the blocks of a region that begin in a part of it, from its bytes as far as the part reaches."""
     # Each block is digested by the one segment that it begins in: none is digested twice or left out.
     i, low = part.region, part.low
+    if part.high == len(data) <= digests.MIN_BLOCK and low == 0 and not file.plan.codec.wants_crc32:
+        file.digests[file.first_block[i]] = digests.digest(data)  # one block, as of many small arrays
+        return
     if file.plan.codec.wants_crc32:
         file.crcs[i, file.starts[i] + low] = crc32(data[: part.high - low]), part.high - low
     block = digests.block_size(file.lengths[i])

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from xla_ckpt.dtypes import DType, of_safetensors
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.files.codec import Glue
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.digest import BlockTable
 from xla_ckpt.manifest.records import FileRecord
@@ -29,7 +30,7 @@ MAX_HEADER = 100_000_000
 DIGESTS = "xla_ckpt_digests"
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class Region:
     """A region of an array as it stands in a payload file."""
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import block_count
 from xla_ckpt.sharding.box import Box, overlapping_pair, tiles
-from xla_ckpt.sharding.grid import Grid, fit_all
+from xla_ckpt.sharding.grid import Grid, fit_all, single
 from xla_ckpt.tree import path as paths
 
 VERSION = 1
@@ -107,7 +108,7 @@ class FileRecord:
         return tuple((a, b - a) for a, b in zip(ends, starts, strict=True) if b > a)
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class Shard:
     """A stored region of an array: its box, and the place of its bytes.
 
@@ -126,7 +127,7 @@ class Shard:
     """In other layouts than the native one: the larger box whose elements lie there, of which this is a part."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightweight(kw_only=True)
 class ShardGrid:
     """Shards that form a grid; one file and one offset per cell."""
 
@@ -153,7 +154,7 @@ class ShardGrid:
         return Shard(cell, self.files[i], self.offsets[i], None if self.frames is None else self.frames[i])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightweight(kw_only=True)
 class ArrayRecord:
     """One array leaf: its type, its global shape, and every shard exactly once."""
 
@@ -270,6 +271,11 @@ def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], 
         FormatError: The shards do not hold every element exactly once.
     """
     places = [s for s in shards if s.box.size]
+    spec = None if spec is None else _frozen(spec)
+    if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
+        (only,) = places
+        held = ShardGrid(grid=single(only.box), files=(only.file,), offsets=(only.offset,))
+        return ArrayRecord(dtype=dtype, shape=shape, grids=(held,), spec=spec)
     grids = []
     for grid, order in fit_all([s.box for s in places]):
         cells = [places[i] for i in order]
@@ -279,7 +285,7 @@ def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], 
                 grid=grid, files=tuple(s.file for s in cells), offsets=tuple(s.offset for s in cells), frames=frames
             )
         )
-    return ArrayRecord(dtype=dtype, shape=shape, grids=tuple(grids), spec=None if spec is None else _frozen(spec))
+    return ArrayRecord(dtype=dtype, shape=shape, grids=tuple(grids), spec=spec)
 
 
 def _frozen(spec: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from xla_ckpt.dtypes import DType
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 
@@ -34,27 +35,49 @@ class LocalShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
-    """An array leaf on this process: global type and shape, local shards."""
+class Holding:
+    """What this process holds of a global array, whatever the array is called: arrays that lie alike share one."""
 
-    path: str
-    """Leaf path in the state tree."""
-
-    dtype: DType
     shape: tuple[int, ...]
     """Global shape (elements)."""
 
     shards: tuple[LocalShard, ...]
-    """What this process holds of it; may be nothing."""
+    """May be none."""
 
     spec: tuple[object, ...] | None = None
-    """How it is split, for people and for `explain` (see `xla_ckpt.sharding.sharding.Sharding.spec`)."""
+    """How the array is split, for people and for `explain` (see `xla_ckpt.sharding.sharding.Sharding.spec`)."""
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
         for shard in self.shards:
             if not whole.contains(shard.box):
-                raise ValueError(f"{self.path}: shard {shard.box} lies outside of the array {whole}")
+                raise ValueError(f"shard {shard.box} lies outside of the array {whole}")
+
+
+@lightweight()
+class Leaf:
+    """An array leaf on this process."""
+
+    path: str
+    """Leaf path in the state tree."""
+
+    dtype: DType
+    holding: Holding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape (elements)."""
+        return self.holding.shape
+
+    @property
+    def shards(self) -> tuple[LocalShard, ...]:
+        """What this process holds of it; may be nothing."""
+        return self.holding.shards
+
+    @property
+    def spec(self) -> tuple[object, ...] | None:
+        """How it is split."""
+        return self.holding.spec
 
     @property
     def nbytes(self) -> int:
@@ -62,29 +85,31 @@ class Leaf:
         return Box.whole(self.shape).size * self.dtype.itemsize
 
 
-def leaf_of(path: str, dtype: DType, local: LocalArray, *, together: bool = False) -> Leaf:
+def leaf_of(path: str, dtype: DType, local: LocalArray) -> Leaf:
     """The leaf of a local tensor that lies like this."""
-    return Leaf(path=path, dtype=dtype, shape=local.shape, shards=shards_of(local, together), spec=local.spec)
+    return Leaf(path, dtype, holding_of(local))
 
 
-def shards_of(local: LocalArray, together: bool) -> tuple[LocalShard, ...]:
-    """The shards of a local tensor that lies like this. `together`: one holder writes each of them whole."""
-    return tuple(_shard(piece, local, together) for piece in local.pieces)
+def holding_of(local: LocalArray, *, together: bool = False) -> Holding:
+    """What a process holds whose tensor lies like this. `together`: one holder writes each shard whole."""
+    shards = tuple(_shard(piece, local, together) for piece in local.pieces)
+    return Holding(shape=local.shape, shards=shards, spec=local.spec)
 
 
-class Leaves:
-    """Makes the leaves of many arrays. Those that lie alike have their shards in common: few are made for many."""
+class Holdings:
+    """What is held of many arrays. Those that lie alike have it in common: few are made for many."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, bool], tuple[LocalArray, tuple[LocalShard, ...]]] = {}
+        self._made: dict[tuple[int, bool], tuple[LocalArray, Holding]] = {}
         """By the identity of where a tensor lies, which stays its own while it is kept here."""
 
-    def leaf(self, path: str, dtype: DType, local: LocalArray, *, together: bool) -> Leaf:
-        """As `leaf_of`."""
+    def of(self, local: LocalArray, *, together: bool) -> Holding:
+        """As `holding_of`."""
         key = id(local), together
-        if key not in self._made:
-            self._made[key] = local, shards_of(local, together)
-        return Leaf(path=path, dtype=dtype, shape=local.shape, shards=self._made[key][1], spec=local.spec)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = local, holding_of(local, together=together)
+        return made[1]
 
 
 def _shard(piece: Piece, local: LocalArray, together: bool) -> LocalShard:

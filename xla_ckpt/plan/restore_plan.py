@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
-from xla_ckpt.manifest.digest import block_size
+from xla_ckpt.lightweight import lightweight
+from xla_ckpt.manifest.digest import block_count, block_size
 from xla_ckpt.manifest.records import Manifest, Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces, runs
@@ -19,7 +20,7 @@ MAX_SPAN = 16 * 1024 * 1024
 """Scattered reads are cut into parts that span at most this many bytes of a file: the memory of one reader."""
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class Want:
     """A box of a stored array that the caller wants, in memory of its own."""
 
@@ -29,7 +30,7 @@ class Want:
     """The caller's number for the memory that receives it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightweight(kw_only=True)
 class Read:
     """One part of one stored shard, on its way to one part of one wanted box."""
 
@@ -65,6 +66,8 @@ class Read:
     @property
     def blocks(self) -> tuple[int, int]:
         """First and one past the last digest block of the shard that the read touches."""
+        if self.part is self.stored:
+            return 0, block_count(self.shard_bytes)  # as of nearly all arrays
         where = runs(self.part, self.stored, self.itemsize)
         block = block_size(self.shard_bytes)
         return where.offset // block, -(-(where.offset + where.span) // block)
@@ -72,6 +75,8 @@ class Read:
     @property
     def read_bytes(self) -> int:
         """Bytes that leave the disk for it: whole blocks, so that they can be verified."""
+        if self.part is self.stored:
+            return self.nbytes
         first, last = self.blocks
         block = block_size(self.shard_bytes)
         return min(last * block, self.shard_bytes) - first * block
@@ -120,7 +125,7 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
             )
         whole = record.only_shard(want.box)
         if whole is not None:
-            reads.append(_read(want, whole, want.box, record.dtype.itemsize))
+            reads.append(_read(want, whole, whole.box, record.dtype.itemsize))
             continue
         covered = 0
         for shard in record.touching(want.box):

@@ -12,6 +12,7 @@ from typing import Protocol
 from xla_ckpt.dtypes import DType
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.files.codec import Codec
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.records import FileRecord, Shard
 from xla_ckpt.plan.leaf import Leaf, LocalShard
 from xla_ckpt.sharding.box import Box
@@ -34,7 +35,7 @@ def item_and_name(leaf: str) -> tuple[str, str]:
     return item, name if name and name != "__metadata__" else "~" + name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightweight(kw_only=True)
 class RegionSource:
     """Where the bytes of a region come from."""
 
@@ -48,7 +49,7 @@ class RegionSource:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightweight(kw_only=True)
 class Entry:
     """A shard that lies in a file."""
 
@@ -151,7 +152,7 @@ class SavePlan:
         return SavePlan(tuple(file for file in kept if file is not None))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightweight(kw_only=True)
 class OwnBox:
     """A region of an array that this process writes."""
 

@@ -52,6 +52,8 @@ class Grid:
 
     def cell(self, index: int) -> Box:
         """The box of one cell."""
+        if self.cells == 1 and index == 0:
+            return self.whole  # as of nearly all arrays
         # The number of a cell is read like a number whose digits are its places along the dims, the last dim first.
         start, stop = [], []
         for cuts, count in zip(reversed(self.cuts), reversed(self.counts), strict=True):

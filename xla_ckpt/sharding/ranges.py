@@ -69,7 +69,7 @@ def runs(region: Box, buffer: Box, itemsize: int) -> Runs:
     >>> runs(Box((0, 1), (2, 3)), Box.whole((4, 4)), 2)
     Runs(offset=2, nbytes=4, counts=(2,), strides=(8,))
     """
-    if region == buffer:  # the whole of the buffer: nearly every array of a checkpoint
+    if region is buffer or region == buffer:  # the whole of the buffer: nearly every array of a checkpoint
         return _one_run(region.size * itemsize)
     first = region.relative_to(buffer).start
     shape, held = region.shape, buffer.shape

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.snapshot.memory import Bytes, allocate
 
 
@@ -43,7 +44,7 @@ class Look:
         return b"".join(data[start : start + self.nbytes] for start in starts)
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class HostShard:
     """The bytes of one local shard in host memory."""
 

@@ -18,17 +18,11 @@ from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import Sample
 from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
+from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.freezing import Deferred, Freezing
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, Bytes, Staging
 from xla_ckpt.snapshot.sample import sample, windows
 from xla_ckpt.snapshot.shards import HostShard, Link, MemoryShard
-from xla_ckpt.storage.pool import work_off
-
-COPIERS = 2
-"""Threads that copy into staging memory."""
-
-COPY_BYTES = 16 * 1024 * 1024
-"""Largest single copy: so that the copiers finish together."""
 
 SMALL_BYTES = 16 * 1024
 """Host memory up to this size is copied at once: to defer it would take longer."""
@@ -234,14 +228,11 @@ def _copy(
             for key, shard, target in _staged(link, batch, snapshot):
                 low, high = written.get(key, (0, shard.nbytes))
                 if isinstance(shard, HostShard):
-                    source = np.frombuffer(shard.data, np.uint8)
-                    cuts = [slice(i, min(i + COPY_BYTES, high)) for i in range(low, high, COPY_BYTES)]
-                    in_host += [(target[cut], source[cut]) for cut in cuts]
+                    in_host.append((target[low:high], np.frombuffer(shard.data, np.uint8)[low:high]))
                 else:
                     shard.begin_copy(low, target[low:high])
         if in_host:  # while the devices are at work
-            workers = COPIERS if sum(len(target) for target, _ in in_host) > COPY_BYTES else 1
-            work_off(in_host, lambda pair, _: np.copyto(*pair), workers=workers, buffer_bytes=0, name="xla_ckpt-copy")
+            copy_all(in_host)
     finally:
         # After an error, too: the memory must not be lent to others while a copy into it is on its way.
         for link in by_link:

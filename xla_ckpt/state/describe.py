@@ -14,8 +14,9 @@ from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.engine import pickles
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.plan.leaf import Leaf, Leaves
+from xla_ckpt.plan.leaf import Holdings, Leaf
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
@@ -42,7 +43,7 @@ SAMPLED_BYTES = 256
 """So much of each run."""
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class HeldArray:
     """An array that this rank holds, and which part of the global array it is."""
 
@@ -191,7 +192,7 @@ def describe_arrays(
     held: dict[str, HeldArray] = {}
     aliases: dict[str, str] = {}
     leaves: list[Leaf] = []
-    made = Leaves()
+    holdings = Holdings()
     for path, value in arrays.items():
         adapter = shardings.adapters.require(value, path)
         dtype = adapter.dtype(value, path)
@@ -201,22 +202,23 @@ def describe_arrays(
             continue
         local = shardings.local(path, value, adapter)
         held[path] = HeldArray(value, local, adapter)
-        leaves.append(made.leaf(path, dtype, local, together=path in together))
+        leaves.append(Leaf(path, dtype, holdings.of(local, together=path in together)))
     return tuple(leaves), held, aliases
 
 
 def local_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], MemoryShard]:
     """All local shards, by (leaf path, shard). One batch for each kind of array."""
-    batches: dict[int, tuple[ArrayAdapter, list[str]]] = {}
+    batches: dict[ArrayAdapter, tuple[list[str], list[tuple[Any, LocalArray]]]] = {}
     for path, array in held.items():
-        batches.setdefault(id(array.adapter), (array.adapter, []))[1].append(path)
-    shards: dict[tuple[str, int], MemoryShard] = {}
-    for adapter, batch in batches.values():
-        pairs = [(held[path].value, held[path].local) for path in batch]
-        for path, pieces in zip(batch, adapter.shards(pairs), strict=True):
-            for i, shard in enumerate(pieces):
-                shards[path, i] = shard
-    return shards
+        paths, values = batches.setdefault(array.adapter, ([], []))
+        paths.append(path)
+        values.append((array.value, array.local))
+    return {
+        (path, i): shard
+        for adapter, (paths, values) in batches.items()
+        for path, pieces in zip(paths, adapter.shards(values), strict=True)
+        for i, shard in enumerate(pieces)
+    }
 
 
 def shards_apart(

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.state.wrappers import View
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.nested import leaves
 
 
 def stepped(arrays: Mapping[str, Any], optimizer: Any) -> dict[str, torch.Tensor]:
@@ -179,11 +180,4 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for member in value.values():
-            yield from _tensors(member)
-    elif isinstance(value, list | tuple):
-        for member in value:
-            yield from _tensors(member)
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.arrays.base import ArrayAdapter
-from xla_ckpt.arrays.casting import cast
+from xla_ckpt.arrays.casting import can_cast, cast
 from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError
@@ -46,6 +46,9 @@ class Stored:
     shardings: StateShardings = field(default_factory=StateShardings)
     """Where the arrays of the program lie."""
 
+    cast: bool = False
+    """Whether floating-point values become those of the type that the program has."""
+
     def record(self, path: str) -> ArrayRecord:
         """The record of an array leaf that the skeleton names.
 
@@ -58,10 +61,17 @@ class Stored:
         return record
 
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
-        """The part as a tree; arrays are made by `array` from (leaf path, kind)."""
-        return Unflattener(array=array, codec=CODEC, object=self.read_object, resolve=self.resolve).build(
-            self.skeleton, self.prefix
-        )
+        """The part as a tree; arrays are made by `array` from (leaf path, kind).
+
+        As long as they have not been read, composite tensors are their parts.
+        """
+        return Unflattener(
+            array=array,
+            codec=CODEC,
+            object=self.read_object,
+            resolve=self.resolve,
+            compose=(lambda composite: composite.members) if array is ArrayAt else None,
+        ).build(self.skeleton, self.prefix)
 
     def part(self, skeleton: Any, path: str) -> Stored:
         """A part of this part, given its skeleton and full leaf path."""
@@ -107,12 +117,19 @@ class Stored:
             return None
 
 
+ABSENT = "wanted, but not stored"
+UNWANTED = "stored, but not wanted"
+"""Texts of problems with names."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A difference between what is stored and what the target wants."""
 
     leaf: str
     text: str
+    castable: bool = False
+    """Whether `cast` would be enough."""
 
     def __str__(self) -> str:
         return f"{self.leaf}: {self.text}"
@@ -121,6 +138,9 @@ class Problem:
 @dataclass(slots=True)
 class Loading:
     """A part of a load, checked but not yet begun: what it reads, and what it does with it."""
+
+    cast: bool = False
+    """See `Stored.cast`."""
 
     targets: dict[str, Target] = field(default_factory=dict)
     """Leaf path -> where the array goes."""
@@ -151,14 +171,16 @@ class Loading:
         """Add a target if it fits to what is stored, else a problem."""
         if target.shape != record.shape:
             self.add_problem(path, f"shape {_list(record.shape)} is stored, {_list(target.shape)} wanted")
-        elif target.dtype != record.dtype and target.dtype == record.stands_for:
-            self.targets[path] = cast(target, record.dtype)
-            return True
-        elif target.dtype != record.dtype:
-            self.add_problem(path, f"{record.dtype.name} is stored, {target.dtype.name} wanted")
-        else:
+            return False
+        if target.dtype == record.dtype:
             self.targets[path] = target
             return True
+        castable = can_cast(record.dtype, target.dtype)
+        if target.dtype == record.stands_for or (self.cast and castable):
+            self.targets[path] = cast(target, record.dtype)
+            return True
+        text = f"{record.dtype.name} is stored, {target.dtype.name} wanted"
+        self.problems.append(Problem(path, text, castable=castable))
         return False
 
 
@@ -200,16 +222,57 @@ def absent(stored: Stored, what: str) -> Loading:
     return loading
 
 
-def incompatible(problems: list[Problem]) -> IncompatibleCheckpointError:
-    """One error for all the differences."""
+def incompatible(problems: Sequence[Problem], *, fits: bool, optional: bool) -> IncompatibleCheckpointError:
+    """One error for all the differences.
+
+    Args:
+        problems: The differences.
+        fits: Whether there is anything that fits.
+        optional: Whether the call can be told to load only that.
+    """
     shown = [f"  {p}" for p in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
         shown.append(f"  ... and {len(problems) - MAX_SHOWN} more")
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
+    hints = []
+    if any(p.text.startswith("shape") for p in problems):
+        hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
+    if any(p.castable for p in problems):
+        hints.append("cast=True converts floating-point values to the type that is wanted.")
+    if (named := _renamed(problems)) is not None:
+        hints.append(named)
+    if fits and optional:
+        hints.append("strict=False loads what fits.")
     return IncompatibleCheckpointError(
         f"the checkpoint does not fit the target: {count}; nothing was changed",
-        hint="A rank that holds a part of an array says so with mesh= and shardings=; strict=False loads what fits."
-        if any(p.text.startswith("shape") for p in problems)
-        else "Pass strict=False to load what fits.",
+        hint=" ".join(hints) or None,
         details="\n".join(shown),
+    )
+
+
+def _renamed(problems: Sequence[Problem]) -> str | None:
+    """What to do where all names that are wanted are those that are stored, but for a prefix; None if they are not.
+
+    >>> _renamed([Problem("model/module.w", ABSENT), Problem("model/w", UNWANTED)])
+    "The names of the target begin with 'module.', which those that are stored lack: load into the member of that name."
+    """
+    wanted = sorted(p.leaf for p in problems if p.text == ABSENT)
+    stored = sorted(p.leaf for p in problems if p.text == UNWANTED)
+    if not wanted or not stored or len(wanted) != len(stored):
+        return None
+    longer, shorter = (wanted, stored) if len(wanted[0]) > len(stored[0]) else (stored, wanted)
+    member, _, name = shorter[0].partition("/")
+    prefix = longer[0].removeprefix(f"{member}/").removesuffix(name)
+    if not prefix or any(
+        a != f"{member}/{prefix}{b.removeprefix(f'{member}/')}" for a, b in zip(longer, shorter, strict=True)
+    ):
+        return None
+    if longer is wanted:
+        return (
+            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into the member of "
+            "that name."
+        )
+    return (
+        f"The names that are stored begin with {prefix!r}, which those of the target lack: load into a module that has "
+        "the target as its member of that name."
     )

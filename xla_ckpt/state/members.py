@@ -260,7 +260,7 @@ class Like:
         Raises:
             IncompatibleCheckpointError: It names something that is not stored.
         """
-        loading = Loading()
+        loading = Loading(cast=stored.cast)
         if self.like is None:
             plan_arrays(stored, loading, {})
             stored.build()  # an object that may not be loaded is found out before anything is read

@@ -9,9 +9,10 @@ import torch
 
 from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.state.handover import Handover, PutBack, copied
-from xla_ckpt.state.loading import ArrayAt, Loading, Problem, Stored, arrays_of, plan_arrays
+from xla_ckpt.state.loading import ABSENT, UNWANTED, ArrayAt, Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.wrappers import View
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.nested import leaves
 
 
 def tree_of(model: Any) -> Any:
@@ -56,7 +57,7 @@ def load(stored: Stored, model: Any) -> Loading:
 
 def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     """Prepare to load a module: straight into its parameters and buffers where nothing speaks against it."""
-    loading = Loading()
+    loading = Loading(cast=stored.cast)
     held = stored.build()
     if not isinstance(held, Mapping):
         loading.add_problem(stored.prefix, f"stored is a {type(held).__name__}, wanted a dict")
@@ -140,14 +141,14 @@ def _only_renames(part: torch.nn.Module) -> bool:
 
 def _compare_keys(stored: Stored, loading: Loading, wanted: Mapping[Any, Any], held: Mapping[Any, Any]) -> None:
     for key in (k for k in wanted if k not in held):
-        loading.add_problem(paths.join(stored.prefix, paths.escape(str(key))), "wanted, but not stored")
+        loading.add_problem(paths.join(stored.prefix, paths.escape(str(key))), ABSENT)
     for key in (k for k in held if k not in wanted):
-        loading.unwanted.append(Problem(paths.join(stored.prefix, paths.escape(str(key))), "stored, but not wanted"))
+        loading.unwanted.append(Problem(paths.join(stored.prefix, paths.escape(str(key))), UNWANTED))
 
 
 def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
     """Prepare to load a dict: its arrays are overwritten in place; an empty one receives everything that is stored."""
-    loading = Loading()
+    loading = Loading(cast=stored.cast)
     held = stored.build()
     if not isinstance(held, Mapping):
         loading.add_problem(stored.prefix, f"stored is a {type(held).__name__}, wanted a dict")
@@ -159,6 +160,9 @@ def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
     plan_arrays(stored, loading, current)
     before = {p.leaf for p in loading.problems}
     keys = [k for k in held if whole or k in target]
+    for left in leaves([held[k] for k in held.keys() - set(keys)]):
+        if isinstance(left, ArrayAt):
+            loading.targets.pop(left.path, None)  # or it would be read for nothing
 
     def finish(arrays: Mapping[str, Any]) -> None:
         tree = stored.build(lambda path, _: arrays.get(path, current.get(path)))

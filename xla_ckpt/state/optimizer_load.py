@@ -220,7 +220,7 @@ def _plan(stored: Stored, held: Any, match: _Match, groups: Sequence[int | None]
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
     mine = {path: value for path, value in now.items() if not fresh.is_shared(path)}
-    wanted = Loading()
+    wanted = Loading(cast=stored.cast)
     if _loads_itself(match):  # it may refuse its state: what it has is not overwritten
 
         def new(path: str, record: ArrayRecord, kind: str) -> Target | None:

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from xla_ckpt.arrays.composite import apart, compose
 from xla_ckpt.errors import FormatError, UntrustedObjectError
 from xla_ckpt.tree.codec import Json, Kind, ValueCodec
 from xla_ckpt.tree.flatten import NAMESPACES
@@ -125,15 +126,15 @@ SHELL_KINDS: tuple[Kind, ...] = (
     Kind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
 )
 
-CODEC = ValueCodec(SHELL_KINDS)
-"""The plain values of a PyTorch program."""
+CODEC = ValueCodec(SHELL_KINDS, apart, compose)
+"""The plain values of a PyTorch program, and its tensors that consist of several."""
 
 
 def resolver(trust: bool) -> Any:
-    """A function that finds the namedtuple, dataclass or enum that a skeleton names.
+    """A function that finds the namedtuple, dataclass, enum or class of tensors that a skeleton names.
 
     Without `trust` only classes of modules that the program has imported itself are found: importing a module that
-    a file names would run code. No constructor is called either way.
+    a file names would run code. No constructor is called either way, but for the `__tensor_unflatten__` of tensors.
     """
 
     def resolve(name: str, base: type) -> Any:
@@ -157,10 +158,17 @@ def resolver(trust: bool) -> Any:
     return resolve
 
 
-_EXPECTED = {tuple: "a namedtuple", int: "an enum", object: "a dataclass"}
+_EXPECTED = {
+    tuple: "a namedtuple",
+    int: "an enum",
+    object: "a dataclass",
+    torch.Tensor: "a subclass of torch.Tensor with __tensor_unflatten__",
+}
 
 
 def _fits(found: type, base: type) -> bool:
     if base is tuple:
         return issubclass(found, tuple) and hasattr(found, "_fields")
+    if base is torch.Tensor:
+        return issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
     return issubclass(found, enum.Enum) if base is int else dataclasses.is_dataclass(found)

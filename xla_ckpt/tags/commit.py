@@ -15,7 +15,7 @@ from typing import Any
 from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean, remove, remove_unused
-from xla_ckpt.tags.directory import entries
+from xla_ckpt.tags.directory import TagEntry, entries
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_import import ORBAX, Span
 from xla_ckpt.tags.retention import TagFact, superfluous
@@ -31,6 +31,9 @@ class Draft:
     tag: str
     sequence: int
     """The commit number that the tag will have."""
+
+    newest: TagEntry | None
+    """The newest tag that can be read, as it was when the draft was made."""
 
     directory: Directory
     """Where its files go. Everything in it must be durable before the commit."""
@@ -52,8 +55,14 @@ def begin(store: Store, tag: str) -> Draft:
     """
     store.prepare()
     clean(store)
-    sequence = 1 + max((e.sequence for e in entries(store)), default=0)
-    return Draft(store=store, tag=tag, sequence=sequence, directory=_make(store, NEW_PREFIX + tag))
+    found = entries(store)
+    return Draft(
+        store=store,
+        tag=tag,
+        sequence=1 + max((entry.sequence for entry in found), default=0),
+        newest=next((entry for entry in reversed(found) if entry.damage is None), None),
+        directory=_make(store, NEW_PREFIX + tag),
+    )
 
 
 def _make(store: Store, name: str) -> Directory:

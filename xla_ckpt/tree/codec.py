@@ -13,7 +13,7 @@ import decimal
 import fractions
 import struct
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,20 @@ class Kind:
 
     decode: Callable[[Json], Any]
     """JSON to value; whatever it raises is reported as a broken manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    """A value that consists of several arrays, taken apart."""
+
+    name: str
+    """What puts it together again: ``module:class``, or a name that the shell knows."""
+
+    members: Mapping[str, Any]
+    """Its arrays, by name."""
+
+    about: Any
+    """What else that takes: a tree of plain values."""
 
 
 def _float_bits(text: str) -> float:
@@ -119,10 +133,28 @@ class ValueCodec:
     True
     """
 
-    def __init__(self, shell_kinds: tuple[Kind, ...] = ()) -> None:
+    def __init__(
+        self,
+        shell_kinds: tuple[Kind, ...] = (),
+        apart: Callable[[Any], Composite | None] = lambda value: None,
+        compose: Callable[[Composite, Callable[[str, type], Any]], Any] | None = None,
+    ) -> None:
         kinds = PURE_KINDS + shell_kinds
         self._by_type = {k.type: k for k in kinds}
         self._by_name = {"$" + k.name: k for k in kinds}
+        self.apart = apart
+        """Takes a value apart that consists of several arrays; None for any other."""
+        self._compose = compose
+
+    def compose(self, composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
+        """The value that `apart` has taken apart. `resolve` finds its class.
+
+        Raises:
+            FormatError: Nobody here knows how.
+        """
+        if self._compose is None:
+            raise FormatError("unknown kind of composite value in the skeleton", found=composite.name[:80])
+        return self._compose(composite, resolve)
 
     def encode(self, value: Any) -> Json:
         """A scalar value as JSON, or NotImplemented if it is no plain value."""

@@ -14,15 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_ckpt.errors import FormatError, UnsupportedStateError
+from xla_ckpt.errors import CheckpointError, FormatError, UnsupportedStateError, naming
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.codec import Json, ValueCodec
+from xla_ckpt.tree.codec import Composite, Json, ValueCodec
 
 MAX_DEPTH = 100
 """Containers inside containers; deeper trees are a cycle in all but name. Python's own stack ends not far behind."""
 
 NAMESPACES = frozenset({"argparse:Namespace", "types:SimpleNamespace"})
 """Classes that are nothing but a bag of attributes."""
+
+ABOUT = "~about"
+"""Path component of what a composite value takes beside its arrays. No key begins with ``~``, unless it is escaped."""
 
 _FACTORIES: dict[str, Any] = {t.__name__: t for t in (int, float, str, bool, list, dict, set, tuple)}
 
@@ -80,6 +83,8 @@ class _Flattener:
         plain = self.codec.encode(value)
         if plain is not NotImplemented:
             return plain
+        if (composite := self.codec.apart(value)) is not None:
+            return self.composite(composite, path)
         if id(value) in self.open:
             raise UnsupportedStateError("the state contains itself", leaf=path)
         if len(self.open) >= MAX_DEPTH:
@@ -145,6 +150,11 @@ class _Flattener:
         if is_enum_member(value):
             return {"$enum": [name, value.name]}
         return self.object(value, path)
+
+    def composite(self, value: Composite, path: str) -> Json:
+        """A value that consists of several arrays. What else it takes must be plain."""
+        about = self.visit(value.about, paths.join(path, ABOUT))
+        return {"$composite": [value.name, self.fields(value.members, path), about]}
 
     def object(self, value: Any, path: str) -> Json:
         self.flat.objects.append((path, value))
@@ -240,6 +250,9 @@ class Unflattener:
 
     resolve: Resolve = resolve_nothing
 
+    compose: Callable[[Composite], Any] | None = None
+    """What is put in the place of a value that consists of several arrays; None for that value."""
+
     def build(self, skeleton: Json, path: str = paths.ROOT, depth: int = 0) -> Any:
         """The tree below `path`.
 
@@ -261,7 +274,7 @@ class Unflattener:
         try:
             return make(body, path, depth + 1)
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            if isinstance(error, FormatError):
+            if isinstance(error, CheckpointError):
                 raise
             raise FormatError(f"broken {name} in the skeleton", leaf=path, found=str(body)[:80]) from error
 
@@ -344,6 +357,14 @@ class Unflattener:
             raise FormatError("unknown kind of namespace in the skeleton", leaf=path, found=str(name)[:80])
         return self.resolve(name, object)(**self._fields(fields, path, depth))
 
+    def _composite(self, body: Json, path: str, depth: int) -> Any:
+        name, members, about = body
+        parts = Composite(
+            str(name), self._fields(members, path, depth), self.build(about, paths.join(path, ABOUT), depth)
+        )
+        with naming(leaf=path):
+            return self.codec.compose(parts, self.resolve) if self.compose is None else self.compose(parts)
+
     def _enum(self, body: Json, path: str, depth: int) -> Any:
         name, member = body
         return self.resolve(name, int).__members__[member]
@@ -365,5 +386,6 @@ _CONTAINERS = {
     "$namespace": "_namespace",
     "$dataclass": "_dataclass",
     "$enum": "_enum",
+    "$composite": "_composite",
 }
 """Name in the file -> method of `Unflattener`."""

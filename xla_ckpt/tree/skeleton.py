@@ -14,7 +14,7 @@ from xla_ckpt.tree.flatten import MAX_DEPTH, component
 
 _PAIRS = frozenset({"$dict", "$OrderedDict", "$Counter"})
 _ITEMS = frozenset({"$tuple", "$slice"})
-_FIELDS = frozenset({"$namedtuple", "$dataclass", "$namespace"})
+_FIELDS = frozenset({"$namedtuple", "$dataclass", "$namespace", "$composite"})
 
 
 def children(skeleton: Json) -> dict[str, Json] | None:

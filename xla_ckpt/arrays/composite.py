@@ -1,0 +1,183 @@
+"""Tensors that are made of several plain ones: sparse, quantized and nested tensors, and tensor subclasses.
+
+Each is stored as its plain tensors, which are arrays like all others, and what else it takes to put it together again.
+Nothing of it is pickled. Subclasses say themselves what they are made of, by `__tensor_flatten__` and
+`__tensor_unflatten__`, the protocol that torch.compile asks of them (torch.utils._python_dispatch); torchao's and
+bitsandbytes' have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from xla_ckpt.errors import FormatError, UnsupportedStateError
+from xla_ckpt.tree.codec import Composite
+
+Members = Mapping[str, torch.Tensor]
+
+_COMPRESSED: dict[torch.layout, tuple[str, str, Any]] = {
+    torch.sparse_csr: ("crow_indices", "col_indices", torch.sparse_csr_tensor),
+    torch.sparse_csc: ("ccol_indices", "row_indices", torch.sparse_csc_tensor),
+    torch.sparse_bsr: ("crow_indices", "col_indices", torch.sparse_bsr_tensor),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", torch.sparse_bsc_tensor),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of such tensors that torch itself has."""
+
+    apart: Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], Any]]
+    """The plain tensors, and what else it takes."""
+
+    compose: Callable[[Members, Any], torch.Tensor]
+
+
+def _coo_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+    members = {"indices": value._indices(), "values": value._values()}
+    return members, {"size": list(value.shape), "coalesced": value.is_coalesced()}
+
+
+def _coo(members: Members, about: Any) -> torch.Tensor:
+    made = torch.sparse_coo_tensor(members["indices"], members["values"], about["size"], check_invariants=True)
+    return made._coalesced_(about["coalesced"])
+
+
+def _compressed_kind(layout: torch.layout) -> _Kind:
+    first, second, make = _COMPRESSED[layout]
+
+    def apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+        return {n: getattr(value, n)() for n in (first, second, "values")}, {"size": list(value.shape)}
+
+    def compose(members: Members, about: Any) -> torch.Tensor:
+        made: torch.Tensor = make(
+            members[first], members[second], members["values"], about["size"], check_invariants=True
+        )
+        return made
+
+    return _Kind(apart, compose)
+
+
+def _per_tensor_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+    return {"values": value.int_repr()}, {
+        "dtype": value.dtype,
+        "scale": value.q_scale(),
+        "zero_point": value.q_zero_point(),
+    }
+
+
+def _per_tensor(members: Members, about: Any) -> torch.Tensor:
+    return torch._make_per_tensor_quantized_tensor(members["values"], about["scale"], about["zero_point"])
+
+
+def _per_channel_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+    members = {
+        "values": value.int_repr(),
+        "scales": value.q_per_channel_scales(),
+        "zero_points": value.q_per_channel_zero_points(),
+    }
+    return members, {"dtype": value.dtype, "axis": value.q_per_channel_axis()}
+
+
+def _per_channel(members: Members, about: Any) -> torch.Tensor:
+    return torch._make_per_channel_quantized_tensor(
+        members["values"], members["scales"], members["zero_points"], about["axis"]
+    )
+
+
+def _complex_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+    return {"parts": torch.view_as_real(value.resolve_conj())}, None
+
+
+def _nested_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
+    return {str(i): part for i, part in enumerate(value.unbind())}, None
+
+
+def _jagged_apart(value: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    members = {"values": value.values(), "offsets": value.offsets()}
+    return members | ({"lengths": value.lengths()} if value.lengths() is not None else {}), {
+        "ragged": value._ragged_idx
+    }
+
+
+def _jagged(members: Members, about: Any) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(
+        members["values"], members["offsets"], members.get("lengths"), jagged_dim=about["ragged"]
+    )
+
+
+_KINDS = {
+    "torch:sparse_coo": _Kind(_coo_apart, _coo),
+    **{f"torch:{str(layout).removeprefix('torch.')}": _compressed_kind(layout) for layout in _COMPRESSED},
+    "torch:per_tensor": _Kind(_per_tensor_apart, _per_tensor),
+    "torch:per_channel": _Kind(_per_channel_apart, _per_channel),
+    "torch:complex32": _Kind(_complex_apart, lambda members, _: torch.view_as_complex(members["parts"])),
+    "torch:nested": _Kind(_nested_apart, lambda members, _: torch.nested.nested_tensor([*members.values()])),
+    "torch:jagged": _Kind(_jagged_apart, _jagged),
+}
+
+
+def name_of(value: torch.Tensor) -> str | None:
+    """How a tensor is taken apart: the name of a kind, or ``module:class``; None for one that is an array itself."""
+    if value.layout is torch.jagged:
+        return "torch:jagged"
+    if value.is_nested:
+        return "torch:nested"
+    if value.layout is not torch.strided:
+        name = f"torch:{str(value.layout).removeprefix('torch.')}"
+        return name if name in _KINDS else None
+    if value.is_quantized:
+        axes = value.qscheme() in (torch.per_channel_affine, torch.per_channel_symmetric)
+        whole = value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+        return "torch:per_channel" if axes else "torch:per_tensor" if whole else None
+    if value.dtype is torch.complex32:
+        return "torch:complex32"
+    kind = type(value)
+    return f"{kind.__module__}:{kind.__qualname__}" if hasattr(kind, "__tensor_flatten__") else None
+
+
+def apart(value: Any) -> Composite | None:
+    """The plain tensors of a tensor that is made of several; None for anything else."""
+    if not isinstance(value, torch.Tensor) or (name := name_of(value)) is None:
+        return None
+    held = value.detach()
+    if name in _KINDS:
+        members, about = _KINDS[name].apart(held)
+        return Composite(name, members, about)
+    names, context = held.__tensor_flatten__()  # type: ignore[attr-defined]
+    return Composite(
+        name,
+        {inner: getattr(held, inner) for inner in names},
+        {"context": context, "size": list(held.shape), "stride": list(held.stride())},
+    )
+
+
+def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
+    """The tensor that `apart` has taken apart.
+
+    Args:
+        composite: Its parts.
+        resolve: Finds the class of a subclass of tensors.
+
+    Raises:
+        UnsupportedStateError: Its parts are no tensors here: a layout has put something else in their place.
+        FormatError: They make no such tensor.
+    """
+    name, members, about = composite.name, composite.members, composite.about
+    if not all(isinstance(member, torch.Tensor) for member in members.values()):
+        raise UnsupportedStateError(
+            f"this layout has no place for a tensor that consists of several ({name})", hint='layout="native" has.'
+        )
+    try:
+        if name in _KINDS:
+            return _KINDS[name].compose(members, about)
+        kind = resolve(name, torch.Tensor)
+        return kind.__tensor_unflatten__(
+            dict(members), about["context"], torch.Size(about["size"]), tuple(about["stride"])
+        )
+    except (RuntimeError, LookupError, TypeError, AttributeError) as error:
+        raise FormatError(f"a tensor cannot be put together again: {error}", found=name) from error
