@@ -35,6 +35,9 @@ class Specimen:
     digests: bool = False
     """Whether every byte that a load needs is covered by a digest."""
 
+    fits: bool = True
+    """Whether it has the parameters of the model that is loaded."""
+
     single: str = ""
     """The name of the checkpoint, where it lies in the directory by itself, without tags."""
 
@@ -100,6 +103,7 @@ def _tree(root: Path) -> None:
         # Digests tell files of different bytes apart: no array of one tag is in the other.
         tree = {"number": tag, **_values()}
         tree["w"] = tree["w"] + len(xla_ckpt.list_tags(root))
+        tree["model"] = dict(module(len(xla_ckpt.list_tags(root))).state_dict())
         tree["shared"] = tree["w"]
         xla_ckpt.save(root, tag, tree)
 
@@ -161,8 +165,8 @@ SPECIMENS = {
         Specimen("pt of others", _bare("pt")),
         Specimen("smp of others", _bare("smp")),
         Specimen("stock dcp", _stock_dcp, single="ckpt"),
-        Specimen("stock dcp, fsdp", _copied("dcp/fsdp2_uneven/ckpt"), single="ckpt"),
-        Specimen("hugging face", _copied("dcp/hugging_face/ckpt"), single="ckpt"),
+        Specimen("stock dcp, fsdp", _copied("dcp/fsdp2_uneven/ckpt"), fits=False, single="ckpt"),
+        Specimen("hugging face", _copied("dcp/hugging_face/ckpt"), fits=False, single="ckpt"),
     )
 }
 """Every specimen by its name."""
