@@ -120,8 +120,8 @@ class FailingStore:
     def is_directory(self, path: str) -> bool:
         return self.inner.is_directory(path)
 
-    def start_of(self, path: str, nbytes: int) -> bytes:
-        return self.inner.start_of(path, nbytes)
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        return self.inner.start_of(path, nbytes, links=links)
 
     def modified(self, path: str) -> int | None:
         return self.inner.modified(path)

@@ -25,6 +25,10 @@ STAGED_BYTES = 128 * 1024 * 1024
 """Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
 
 
+UNCHECKED_BYTES = 1 << 30
+"""Bytes of new memory that are taken without a look at the files that are to fill it."""
+
+
 class Sharing(Protocol):
     """How ranks that need the same bytes read them together (`xla_ckpt.job.shared_reads`)."""
 
@@ -91,9 +95,9 @@ def fill(
         StorageError: The storage refused.
     """
     with phases.timed("plan"):
-        with collector_paused():
-            memory = memory_of(targets)
         with agreed(exchange, "planning"), collector_paused():
+            _check_sizes(reader, targets)
+            memory = memory_of(targets)
             plan = plan_restore(reader.manifest, memory.wants)
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
         shared: _SharedPart | None = None
@@ -126,6 +130,21 @@ def fill(
         with phases.timed("read"):
             sharing.send_on(shared.share, slots, shared.rows, itemsize)
     return plan.needed_bytes, total
+
+
+def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
+    """Look at the sizes of the files before much memory is taken for them: a manifest may claim any size.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or has another size.
+    """
+    wanted = 0
+    for leaf, target in targets.items():
+        record = reader.manifest.array(leaf)
+        wanted += 0 if target.live else sum(box.size for box in target.boxes) * target.dtype.itemsize
+        if record is not None and wanted > UNCHECKED_BYTES:
+            for file in {shard.file for box in target.boxes for shard in record.touching(box)}:
+                reader.source(file)
 
 
 def _staged(memory: WantedMemory) -> dict[int, Bytes]:

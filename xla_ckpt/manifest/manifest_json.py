@@ -33,6 +33,11 @@ HEAD_BYTES = 4096
 MAX_CELLS = 1 << 24
 """Most shards that one manifest may list."""
 
+FEW_CELLS = 1 << 16
+CELLS_PER_BYTE = 32
+"""A manifest may list so many shards, and so many more for each of its bytes: runs of numbers are short, whatever they
+stand for, and to load a shard takes time. With a rank's shard of each array there are at most a few of a byte."""
+
 MAX_DIMS = 64
 
 _HEAD_END = re.compile(rb',"head":"([0-9a-f]{16})",\n')
@@ -190,7 +195,7 @@ def parse(data: bytes) -> Manifest:
     body = _body(data)
     raw = _loads(body + b"}")
     arrays: dict[str, ArrayRecord] = {}
-    budget = MAX_CELLS
+    budget = min(MAX_CELLS, FEW_CELLS + CELLS_PER_BYTE * len(data))
     grids = _Grids()
     for leaf, entry in _get(raw, "arrays", dict).items():
         try:
@@ -208,6 +213,9 @@ def parse(data: bytes) -> Manifest:
     if mesh is not None and not isinstance(mesh, str):
         raise FormatError("broken mesh", found=str(mesh)[:80])
     files = tuple(parse_file(entry) for entry in _get(raw, "files", list))
+    claimed, held = sum(record.nbytes for record in arrays.values()), sum(record.size for record in files)
+    if claimed > held:
+        raise FormatError("the arrays are larger than the files in which they lie", expected=held, found=claimed)
     return Manifest(
         head=head,
         skeleton=raw.get("skeleton"),
@@ -229,9 +237,9 @@ def parse_file(entry: Any) -> FileRecord:
     match entry:
         case [str(path), int(size), int(head), str(text)] if re.fullmatch("[0-9a-f]{16}", text):
             return FileRecord(path=path, size=size, head=head, digest=int(text, 16))
-        case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if (
-            re.fullmatch("[0-9a-f]{16}", text) and 0 < count <= MAX_CELLS
-        ):
+        case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if re.fullmatch(
+            "[0-9a-f]{16}", text
+        ) and 0 < count <= min(MAX_CELLS, FEW_CELLS + len(table)):
             regions = tuple(zip(intseq.unpack_ints(offsets, count), intseq.unpack_ints(sizes, count), strict=True))
             digests = unpack_digests(table, sum(block_count(nbytes) for _, nbytes in regions))
             return FileRecord(path=path, size=size, head=head, digest=int(text, 16), regions=regions, digests=digests)
