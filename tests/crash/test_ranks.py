@@ -5,8 +5,8 @@ And the instant between rank 0's last look at the others and the rename.
 
 from __future__ import annotations
 
-import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,8 @@ def stops_before_the_rename(rank: int, root: Path) -> Told:
     commit = engine.tags.commit
 
     def stopped(*args: Any, **options: Any) -> float:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: sent to the process, it may take effect only when this thread has gone on for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return commit(*args, **options)
 
     engine.tags.commit = stopped
