@@ -9,6 +9,7 @@
 - `save_checkpoint`, `load_checkpoint`: model, optimizer, scheduler and whatever else a training run has.
 - `save`, `restore`: any tree of arrays and plain values; `ArraySpec` says what is wanted of an array.
 - `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: what is in a directory, and whether its bytes are good.
+- `repair`: gives a tag that was saved with ``parity=`` back the bytes that it has lost.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face.
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
 - `PreemptionGuard`: the step at which all ranks save when the job is told to end.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.tags import has_checkpoint as has_checkpoint
     from xla_ckpt.api.tags import latest_tag as latest_tag
     from xla_ckpt.api.tags import list_tags as list_tags
+    from xla_ckpt.api.tags import repair as repair
     from xla_ckpt.api.tags import verify as verify
     from xla_ckpt.arrays.registry import ArraySpec as ArraySpec
     from xla_ckpt.engine.background import SaveHandle as SaveHandle
@@ -91,7 +93,7 @@ _HOMES = {
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.preemption": ("PreemptionGuard",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
-    "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "verify"),
+    "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "repair", "verify"),
     "engine.background": ("SaveHandle",),
     "engine.ending": ("on_report",),
     "engine.phases": ("Phase",),

@@ -78,6 +78,11 @@ class FailingDirectory:
         self.faults.change(f"make {path}")
         self.inner.make(path)
 
+    def adopt(self, other: Directory, path: str) -> None:
+        assert isinstance(other, FailingDirectory)
+        self.faults.change(f"adopt {path}", needs_space=False)
+        self.inner.adopt(other.inner, path)
+
     def open(self, path: str) -> Source:
         return self.inner.open(path)
 

@@ -11,8 +11,9 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.api.tags import chosen_tag, verify
+from xla_ckpt.api.tags import chosen_tag, repair, verify
 from xla_ckpt.engine.measured import measured_of
+from xla_ckpt.engine.parity import parity_of
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, find_foreign, layout_of, no_tag, open_tag, tag_directory
@@ -128,7 +129,7 @@ def show_facts(
     store = store_at(root)
     known = known_model(config, kv_size_multiplier, hardware)
     with opened(store, tag, parse_rules(rules), model, optimizer, known=known) as reader:
-        manifest = reader.manifest
+        manifest, survives = reader.manifest, parity_of(reader.directory)
     found = find_foreign(store, tag)
     leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest)]
     if not any(_matches(leaf, pattern) for leaf in leaves):
@@ -154,6 +155,7 @@ def show_facts(
         "sequence": head.sequence,
         "created": head.created,
         "pinned": head.pinned,
+        "parity": survives,
         "version": head.version,
         "mesh": manifest.mesh,
         "ranks": manifest.world,
@@ -241,8 +243,9 @@ def plain_values(manifest: Manifest) -> dict[str, Any]:
     return {leaf: part for leaf, part in leaves_below(manifest.skeleton) if not is_array(part)}
 
 
-def verify_facts(root: str, tag: str) -> dict[str, Any]:
-    """What reading all bytes of a tag found."""
+def verify_facts(root: str, tag: str, *, repairs: bool = False) -> dict[str, Any]:
+    """What reading all bytes of a tag found, which is repaired first if that is wanted."""
+    repaired = repair(root, tag) if repairs else ()
     report = verify(root, tag)
     return {
         "path": root,
@@ -253,6 +256,7 @@ def verify_facts(root: str, tag: str) -> dict[str, Any]:
         "nbytes": report.nbytes,
         "seconds": round(report.seconds, 3),
         "strangers": report.strangers,
+        "repaired": list(repaired),
         "digests": report.digests,
         "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
     }

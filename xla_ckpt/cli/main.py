@@ -64,6 +64,9 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_tag(parser)
     parser.add_argument("--all", action="store_true", help="all tags of the directory")
+    parser.add_argument(
+        "--repair", action="store_true", help="first give tags that were saved with parity back what they have lost"
+    )
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
@@ -331,7 +334,7 @@ def _verify(args: argparse.Namespace) -> int:
         tags = [facts.newest(root, tag)]
     answers = []
     for name in tags:
-        answers.append(facts.verify_facts(root, name))
+        answers.append(facts.verify_facts(root, name, repairs=args.repair))
         if not args.json:
             _print(args, answers[-1], render.verdict)
     if args.json:

@@ -123,6 +123,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         f"{count(len(facts['files']), 'file')} by {count(facts['ranks'], 'rank')}"
         + (f", mesh {facts['mesh']}" if facts["mesh"] else "")
         + (", pinned" if facts["pinned"] else "")
+        + (f", parity: {facts['parity']}" if facts["parity"] else "")
     )
     parts: list[RenderableType] = [Text.from_markup(about)]
     if facts["parts"]:
@@ -227,6 +228,7 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
     else:
         lines.append(f"[red]DAMAGED[/red]  {where}: {count(len(facts['problems']), 'problem')}")
         lines += [f"  {escape(p['message'])}" for p in facts["problems"]]
+    lines += [f"  [green]repaired:[/green] {escape(name)}" for name in facts["repaired"]]
     lines += [f"  [yellow]not part of the tag:[/yellow] {escape(name)}" for name in facts["strangers"]]
     return Text.from_markup("\n".join(lines))
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
 from xla_ckpt.engine.collector import collector_paused
+from xla_ckpt.engine.parity import REPAIR, has_parity
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
@@ -59,8 +60,8 @@ class TagReader:
         self.tag = tag
         self.foreign_objects = foreign_objects
         """The objects of a tag that another library wrote, by their index in the skeleton; None in tags of ours."""
-        self.hint = DAMAGED
-        """What errors say about a file that is not as it was saved."""
+        self.advice = DAMAGED
+        """What to do about a file that is not as it was saved, if the tag has no parity."""
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}
@@ -89,7 +90,8 @@ class TagReader:
             try:
                 source = self.directory.open(MANIFEST)
             except FileNotFoundError:
-                raise CorruptCheckpointError("the tag has no manifest") from None
+                hint = REPAIR if has_parity(self.directory) else None
+                raise CorruptCheckpointError("the tag has no manifest", hint=hint) from None
             try:
                 if source.size > MAX_MANIFEST:
                     raise FormatError(
@@ -99,8 +101,18 @@ class TagReader:
                 source.read_into(memoryview(data), 0)
             finally:
                 source.close()
-            with collector_paused():
-                return manifest_json.parse(bytes(data))
+            try:
+                with collector_paused():
+                    return manifest_json.parse(bytes(data))
+            except CorruptCheckpointError as error:
+                if has_parity(self.directory):
+                    error.at(hint=REPAIR)
+                raise
+
+    @property
+    def hint(self) -> str:
+        """What errors say about a file that is not as it was saved. The parity is looked for only now."""
+        return f"{REPAIR} {self.advice}" if has_parity(self.directory) else self.advice
 
     @property
     def version(self) -> str:
@@ -129,7 +141,7 @@ class TagReader:
                 source = self.directory.open(record.path)
             except FileNotFoundError:
                 raise CorruptCheckpointError(
-                    "a payload file is missing", path=self.root, tag=self.tag, file=record.path
+                    "a payload file is missing", path=self.root, tag=self.tag, file=record.path, hint=self.hint
                 ) from None
             self._sources[file] = source
             if source.size != record.size:

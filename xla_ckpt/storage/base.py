@@ -72,6 +72,12 @@ class Directory(Protocol):
         A store that has no directories of its own, only names of files, has nothing to do.
         """
 
+    def adopt(self, other: Directory, path: str) -> None:
+        """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
+
+        Its parents are made. Who reads the old file keeps it.
+        """
+
     def open(self, path: str) -> Source:
         """Open a file for reading. FileNotFoundError if there is none."""
 

@@ -21,7 +21,7 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from xla_ckpt.storage.base import BLOCK
+from xla_ckpt.storage.base import BLOCK, Directory
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +230,13 @@ class LocalDirectory:
         made = self._make(path.split("/"))
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd))  # a file is no directory
         self._touched.update(made)
+
+    def adopt(self, other: Directory, path: str) -> None:
+        assert isinstance(other, LocalDirectory), "both are directories of one store"
+        parents = self._make(path.split("/")[:-1])
+        # By descriptors: another directory may have the name of this one by now, and must not get the file.
+        os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self._fd)
+        self._touched.update(parents)
 
     def _make(self, parts: list[str]) -> list[str]:
         """Make a directory and its parents; the paths of all of them."""

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 
+from xla_ckpt.storage.base import Directory
+
 _LOCK = threading.RLock()
 """Held by whoever looks at folders or changes them."""
 
@@ -172,6 +174,13 @@ class MemoryDirectory:
     def make(self, path: str) -> None:
         with _LOCK:
             self._held(path).folder(path, make=True)
+
+    def adopt(self, other: Directory, path: str) -> None:
+        assert isinstance(other, MemoryDirectory), "both are directories of one store"
+        above, _, name = path.rpartition("/")
+        with _LOCK:
+            file = other._held(path).folder(above).take(name)
+            self._held(path).folder(above, make=True).put(name, file)
 
     def open(self, path: str) -> MemorySource:
         with _LOCK:
