@@ -16,7 +16,7 @@ from xla_ckpt.errors import SaveError
 from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean, remove, remove_unused
-from xla_ckpt.tags.directory import TagEntry, entries
+from xla_ckpt.tags.directory import TagEntry, entries, entry_of
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_import import ORBAX, Span
 from xla_ckpt.tags.retention import TagFact, superfluous
@@ -127,15 +127,15 @@ def _check_not_overtaken(draft: Draft) -> None:
 
     A process that was stopped for long may go on when its job has been restarted elsewhere, and has saved that tag.
     """
-    for entry in entries(draft.store):
-        if entry.tag == draft.tag and entry.sequence >= draft.sequence:
-            raise SaveError(
-                "another job has saved this tag meanwhile",
-                tag=draft.tag,
-                expected=f"commit {draft.sequence - 1} or an earlier one",
-                found=f"commit {entry.sequence}",
-                hint="That version stays. Two jobs that save to one directory need different tags.",
-            )
+    entry = entry_of(draft.store, draft.tag)
+    if entry is not None and entry.sequence >= draft.sequence:
+        raise SaveError(
+            "another job has saved this tag meanwhile",
+            tag=draft.tag,
+            expected=f"commit {draft.sequence - 1} or an earlier one",
+            found=f"commit {entry.sequence}",
+            hint="That version stays. Two jobs that save to one directory need different tags.",
+        )
 
 
 def abandon(draft: Draft) -> None:
