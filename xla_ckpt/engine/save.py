@@ -17,6 +17,7 @@ from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.measured import Measured, kept
+from xla_ckpt.engine.parity import covered, write_index, write_share
 from xla_ckpt.engine.phases import IMPORT, SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
@@ -40,6 +41,7 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
+from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
@@ -118,6 +120,9 @@ class Save:
     replicas: Replicas = "equal"
     stale: Stale = "warn"
     workers: int = WRITERS
+    parity: Parity | None = None
+    """What the tag survives, if it is to have parity."""
+
     shown: bool | None = None
     """Whether a progress bar is shown; None decides by itself."""
 
@@ -217,7 +222,7 @@ class Save:
             with self.phases.timed("commit"):
                 draft = tags.begin(self.store, self.tag)
             directory = draft.directory
-            exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas])
+            exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas, self.parity])
             plan = self._plan(part)
             mine = self._write(part, plan, directory)
             with self.phases.timed("meet"):
@@ -231,15 +236,18 @@ class Save:
             with collector_paused():
                 text = manifest_json.dump(manifest)
             write_small(directory, MANIFEST, text)
+            if self.parity is not None:
+                self._protect(directory, self.parity, manifest, text)
             directory.sync()
-            if exchange.size > 1 and exchange.has("abort"):
-                exchange.hear("abort", 0)  # raises: a rank gave up on this one, and has told its caller so
             # A reader of another library takes the marks for a finished tag: they come when all else is durable.
             for name, data in part.writing.marks.items():
                 write_small(directory, name, data)
             directory.sync()
             self._await_orbax()
             report = kept([self._measured(plan), *(measured for _, measured in told)])
+            given_up = exchange.decide() if exchange.size > 1 else None
+            if given_up is not None:
+                raise given_up  # another rank, which has told its caller so
             began = time.perf_counter()
             retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept, report=report)
             remember(self.store, manifest)
@@ -250,8 +258,11 @@ class Save:
             problem = as_checkpoint_error(error, "saving", 0)
             problem.at(path=self.store.path, tag=self.tag)
             if exchange.size > 1:
+                problem = exchange.decide(problem) or problem
                 if draft is None:
                     exchange.say("begin", error=problem)
+                if self.parity is not None and not exchange.has("parity"):
+                    exchange.say("parity", error=problem)
                 exchange.say("verdict", error=problem)
                 self._stages.tell_failure(problem)
             if problem is error:
@@ -265,13 +276,13 @@ class Save:
 
     def _follow(self) -> tuple[int, SavePlan]:
         """The part of any other rank: write, report, hear the verdict."""
-        exchange, plan = self.exchange, SavePlan(())
+        exchange, plan, name = self.exchange, SavePlan(()), ""
         out_of_step: UsageError | None = None
         try:
             part = self._ready()
-            theirs, name, mesh, replicas = exchange.hear("begin", 0)
-            if (theirs, mesh, replicas) != (self.tag, str(self.mesh), self.replicas):
-                out_of_step = _out_of_step(self, theirs, mesh, replicas)
+            theirs, name, mesh, replicas, parity = exchange.hear("begin", 0)
+            if (theirs, mesh, replicas, parity) != (self.tag, str(self.mesh), self.replicas, self.parity):
+                out_of_step = _out_of_step(self, theirs, mesh, replicas, parity)
                 raise out_of_step
             directory = open_shared(self.store, name)
             try:
@@ -289,16 +300,43 @@ class Save:
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.say(f"record/{exchange.rank}", error=problem)
             self._stages.tell_failure(problem)
+            name = ""  # rank 0 does not ask this rank for parity any more
             if stray is not None:
                 raise stray from None
-        try:
-            with self.phases.timed("meet"):
-                sequence: int = exchange.hear("verdict", 0)
-        except RankFailedError as error:
-            if error.rank == 0:
-                _give_up(error, exchange)
-            raise
+        if self.parity is not None and name:
+            self._help(name, self.parity)
+        with self.phases.timed("meet"):
+            sequence = _hear_verdict(exchange)
         return sequence, plan
+
+    def _protect(self, directory: Directory, parity: Parity, manifest: Manifest, text: bytes) -> None:
+        """Rank 0's part of the parity: every file is durable, and each rank makes a share of the sums."""
+        exchange, files = self.exchange, covered(manifest)
+        if exchange.size > 1:
+            exchange.say("parity", files)
+        mine = write_share(directory, files, parity, 0, exchange.size, workers=self.workers, phases=self.phases)
+        deadline = Deadline(exchange.timeout * LEAD)
+        with self.phases.timed("meet"):
+            told = [exchange.hear(f"parity/{rank}", rank, deadline) for rank in range(1, exchange.size)]
+        write_index(directory, files, parity, text, [mine.to_json(), *told])
+
+    def _help(self, name: str, parity: Parity) -> None:
+        """Another rank's part of the parity, in the directory of this name. What fails is told to rank 0."""
+        rank, world = self.exchange.rank, self.exchange.size
+        with self.phases.timed("meet"):
+            files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
+        try:
+            directory = open_shared(self.store, name)
+            try:
+                share = write_share(directory, files, parity, rank, world, workers=self.workers, phases=self.phases)
+                directory.sync()
+            finally:
+                directory.close()
+        except Exception as error:
+            # Raised on all ranks, this one included, as rank 0's verdict.
+            self.exchange.say(f"parity/{rank}", error=as_checkpoint_error(error, "saving", rank))
+        else:
+            self.exchange.say(f"parity/{rank}", share.to_json())
 
     def _ready(self) -> Part:
         if isinstance(self.part, CheckpointError):
@@ -423,25 +461,46 @@ class Save:
         return replace(manifest, arrays={**manifest.arrays, **marked})
 
 
-def _out_of_step(save: Save, tag: str, mesh: str, replicas: str) -> UsageError:
-    same = replicas == save.replicas
+def _out_of_step(save: Save, tag: str, mesh: str, replicas: str, parity: str | None) -> UsageError:
+    theirs, ours = [
+        ("" if replicas == save.replicas else f" with replicas={of[0]!r}")
+        + ("" if parity == save.parity else f" with parity={of[1]!r}")
+        for of in ((replicas, parity), (save.replicas, save.parity))
+    ]
     return UsageError(
         "the ranks make different calls",
         rank=save.exchange.rank,
-        expected=f"a save of tag {tag} over {mesh}" + ("" if same else f" with replicas={replicas!r}"),
-        found=f"tag {save.tag} over {save.mesh}" + ("" if same else f" with replicas={save.replicas!r}"),
+        expected=f"a save of tag {tag} over {mesh}{theirs}",
+        found=f"tag {save.tag} over {save.mesh}{ours}",
         hint="All ranks must make the same calls in the same order. If a rank left one out, this job stays out of "
         "step: restart it.",
     )
 
 
-def _give_up(error: RankFailedError, exchange: Round) -> None:
-    """Tell rank 0, which may only be slow: it must not commit what others have given up."""
+def _hear_verdict(exchange: Round) -> int:
+    """The commit number, from rank 0.
+
+    Raises:
+        CheckpointError: The save did not commit; the same error on every rank.
+        RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows whether the tag is there.
+    """
     try:
-        if not exchange.has("verdict"):
-            exchange.say("abort", error=error)
-    except RankFailedError:
-        pass  # it holds the store, and is gone with it
+        return int(exchange.hear("verdict", 0))
+    except RankFailedError as error:
+        if error.rank != 0 or exchange.decide(error) is not None:
+            raise
+    # Rank 0 began to commit before this rank gave up on it. What became of that, rank 0 alone can say.
+    try:
+        return int(exchange.hear("verdict", 0, Deadline(exchange.timeout * (1 - LEAD))))
+    except RankFailedError as error:
+        if exchange.decide(error) is not None:
+            raise
+        raise RankFailedError(
+            "rank 0 began to commit, and did not say how that ended",
+            rank=0,
+            expected="its answer within the timeout and a fifth of it",
+            hint="It died or hangs. The tag is there, complete, or it is not there: xla_ckpt.list_tags says so.",
+        ) from None
 
 
 def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
