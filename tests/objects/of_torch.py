@@ -26,9 +26,9 @@ class Net(torch.nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
-def loss_of(model: Callable[[torch.Tensor], torch.Tensor], width: int = 6) -> Callable[[], torch.Tensor]:
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], device: Any = "cpu") -> Callable[[], torch.Tensor]:
     """A loss on a fixed batch."""
-    batch = torch.randn(5, width, generator=torch.Generator().manual_seed(5))
+    batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(5)).to(device)
     return lambda: (model(batch) ** 2).mean()
 
 
@@ -232,12 +232,12 @@ def accelerate() -> Iterator[Case]:
     from accelerate import Accelerator
 
     def prepared(seed: int) -> Training:
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator()  # XLA's device, where torch_xla is installed
         model = Net(seed)
         optimizer = torch.optim.AdamW(model.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-        return Training(model, optimizer, loss_of(model), scheduler)
+        return Training(model, optimizer, loss_of(model, accelerator.device), scheduler)
 
     yield Case(package="accelerate", name="prepare(model, optimizer, scheduler)", make=prepared)
 
