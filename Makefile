@@ -5,11 +5,12 @@ VENV := .venv
 LATEST := .venv-latest
 DOCS := .venv-docs
 PEERS := .peers
+OBJECTS := .objects
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check bench bench-short bench-check crash fuzz docs lock clean
+.PHONY: help setup demo test test-latest check test-objects bench bench-short bench-check crash fuzz docs lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -55,6 +56,13 @@ bench-short: $(READY) ## what the targets are about, once, in two minutes; write
 bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that of docs/performance.json
 	$(BIN)/python -m benchmarks.peers --check
 
+$(OBJECTS)/.ready: tests/objects/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --link-mode copy --python $(BIN)/python --target $(OBJECTS) --no-deps --require-hashes -r $<
+	@touch $@
+
+test-objects: $(OBJECTS)/.ready ## what people train with, against the real packages; writes docs/objects.md. ONLY=package
+	PYTHONPATH=.:$(OBJECTS) $(BIN)/python -m tests.objects --write $(if $(ONLY),--only $(ONLY))
+
 crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write
 	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
@@ -81,4 +89,4 @@ lock: $(READY)  ## renew the pins in the requirements-*.txt
 	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,6 +24,7 @@ from xla_ckpt.storage.local import LocalDirectory, LocalStore
 from xla_ckpt.tags.cleaning import remove, remove_unused
 from xla_ckpt.tags.directory import TagEntry, entries, entry_of
 from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
+from xla_ckpt.tags.orbax_import import spare_forked_children
 from xla_ckpt.tags.retention import TagFact, superfluous
 
 if TYPE_CHECKING:
@@ -192,6 +193,7 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
             ),
         ),
     )
+    spare_forked_children()
     held: list[LocalDirectory] = []
     problem: Exception | None = None
     try:
