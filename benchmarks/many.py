@@ -1,6 +1,6 @@
 """Many small arrays, many parameters, many tags, imports and commands: what each costs.
 
-    python benchmarks/many.py [--only arrays,stall,parameters,tags,imports,commands] [--arrays 20000] [--rounds 5]
+    python benchmarks/many.py [--only arrays,stall,floor,parameters,tags,imports,commands] [--arrays 20000] [--rounds 5]
 
 Each group runs in a process of its own, on CPU PJRT. A row has the least of some rounds: seconds on the clock, and of
 processor time (all threads of the process), which other programs on the machine disturb less. Files go to a temporary
@@ -85,6 +85,52 @@ def stall(args: argparse.Namespace, root: str) -> None:
 
         begin().result()
         row(f"stall, {count} tensors of {4 * shape[0]} bytes", begin, args.rounds, lambda handle: handle.result())
+
+
+def floor(args: argparse.Namespace, root: str) -> None:
+    """What torch, torch_xla and json alone take for as many arrays, without a line of this library."""
+    import gc
+    import json
+
+    import torch
+    import torch_xla
+    import xxhash
+
+    import xla_ckpt
+    from xla_ckpt.arrays.adopted import Adoptable
+    from xla_ckpt.snapshot.memory import Slabs
+
+    lib: Any = torch_xla._XLAC
+    module, n, rounds = xla_module([(256,)] * args.arrays), args.arrays, args.rounds
+    values = list(module.parameters())
+    xla_ckpt.save_checkpoint(root, "a", module)
+    text = Path(root, "a", "manifest.json").read_text()
+    arrays = json.loads(text)["arrays"]
+    host = [torch._C._from_dlpack(lib._to_dlpack(value)) for value in values]
+    buffers = [value.numpy().data.cast("B") for value in host]
+
+    def ready() -> list[Adoptable]:
+        return [Adoptable(torch.float32, (256,), Slabs()) for _ in range(n)]
+
+    def adopt(capsules: list[Any]) -> None:
+        for value, capsule in zip(values, capsules, strict=True):
+            value.data = lib._from_dlpack(capsule)
+
+    gc.disable()
+    row("the names and tensors of a module", lambda: module.state_dict(keep_vars=True), rounds)
+    row("asking whether all are computed", lambda: lib._xla_sync_multi(values, [], True, False), rounds)
+    row("holding all buffers (DLPack)", lambda: [torch._C._from_dlpack(lib._to_dlpack(v)) for v in values], rounds)
+    row("a digest of each", lambda: [xxhash.xxh3_64_intdigest(buffer) for buffer in buffers], rounds)
+    row("copying each into one buffer", lambda: b"".join(buffers), rounds)
+    row("writing the manifest's arrays as JSON", lambda: json.dumps(arrays), rounds)
+    row("reading them", lambda: json.loads(text), rounds)
+    made: list[Any] = []
+    for _ in range(rounds):
+        held = ready()
+        made.append([one.capsule() for one in held])
+        for one in held:
+            one.given()
+    row("new XLA buffers from capsules, in the parameters", lambda: adopt(made.pop()), rounds)
 
 
 def parameters(args: argparse.Namespace, root: str) -> None:
@@ -189,7 +235,7 @@ def commands(args: argparse.Namespace, root: str) -> None:
             command(f"xla-ckpt {word}, a tag of {count} arrays", [word, where], args.rounds)
 
 
-GROUPS = {f.__name__: f for f in (arrays, stall, parameters, tags, imports, commands)}
+GROUPS = {f.__name__: f for f in (arrays, stall, floor, parameters, tags, imports, commands)}
 
 
 def main() -> None:

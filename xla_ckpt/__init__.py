@@ -9,7 +9,9 @@
 - `save_checkpoint`, `load_checkpoint`: model, optimizer, scheduler and whatever else a training run has.
 - `save`, `restore`: any tree of arrays and plain values; `ArraySpec` says what is wanted of an array.
 - `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: what is in a directory, and whether its bytes are good.
-- `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face.
+- `repair`: gives a tag that was saved with ``parity=`` back the bytes that it has lost.
+- `delete_tag`, `pin_tag`, `unpin_tag`: which tags are kept.
+- `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: what differs between two tags.
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
 - `PreemptionGuard`: the step at which all ranks save when the job is told to end.
 - `SaveHandle` (`handle.result()`, `handle.report`) and `finalize_checkpoint`: saves in flight.
@@ -28,9 +30,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xla_ckpt.api.convert import ConvertReport as ConvertReport
     from xla_ckpt.api.convert import convert as convert
+    from xla_ckpt.api.diff import Difference as Difference
+    from xla_ckpt.api.diff import diff as diff
     from xla_ckpt.api.explain import explain as explain
     from xla_ckpt.api.export import ExportReport as ExportReport
     from xla_ckpt.api.export import export_hf as export_hf
+    from xla_ckpt.api.keeping import delete_tag as delete_tag
+    from xla_ckpt.api.keeping import pin_tag as pin_tag
+    from xla_ckpt.api.keeping import unpin_tag as unpin_tag
     from xla_ckpt.api.load import Loaded as Loaded
     from xla_ckpt.api.load import Restored as Restored
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.tags import has_checkpoint as has_checkpoint
     from xla_ckpt.api.tags import latest_tag as latest_tag
     from xla_ckpt.api.tags import list_tags as list_tags
+    from xla_ckpt.api.tags import repair as repair
     from xla_ckpt.api.tags import verify as verify
     from xla_ckpt.arrays.registry import ArraySpec as ArraySpec
     from xla_ckpt.engine.background import SaveHandle as SaveHandle
@@ -86,12 +94,14 @@ _HOMES = {
     "arrays.registry": ("ArraySpec",),
     "state.rng": ("RNGState",),
     "api.convert": ("ConvertReport", "convert"),
+    "api.diff": ("Difference", "diff"),
     "api.explain": ("explain",),
     "api.export": ("ExportReport", "export_hf"),
+    "api.keeping": ("delete_tag", "pin_tag", "unpin_tag"),
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.preemption": ("PreemptionGuard",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
-    "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "verify"),
+    "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "repair", "verify"),
     "engine.background": ("SaveHandle",),
     "engine.ending": ("on_report",),
     "engine.phases": ("Phase",),

@@ -116,6 +116,12 @@ class UnsupportedStateError(CheckpointError, TypeError):
     """State that cannot be described: an unknown dtype, a cycle, a sparse tensor."""
 
 
+class NotAFileError(CorruptCheckpointError, OSError):
+    """Something else lies where a file of a checkpoint should be: a pipe, a device, a directory, a link."""
+
+    __str__ = CheckpointError.__str__
+
+
 class UntrustedObjectError(CheckpointError, PermissionError):
     """A pickled object that would be loaded only with ``trust_pickle=True``."""
 
@@ -212,6 +218,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         NoCheckpointError,
         CorruptCheckpointError,
         FormatError,
+        NotAFileError,
         IncompatibleCheckpointError,
         UnsupportedVersionError,
         InvalidTagError,

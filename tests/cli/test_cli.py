@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import xla_ckpt
 from tests.runs import environment
-from xla_ckpt.cli import render
+from xla_ckpt.cli import facts, render
 from xla_ckpt.cli.main import main
 
 
@@ -36,13 +39,14 @@ def call(capsys: pytest.CaptureFixture[str], *args: Any) -> tuple[int, str, str]
 def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "ls", root)
     assert code == 0
-    rows = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    rows = [line.split("\t") for line in out.splitlines()]
     assert [r[0] for r in rows[1:]] == ["tag", "best", "step_2"]
+    assert [len(r) for r in rows[2:]] == [8, 8]
     assert rows[2][-1] == "pinned"
     assert rows[3][-1] == "newest"
     code, out, _ = call(capsys, "ls", root, "--json")
-    facts = json.loads(out)
-    assert [(t["tag"], t["sequence"], t["pinned"], t["arrays"], t["nbytes"]) for t in facts["tags"]] == [
+    found = json.loads(out)
+    assert [(t["tag"], t["sequence"], t["pinned"], t["arrays"], t["nbytes"]) for t in found["tags"]] == [
         ("best", 1, True, 1, 80), ("step_2", 2, False, 1, 80),
     ]  # fmt: skip
 
@@ -51,27 +55,33 @@ def test_show(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "show", root)
     assert code == 0
     assert out.startswith("step_2 in ")
-    assert re.search(r"model/0.weight +float32 +5 x 4 +80 B +1", out)
-    assert re.search(r"model/1.weight +model/0.weight", out)
-    assert re.search(r"user_content/epoch +3", out)
+    assert re.search(r"model/0.weight\tfloat32\t5 x 4\t80 B\t1", out)
+    assert re.search(r"model/1.weight\tmodel/0.weight", out)
+    assert re.search(r"user_content/epoch\t3", out)
     assert "x" * 59 + "..." in out
     code, out, _ = call(capsys, "show", root / "best", "--json", "--leaf", "model/0*")
-    facts = json.loads(out)
-    assert facts["tag"] == "best"
-    assert facts["arrays"] == [
+    found = json.loads(out)
+    assert found["tag"] == "best"
+    assert found["arrays"] == [
         {"leaf": "model/0.weight", "dtype": "float32", "shape": [5, 4], "nbytes": 80, "shards": 1}
     ]
-    assert facts["aliases"] == {}
+    assert found["aliases"] == {}
     assert call(capsys, "show", root, "--leaf", "user_content")[1].count("user_content/") == 3
 
 
-def test_show_of_many_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def on_terminal(what: Any, width: int) -> str:
+    """What a terminal of this width shows."""
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=True, color_system=None).print(what)
+    return "\n".join(line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).splitlines())
+
+
+def test_show_of_many_arrays(tmp_path: Path) -> None:
     """Tables that are too long for rich have the same columns and cells, in plain lines."""
     arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(render.MAX_LAID_OUT + 1)}
     xla_ckpt.save(tmp_path, "a", {"s": arrays})
-    code, out, _ = call(capsys, "show", tmp_path)
-    lines = out.splitlines()
-    assert (code, len(lines)) == (0, 6 + render.MAX_LAID_OUT)
+    lines = on_terminal(render.tag(facts.show_facts(str(tmp_path), "a", None)), 200).splitlines()
+    assert len(lines) == 6 + render.MAX_LAID_OUT
     assert lines[3] == f"{render.MAX_LAID_OUT + 1} arrays"
     assert lines[4].split() == ["leaf", "dtype", "shape", "size", "shards"]
     assert lines[5 + 8].split() == ["s/[b]8", "float32", "1", "4", "B", "1"]
@@ -158,11 +168,95 @@ def test_explain(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "explain", root, "--mesh", "dp=2,tp=2", "--sharding", "weight", "_,tp")
     assert code == 0
     assert "can be restored on pp=1,dp=2,ep=1,cp=1,tp=2" in out
-    assert re.search(r"\n +0 +40 B +80 B +2.000 +1 +model/00001-of-00001.safetensors", out)
+    assert re.search(r"\n0\t40 B\t80 B\t2.000\t1\tmodel/00001-of-00001.safetensors", out)
     code, out, _ = call(capsys, "explain", root, "--mesh", "tp=2", "--sharding", "weight", "_,_,tp", "--json")
     assert code == 1
-    facts = json.loads(out)
-    assert facts["problems"] == ["model/0.weight: a rule splits 3 dims, the array has 2"]
+    found = json.loads(out)
+    assert found["problems"] == ["model/0.weight: a rule splits 3 dims, the array has 2"]
     code, _, err = call(capsys, "explain", root, "--mesh", "many")
     assert code == 1
     assert "a mesh is written like pp=1,dp=2" in err
+
+
+def test_ls_of_a_directory_above_the_roots(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    above = tmp_path_factory.mktemp("above")
+    for place in ("lm", "sweep/one", "sweep/two/deep", "a/b/c/too_deep"):
+        (above / place).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(root, above / place)
+    found = facts.list_facts(str(above))
+    assert [(r["path"], r["tags"], r["newest"]) for r in found["roots"]] == [
+        (f"{above}/{place}", 2, "step_2") for place in ("lm", "sweep/one", "sweep/two/deep")
+    ]
+    assert f"{above}/lm" in on_terminal(render.tag_table(found), 200)
+
+
+LS = {
+    60: """\
+/runs/lm
+tag      commit  saved      size
+best          1  ?        1.2 MB  pinned
+step_20      14  ?      123.5 GB  newest, pinned, dcp
+""",
+    100: """\
+/runs/lm
+tag      commit  saved  arrays      size  files  ranks
+best          1  ?          12    1.2 MB      2      1  pinned
+step_20      14  ?        1200  123.5 GB     64     32  newest, pinned, dcp
+""",
+}
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_listing_at_two_widths(width: int) -> None:
+    """Columns are left out where there is no room for them; no number is broken."""
+    one = {"sequence": 1, "created": "", "pinned": True, "problem": None, "note": ""}
+    tags = [
+        {**one, "tag": "best", "arrays": 12, "nbytes": 1_200_000, "files": 2, "ranks": 1, "layout": "native"},
+        {**one, "tag": "step_20", "sequence": 14, "arrays": 1200, "nbytes": 123_456_789_012, "files": 64, "ranks": 32,
+         "layout": "dcp"},
+    ]  # fmt: skip
+    shown = on_terminal(render.tag_table({"path": "/runs/lm", "tags": tags, "roots": []}), width)
+    assert shown.splitlines() == LS[width].splitlines()
+
+
+def test_long_names_are_folded_and_numbers_are_not() -> None:
+    leaf = "optimizer/state/layers.0.attention.qkv_proj.weight/exp_avg_sq"
+    rows = render.Rows("", ("leaf", "dtype", ">shape", "?>shards"), [(leaf, "float32", "4096 x 16", "8")])
+    lines = on_terminal(rows, 60)
+    assert max(map(len, lines.splitlines())) <= 60
+    assert "4096 x 16" in lines
+    assert "shards" not in lines
+    assert "".join(line.split()[0] for line in lines.splitlines()[1:]) == leaf
+
+
+def test_leaves_below_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(11))})
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    _, out, _ = call(capsys, "show", tmp_path, "--leaf", "model/layers.1", "--json")
+    assert [a["leaf"] for a in json.loads(out)["arrays"]] == ["model/layers.1.weight", "model/layers.1.bias"]
+
+
+def test_bash_completes_commands_options_and_choices() -> None:
+    command = [sys.executable, "-m", "xla_ckpt", "completion", "bash"]
+    script = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+    asked = {("sh",): "show", ("show", "--le"): "--leaf", ("convert", "a", "b", "--to", "torcht"): "torchtitan"}
+    for words, expected in asked.items():
+        line = f"COMP_WORDS=(xla-ckpt {' '.join(words)}); COMP_CWORD={len(words)}; _xla_ckpt; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [expected]
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "show", "verify", "explain", "diff", "export", "convert", "rm", "pin", "unpin", "completion"]
+)
+def test_each_help_has_examples_that_the_parser_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert "examples:\n  " in (out := capsys.readouterr().out)
+    assert f"xla-ckpt {command} " in out.partition("examples:")[2]
+
+
+def test_an_export_says_that_it_has_no_config(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "export", root, root / "hf")
+    assert (code, "There is no config.json" in out) == (0, True)

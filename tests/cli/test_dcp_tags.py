@@ -57,3 +57,9 @@ def test_damage_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, out = call(capsys, "verify", path)
     assert code == 1
     assert "__1_0.distcp" in out
+
+
+def test_explain_says_what_the_files_do_not(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = call(capsys, "explain", stock("fsdp2").path, "--mesh", "dp=2")
+    assert code == 0
+    assert "nothing says over which axes the job had them split" in out

@@ -43,7 +43,7 @@ def test_without_a_model(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"model: \d+ arrays, [\d.]+ kB", text)
     assert (text.count(REASON), text.count("on the command line --like, --config or --sharding")) == (1, 1)
     for name in [*gold.truth["params"], *gold.truth["buffers"]]:
-        assert re.search(rf"model/{re.escape(name)} +(float32|bfloat16) +[\d x]+ +\d+ +[\d.]+ k?B", out), name
+        assert re.search(rf"model/{re.escape(name)}\t(float32|bfloat16)\t[\d x]+\t\d+\t[\d.]+ k?B", out), name
 
     code, out = call(capsys, "show", gold.root, "--json")
     facts = json.loads(out)
@@ -90,7 +90,7 @@ def test_with_a_model(case: str, like: str, capsys: pytest.CaptureFixture[str]) 
     assert "not known" not in out
     for name, value in gold.truth["params"].items():
         shape = " x ".join(map(str, value.shape))
-        assert re.search(rf"model/{re.escape(name)} +(float32|bfloat16) +{shape} ", out), name
+        assert re.search(rf"model/{re.escape(name)}\t(float32|bfloat16)\t{shape}\t", out), name
         assert f"optimizer/state/{name}/exp_avg" in out
     facts = json.loads(call(capsys, "show", gold.root, *given, "--json")[1])
     assert facts["unknown"] == []

@@ -186,6 +186,47 @@ OF_RANKS = replace(
     ranks=2,
 )
 
+# --- parity --------------------------------------------------------------------------------------------------------
+
+
+def repairing() -> Operation:
+    """A repair of a tag that has lost a payload file, and the copy of its manifest."""
+
+    def prepare(root: Path) -> None:
+        saves(root, "a", 1)
+        saves(root, "b", 7, parity="file")
+        xla_ckpt.finalize_checkpoint()
+        next((root / "b" / "model").iterdir()).unlink()
+        (root / "b" / "parity" / "manifest.json").unlink()
+
+    def read(root: Path) -> Found:
+        """A tag that is still damaged is as it was before; whatever a load gives of it is right."""
+        sound = {tag: xla_ckpt.verify(root, tag).ok for tag in xla_ckpt.list_tags(root)}
+        if not {"a", "b"} <= set(sound):
+            raise Lost(f"a tag is gone: {sound}")
+        return {tag: _loaded(root, tag) for tag, whole in sound.items() if whole}
+
+    def again(root: Path) -> None:
+        xla_ckpt.repair(root, "b")
+        saves(root, "next", NEXT, parity="file")
+
+    return Operation(
+        name="repair",
+        prepare=prepare,
+        run=lambda root: xla_ckpt.repair(root, "b", num_workers=1),
+        read=read,
+        again=again,
+        before={"a": 1},
+        after={"a": 1, "b": 7},
+        names=listed,
+    )
+
+
+def _loaded(root: Path, tag: str) -> int:
+    tree = xla_ckpt.restore(root, tag).tree
+    return the_number(f"tag {tag}", tree, tree["user_content"])
+
+
 # --- conversions ---------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +377,8 @@ OPERATIONS: Mapping[str, Operation] = {
         saving("first save", {}, "a"),
         saving("save", {"a": 1}, "b"),
         saving("save, asynchronous", {"a": 1}, "b", async_save=True),
+        saving("save, parity", {"a": 1}, "b", parity="file"),
+        repairing(),
         saving("replace the only tag", {"a": 1}, "a"),
         saving("replace the oldest tag", {"a": 1, "b": 2}, "a"),
         saving("replace the newest tag", {"a": 1, "b": 2}, "b"),

@@ -191,7 +191,7 @@ def test_a_directory_of_something_else(tmp_path: Path, monkeypatch: pytest.Monke
     refused(monkeypatch, folder, CorruptCheckpointError, "there is neither a model nor an optimizer")
 
 
-@pytest.mark.parametrize("degrees", [(0, 1), (None, 2), ("2", 2), (2, -1), (10**12, 10**12)])
+@pytest.mark.parametrize("degrees", [(0, 1), (None, 2), ({}, 2), ("2", 2), (2, -1), (10**12, 10**12)])
 def test_a_job_that_there_cannot_be(degrees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def content(pp: int, tp: int) -> Mapping[str, Any]:
         held = other_content(pp, tp)

@@ -78,6 +78,11 @@ class FailingDirectory:
         self.faults.change(f"make {path}")
         self.inner.make(path)
 
+    def adopt(self, other: Directory, path: str) -> None:
+        assert isinstance(other, FailingDirectory)
+        self.faults.change(f"adopt {path}", needs_space=False)
+        self.inner.adopt(other.inner, path)
+
     def open(self, path: str) -> Source:
         return self.inner.open(path)
 
@@ -115,8 +120,8 @@ class FailingStore:
     def is_directory(self, path: str) -> bool:
         return self.inner.is_directory(path)
 
-    def start_of(self, path: str, nbytes: int) -> bytes:
-        return self.inner.start_of(path, nbytes)
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        return self.inner.start_of(path, nbytes, links=links)
 
     def modified(self, path: str) -> int | None:
         return self.inner.modified(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import NotAFileError, UsageError
 from xla_ckpt.storage.base import Store, read_whole, write_small
 from xla_ckpt.storage.door import above, full_path, same_directory, store_at
 
@@ -77,7 +77,7 @@ def test_the_start_of_a_file(store: Store) -> None:
     assert store.start_of("a/sub/file", 3) == b"sub"
     assert store.start_of("a/sub/file", 100) == b"sub/file"
     for path, error in (
-        ("a/none", FileNotFoundError), ("none/file", FileNotFoundError), ("a/sub", IsADirectoryError),
+        ("a/none", FileNotFoundError), ("none/file", FileNotFoundError), ("a/sub", NotAFileError),
         ("a/sub/file/x", NotADirectoryError),
     ):  # fmt: skip
         with pytest.raises(error):

@@ -9,6 +9,7 @@ from xla_ckpt.api.llama import Config, known_model
 from xla_ckpt.api.opened import opened, source_of
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.layouts.registry import find_foreign
 from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.explain import Explanation, explain_manifest
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
@@ -67,6 +68,8 @@ def explain(
         notes = [*found.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]
         if (told := reader.manifest.divergence()) is not None:
             notes.append(told)
+        if find_foreign(store, tag) is not None:
+            notes += _cut(reader.manifest)
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
     return replace(found, problems=(*found.problems, *more), notes=tuple(notes))
@@ -87,6 +90,16 @@ def _unknown(manifest: Manifest) -> list[str]:
             told += f". {array.hint}" if array.hint else ""
         problems.append(told)
     return problems
+
+
+def _cut(manifest: Manifest) -> list[str]:
+    """A note if another library's tag has arrays in several parts, of which nothing says over which axes they were."""
+    cut = [leaf for leaf, r in manifest.arrays.items() if r.spec is None and sum(g.grid.cells for g in r.grids) > 1]
+    if not cut:
+        return []
+    told = f"{paths.listed(cut)}: stored in several parts, and nothing says over which axes the job had them split"
+    why = "Every rank is taken to read them whole; with FSDP2 or tensor parallelism it reads its own part only"
+    return [f"{told}. {why}. Rules say so (shardings=, --sharding)"]
 
 
 def _broken_files(reader: TagReader) -> list[str]:

@@ -22,6 +22,7 @@ from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import named, saved
 from xla_ckpt.plan.merge import Replicas
+from xla_ckpt.plan.parity import Parity
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
@@ -61,6 +62,7 @@ def save_checkpoint(
     replicas: Replicas = "equal",
     on_error: OnError = "raise",
     stale: Stale = "warn",
+    parity: Parity | None = None,
     snapshot: Mode = "host",
     snapshot_budget: int = BUDGET_BYTES,
     progress: bool | None = None,
@@ -109,6 +111,9 @@ def save_checkpoint(
         stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
             state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a
             `SaveError`; nothing is committed) or ``"ignore"``.
+        parity: What the tag is to survive (docs/repair.md): ``"block"``, a damaged block of 1 MiB in each of its files,
+            or ``"file"``, that and the loss of one file. `repair` gives the bytes back. The files are read once more
+            for ``"block"``, and twice more for ``"file"``, which takes as much room as the largest file.
         snapshot: How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"``
             copies it to host memory before the call returns; ``"device"`` clones what is on an accelerator there, and
             transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
@@ -148,6 +153,7 @@ def save_checkpoint(
             replicas=replicas,
             on_error=on_error,
             stale=stale,
+            parity=parity,
             progress=progress,
             trace=trace,
             timeout=timeout,
@@ -171,6 +177,7 @@ def save(
     replicas: Replicas = "equal",
     on_error: OnError = "raise",
     stale: Stale = "warn",
+    parity: Parity | None = None,
     snapshot: Mode = "host",
     snapshot_budget: int = BUDGET_BYTES,
     progress: bool | None = None,
@@ -201,6 +208,7 @@ def save(
             replicas=replicas,
             on_error=on_error,
             stale=stale,
+            parity=parity,
             progress=progress,
             trace=trace,
             timeout=timeout,
@@ -226,6 +234,7 @@ class _Options:
     replicas: Replicas
     on_error: OnError
     stale: Stale
+    parity: Parity | None
     progress: bool | None
     trace: PathLike | None
     timeout: float
@@ -234,6 +243,7 @@ class _Options:
         for name, choice, choices in (
             ("replicas", self.replicas, get_args(Replicas)),
             ("stale", self.stale, get_args(Stale)),
+            ("parity", self.parity, (None, *get_args(Parity))),
             ("on_error", self.on_error, ("raise", "warn")),
         ):
             if choice in choices or (name == "on_error" and callable(choice)):
@@ -283,6 +293,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
                 num_kept=options.num_kept,
                 replicas=options.replicas,
                 stale=options.stale,
+                parity=options.parity,
                 workers=max(1, options.workers),
                 shown=False if not options.taking.waits and options.progress is None else job.shows(options.progress),
                 phases=phases,

@@ -6,6 +6,7 @@ import sys
 
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import naming, storage_errors
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
 from xla_ckpt.storage.base import Store
@@ -103,3 +104,26 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
     """
     store, tag = located(path, tag)
     return registry.verify_stored(store, chosen_tag(store, tag), num_workers)
+
+
+def repair(path: PathLike, tag: str | None = None, *, num_workers: int = READERS) -> tuple[str, ...]:
+    """Give a tag that was saved with ``parity=`` back the bytes that it has lost; the newest tag by default.
+
+    What is damaged is found by digests, worked out from the rest of the tag and its parity, compared with its digests,
+    and only then put in the place of the damaged file. It takes the free space of the damaged files. Readers of the tag
+    may go on, and a repair that is killed has made nothing worse (docs/repair.md).
+
+    Returns:
+        The paths of the files that were replaced, relative to the tag; none if nothing was damaged.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        UsageError: The tag was saved without parity.
+        CorruptCheckpointError: More is lost than the parity gives back; `details` names it. Nothing was changed.
+        NotDurableError: The tag is repaired, and a loss of power may undo that.
+        StorageError: The storage refused.
+    """
+    store, tag = located(path, tag)
+    name = chosen_tag(store, tag)
+    with storage_errors("repairing a tag", path=store.path, tag=name), naming(path=store.path, tag=name):
+        return tuple(registry.repair_stored(store, name, num_workers))

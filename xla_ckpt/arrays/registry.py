@@ -89,8 +89,13 @@ class Adapters:
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
         if isinstance(value, torch.Tensor):
-            if (type(value) in PLAIN and is_plain(value)) or type(value).__name__ == "XLAShardedTensor":
-                return self._plain(value)
+            if type(value) in PLAIN:
+                if is_xla(value):
+                    return self._on_xla(value)
+                if is_plain(value):
+                    return _TORCH_HOST
+            elif type(value).__name__ == "XLAShardedTensor":
+                return self._on_xla(value)
             if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
                 return _dtensor()
             if "torch.distributed._shard.sharded_tensor" in sys.modules and _sharded_tensor().accepts(value):
@@ -103,8 +108,9 @@ class Adapters:
         return None
 
     def _plain(self, value: torch.Tensor) -> ArrayAdapter:
-        if not is_xla(value):
-            return _TORCH_HOST
+        return self._on_xla(value) if is_xla(value) else _TORCH_HOST
+
+    def _on_xla(self, value: torch.Tensor) -> ArrayAdapter:
         return _spmd() if self._spmd and _spmd().accepts(value) else _xla(self._spmd)
 
     def kind(self, value: Any) -> str | None:

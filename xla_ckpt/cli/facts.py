@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib
 import os
 import re
@@ -11,19 +10,26 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from xla_ckpt.api.tags import chosen_tag, verify
+from xla_ckpt.api.tags import chosen_tag, list_tags, repair, verify
 from xla_ckpt.engine.measured import measured_of
+from xla_ckpt.engine.parity import parity_of
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, find_foreign, layout_of, no_tag, open_tag, tag_directory
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
+from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import full_path, store_at
-from xla_ckpt.tags.directory import TagEntry, open_directory
+from xla_ckpt.tags.directory import TagEntry, names_in, open_directory
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import is_array, leaves_below
+from xla_ckpt.tree.skeleton import plain_values
+
+MAX_DEPTH = 3
+"""Levels below a directory at which roots are looked for."""
+
+MAX_LOOKED_AT = 1000
+"""Directories that are looked at for that."""
 
 if TYPE_CHECKING:
     from xla_ckpt.api.llama import Config
@@ -34,6 +40,13 @@ def locate(path: str, tag: str | None) -> tuple[str, str | None]:
     if tag is None and (found := tag_directory(full_path(path))) is not None:
         return found[0].path, found[1]
     return full_path(path), tag
+
+
+def locate_beside(root: str, path: str, tag: str | None) -> tuple[str, str | None]:
+    """The same of the second of two tags, which may be named as a tag in the root directory of the first."""
+    if tag is None and "/" not in path and path in list_tags(root) and not store_at(full_path(path)).has(""):
+        return root, path
+    return locate(path, tag)
 
 
 def newest(root: str, tag: str | None) -> str:
@@ -50,7 +63,31 @@ def list_facts(root: str) -> dict[str, Any]:
     store = store_at(root)
     if not store.is_directory(""):
         raise no_tag(store, None)
-    return {"path": root, "tags": [_tag_facts(store, layout, entry) for layout, entry in all_tags(store)]}
+    tags = [_tag_facts(store, layout, entry) for layout, entry in all_tags(store)]
+    return {"path": root, "tags": tags, "roots": [] if tags else roots_below(root)}
+
+
+def roots_below(path: str) -> list[dict[str, Any]]:
+    """The root directories of tags below a directory that has no tags itself, by path, with their newest tags.
+
+    Those `MAX_DEPTH` levels below are found, and `MAX_LOOKED_AT` directories are looked at.
+    """
+    found: list[dict[str, Any]] = []
+    level, left = [path], MAX_LOOKED_AT
+    for _ in range(MAX_DEPTH):
+        below: list[str] = []
+        for directory in level:
+            store = store_at(directory)
+            names = [n for n in names_in(store) if not n.startswith(".") and store.is_directory(n)][:left]
+            left -= len(names)
+            for name in names:
+                child = f"{directory.rstrip('/')}/{name}"
+                if tags := list_tags(child):
+                    found.append({"path": child, "tags": len(tags), "newest": tags[-1]})
+                else:
+                    below.append(child)
+        level = below
+    return sorted(found, key=lambda root: root["path"])
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
@@ -58,7 +95,7 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     store = store_at(root)
     found = find_foreign(store, tag)
     if found is not None and not found[0].tagged:
-        return {"path": root, "tags": [_tag_facts(store, *found)]}
+        return {"path": root, "tags": [_tag_facts(store, *found)], "roots": []}
     facts = list_facts(root)
     return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
 
@@ -128,15 +165,15 @@ def show_facts(
     store = store_at(root)
     known = known_model(config, kv_size_multiplier, hardware)
     with opened(store, tag, parse_rules(rules), model, optimizer, known=known) as reader:
-        manifest = reader.manifest
+        manifest, survives = reader.manifest, parity_of(reader.directory)
     found = find_foreign(store, tag)
-    leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest)]
-    if not any(_matches(leaf, pattern) for leaf in leaves):
+    leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest.skeleton)]
+    if not any(paths.is_like(leaf, pattern) for leaf in leaves):
         tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
         raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern, hint=f"Leaves begin with: {tops}.")
     head = manifest.head
-    chosen = {leaf: r for leaf, r in manifest.arrays.items() if _matches(leaf, pattern)}
-    unknown = {leaf: u for leaf, u in manifest.unknown.items() if _matches(leaf, pattern)}
+    chosen = {leaf: r for leaf, r in manifest.arrays.items() if paths.is_like(leaf, pattern)}
+    unknown = {leaf: u for leaf, u in manifest.unknown.items() if paths.is_like(leaf, pattern)}
     files = [(f.path, f.size) for f in manifest.files] if found is None else _files(store, found[1])
     arrays = [
         {
@@ -154,6 +191,7 @@ def show_facts(
         "sequence": head.sequence,
         "created": head.created,
         "pinned": head.pinned,
+        "parity": survives,
         "version": head.version,
         "mesh": manifest.mesh,
         "ranks": manifest.world,
@@ -164,8 +202,8 @@ def show_facts(
         "unknown": [_unknown_facts(group) for group in UnknownArray.by_reason(unknown)],
         "layout": layout_of(manifest).name if found is None else found[0].origin or found[0].name,
         "divergent": [leaf for leaf in chosen if chosen[leaf].divergent],
-        "aliases": {a: t for a, t in manifest.aliases.items() if _matches(a, pattern)},
-        "values": {leaf: v for leaf, v in plain_values(manifest).items() if _matches(leaf, pattern)},
+        "aliases": {a: t for a, t in manifest.aliases.items() if paths.is_like(a, pattern)},
+        "values": {leaf: v for leaf, v in plain_values(manifest.skeleton).items() if paths.is_like(leaf, pattern)},
         "files": [{"path": path, "size": size} for path, size in files],
     }
 
@@ -232,17 +270,9 @@ def _unknown_facts(group: dict[str, UnknownArray]) -> dict[str, Any]:
     return {"problem": first.problem, "hint": first.hint, "arrays": arrays}
 
 
-def _matches(leaf: str, pattern: str | None) -> bool:
-    return pattern is None or fnmatch.fnmatchcase(leaf, pattern) or paths.is_under(leaf, pattern)
-
-
-def plain_values(manifest: Manifest) -> dict[str, Any]:
-    """Leaf path -> typed JSON of every value of the state that is no array."""
-    return {leaf: part for leaf, part in leaves_below(manifest.skeleton) if not is_array(part)}
-
-
-def verify_facts(root: str, tag: str) -> dict[str, Any]:
-    """What reading all bytes of a tag found."""
+def verify_facts(root: str, tag: str, *, repairs: bool = False) -> dict[str, Any]:
+    """What reading all bytes of a tag found, which is repaired first if that is wanted."""
+    repaired = repair(root, tag) if repairs else ()
     report = verify(root, tag)
     return {
         "path": root,
@@ -253,6 +283,7 @@ def verify_facts(root: str, tag: str) -> dict[str, Any]:
         "nbytes": report.nbytes,
         "seconds": round(report.seconds, 3),
         "strangers": report.strangers,
+        "repaired": list(repaired),
         "digests": report.digests,
         "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
 from rich.segment import Segment
 from rich.table import Table
@@ -27,6 +27,9 @@ MAX_LAID_OUT = 500
 
 MAX_VALUE = 60
 """Longest plain value that is shown whole."""
+
+FOLDED = 40
+"""Narrowest column of texts for whose sake other columns are left out; a wider one is folded (characters)."""
 
 
 def size(nbytes: int | None) -> str:
@@ -57,63 +60,89 @@ def when(created: str) -> str:
         return "?"
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column.strip(">"), justify="right" if column.startswith(">") else "left", overflow="fold")
-    return table
+class Rows:
+    """A table: as wide as the terminal, or in a pipe one line for each row, with tabs between the cells.
 
+    Args:
+        title: The line above it.
+        columns: Names of the columns. ``>`` before one moves its cells to the right; ``?`` says that the column is left
+            out, the last such one first, where the terminal is too narrow for all.
+        rows: Plain cells.
+        red: Numbers of rows whose last cell tells a problem.
+    """
 
-class _Lines:
-    """A long table as plain lines: rich takes a third of a millisecond to lay out each row of a table of its own."""
+    def __init__(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], red: frozenset[int] = frozenset()
+    ) -> None:
+        self.title, self.rows, self.red = title, rows, red
+        self.names = [column.lstrip("?>") for column in columns]
+        self.to_right = [">" in column for column in columns]
+        self.gives_way = [column.startswith("?") for column in columns]
 
-    def __init__(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        self.title, self.columns, self.rows = title, columns, rows
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        table = [[column.strip(">") for column in self.columns], *self.rows]
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text(self.title, style="bold")
+        if not options.is_terminal:
+            lines = "".join("\t".join(row).rstrip("\t") + "\n" for row in (self.names, *self.rows))
+            yield Segment(lines)
+            return
+        table = [self.names, *self.rows]
         widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
-        to_right = [column.startswith(">") for column in self.columns]
-        yield Segment(f"{self.title}\n")
+        chosen = self._chosen(widths, options.max_width)
+        if len(self.rows) > MAX_LAID_OUT:
+            yield from self._plain(table, widths, chosen)
+        else:
+            yield self._laid_out(widths, chosen, options.max_width)
+
+    def _chosen(self, widths: list[int], room: int) -> list[int]:
+        """Numbers of the columns for which there is room, and of those that do not give way."""
+        chosen = list(range(len(widths)))
+        for i in reversed(range(len(widths))):
+            if sum(min(widths[j], FOLDED) + 2 for j in chosen) - 2 > room and self.gives_way[i]:
+                chosen.remove(i)
+        return chosen
+
+    def _plain(self, table: list[Sequence[str]], widths: list[int], chosen: list[int]) -> Iterator[Segment]:
+        """Padded lines: rich takes a third of a millisecond to lay out each row of a table of its own."""
         for row in table:
-            cells = zip(row, widths, to_right, strict=True)
-            line = " ".join(text.rjust(width) if right else text.ljust(width) for text, width, right in cells)
-            yield Segment(line.rstrip() + "\n")
+            cells = [row[i].rjust(widths[i]) if self.to_right[i] else row[i].ljust(widths[i]) for i in chosen]
+            yield Segment(" ".join(cells).rstrip() + "\n")
 
-
-def _rows(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
-    """Rows of plain text under a title."""
-    if len(rows) > MAX_LAID_OUT:
-        return _Lines(title, columns, rows)
-    table = _table(title, *columns)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
+    def _laid_out(self, widths: list[int], chosen: list[int], room: int) -> Table:
+        table = Table(header_style="bold", box=None, pad_edge=False)
+        whole = sum(widths[i] + 2 for i in chosen) - 2 <= room
+        for i in chosen:
+            right = self.to_right[i]
+            # Numbers are never folded: half of one looks like another one.
+            table.add_column(
+                self.names[i], justify="right" if right else "left", no_wrap=whole or right, overflow="fold"
+            )
+        for number, row in enumerate(self.rows):
+            cells = [Text(row[i]) for i in chosen]
+            if number in self.red:
+                cells[-1].stylize("red")
+            table.add_row(*cells)
+        return table
 
 
 def tag_table(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``ls``."""
+    if facts["roots"]:
+        found = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
+        return Rows(f"No tags in {facts['path']}; below it:", ("root", ">tags", "newest"), found)
     if not facts["tags"]:
         return Text(f"No tags in {facts['path']}")
-    table = _table(escape(facts["path"]), "tag", ">commit", "saved", ">arrays", ">size", ">files", ">ranks", "")
+    rows = []
     for i, t in enumerate(facts["tags"]):
         marks = ["newest"] if i == len(facts["tags"]) - 1 else []
         marks += ["pinned"] if t["pinned"] else []
         marks += [t["layout"]] if t["layout"] not in (None, "native") else []
-        marks += [escape(t["note"])] if t["note"] else []
-        note = f"[red]{escape(t['problem'])}[/red]" if t["problem"] else ", ".join(marks)
-        count = ["?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks")]
-        table.add_row(
-            escape(t["tag"]),
-            str(t["sequence"] or "?"),
-            when(t["created"]),
-            count[0],
-            size(t["nbytes"]),
-            count[1],
-            count[2],
-            note,
-        )
-    return table
+        marks += [t["note"]] if t["note"] else []
+        arrays, files, ranks = ("?" if t[k] is None else str(t[k]) for k in ("arrays", "files", "ranks"))
+        numbers = (str(t["sequence"] or "?"), when(t["created"]), arrays, size(t["nbytes"]), files, ranks)
+        rows.append((t["tag"], *numbers, t["problem"] or ", ".join(marks)))
+    red = frozenset(i for i, t in enumerate(facts["tags"]) if t["problem"])
+    return Rows(facts["path"], ("tag", "?>commit", "?saved", "?>arrays", ">size", "?>files", "?>ranks", ""), rows, red)
 
 
 def tag(facts: dict[str, Any]) -> RenderableType:
@@ -123,6 +152,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         f"{count(len(facts['files']), 'file')} by {count(facts['ranks'], 'rank')}"
         + (f", mesh {facts['mesh']}" if facts["mesh"] else "")
         + (", pinned" if facts["pinned"] else "")
+        + (f", parity: {facts['parity']}" if facts["parity"] else "")
     )
     parts: list[RenderableType] = [Text.from_markup(about)]
     if facts["parts"]:
@@ -132,7 +162,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         arrays = [
             (a["leaf"], a["dtype"], _shape(a["shape"]), size(a["nbytes"]), str(a["shards"])) for a in facts["arrays"]
         ]
-        parts.append(_rows(f"\n{len(arrays)} arrays", ("leaf", "dtype", ">shape", ">size", ">shards"), arrays))
+        parts.append(Rows(f"\n{len(arrays)} arrays", ("leaf", "dtype", ">shape", ">size", "?>shards"), arrays))
     if facts["divergent"]:
         names = escape(", ".join(facts["divergent"]))
         parts.append(
@@ -142,10 +172,10 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         parts += _unknown(group)
     if facts["aliases"]:
         shared = [*facts["aliases"].items()]
-        parts.append(_rows(f"\n{len(shared)} shared arrays", ("leaf", "is stored as"), shared))
+        parts.append(Rows(f"\n{len(shared)} shared arrays", ("leaf", "is stored as"), shared))
     if facts["values"]:
         title = f"\n{len(facts['values'])} plain values"
-        parts.append(_rows(title, ("leaf", "value"), _collapsed(facts["values"])))
+        parts.append(Rows(title, ("leaf", "value"), _collapsed(facts["values"])))
     return Group(*parts)
 
 
@@ -158,13 +188,13 @@ def _unknown(group: dict[str, Any]) -> list[RenderableType]:
     number = count(len(group["arrays"]), "array")
     title = Text(f"\n{number} of which it is not known how the ranks had them split", style="bold")
     differ = any(a["found"] or a["expected"] for a in group["arrays"])
-    table = _table("", "leaf", "dtype", ">each rank has", ">tensors", ">stored", *(["found"] if differ else []))
-    table.title = None
+    rows = []
     for a in group["arrays"]:
-        row = [escape(a["leaf"]), a["dtype"] or "-", _shape(a["rank_shape"]), str(a["tensors"]), size(a["nbytes"])]
+        row = [a["leaf"], a["dtype"] or "-", _shape(a["rank_shape"]), str(a["tensors"]), size(a["nbytes"])]
         wanted = f"wanted {a['expected']}" if a["expected"] and not a["found"] else a["found"] or ""
-        table.add_row(*row, *([escape(wanted)] if differ else []))
-    return [title, table, why]
+        rows.append([*row, *([wanted] if differ else [])])
+    columns = ("leaf", "dtype", ">each rank has", "?>tensors", ">stored", *(["found"] if differ else []))
+    return [title, Rows("", columns, rows), why]
 
 
 def _shape(shape: list[int] | None) -> str:
@@ -219,14 +249,17 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
     where = f"{escape(facts['tag'])} in {escape(facts['path'])}"
     if facts["ok"]:
         speed = f" ({size(int(facts['nbytes'] / facts['seconds']))}/s)" if facts["seconds"] > 0 else ""
+        # Of other libraries' tags every rank's part counts: nothing says here which of them are one array.
+        stored = "array" if facts["digests"] else "stored tensor"
         checked = "every byte as it was saved" if facts["digests"] else "all files as they say themselves"
         lines.append(
-            f"[green]sound[/green]  {where}: {facts['arrays']} arrays, {size(facts['nbytes'])} in "
+            f"[green]sound[/green]  {where}: {count(facts['arrays'], stored)}, {size(facts['nbytes'])} in "
             f"{count(facts['files'], 'file')}, {checked}{speed}"
         )
     else:
         lines.append(f"[red]DAMAGED[/red]  {where}: {count(len(facts['problems']), 'problem')}")
         lines += [f"  {escape(p['message'])}" for p in facts["problems"]]
+    lines += [f"  [green]repaired:[/green] {escape(name)}" for name in facts["repaired"]]
     lines += [f"  [yellow]not part of the tag:[/yellow] {escape(name)}" for name in facts["strangers"]]
     return Text.from_markup("\n".join(lines))
 
@@ -241,14 +274,12 @@ def explanation(facts: dict[str, Any]) -> RenderableType:
     parts: list[RenderableType] = [Text.from_markup(f"{where}, {saved}, {verdict_} on {facts['mesh']}")]
     parts += [Text.from_markup(f"  [red]problem:[/red] {escape(p)}") for p in facts["problems"]]
     parts += [Text.from_markup(f"  [yellow]note:[/yellow] {escape(n)}") for n in facts["notes"]]
-    table = _table("", ">rank", ">needs", ">reads", ">reads/needs", ">files", "most from")
+    rows = []
     for r in facts["ranks"][:MAX_RANKS]:
         ratio = f"{r['read_bytes'] / r['needed_bytes']:.3f}" if r["needed_bytes"] else "-"
         most = max(r["files"], key=r["files"].get, default="-")
-        table.add_row(
-            str(r["rank"]), size(r["needed_bytes"]), size(r["read_bytes"]), ratio, str(len(r["files"])), escape(most)
-        )
-    parts.append(table)
+        rows.append((str(r["rank"]), size(r["needed_bytes"]), size(r["read_bytes"]), ratio, str(len(r["files"])), most))
+    parts.append(Rows("", (">rank", ">needs", ">reads", "?>reads/needs", "?>files", "most from"), rows))
     if (more := len(facts["ranks"]) - MAX_RANKS) > 0:
         parts.append(Text(f"and {more} ranks more (--json lists them all)"))
     reads = [r["read_bytes"] for r in facts["ranks"]]
@@ -285,4 +316,12 @@ def conversion(facts: dict[str, Any]) -> RenderableType:
 def exported(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``export``."""
     files = f"{len(facts['files'])} files" if len(facts["files"]) > 1 else facts["files"][0]
-    return Text(f"{facts['tag']}: {facts['arrays']} arrays, {size(facts['nbytes'])}, as {files} in {facts['path']}")
+    told = f"{facts['tag']}: {count(facts['arrays'], 'array')}, {size(facts['nbytes'])}, as {files} in {facts['path']}"
+    if not facts["config"]:
+        told += "\nThere is no config.json, which transformers needs: copy the model's, or give it with --config."
+    return Text(told)
+
+
+def done(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``rm``, ``pin`` and ``unpin``."""
+    return Text("\n".join(f"{t['tag']}: {t['done']}" for t in facts["tags"]))

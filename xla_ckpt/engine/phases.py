@@ -17,6 +17,7 @@ SAVE_PHASES = (
     "write",
     "fsync",
     "meet",
+    "parity",
     "import",
     "commit",
     "retain",

@@ -6,7 +6,8 @@ import io
 import pickle
 from typing import Any, NoReturn
 
-from xla_ckpt.errors import UnsupportedStateError, UntrustedObjectError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError, UntrustedObjectError
+from xla_ckpt.files.pickle_bounds import check
 
 
 def dump(value: Any, leaf: str) -> bytes:
@@ -44,5 +45,15 @@ def load(data: bytes, leaf: str, *, trust: bool) -> Any:
 
     Raises:
         UntrustedObjectError: It needs a class, and `trust` is False. Nothing of it has run.
+        CorruptCheckpointError: It is no pickle, or one that stands for many times its size; `trust` is False.
     """
-    return pickle.loads(data) if trust else _Refusing(data, leaf).load()
+    if trust:
+        return pickle.loads(data)
+    try:
+        check(data)
+        return _Refusing(data, leaf).load()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # Damaged pickles raise whatever the operation that they describe by accident raises.
+        raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], leaf=leaf) from error

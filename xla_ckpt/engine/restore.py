@@ -25,6 +25,10 @@ STAGED_BYTES = 128 * 1024 * 1024
 """Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
 
 
+UNCHECKED_BYTES = 1 << 30
+"""Bytes of new memory that are taken without a look at the files that are to fill it."""
+
+
 class Sharing(Protocol):
     """How ranks that need the same bytes read them together (`xla_ckpt.job.shared_reads`)."""
 
@@ -91,9 +95,9 @@ def fill(
         StorageError: The storage refused.
     """
     with phases.timed("plan"):
-        with collector_paused():
-            memory = memory_of(targets)
         with agreed(exchange, "planning"), collector_paused():
+            _check_sizes(reader, targets)
+            memory = memory_of(targets)
             plan = plan_restore(reader.manifest, memory.wants)
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
         shared: _SharedPart | None = None
@@ -109,7 +113,9 @@ def fill(
             in_use = RestorePlan(tuple(r for r in reads if r.slot in twice))
             fresh = RestorePlan(tuple(r for r in reads if r.slot not in twice))
             total = fresh.read_bytes + 2 * in_use.read_bytes
-    with Progress(f"load {reader.tag}", total, shown) as bar:
+    # The bytes of `in_use` count twice: they are verified before anything is overwritten, and then read again.
+    what = f"load {reader.tag} (verify, then read)" if in_use.reads else f"load {reader.tag}"
+    with Progress(what, total, shown) as bar:
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, fresh, slots, slabs=memory.slabs, workers=workers, progress=bar, phases=phases)
             check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)
@@ -124,6 +130,21 @@ def fill(
         with phases.timed("read"):
             sharing.send_on(shared.share, slots, shared.rows, itemsize)
     return plan.needed_bytes, total
+
+
+def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
+    """Look at the sizes of the files before much memory is taken for them: a manifest may claim any size.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or has another size.
+    """
+    wanted = 0
+    for leaf, target in targets.items():
+        record = reader.manifest.array(leaf)
+        wanted += 0 if target.live else sum(box.size for box in target.boxes) * target.dtype.itemsize
+        if record is not None and wanted > UNCHECKED_BYTES:
+            for file in {shard.file for box in target.boxes for shard in record.touching(box)}:
+                reader.source(file)
 
 
 def _staged(memory: WantedMemory) -> dict[int, Bytes]:

@@ -17,6 +17,7 @@ from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.measured import Measured, kept
+from xla_ckpt.engine.parity import covered, write_index, write_share
 from xla_ckpt.engine.phases import IMPORT, SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
@@ -40,6 +41,7 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
+from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
@@ -118,6 +120,9 @@ class Save:
     replicas: Replicas = "equal"
     stale: Stale = "warn"
     workers: int = WRITERS
+    parity: Parity | None = None
+    """What the tag survives, if it is to have parity."""
+
     shown: bool | None = None
     """Whether a progress bar is shown; None decides by itself."""
 
@@ -217,7 +222,7 @@ class Save:
             with self.phases.timed("commit"):
                 draft = tags.begin(self.store, self.tag)
             directory = draft.directory
-            exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas])
+            exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas, self.parity])
             plan = self._plan(part)
             mine = self._write(part, plan, directory)
             with self.phases.timed("meet"):
@@ -231,6 +236,8 @@ class Save:
             with collector_paused():
                 text = manifest_json.dump(manifest)
             write_small(directory, MANIFEST, text)
+            if self.parity is not None:
+                self._protect(directory, self.parity, manifest, text)
             directory.sync()
             if exchange.size > 1 and exchange.has("abort"):
                 exchange.hear("abort", 0)  # raises: a rank gave up on this one, and has told its caller so
@@ -252,6 +259,8 @@ class Save:
             if exchange.size > 1:
                 if draft is None:
                     exchange.say("begin", error=problem)
+                if self.parity is not None and not exchange.has("parity"):
+                    exchange.say("parity", error=problem)
                 exchange.say("verdict", error=problem)
                 self._stages.tell_failure(problem)
             if problem is error:
@@ -265,13 +274,13 @@ class Save:
 
     def _follow(self) -> tuple[int, SavePlan]:
         """The part of any other rank: write, report, hear the verdict."""
-        exchange, plan = self.exchange, SavePlan(())
+        exchange, plan, name = self.exchange, SavePlan(()), ""
         out_of_step: UsageError | None = None
         try:
             part = self._ready()
-            theirs, name, mesh, replicas = exchange.hear("begin", 0)
-            if (theirs, mesh, replicas) != (self.tag, str(self.mesh), self.replicas):
-                out_of_step = _out_of_step(self, theirs, mesh, replicas)
+            theirs, name, mesh, replicas, parity = exchange.hear("begin", 0)
+            if (theirs, mesh, replicas, parity) != (self.tag, str(self.mesh), self.replicas, self.parity):
+                out_of_step = _out_of_step(self, theirs, mesh, replicas, parity)
                 raise out_of_step
             directory = open_shared(self.store, name)
             try:
@@ -289,9 +298,12 @@ class Save:
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.say(f"record/{exchange.rank}", error=problem)
             self._stages.tell_failure(problem)
+            name = ""  # rank 0 does not ask this rank for parity any more
             if stray is not None:
                 raise stray from None
         try:
+            if self.parity is not None and name:
+                self._help(name, self.parity)
             with self.phases.timed("meet"):
                 sequence: int = exchange.hear("verdict", 0)
         except RankFailedError as error:
@@ -299,6 +311,35 @@ class Save:
                 _give_up(error, exchange)
             raise
         return sequence, plan
+
+    def _protect(self, directory: Directory, parity: Parity, manifest: Manifest, text: bytes) -> None:
+        """Rank 0's part of the parity: every file is durable, and each rank makes a share of the sums."""
+        exchange, files = self.exchange, covered(manifest)
+        if exchange.size > 1:
+            exchange.say("parity", files)
+        mine = write_share(directory, files, parity, 0, exchange.size, workers=self.workers, phases=self.phases)
+        deadline = Deadline(exchange.timeout * LEAD)
+        with self.phases.timed("meet"):
+            told = [exchange.hear(f"parity/{rank}", rank, deadline) for rank in range(1, exchange.size)]
+        write_index(directory, files, parity, text, [mine.to_json(), *told])
+
+    def _help(self, name: str, parity: Parity) -> None:
+        """Another rank's part of the parity, in the directory of this name. What fails is told to rank 0."""
+        rank, world = self.exchange.rank, self.exchange.size
+        with self.phases.timed("meet"):
+            files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
+        try:
+            directory = open_shared(self.store, name)
+            try:
+                share = write_share(directory, files, parity, rank, world, workers=self.workers, phases=self.phases)
+                directory.sync()
+            finally:
+                directory.close()
+        except Exception as error:
+            # Raised on all ranks, this one included, as rank 0's verdict.
+            self.exchange.say(f"parity/{rank}", error=as_checkpoint_error(error, "saving", rank))
+        else:
+            self.exchange.say(f"parity/{rank}", share.to_json())
 
     def _ready(self) -> Part:
         if isinstance(self.part, CheckpointError):
@@ -423,13 +464,17 @@ class Save:
         return replace(manifest, arrays={**manifest.arrays, **marked})
 
 
-def _out_of_step(save: Save, tag: str, mesh: str, replicas: str) -> UsageError:
-    same = replicas == save.replicas
+def _out_of_step(save: Save, tag: str, mesh: str, replicas: str, parity: str | None) -> UsageError:
+    theirs, ours = [
+        ("" if replicas == save.replicas else f" with replicas={of[0]!r}")
+        + ("" if parity == save.parity else f" with parity={of[1]!r}")
+        for of in ((replicas, parity), (save.replicas, save.parity))
+    ]
     return UsageError(
         "the ranks make different calls",
         rank=save.exchange.rank,
-        expected=f"a save of tag {tag} over {mesh}" + ("" if same else f" with replicas={replicas!r}"),
-        found=f"tag {save.tag} over {save.mesh}" + ("" if same else f" with replicas={save.replicas!r}"),
+        expected=f"a save of tag {tag} over {mesh}{theirs}",
+        found=f"tag {save.tag} over {save.mesh}{ours}",
         hint="All ranks must make the same calls in the same order. If a rank left one out, this job stays out of "
         "step: restart it.",
     )

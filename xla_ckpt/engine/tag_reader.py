@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
 from xla_ckpt.engine.collector import collector_paused
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
+from xla_ckpt.engine.parity import REPAIR, has_parity
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming, storage_errors
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
@@ -18,6 +19,11 @@ from xla_ckpt.tags.directory import MANIFEST
 
 MAX_MANIFEST = 1 << 30
 """A larger manifest is not read."""
+
+FEW_OBJECT_BYTES = 1 << 26
+OBJECT_SHARING = 64
+"""So many bytes of pickled objects are read in one load, and so many times the bytes that there are: a skeleton may
+name one object as often as it likes."""
 
 DAMAGED = "Load another tag, or restore this file from a copy."
 """What to do about a file that is not as it was saved."""
@@ -59,8 +65,10 @@ class TagReader:
         self.tag = tag
         self.foreign_objects = foreign_objects
         """The objects of a tag that another library wrote, by their index in the skeleton; None in tags of ours."""
-        self.hint = DAMAGED
-        """What errors say about a file that is not as it was saved."""
+        self._given = 0
+        """Bytes of objects that were asked for."""
+        self.advice = DAMAGED
+        """What to do about a file that is not as it was saved, if the tag has no parity."""
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._sources: dict[int, Source] = {}
@@ -85,11 +93,12 @@ class TagReader:
         self._sources.clear()
 
     def _read_manifest(self) -> Manifest:
-        with naming(path=self.root, tag=self.tag, file=MANIFEST):
+        with naming(path=self.root, tag=self.tag, file=MANIFEST), storage_errors("reading the manifest"):
             try:
                 source = self.directory.open(MANIFEST)
-            except FileNotFoundError:
-                raise CorruptCheckpointError("the tag has no manifest") from None
+            except (FileNotFoundError, NotADirectoryError):
+                hint = REPAIR if has_parity(self.directory) else None
+                raise CorruptCheckpointError("the tag has no manifest", hint=hint) from None
             try:
                 if source.size > MAX_MANIFEST:
                     raise FormatError(
@@ -99,8 +108,18 @@ class TagReader:
                 source.read_into(memoryview(data), 0)
             finally:
                 source.close()
-            with collector_paused():
-                return manifest_json.parse(bytes(data))
+            try:
+                with collector_paused():
+                    return manifest_json.parse(bytes(data))
+            except CorruptCheckpointError as error:
+                if has_parity(self.directory):
+                    error.at(hint=REPAIR)
+                raise
+
+    @property
+    def hint(self) -> str:
+        """What errors say about a file that is not as it was saved. The parity is looked for only now."""
+        return f"{REPAIR} {self.advice}" if has_parity(self.directory) else self.advice
 
     @property
     def version(self) -> str:
@@ -125,12 +144,14 @@ class TagReader:
             if (source := self._sources.get(file)) is not None:
                 return source
             record = self.manifest.files[file]
-            try:
-                source = self.directory.open(record.path)
-            except FileNotFoundError:
-                raise CorruptCheckpointError(
-                    "a payload file is missing", path=self.root, tag=self.tag, file=record.path
-                ) from None
+            with (
+                naming(path=self.root, tag=self.tag, file=record.path),
+                storage_errors("opening a payload file", path=self.root, tag=self.tag, file=record.path),
+            ):
+                try:
+                    source = self.directory.open(record.path)
+                except (FileNotFoundError, NotADirectoryError):
+                    raise CorruptCheckpointError("a payload file is missing", hint=self.hint) from None
             self._sources[file] = source
             if source.size != record.size:
                 raise CorruptCheckpointError(
@@ -164,7 +185,12 @@ class TagReader:
         """
         if self.foreign_objects is not None:
             return self.foreign_objects[index].load(leaf, trust=trust)
-        return pickles.load(self.pickled(index), leaf, trust=trust)
+        data = self.pickled(index)
+        self._given += len(data)
+        most = FEW_OBJECT_BYTES + OBJECT_SHARING * sum(self.manifest.files[n].size for n in set(self.manifest.objects))
+        if self._given > most:
+            raise FormatError("the skeleton names its objects again and again", leaf=leaf, expected=f"{most} bytes")
+        return pickles.load(data, leaf, trust=trust)
 
     def pickled(self, index: int) -> bytes:
         """The bytes of the object of this number, verified.
@@ -206,7 +232,12 @@ def head_of(source: Source, record: FileRecord, hint: str) -> bytes:
     Raises:
         CorruptCheckpointError: They are not what was saved; `hint` says what to do.
     """
-    data = bytearray(record.head)
+    try:
+        data = bytearray(record.head)
+    except MemoryError as error:
+        raise CorruptCheckpointError(
+            "there is not enough memory for the header of a file", file=record.path, found=f"{record.head} bytes"
+        ) from error
     at = 0
     for offset, nbytes in record.gaps:
         source.read_into(memoryview(data)[at : at + nbytes], offset)

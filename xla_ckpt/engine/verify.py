@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from xla_ckpt.engine.parity import verify_parity
 from xla_ckpt.engine.read import READERS, check_reads
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, storage_errors
@@ -63,8 +64,22 @@ def verify_tag(
     workers: int = READERS,
     progress: Callable[[int], None] = lambda _: None,
 ) -> VerifyReport:
-    """Read everything that the manifest lists. `marks` are files of the tag's layout that it does not list."""
+    """Read everything that belongs to a tag. `marks` are files of its layout that the manifest does not list."""
     began = time.monotonic()
+    report = verify_payload(reader, workers=workers, progress=progress)
+    with storage_errors("reading the parity", path=reader.root, tag=reader.tag):
+        problems, of_parity = verify_parity(reader.directory, reader.manifest)
+    report.problems += [problem.at(path=reader.root, tag=reader.tag) for problem in problems]
+    known = {f.path for f in reader.manifest.files} | ORBAX_FILES | {MANIFEST} | marks | of_parity
+    report.strangers = [name for name in reader.directory.files() if name not in known]
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def verify_payload(
+    reader: TagReader, *, workers: int = READERS, progress: Callable[[int], None] = lambda _: None
+) -> VerifyReport:
+    """Read everything that the manifest lists."""
     manifest = reader.manifest
     report = VerifyReport(path=reader.root, tag=reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
     sound: set[int] = set()
@@ -89,9 +104,6 @@ def verify_tag(
     for leaf in array_paths(manifest.skeleton, ""):
         if leaf not in manifest.unknown and manifest.array(leaf) is None:
             note(CheckpointError("the skeleton names an array that is not stored", tag=reader.tag, leaf=leaf))
-    known = {f.path for f in manifest.files} | ORBAX_FILES | {MANIFEST} | marks
-    report.strangers = [name for name in reader.directory.files() if name not in known]
-    report.seconds = time.monotonic() - began
     return report
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
@@ -172,7 +173,7 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         raise _better(error, store) from None
     reader = TagReader(directory, store.path, tag)
     layout = layout_of(reader.manifest)
-    reader.hint = " ".join(filter(None, (reader.hint, layout.saved_over)))
+    reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over)))
     try:
         layout.check(reader)
     except BaseException:
@@ -202,6 +203,20 @@ def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyRepor
             return verify_tag(reader, marks=layout_of(reader.manifest).marks, workers=workers)
     except CorruptCheckpointError as error:
         return VerifyReport(path=store.path, tag=tag, problems=[error])
+
+
+def repair_stored(store: Store, tag: str, workers: int = READERS) -> list[str]:
+    """Give a tag with parity back what it has lost (see `xla_ckpt.repair`)."""
+    if find_foreign(store, tag) is not None:
+        raise UsageError("the tag has no parity, so it cannot be repaired: another library wrote it", tag=tag)
+    try:
+        directory = open_own(store, tag)
+    except NoCheckpointError as error:
+        raise _better(error, store) from None
+    try:
+        return repair_tag(store, tag, directory, workers=workers)
+    finally:
+        directory.close()
 
 
 def no_tag(store: Store, tag: str | None) -> NoCheckpointError:

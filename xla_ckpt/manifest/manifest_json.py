@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt import dtypes
@@ -32,6 +33,11 @@ HEAD_BYTES = 4096
 MAX_CELLS = 1 << 24
 """Most shards that one manifest may list."""
 
+FEW_CELLS = 1 << 16
+CELLS_PER_BYTE = 32
+"""A manifest may list so many shards, and so many more for each of its bytes: runs of numbers are short, whatever they
+stand for, and to load a shard takes time. With a rank's shard of each array there are at most a few of a byte."""
+
 MAX_DIMS = 64
 
 _HEAD_END = re.compile(rb',"head":"([0-9a-f]{16})",\n')
@@ -44,7 +50,22 @@ def _dump(value: Any) -> bytes:
 
 def dump(manifest: Manifest) -> bytes:
     """The bytes of a manifest file: equal manifests give equal bytes."""
-    head = manifest.head
+    members: dict[str, Any] = {
+        "mesh": manifest.mesh,
+        "world": manifest.world,
+        "skeleton": manifest.skeleton,
+        "arrays": {leaf: _array_json(record) for leaf, record in manifest.arrays.items()},
+        "aliases": dict(manifest.aliases),
+        "objects": list(manifest.objects),
+        "files": [file_json(f) for f in manifest.files],
+    }
+    lines = [_first_line(manifest.head)]
+    lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
+    return _ended(b",\n".join(lines))
+
+
+def _first_line(head: Head) -> bytes:
+    """The first line of a manifest, with its digest, without the comma behind it."""
     first = _dump(
         {
             "format": "xla_ckpt",
@@ -55,19 +76,24 @@ def dump(manifest: Manifest) -> bytes:
             "created": head.created,
         }
     )[:-1]
-    members: dict[str, Any] = {
-        "mesh": manifest.mesh,
-        "world": manifest.world,
-        "skeleton": manifest.skeleton,
-        "arrays": {leaf: _array_json(record) for leaf, record in manifest.arrays.items()},
-        "aliases": dict(manifest.aliases),
-        "objects": list(manifest.objects),
-        "files": [file_json(f) for f in manifest.files],
-    }
-    lines = [first + b',"head":"' + to_hex(digest(first)).encode() + b'"']
-    lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
-    body = b",\n".join(lines)
+    return first + b',"head":"' + to_hex(digest(first)).encode() + b'"'
+
+
+def _ended(body: bytes) -> bytes:
+    """A manifest, from all that is before its last line."""
     return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+
+
+def with_pin(data: bytes, pinned: bool) -> bytes:
+    """The bytes of the same manifest with another pin. All but the first and the last line stay as they are.
+
+    Raises:
+        CorruptCheckpointError: A digest does not match.
+        UnsupportedVersionError: A newer version wrote it.
+    """
+    head = parse_head(data[:HEAD_BYTES])
+    _, _, others = _body(data).partition(b",\n")
+    return _ended(_first_line(replace(head, pinned=pinned)) + b",\n" + others)
 
 
 def file_json(record: FileRecord) -> list[Any]:
@@ -147,6 +173,17 @@ def parse_head(start: bytes) -> Head:
     )
 
 
+def _body(data: bytes) -> bytes:
+    """All of a manifest before its last line, compared with the digest there."""
+    tail = _TAIL.search(data[-64:])
+    if tail is None:
+        raise CorruptCheckpointError("the manifest is cut off: it does not end with its digest")
+    body = data[: len(data) - 64 + tail.start()] if len(data) > 64 else data[: tail.start()]
+    if to_hex(digest(body)) != tail.group(1).decode():
+        raise CorruptCheckpointError("the manifest is damaged: its digest does not match")
+    return body
+
+
 def parse(data: bytes) -> Manifest:
     """The manifest in these bytes.
 
@@ -155,15 +192,10 @@ def parse(data: bytes) -> Manifest:
         UnsupportedVersionError: Written by a newer version.
     """
     head = parse_head(data[:HEAD_BYTES])
-    tail = _TAIL.search(data[-64:])
-    if tail is None:
-        raise CorruptCheckpointError("the manifest is cut off: it does not end with its digest")
-    body = data[: len(data) - 64 + tail.start()] if len(data) > 64 else data[: tail.start()]
-    if to_hex(digest(body)) != tail.group(1).decode():
-        raise CorruptCheckpointError("the manifest is damaged: its digest does not match")
+    body = _body(data)
     raw = _loads(body + b"}")
     arrays: dict[str, ArrayRecord] = {}
-    budget = MAX_CELLS
+    budget = min(MAX_CELLS, FEW_CELLS + CELLS_PER_BYTE * len(data))
     grids = _Grids()
     for leaf, entry in _get(raw, "arrays", dict).items():
         try:
@@ -181,6 +213,9 @@ def parse(data: bytes) -> Manifest:
     if mesh is not None and not isinstance(mesh, str):
         raise FormatError("broken mesh", found=str(mesh)[:80])
     files = tuple(parse_file(entry) for entry in _get(raw, "files", list))
+    claimed, held = sum(record.nbytes for record in arrays.values()), sum(record.size for record in files)
+    if claimed > held:
+        raise FormatError("the arrays are larger than the files in which they lie", expected=held, found=claimed)
     return Manifest(
         head=head,
         skeleton=raw.get("skeleton"),
@@ -202,9 +237,9 @@ def parse_file(entry: Any) -> FileRecord:
     match entry:
         case [str(path), int(size), int(head), str(text)] if re.fullmatch("[0-9a-f]{16}", text):
             return FileRecord(path=path, size=size, head=head, digest=int(text, 16))
-        case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if (
-            re.fullmatch("[0-9a-f]{16}", text) and 0 < count <= MAX_CELLS
-        ):
+        case [str(path), int(size), int(head), str(text), [int(count), offsets, sizes, str(table)]] if re.fullmatch(
+            "[0-9a-f]{16}", text
+        ) and 0 < count <= min(MAX_CELLS, FEW_CELLS + len(table)):
             regions = tuple(zip(intseq.unpack_ints(offsets, count), intseq.unpack_ints(sizes, count), strict=True))
             digests = unpack_digests(table, sum(block_count(nbytes) for _, nbytes in regions))
             return FileRecord(path=path, size=size, head=head, digest=int(text, 16), regions=regions, digests=digests)

@@ -8,6 +8,7 @@ found out by `engine.verify`.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,12 +19,20 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import block_count
-from xla_ckpt.sharding.box import Box, overlapping_pair
+from xla_ckpt.sharding.box import Box, overlapping_pair, tiles
 from xla_ckpt.sharding.grid import Grid, fit_all, single
 from xla_ckpt.tree import path as paths
 
 VERSION = 1
 """The format version that this library writes; it reads this and all older ones."""
+
+
+MAX_ELEMENTS = 1 << 56
+"""The sizes of an array's dims, those of 0 left out, multiply to less: frameworks count bytes in 63 bits."""
+
+
+MANY_BOXES = 1000
+"""Of more boxes no two are looked for that overlap: that may take time in proportion to the square of their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,10 @@ class FileRecord:
         parts = self.path.split("/")
         if not self.path or any(p in ("", ".", "..") or "\\" in p or "\0" in p for p in parts):
             raise FormatError("a file of the manifest lies outside of its tag", file=self.path)
+        try:
+            self.path.encode(errors="surrogateescape")  # as python gives names that are no UTF-8 to the system
+        except UnicodeEncodeError as error:
+            raise FormatError("a file of the manifest has an impossible name", file=repr(self.path)[:80]) from error
         if not 0 <= self.head <= self.size:
             raise FormatError("impossible file size", file=self.path, found=f"size {self.size}, head {self.head}")
         if not self.regions:
@@ -164,12 +177,21 @@ class ArrayRecord:
 
     def __post_init__(self) -> None:
         whole = Box.whole(self.shape)
+        # Beside a dim without elements another one may have any size, of which no framework can make an array.
+        if not whole.size and prod(max(n, 1) for n in self.shape) >= MAX_ELEMENTS:
+            raise FormatError("impossible shape", found=str(list(self.shape))[:80])
         if len(self.grids) == 1 and self.grids[0].grid.whole == whole:
             return
         boxes = [g.grid.whole for g in self.grids]
         stray = next((b for b in boxes if not whole.contains(b)), None)
         if stray is not None:
             raise FormatError("a shard lies outside of its array", expected=f"inside of {whole}", found=str(stray))
+        tiled = tiles(boxes, whole) if len(boxes) > MANY_BOXES else None
+        if tiled:
+            return
+        if len(boxes) > MANY_BOXES:
+            problem = "shards are split along too many dims" if tiled is None else "shards overlap, or are missing"
+            raise FormatError(problem, expected=f"parts of {whole}", found=f"{len(boxes)} of them")
         if (pair := overlapping_pair(boxes)) is not None:
             raise FormatError("two shards hold the same elements", found=f"{pair[0]} and {pair[1]}")
         held = sum(b.size for b in boxes)
@@ -303,7 +325,9 @@ class Manifest:
     def __post_init__(self) -> None:
         names = [f.path for f in self.files]
         if len(set(names)) != len(names):
-            raise FormatError("a file is listed twice", found=next(n for n in names if names.count(n) > 1))
+            raise FormatError(
+                "a file is listed twice", found=next(n for n, count in Counter(names).items() if count > 1)
+            )
         for alias, target in self.aliases.items():
             if alias in self.arrays or target not in self.arrays:
                 raise FormatError("a shared array points nowhere", leaf=alias, found=target)

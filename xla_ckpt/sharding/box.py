@@ -7,6 +7,7 @@ whatever buffer holds them. Resharding is box intersection and nothing else.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -145,6 +146,36 @@ def overlapping_pair(boxes: Iterable[Box]) -> tuple[Box, Box] | None:
                 return other, box
         alive.append(box)
     return None
+
+
+MAX_CORNERS = 1 << 6
+"""Most corners of a box that `tiles` looks at: nobody splits an array along more dims than that."""
+
+
+def tiles(boxes: Sequence[Box], whole: Box) -> bool | None:
+    """Whether the boxes hold every element of `whole` exactly once, in time linear in their number; None if unknown.
+
+    Each corner of a box counts +1 or -1, by turns. Inside of a tiling they cancel, and those of `whole` are left; and
+    since the corners say what the sum of the boxes' indicator functions is, they are left of a tiling only.
+
+    >>> tiles([Box((0, 0), (2, 3)), Box((2, 0), (4, 1)), Box((2, 1), (4, 3))], Box((0, 0), (4, 3)))
+    True
+    """
+    held = [b for b in boxes if b.size]
+    spans = list(zip(whole.start, whole.stop, strict=True))
+    # Along a dim that no box splits there is nothing to find out.
+    dims = [d for d, span in enumerate(spans) if any((b.start[d], b.stop[d]) != span for b in held)]
+    if 1 << len(dims) > MAX_CORNERS:
+        return None
+    count: Counter[tuple[int, ...]] = Counter()
+    for sign, some in ((1, held), (-1, [whole] if whole.size else [])):
+        for box in some:
+            corners: list[tuple[int, tuple[int, ...]]] = [(sign, ())]
+            for d in dims:
+                corners = [made for s, at in corners for made in ((s, (*at, box.start[d])), (-s, (*at, box.stop[d])))]
+            for s, at in corners:
+                count[at] += s
+    return bool(held) == bool(whole.size) and not any(count.values())
 
 
 def is_partition(boxes: Iterable[Box], whole: Box) -> bool:

@@ -59,6 +59,9 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     """Prepare to load a module: straight into its parameters and buffers where nothing speaks against it."""
     loading = Loading(cast=stored.cast)
     held = stored.build()
+    if not isinstance(held, Mapping):
+        loading.add_problem(stored.prefix, f"stored is a {type(held).__name__}, wanted a dict")
+        return loading
     entries = module.wanted(held) if isinstance(module, View) else tree_of(module)
     _compare_keys(stored, loading, entries, held)
     owned = {id(t) for t in (*module.parameters(), *module.buffers())}

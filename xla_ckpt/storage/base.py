@@ -72,6 +72,12 @@ class Directory(Protocol):
         A store that has no directories of its own, only names of files, has nothing to do.
         """
 
+    def adopt(self, other: Directory, path: str) -> None:
+        """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
+
+        Its parents are made. Who reads the old file keeps it.
+        """
+
     def open(self, path: str) -> Source:
         """Open a file for reading. FileNotFoundError if there is none."""
 
@@ -116,8 +122,8 @@ class Store(Protocol):
     def is_directory(self, path: str) -> bool:
         """Whether there is a directory of this name, or at this path below a name."""
 
-    def start_of(self, path: str, nbytes: int) -> bytes:
-        """The first bytes of a file below a name, `nbytes` at most."""
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        """The first bytes of a file below a name, `nbytes` at most. `links` says that it may be a link."""
 
     def modified(self, path: str) -> int | None:
         """Time of the last change (ns since 1970) of what has this name or path; None if there is nothing."""

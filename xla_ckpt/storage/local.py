@@ -21,7 +21,8 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from xla_ckpt.storage.base import BLOCK
+from xla_ckpt.errors import NotAFileError
+from xla_ckpt.storage.base import BLOCK, Directory
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,39 @@ class LocalSink:
             os.close(fd)
 
 
+def open_regular(path: str, directory: int | None = None, *, links: bool = False) -> tuple[int, int]:
+    """A descriptor that reads a file, and the size of the file (bytes). All files of checkpoints are opened here.
+
+    With `links` it may be a link to a file elsewhere.
+
+    Raises:
+        NotAFileError: It is a pipe, a device, a directory or a link.
+        OSError: The storage refused; FileNotFoundError if there is none.
+    """
+    # A pipe would block the opening until somebody writes to it.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _no_file(path, "a link") from error
+        raise
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise _no_file(path, "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device")
+    return fd, status.st_size
+
+
+def _no_file(path: str, found: str) -> NotAFileError:
+    return NotAFileError(
+        "not a regular file: it is not read",
+        file=path,
+        found=found,
+        hint="A checkpoint has no such thing. Restore the file from a copy, or load another tag.",
+    )
+
+
 class LocalSource:
     """A file being read."""
 
@@ -126,14 +160,7 @@ class LocalSource:
         self._direct_fd: int | None = None
         """Descriptor for reads around the page cache; -1 where there is none."""
         self._pages: npt.NDArray[np.uint8] | None = None
-        follow = 0 if links else os.O_NOFOLLOW
-        # A pipe that a link points to would block the opening until somebody writes to it.
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | follow, dir_fd=directory)
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            self.close()
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        self.size = status.st_size
+        self._fd, self.size = open_regular(path, directory, links=links)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         done = 0
@@ -231,6 +258,13 @@ class LocalDirectory:
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd))  # a file is no directory
         self._touched.update(made)
 
+    def adopt(self, other: Directory, path: str) -> None:
+        assert isinstance(other, LocalDirectory), "both are directories of one store"
+        parents = self._make(path.split("/")[:-1])
+        # By descriptors: another directory may have the name of this one by now, and must not get the file.
+        os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self._fd)
+        self._touched.update(parents)
+
     def _make(self, parts: list[str]) -> list[str]:
         """Make a directory and its parents; the paths of all of them."""
         made: list[str] = []
@@ -295,8 +329,9 @@ class LocalStore:
             return sorted(os.listdir(self._at(path)))
         except FileNotFoundError:
             return []
-        except NotADirectoryError:
-            if not path:
+        except OSError as error:
+            # A file, or a link that leads to itself, lies where a directory of a checkpoint may lie.
+            if not path or error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
                 raise
             return []
 
@@ -306,9 +341,12 @@ class LocalStore:
     def is_directory(self, path: str) -> bool:
         return os.path.isdir(self._at(path))
 
-    def start_of(self, path: str, nbytes: int) -> bytes:
-        with open(self._at(path), "rb") as file:
-            return file.read(nbytes)
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        fd, size = open_regular(self._at(path), links=links)
+        try:
+            return os.pread(fd, min(nbytes, size), 0)
+        finally:
+            os.close(fd)
 
     def modified(self, path: str) -> int | None:
         try:

@@ -11,6 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 
+from xla_ckpt.errors import NotAFileError
+from xla_ckpt.storage.base import Directory
+
 _LOCK = threading.RLock()
 """Held by whoever looks at folders or changes them."""
 
@@ -173,11 +176,18 @@ class MemoryDirectory:
         with _LOCK:
             self._held(path).folder(path, make=True)
 
+    def adopt(self, other: Directory, path: str) -> None:
+        assert isinstance(other, MemoryDirectory), "both are directories of one store"
+        above, _, name = path.rpartition("/")
+        with _LOCK:
+            file = other._held(path).folder(above).take(name)
+            self._held(path).folder(above, make=True).put(name, file)
+
     def open(self, path: str) -> MemorySource:
         with _LOCK:
             found = self._held(path).at(path)
         if isinstance(found, Folder):
-            raise OSError(errno.EINVAL, "not a regular file", path)
+            raise NotAFileError("not a regular file: it is not read", file=path)
         return MemorySource(found.data, self._folder.read_counts)
 
     def files(self) -> list[str]:
@@ -273,11 +283,11 @@ class MemoryStore:
     def is_directory(self, path: str) -> bool:
         return isinstance(self._find(path), Folder)
 
-    def start_of(self, path: str, nbytes: int) -> bytes:
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
         with _LOCK:
             found = self._files.at(self._at(path))
         if isinstance(found, Folder):
-            raise _error(errno.EISDIR, path)
+            raise NotAFileError("not a regular file: it is not read", file=path)
         return found.data[:nbytes]
 
     def modified(self, path: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 
@@ -26,7 +27,7 @@ def clean(store: Store) -> None:
             store.rename(name, tag)
             store.sync()
         elif name.startswith(OLD_PREFIX):
-            _move_to_trash(store, name)  # also if it is read: the next replacement of its tag needs the name
+            move_to_trash(store, name)  # also if it is read: the next replacement of its tag needs the name
         elif name.startswith(NEW_PREFIX) or name.endswith(TMP_SUFFIX):
             remove_unused(store, name)
     if store.is_directory(TRASH):
@@ -36,20 +37,38 @@ def clean(store: Store) -> None:
         for doomed in store.names(TRASH):  # orbax moves the tags there that retention gives up
             remove_unused(store, f"{TRASH}/{doomed}")
         if not store.names(TRASH):
-            store.remove(TRASH)
+            with contextlib.suppress(FileNotFoundError):  # another program that cleans up came first
+                store.remove(TRASH)
 
 
-def _move_to_trash(store: Store, name: str) -> None:
-    """Move a directory away, under a name that is free there. Who reads it does not notice."""
-    if not store.is_directory(TRASH):
-        store.make(TRASH).close()
+def move_to_trash(store: Store, name: str) -> str:
+    """Move a directory away, under a name that is free there, and return that. Who reads it does not notice.
+
+    Raises:
+        OSError: The storage refused, or the directory is gone.
+    """
     places = (f"{TRASH}/{name}-{n}" for n in itertools.count())
-    store.rename(name, next(place for place in places if not store.has(place)))
+    while True:
+        if not store.is_directory(TRASH):
+            with contextlib.suppress(FileExistsError):
+                store.make(TRASH).close()
+        place = next(place for place in places if not store.has(place))
+        try:
+            store.rename(name, place)
+        except FileNotFoundError:
+            if not store.has(name):
+                raise
+            continue  # another program that cleans up has removed the trash
+        return place
 
 
 def remove_unused(store: Store, name: str) -> None:
     """Remove a directory, unless somebody writes or reads it."""
-    if store.is_directory(name) and not store.in_use(name):
+    try:
+        unused = store.is_directory(name) and not store.in_use(name)
+    except FileNotFoundError:
+        return  # another program that cleans up came first
+    if unused:
         remove(store, name)
 
 
@@ -57,5 +76,7 @@ def remove(store: Store, name: str) -> None:
     """Remove a directory; that it cannot be removed is logged."""
     try:
         store.remove(name)
+    except FileNotFoundError:
+        logger.debug("%s in %s: another program removed it", name, store.path)
     except OSError as error:
         logger.warning("could not remove %s in %s: %s", name, store.path, error)

@@ -61,11 +61,11 @@ def begin(store: Store, tag: str) -> Draft:
         tag=tag,
         sequence=1 + max((entry.sequence for entry in found), default=0),
         newest=next((entry for entry in reversed(found) if entry.damage is None), None),
-        directory=_make(store, NEW_PREFIX + tag),
+        directory=make_directory(store, NEW_PREFIX + tag),
     )
 
 
-def _make(store: Store, name: str) -> Directory:
+def make_directory(store: Store, name: str) -> Directory:
     """Make a directory of this name, or of a name that begins like it.
 
     The name is taken where another job saves the same tag, and where a save was killed on a file system without locks:

@@ -103,15 +103,15 @@ def names_in(store: Store) -> list[str]:
 def _entry(store: Store, name: str, tag: str) -> TagEntry | None:
     damage: CheckpointError
     try:
-        head = manifest_json.parse_head(store.start_of(f"{name}/{MANIFEST}", manifest_json.HEAD_BYTES))
+        head = manifest_json.parse_head(store.start_of(f"{name}/{MANIFEST}", manifest_json.HEAD_BYTES, links=False))
     except (FileNotFoundError, NotADirectoryError):
         if not _was_committed(store, name):
             return None
         damage = CorruptCheckpointError("the tag has no manifest")
-    except OSError as error:
-        damage = StorageError.of(error, "reading a manifest")
     except CheckpointError as error:
         damage = error
+    except OSError as error:
+        damage = StorageError.of(error, "reading a manifest")
     else:
         return TagEntry(tag=tag, sequence=head.sequence, pinned=head.pinned, created=head.created, directory=name)
     damage.at(path=store.path, tag=tag, file=MANIFEST)
@@ -142,7 +142,8 @@ def _orbax_sequence(store: Store, name: str) -> int:
 def custom_metadata(store: Store, name: str) -> dict[str, Any]:
     """What a commit had orbax keep in the directory of a tag; empty if it cannot be read, or is not there."""
     try:
-        found = json.loads(store.start_of(f"{name}/{ORBAX_METADATA}", MAX_ORBAX_METADATA))["custom_metadata"]
+        text = store.start_of(f"{name}/{ORBAX_METADATA}", MAX_ORBAX_METADATA, links=False)
+        found = json.loads(text)["custom_metadata"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

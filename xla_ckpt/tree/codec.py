@@ -70,6 +70,14 @@ def _timezone(json: Json) -> datetime.timezone:
     return datetime.timezone(offset) if name is None else datetime.timezone(offset, name)
 
 
+def _fraction(json: Json) -> fractions.Fraction:
+    numerator, denominator = json
+    # Of a text such as 1e10000000 python would make a number with as many digits.
+    if type(numerator) is not int or type(denominator) is not int:
+        raise TypeError("a fraction consists of two integers")
+    return fractions.Fraction(numerator, denominator)
+
+
 PURE_KINDS: tuple[Kind, ...] = (
     Kind("bytes", bytes, lambda v: base64.b64encode(v).decode(), lambda j: base64.b64decode(j, validate=True)),
     Kind(
@@ -104,7 +112,7 @@ PURE_KINDS: tuple[Kind, ...] = (
     ),
     Kind("timezone", datetime.timezone, lambda v: [v.utcoffset(None).total_seconds(), v.tzname(None)], _timezone),
     Kind("decimal", decimal.Decimal, str, decimal.Decimal),
-    Kind("fraction", fractions.Fraction, lambda v: [v.numerator, v.denominator], lambda j: fractions.Fraction(*j)),
+    Kind("fraction", fractions.Fraction, lambda v: [v.numerator, v.denominator], _fraction),
     Kind("uuid", uuid.UUID, str, uuid.UUID),
 )
 

@@ -198,6 +198,20 @@ class _Flattener:
         return name if _FACTORIES.get(name) is made else NotImplemented
 
 
+MAX_ALIKE = 1000
+"""Most keys of a dict, or members of a set, with the same hash: each of them is compared with all others."""
+
+
+def check_hashes(keys: list[Any]) -> None:
+    """Check that a dict of these keys, or a set, is made in time linear in their number.
+
+    Raises:
+        ValueError: Too many of them have the same hash.
+    """
+    if len(keys) > MAX_ALIKE and collections.Counter(map(hash, keys)).most_common(1)[0][1] > MAX_ALIKE:
+        raise ValueError(f"more than {MAX_ALIKE} keys have the same hash")
+
+
 def component(key: Json) -> str:
     """The path component of an encoded dict key."""
     return paths.escape(key) if isinstance(key, str) else paths.escape_other(json_text.dumps(key))
@@ -279,19 +293,31 @@ class Unflattener:
     def _fields(self, body: Json, path: str, depth: int) -> dict[str, Any]:
         return {k: self.build(v, paths.join(path, paths.escape(k)), depth) for k, v in body.items()}
 
+    def _keyed(self, body: Json, path: str, depth: int) -> list[tuple[Any, Any]]:
+        """Pairs of which a dict can be made in time linear in their number."""
+        pairs = self._pairs(body, path, depth)
+        check_hashes([key for key, _ in pairs])
+        return pairs
+
+    def _members(self, body: Json, path: str, depth: int) -> list[Any]:
+        """Items of which a set can be made likewise."""
+        items = self._items(body, path, depth)
+        check_hashes(items)
+        return items
+
     def _dict(self, body: Json, path: str, depth: int) -> Any:
-        return dict(self._pairs(body, path, depth))
+        return dict(self._keyed(body, path, depth))
 
     def _ordered_dict(self, body: Json, path: str, depth: int) -> Any:
-        return collections.OrderedDict(self._pairs(body, path, depth))
+        return collections.OrderedDict(self._keyed(body, path, depth))
 
     def _counter(self, body: Json, path: str, depth: int) -> Any:
-        return collections.Counter(dict(self._pairs(body, path, depth)))
+        return collections.Counter(dict(self._keyed(body, path, depth)))
 
     def _defaultdict(self, body: Json, path: str, depth: int) -> Any:
         factory, pairs = body
         made = None if factory is None else _FACTORIES[factory]
-        return collections.defaultdict(made, self._pairs(pairs, path, depth))
+        return collections.defaultdict(made, self._keyed(pairs, path, depth))
 
     def _tuple(self, body: Json, path: str, depth: int) -> Any:
         return tuple(self._items(body, path, depth))
@@ -301,10 +327,10 @@ class Unflattener:
         return collections.deque(self._items(items, path, depth), maxlen)
 
     def _set(self, body: Json, path: str, depth: int) -> Any:
-        return set(self._items(body, path, depth))
+        return set(self._members(body, path, depth))
 
     def _frozenset(self, body: Json, path: str, depth: int) -> Any:
-        return frozenset(self._items(body, path, depth))
+        return frozenset(self._members(body, path, depth))
 
     def _slice(self, body: Json, path: str, depth: int) -> Any:
         return slice(*self._items(body, path, depth))

@@ -7,6 +7,7 @@ other dict key is ``~(`` its JSON ``)``, which no string key can look like.
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 
 ROOT = ""
@@ -78,3 +79,21 @@ def is_under(path: str, prefix: str) -> bool:
     (True, False)
     """
     return not prefix or path == prefix or path.startswith(prefix + "/")
+
+
+def is_like(path: str, pattern: str | None) -> bool:
+    """Whether a person who types `pattern` means this leaf: it has that name, lies below it, or is like it in a shell.
+
+    Below ``layers.0`` is also what a module of torch has there: its names have dots.
+
+    >>> is_like("model/layers.0.weight", "model/layers.0"), is_like("model/layers.01.weight", "model/layers.0")
+    (True, False)
+    >>> is_like("model/layers.0.weight", "model/*weight"), is_like("model/layers.0.weight", None)
+    (True, True)
+    """
+    return (
+        pattern is None
+        or is_under(path, pattern)
+        or path.startswith(pattern + ".")
+        or fnmatch.fnmatchcase(path, pattern)
+    )

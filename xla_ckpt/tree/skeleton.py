@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Json, ValueCodec
-from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.flatten import MAX_DEPTH, component
 
 _PAIRS = frozenset({"$dict", "$OrderedDict", "$Counter"})
 _ITEMS = frozenset({"$tuple", "$slice"})
@@ -22,7 +22,17 @@ def children(skeleton: Json) -> dict[str, Json] | None:
 
     >>> children({"a": 1}), children({"$tuple": [5, 6]}), children(7)
     ({'a': 1}, {'0': 5, '1': 6}, None)
+
+    Raises:
+        FormatError: It is no container that `flatten` writes.
     """
+    try:
+        return _children(skeleton)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise FormatError("broken container in the skeleton", found=next(iter(skeleton))) from error
+
+
+def _children(skeleton: Json) -> dict[str, Json] | None:
     if isinstance(skeleton, list):
         return _numbered(skeleton)
     if not isinstance(skeleton, dict):
@@ -75,23 +85,37 @@ def part_at(skeleton: Json, path: str) -> Json:
     return skeleton
 
 
-def leaves_below(skeleton: Json, path: str = paths.ROOT) -> Iterator[tuple[str, Json]]:
+def leaves_below(skeleton: Json, path: str = paths.ROOT, depth: int = 0) -> Iterator[tuple[str, Json]]:
     """(leaf path, part) of every part that has no parts itself: arrays, objects, plain values, empty containers.
 
     >>> list(leaves_below({"a": [1, {"$array": "torch"}], "b": {}}))
     [('a/0', 1), ('a/1', {'$array': 'torch'}), ('b', {})]
+
+    Raises:
+        FormatError: A container is none that `flatten` writes, or there are more inside of each other than it allows.
     """
+    if depth > MAX_DEPTH:
+        raise FormatError(f"the skeleton is nested deeper than {MAX_DEPTH}", leaf=path[:80])
     below = children(skeleton)
     if not below:
         yield path, skeleton
         return
     for part, child in below.items():
-        yield from leaves_below(child, paths.join(path, part))
+        yield from leaves_below(child, paths.join(path, part), depth + 1)
 
 
 def is_array(part: Json) -> bool:
     """Whether a part of a skeleton stands for an array."""
     return isinstance(part, dict) and set(part) == {"$array"}
+
+
+def plain_values(skeleton: Json) -> dict[str, Json]:
+    """Leaf path -> typed JSON of every value of a state that is no array.
+
+    >>> plain_values({"a": [1, {"$array": "torch"}], "b": {}})
+    {'a/0': 1, 'b': {}}
+    """
+    return {leaf: part for leaf, part in leaves_below(skeleton) if not is_array(part)}
 
 
 def is_object(part: Json) -> bool:
@@ -125,7 +149,14 @@ def array_paths(skeleton: Json, path: str) -> dict[str, str]:
 
 def objects_in(skeleton: Json, path: str = paths.ROOT) -> dict[int, str]:
     """Number -> leaf path of every pickled object at or below `path`."""
-    return {part["$object"]: leaf for leaf, part in leaves_below(skeleton, path) if is_object(part)}
+    found: dict[int, str] = {}
+    for leaf, part in leaves_below(skeleton, path):
+        if is_object(part):
+            number = part["$object"]
+            if type(number) is not int:
+                raise FormatError("broken $object in the skeleton", leaf=leaf, found=str(number)[:80])
+            found[number] = leaf
+    return found
 
 
 def renumbered(skeleton: Json, number: Callable[[int], int]) -> Json:

@@ -38,6 +38,7 @@ def save_checkpoint(
     layout: str | Sequence[str] | None = None,
     replicas: Literal["equal", "first"] = "equal",
     snapshot: Literal["host", "device", "overlap"] = "host",
+    parity: Literal["block", "file"] | None = None,
 ) -> None:
     """Save a training state under ``<checkpoint_dir_str>/<tag>``. All ranks make the same call.
 
@@ -63,6 +64,7 @@ def save_checkpoint(
         replicas: ``"first"`` saves a job whose replicas have drifted apart: of each array the first replica counts, and
             the tag says of which arrays it was so. By default that is an error, and nothing is saved.
         snapshot: How memory that the program writes to is frozen with `async_save` (docs/snapshots.md).
+        parity: What damage the tag is to survive (docs/repair.md); by default none.
 
     Raises:
         xla_ckpt.UsageError: An argument makes no sense.
@@ -83,6 +85,7 @@ def save_checkpoint(
         layout=(theirs, "native") if layout is None else layout,
         replicas=replicas,
         snapshot=snapshot,
+        parity=parity,
     )
 
 

@@ -80,7 +80,7 @@ def open_scanned(store: Store, found: TagEntry, hints: Hints, codec: ValueCodec)
             manifest, objects = manifest_of(files, values, found, hints, codec)
             reader = TagReader(directory, store.path, found.tag, manifest, objects)
             if files.digested:
-                reader.hint = SAVED_OVER
+                reader.advice = SAVED_OVER
             return reader
     except BaseException:
         directory.close()  # nobody else will

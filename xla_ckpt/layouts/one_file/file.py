@@ -37,6 +37,9 @@ class SavedFiles:
     def create(self, path: str, size: int) -> Sink:
         raise UsageError("a file of torch.save is only read", file=path)
 
+    def adopt(self, other: Directory, path: str) -> None:
+        raise UsageError("a file of torch.save is only read", file=path)
+
     def make(self, path: str) -> None:
         raise UsageError("a file of torch.save is only read", file=path)
 

@@ -159,12 +159,13 @@ def degrees_of(infos: list[Any]) -> Degrees | None:
     Raises:
         CorruptCheckpointError: They contradict each other, or are no numbers of ranks.
     """
-    said = {(i.get(PP, 1), i.get(TP, 1)) for i in infos if isinstance(i, Mapping) and {PP, TP} & i.keys()}
-    wrong = next((pair for pair in said if any(type(n) is not int or n < 1 for n in pair)), None)
+    found = [(i.get(PP, 1), i.get(TP, 1)) for i in infos if isinstance(i, Mapping) and {PP, TP} & i.keys()]
+    wrong = next((pair for pair in found if any(type(n) is not int or n < 1 for n in pair)), None)
     if wrong is not None:
         raise CorruptCheckpointError(
             "the files describe a job that there cannot be", found=f"pp {wrong[0]}, tp {wrong[1]}"
         )
+    said = set(found)
     if len(said) > 1:
         raise two_saves("; ".join(f"a job of pp {pp}, tp {tp}" for pp, tp in sorted(said)))
     return next(iter(said), None)

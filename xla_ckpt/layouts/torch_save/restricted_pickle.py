@@ -28,6 +28,7 @@ import torch
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError, UntrustedObjectError
+from xla_ckpt.files.pickle_bounds import FEW_VALUES, MAX_SHARING, check
 
 T = TypeVar("T")
 
@@ -160,11 +161,17 @@ def attributes(called: str) -> type[Attributes]:
 class _Function:
     """A function of this library that a pickle may call."""
 
-    def __init__(self, made: Callable[..., Any]) -> None:
+    def __init__(self, made: Callable[..., Any], spent: Callable[[int], None]) -> None:
         self.made = made
+        self.spent = spent
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        # What is called copies what it is given, and one list can be given as often as a pickle likes.
+        self.spent(sum(len(value) for value in args if isinstance(value, _SIZED)))
         return self.made(*args, **options)
+
+
+_SIZED = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
 
 
 @_sealed
@@ -185,7 +192,8 @@ class _Namespace:
 class _NumpyDType:
     def __init__(self, text: str, *_: Any) -> None:
         if not isinstance(text, str) or not _NUMPY_SCALAR.fullmatch(text):
-            raise UntrustedObjectError(f"the file names the numpy dtype {str(text)[:20]!r}, which is none of a number")
+            called = repr(text[:20]) if isinstance(text, str) else type(text).__name__
+            raise UntrustedObjectError(f"the file names the numpy dtype {called}, which is none of a number")
         self.text = "<" + text
 
     def __setstate__(self, state: Any) -> None:
@@ -206,7 +214,8 @@ class _NumpyArray:
         if isinstance(dtype, Opaque):
             self.value = dtype
             return
-        held = np.frombuffer(bytearray(_only(bytes, data)), np.dtype(_only(_NumpyDType, dtype).text))
+        # Not copied yet: a pickle may say this of one string of bytes as often as it likes.
+        held = np.frombuffer(_only(bytes, data), np.dtype(_only(_NumpyDType, dtype).text))
         self.value = held.reshape(_ints(shape), order="F" if is_fortran else "C")
 
 
@@ -231,14 +240,14 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Vi
 
 def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
     _check_bits(*rest[3:4])
-    return _view(storage, offset, size, stride, str(rest[2]).removeprefix("torch."))
+    return _view(storage, offset, size, stride, str(_only((torch.dtype, type, Opaque), rest[2])).removeprefix("torch."))
 
 
 def _check_bits(bits: Any = None) -> None:
     """Refuse a tensor whose elements are not the values that it has: torch conjugates or negates them when asked."""
     if isinstance(bits, Mapping) and any(bits.values()):
         raise UnsupportedStateError(
-            f"a tensor is stored lazily: {', '.join(map(str, bits))}",
+            f"a tensor is stored lazily: {', '.join(bit for bit in bits if isinstance(bit, str))}",
             hint="Save what its resolve_conj() and resolve_neg() return.",
         )
 
@@ -260,13 +269,14 @@ def _size(values: Any = ()) -> torch.Size:
 
 
 def _device(kind: Any, index: Any = None) -> torch.device:
-    return torch.device(f"{kind}:{int(index)}" if index is not None else str(kind))
+    _only(str, kind)
+    return torch.device(f"{kind}:{_only(int, index)}" if index is not None else kind)
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     if encoding not in ("latin1", "latin-1"):
         raise ValueError("bytes in an encoding that pickle does not use")
-    return bytes(str(text), "latin1")
+    return bytes(_only(str, text), "latin1")
 
 
 def _bytearray(data: Any = b"", encoding: Any = "latin1") -> bytearray:
@@ -304,7 +314,7 @@ _NAMES: dict[str, Any] = {
     "torch.storage.UntypedStorage": StorageType(None),
     "torch.UntypedStorage": StorageType(None),
     **{f"torch.{name}": StorageType(dtype) for name, dtype in STORAGES.items()},
-    "collections.OrderedDict": collections.OrderedDict,
+    "collections.OrderedDict": lambda items=(): collections.OrderedDict(_only((*_LIST, dict), items)),
     "collections.defaultdict": _defaultdict,
     "collections.Counter": lambda held=(): collections.Counter(_only(dict, held or {})),
     "collections.deque": lambda items=(), maxlen=None: collections.deque(_only(_LIST, items), maxlen),
@@ -359,6 +369,18 @@ class _Restricted(pickle.Unpickler):
         self.file = file
         self.more = more
         self.tolerant = tolerant
+        self.left = max(FEW_VALUES, MAX_SHARING * len(data))
+        """Values and bytes that functions may still be given."""
+
+    def spend(self, values: int) -> None:
+        """Count what a function is given.
+
+        Raises:
+            ValueError: It is too much.
+        """
+        self.left -= values
+        if self.left < 0:
+            raise ValueError(f"its functions are given more than {MAX_SHARING} values for each of its bytes")
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -367,8 +389,8 @@ class _Restricted(pickle.Unpickler):
         if known is not None:
             is_function = isinstance(known, types.FunctionType)
             if self.tolerant and called not in self.more and (known is _NumpyDType or is_function):
-                return _Function(_or_opaque(known, called))
-            return _Function(known) if is_function else known
+                return _Function(_or_opaque(known, called), self.spend)
+            return _Function(known, self.spend) if is_function else known
         # `vars`, because an attribute that torch does not have yet may be a module that it imports on first use.
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
@@ -406,6 +428,7 @@ def loads(
         CorruptCheckpointError: It is no pickle.
     """
     try:
+        check(data)
         return _Restricted(data, file, more, tolerant).load()
     except CheckpointError as error:
         raise error.at(file=file) from None
@@ -416,14 +439,6 @@ def loads(
 
 MAX_PICKLE_DEPTH = 100
 """Containers inside of containers. A pickle may hold a list that contains itself, which a walk would never leave."""
-
-
-MAX_SHARING = 16
-"""Values for each byte of a pickle. Each takes a byte or more, unless it stands in several places: a pickle may hold
-one list many times, each of whose members holds another one many times, and stand for more than there is memory."""
-
-FEW_VALUES = 100_000
-"""So many are never too many."""
 
 
 def replaced(value: Any, leaf: Callable[[Any], Any], file: str, nbytes: int) -> Any:
@@ -452,16 +467,15 @@ class _Walk:
         """The value, rebuilt; `depth` containers are around it."""
         if depth > MAX_PICKLE_DEPTH:
             raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=self.file)
-        self.seen += 1
-        if self.seen > self.most:
-            raise CorruptCheckpointError(f"a pickle stands for more than {self.most} values", file=self.file)
+        self.count(1)
         kind = type(value)
         if kind is View or kind is Reference:
             return self.leaf(value)
         if kind is _NumpyArray:
             if value.value is None:
                 raise CorruptCheckpointError("a pickle names a numpy array that it does not describe", file=self.file)
-            return value.value
+            self.count(value.value.nbytes if isinstance(value.value, np.ndarray) else 1)
+            return value.value.copy() if isinstance(value.value, np.ndarray) else value.value
         if isinstance(value, Attributes):
             return {"class": value.called.rpartition(".")[2], **self.mapping(vars(value), depth + 1)}
         if isinstance(value, Mapping):
@@ -474,6 +488,12 @@ class _Walk:
             members = {k: self.visit(v, depth + 1) for k, v in vars(value).items()}
             return argparse.Namespace(**members) if kind is _Namespace else types.SimpleNamespace(**members)
         return value
+
+    def count(self, values: int) -> None:
+        """Count some values; a byte of an array is one."""
+        self.seen += values
+        if self.seen > self.most:
+            raise CorruptCheckpointError(f"a pickle stands for more than {self.most} values", file=self.file)
 
     def mapping(self, value: Mapping[Any, Any], depth: int) -> Any:
         """A mapping of the same class."""

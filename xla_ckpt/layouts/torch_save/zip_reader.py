@@ -39,6 +39,11 @@ _EDGE = 4096
 AHEAD = 64 * 1024
 """Bytes that are read at once from a file of many zips: most of them are small, or lie beside one that is."""
 
+FEW_BYTES = 1 << 30
+SHARED_BYTES = 16
+"""All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
+storage, and one may repeat the elements of its storage: a small file could ask for any amount of memory."""
+
 _CHUNK = 1 << 20
 """Bytes that are compared with a CRC-32 at a time."""
 
@@ -213,9 +218,16 @@ class Zip:
         if f"{self.prefix}byteorder" in self.records and self._small("byteorder") != b"little":
             raise UnsupportedStateError("the file is not in little-endian order", file=self.file)
 
+        left = FEW_BYTES + SHARED_BYTES * self.nbytes
+
         def leaf(value: Any) -> Any:
             if isinstance(value, View):
-                return tensor(self._place(value, strided))
+                nonlocal left
+                place = self._place(value, strided)
+                left -= Box.whole(place.shape).size * place.dtype.itemsize
+                if left < 0:
+                    raise CorruptCheckpointError("the tensors of a file claim many times its bytes", file=self.file)
+                return tensor(place)
             if reference is None or type(value.tid) is not int or value.tid < 0:
                 raise CorruptCheckpointError(
                     "a reference to a tensor where none can be",

@@ -1,0 +1,95 @@
+"""``rm``, ``pin`` and ``unpin``, with a person at a terminal and without one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.cli.test_cli import call
+from tests.runs import environment
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for tag in ("a", "b", "c"):
+        xla_ckpt.save(tmp_path, tag, {"w": torch.ones(2)})
+    return tmp_path
+
+
+class Terminal:
+    """A command with a terminal of its own."""
+
+    def __init__(self, *words: object) -> None:
+        self.fd, end = pty.openpty()
+        command = [sys.executable, "-m", "xla_ckpt", *map(str, words)]
+        self.process = subprocess.Popen(
+            command, stdin=end, stdout=end, stderr=end, env=environment(), start_new_session=True
+        )
+        os.close(end)
+        self.shown = ""
+
+    def until(self, text: str) -> None:
+        while text not in self.shown:
+            self.shown += os.read(self.fd, 4096).decode()
+
+    def ends(self) -> int:
+        """The exit code, after all that was shown has been read."""
+        try:
+            while data := os.read(self.fd, 4096):
+                self.shown += data.decode()
+        except OSError:
+            pass  # so ends a terminal whose other end is closed
+        os.close(self.fd)
+        return self.process.wait(60)
+
+
+def test_a_person_is_asked(root: Path) -> None:
+    for answer, code, left in (("n", 1, ["a", "b", "c"]), ("yes", 0, ["c"])):
+        terminal = Terminal("rm", root, "a", "b")
+        terminal.until("[y/N]")
+        os.write(terminal.fd, f"{answer}\n".encode())
+        assert terminal.ends() == code
+        assert f"Delete a, b in {root}?" in terminal.shown
+        assert xla_ckpt.list_tags(root) == left
+
+
+def test_ctrl_c_is_one_line_and_130(root: Path) -> None:
+    terminal = Terminal("rm", root, "a")
+    terminal.until("[y/N]")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.ends() == 130
+    assert terminal.shown.splitlines()[-1].endswith("xla-ckpt: interrupted")
+    assert "Traceback" not in terminal.shown
+    assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
+
+
+def test_without_a_terminal_yes_is_needed(root: Path) -> None:
+    command = [sys.executable, "-m", "xla_ckpt", "rm", str(root), "a"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment())
+    assert (done.returncode, "a terminal, or --yes" in done.stderr) == (1, True)
+    assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
+
+
+def test_rm_tells_what_it_did_before_it_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "pin", root, "b")[:2] == (0, "b: pinned\n")
+    code, out, err = call(capsys, "rm", root, "a", "b", "--yes")
+    assert (code, out) == (1, "a: deleted\n")
+    assert "this tag is pinned" in err
+    assert call(capsys, "unpin", root, "b", "c")[:2] == (0, "b: unpinned\nc: was not pinned\n")
+    assert call(capsys, "rm", root, "b", "x", "--yes")[0] == 1  # before b is deleted
+    assert xla_ckpt.list_tags(root) == ["b", "c"]
+
+
+def test_these_commands_import_no_torch(root: Path) -> None:
+    code = "import sys\nfrom xla_ckpt.cli.main import main\n"
+    code += "assert main(sys.argv[1:]) == 0\nassert not {'torch', 'jax', 'orbax'} & set(sys.modules)"
+    for words in (["pin", root, "a"], ["unpin", root, "a"], ["rm", root, "a", "--yes"]):
+        subprocess.run([sys.executable, "-c", code, *map(str, words)], env=environment(), check=True)

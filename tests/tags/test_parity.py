@@ -1,0 +1,310 @@
+"""A tag with parity gets back what it has lost, and a repair changes nothing that it cannot mend."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import xla_ckpt
+from tests.jobs import run_on_ranks
+from xla_ckpt.cli.main import main
+from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.plan.parity import BLOCK
+from xla_ckpt.storage.local import LocalDirectory
+
+SEED = np.random.default_rng(7)
+TREE = {
+    "a": SEED.standard_normal(700_000).astype(np.float32),
+    "b": SEED.standard_normal(9).astype(np.float32),
+    "n": 7,
+}
+
+
+def tag_with(root: Path, parity: str | None = "file", **options: object) -> Path:
+    """A tag of several files, whose directory is returned."""
+    import torch
+
+    model = {name: torch.from_numpy(value.copy()) for name, value in TREE.items() if name != "n"}  # type: ignore[attr-defined]
+    xla_ckpt.save_checkpoint(
+        root, "t", model, {"momentum": torch.ones(300_000)}, user_content={"n": 7},
+        extras={"c": {"c": torch.arange(400_000)}}, parity=parity, num_workers=2, **options,  # type: ignore[arg-type]
+    ).result()  # fmt: skip
+    return root / "t"
+
+
+def bytes_of(tag: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(tag)): path.read_bytes() for path in sorted(tag.rglob("*")) if path.is_file()}
+
+
+def payload(tag: Path) -> list[Path]:
+    """The files that the manifest lists."""
+    listed = json.loads((tag / "parity/index.json").read_text())["files"]
+    return [tag / path for path, _, _ in listed]
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 64]))
+
+
+def flip_one_block_of_each(tag: Path) -> None:
+    for number, path in enumerate(payload(tag)):
+        size = path.stat().st_size
+        flip(path, min(number * BLOCK + 5, size - 1))
+
+
+def lose(tag: Path, number: int = 0) -> None:
+    sorted(payload(tag), key=lambda path: -path.stat().st_size)[number].unlink()
+
+
+def lose_and_flip(tag: Path) -> None:
+    flip_one_block_of_each(tag)
+    lose(tag)
+
+
+def cut(tag: Path) -> None:
+    path = payload(tag)[0]
+    path.write_bytes(path.read_bytes()[: BLOCK + 17])
+
+
+def grow(tag: Path) -> None:
+    with payload(tag)[0].open("ab") as file:
+        file.write(b"more")
+
+
+def spoil_manifest(tag: Path) -> None:
+    flip(tag / "manifest.json", 400)
+
+
+def lose_manifest_and_file(tag: Path) -> None:
+    (tag / "manifest.json").unlink()
+    lose(tag)
+
+
+def spoil_parity(tag: Path) -> None:
+    flip(next((tag / "parity").glob("stripes-*")), 3)
+    next((tag / "parity").glob("blocks-*")).unlink()
+    (tag / "parity/manifest.json").write_text("{}")
+
+
+def spoil_index(tag: Path) -> None:
+    flip(tag / "parity/index.json", 100)
+
+
+def lose_index(tag: Path) -> None:
+    (tag / "parity/index.json").unlink()
+
+
+DAMAGES = [
+    flip_one_block_of_each, lose, lose_and_flip, cut, grow, spoil_manifest, lose_manifest_and_file, spoil_parity,
+    spoil_index, lose_index,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound")
+    tag_with(root)
+    return root
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_byte_comes_back(damage: Callable[[Path], None], sound: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(sound, tmp_path / "root")
+    before = bytes_of(root / "t")
+    damage(root / "t")
+    assert not xla_ckpt.verify(root, "t").ok
+    assert xla_ckpt.repair(root, "t")
+    assert bytes_of(root / "t") == before
+    report = xla_ckpt.verify(root, "t")
+    assert report.ok
+    assert not report.strangers
+    assert xla_ckpt.repair(root, "t") == ()
+    assert [path.name for path in root.iterdir()] == ["t"]
+
+
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "dcp", "smp"])
+def test_every_layout(layout: str, tmp_path: Path) -> None:
+    tag = tag_with(tmp_path, layout=layout)
+    before = bytes_of(tag)
+    assert xla_ckpt.verify(tmp_path, "t").ok
+    assert not xla_ckpt.verify(tmp_path, "t").strangers
+    lose_and_flip(tag)
+    xla_ckpt.repair(tmp_path)
+    assert bytes_of(tag) == before
+
+
+def test_a_damaged_block_of_each_file_needs_no_stripes(tmp_path: Path) -> None:
+    tag = tag_with(tmp_path, "block")
+    before = bytes_of(tag)
+    assert not list((tag / "parity").glob("stripes-*"))
+    flip_one_block_of_each(tag)
+    assert set(xla_ckpt.repair(tmp_path)) == {str(path.relative_to(tag)) for path in payload(tag)}
+    assert bytes_of(tag) == before
+
+
+def test_what_cannot_be_repaired_is_named_and_left_alone(tmp_path: Path) -> None:
+    tag = tag_with(tmp_path)
+    lost = sorted(payload(tag))[:2]
+    for path in lost:
+        path.unlink()
+    spoil_manifest(tag)
+    before = bytes_of(tag)
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="nothing was changed") as raised:
+        xla_ckpt.repair(tmp_path)
+    assert all(str(path.relative_to(tag)) in str(raised.value.details) for path in lost)
+    assert bytes_of(tag) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_tag_without_parity_says_so(tmp_path: Path) -> None:
+    tag = tag_with(tmp_path, None)
+    assert not (tag / "parity").exists()
+    with pytest.raises(xla_ckpt.UsageError, match="no parity"):
+        xla_ckpt.repair(tmp_path)
+    with pytest.raises(xla_ckpt.UsageError, match="no such choice for parity"):
+        tag_with(tmp_path, "raid")
+
+
+def test_parity_of_another_save_is_never_used(tmp_path: Path) -> None:
+    tag = tag_with(tmp_path / "one")
+    other = tag_with(tmp_path / "two")
+    shutil.rmtree(tag / "parity")
+    shutil.copytree(other / "parity", tag / "parity")
+    before = bytes_of(tag)
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="not that of this manifest"):
+        xla_ckpt.repair(tmp_path / "one")
+    assert bytes_of(tag) == before
+    assert not xla_ckpt.verify(tmp_path / "one").ok
+
+
+HOSTILE = [
+    {"version": 2}, {"block": 0}, {"block": 4096}, {"writers": 0}, {"writers": 10**12}, {"survives": "all"},
+    {"files": 3}, {"files": [["../../x", 10**15, ""]]}, {"files": [["a", -1, ""]]}, {"sums": [10**15, ""]},
+    {"sums": [True, "AAAAAAAAAAA="]}, {"manifest": 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", HOSTILE, ids=str)
+def test_an_index_that_nobody_wrote_is_a_typed_error(change: dict[str, object], sound: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(sound, tmp_path / "root")
+    path = root / "t/parity/index.json"
+    text = json.dumps({**json.loads(path.read_text()), **change, "digest": None}).rpartition(", ")[0].encode()
+    path.write_bytes(text + b',\n"digest":"' + to_hex(digest(text)).encode() + b'"}\n')
+    lose(root / "t") if "files" not in change else next((root / "t/model").iterdir()).unlink()
+    before = bytes_of(root / "t")
+    with pytest.raises((xla_ckpt.CorruptCheckpointError, xla_ckpt.UnsupportedVersionError)):
+        xla_ckpt.repair(root)
+    assert not xla_ckpt.verify(root).ok
+    assert bytes_of(root / "t") == before
+
+
+def test_a_load_that_meets_damage_names_the_way_out(tmp_path: Path) -> None:
+    tag = tag_with(tmp_path)
+    flip(max(payload(tag), key=lambda path: path.stat().st_size), 2 * BLOCK)
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify --repair"):
+        xla_ckpt.restore(tmp_path, "t")
+    spoil_manifest(tag)
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify --repair"):
+        xla_ckpt.restore(tmp_path, "t")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tag = tag_with(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    assert "parity: file" in capsys.readouterr().out
+    lose(tag)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "verify --repair" in capsys.readouterr().out
+    assert main(["verify", "--repair", str(tmp_path)]) == 0
+    assert "repaired: " in capsys.readouterr().out
+
+
+def test_a_save_that_replaces_the_tag_meanwhile_gets_none_of_the_old_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tag = tag_with(tmp_path)
+    lose(tag)
+    adopt = LocalDirectory.adopt
+
+    def late(directory: LocalDirectory, other: LocalDirectory, path: str) -> None:
+        monkeypatch.setattr(LocalDirectory, "adopt", adopt)
+        xla_ckpt.save(tmp_path, "t", {"x": np.ones(3)})
+        xla_ckpt.finalize_checkpoint()
+        adopt(directory, other, path)
+
+    monkeypatch.setattr(LocalDirectory, "adopt", late)
+    xla_ckpt.repair(tmp_path, "t")
+    assert xla_ckpt.verify(tmp_path, "t").ok
+    assert not xla_ckpt.verify(tmp_path, "t").strangers
+    assert np.array_equal(xla_ckpt.restore(tmp_path, "t").tree["x"], np.ones(3))
+
+
+def test_in_memory() -> None:
+    xla_ckpt.save("memory://parity", "t", {"x": np.arange(300_000)}, parity="file")
+    assert xla_ckpt.verify("memory://parity").ok
+    assert xla_ckpt.repair("memory://parity") == ()
+
+
+def saves(rank: int, root: Path) -> dict[str, int]:
+    import torch
+
+    half = {"w": torch.arange(600_000, dtype=torch.float32)[300_000 * rank : 300_000 * (rank + 1)].clone()}
+    report = xla_ckpt.save_checkpoint(
+        root, "t", half, mesh=xla_ckpt.Mesh(tp=2), shardings=[("", ("tp",))], parity="file", timeout=60
+    ).result()
+    return {"files": report.phases["parity"].files}
+
+
+def test_two_ranks_share_the_work(tmp_path: Path) -> None:
+    assert run_on_ranks(saves, 2, tmp_path) == [{"files": 2}, {"files": 2}]
+    before = bytes_of(tmp_path / "t")
+    assert sorted(path.name for path in (tmp_path / "t/parity").iterdir()) == [
+        "blocks-00001-of-00002", "blocks-00002-of-00002", "index.json", "manifest.json",
+        "stripes-00001-of-00002", "stripes-00002-of-00002",
+    ]  # fmt: skip
+    for damage in (lose_and_flip, spoil_parity, spoil_index):
+        damage(tmp_path / "t")
+        xla_ckpt.repair(tmp_path)
+        assert bytes_of(tmp_path / "t") == before
+
+
+def differs(rank: int, root: Path, parity: list[str | None]) -> str:
+    try:
+        xla_ckpt.save(root, "t", {"x": 1}, mesh=xla_ckpt.Mesh(dp=2), parity=parity[rank], timeout=60)  # type: ignore[arg-type]
+    except xla_ckpt.UsageError as error:
+        return f"rank {error.rank}: {error.problem}"
+    return "saved"
+
+
+@pytest.mark.parametrize("parity", [[None, "file"], ["file", None], ["file", "block"]], ids=str)
+def test_ranks_that_want_different_parity_are_told(parity: list[str | None], tmp_path: Path) -> None:
+    assert run_on_ranks(differs, 2, tmp_path, parity) == ["rank 1: the ranks make different calls"] * 2
+
+
+def fails_on_one(rank: int, root: Path) -> str:
+    if rank == 1:
+        import xla_ckpt.engine.save as engine
+
+        def refuse(*_: object, **__: object) -> object:
+            raise OSError(28, "No space left on device")
+
+        engine.write_share = refuse  # type: ignore[assignment]
+    try:
+        saves(rank, root)
+    except xla_ckpt.StorageError as error:
+        return f"rank {error.rank}: {error.strerror}"
+    return "saved"
+
+
+def test_a_rank_that_cannot_write_its_parity_fails_the_save_on_all(tmp_path: Path) -> None:
+    assert run_on_ranks(fails_on_one, 2, tmp_path) == ["rank 1: No space left on device"] * 2
+    assert xla_ckpt.list_tags(tmp_path) == []

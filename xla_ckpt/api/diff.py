@@ -1,0 +1,192 @@
+"""What differs between two tags, wherever they lie and in whatever layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.api.llama import Config, known_model
+from xla_ckpt.api.opened import opened, source_of
+from xla_ckpt.engine.difference import Distance, distance
+from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.stream import MAX_MEMORY
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import StorageError, UsageError
+from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.sharding.rules import Rules, parse_rules
+from xla_ckpt.storage.door import PathLike
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.skeleton import is_object, plain_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What differs between two tags. Leaves are named by their leaf paths."""
+
+    a: tuple[str, str]
+    """Root directory and tag of the first one."""
+
+    b: tuple[str, str]
+    """Root directory and tag of the second one."""
+
+    only_in_a: tuple[str, ...]
+    """Arrays and plain values that the second one has not."""
+
+    only_in_b: tuple[str, ...]
+    """Arrays and plain values that the first one has not."""
+
+    retyped: Mapping[str, tuple[str, str]]
+    """Arrays of another element type or shape, with both: ``"float32 [4, 4]"``. Their values are not compared."""
+
+    moved: Mapping[str, Distance]
+    """Arrays whose bytes differ, and by how much."""
+
+    values: Mapping[str, tuple[Any, Any]]
+    """Plain values that differ, as the manifests have them. Pickled objects are compared by their bytes, but
+    in tags that another library wrote, where they are not compared."""
+
+    equal: int
+    """Number of arrays with the same bytes."""
+
+    parts: Mapping[str, Distance]
+    """Sum over the arrays that moved, for each part of the state: ``model``, ``optimizer``, ..."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.only_in_a or self.only_in_b or self.retyped or self.moved or self.values)
+
+
+def diff(
+    a: PathLike,
+    b: PathLike,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    *,
+    leaf: str | None = None,
+    shardings: Rules | None = None,
+    model: Any = None,
+    optimizer: Any = None,
+    config: Config | None = None,
+    kv_size_multiplier: int | None = None,
+    hardware: str | None = None,
+    max_memory: int = MAX_MEMORY,
+    num_workers: int = READERS,
+) -> Difference:
+    """Compare two tags of any layouts: what only one of them has, what has another type or shape, what moved how far.
+
+    Arrays that are cut alike and have equal digests are equal, and are not read. All others are read in pieces, so
+    that memory does not grow with the tags, and are verified.
+
+    Args:
+        a: Root directory of the first tag, or what `load_checkpoint` takes in its place.
+        b: The same of the second one; it may be `a`.
+        tag_a: Which tag; None takes the newest.
+        tag_b: Which tag; None takes the newest.
+        leaf: Compare only leaves at or below this path, or like this pattern of a shell.
+        shardings: For tags that another library wrote: what their files do not say, as for `convert`.
+        model: Likewise.
+        optimizer: Likewise.
+        config: As for `export_hf`.
+        kv_size_multiplier: As for `export_hf`.
+        hardware: As for `export_hf`.
+        max_memory: Bytes in memory at a time, beside the readers' own buffers.
+        num_workers: Threads that read, at most.
+
+    Returns:
+        A `Difference`; `same` says whether there is none.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        CorruptCheckpointError: A tag is damaged.
+        IncompatibleCheckpointError: Nothing says how an array of another library's tag is split.
+        UsageError: No leaf of either tag is like `leaf`.
+
+    Example:
+        ``xla_ckpt.diff("runs/lm", "runs/lm", "step_10", "step_20", leaf="model").moved``
+    """
+    rules, known = parse_rules(shardings), known_model(config, kv_size_multiplier, hardware)
+    sources = [source_of(path, tag) for path, tag in ((a, tag_a), (b, tag_b))]
+    try:
+        with (
+            opened(*sources[0], rules, model, optimizer, known=known) as one,
+            opened(*sources[1], rules, model, optimizer, known=known) as other,
+        ):
+            return _compared(one, other, leaf, max_memory, num_workers)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError.of(error, "comparing two tags") from error
+
+
+def _compared(one: TagReader, other: TagReader, pattern: str | None, max_memory: int, workers: int) -> Difference:
+    arrays_a, arrays_b = _arrays(one.manifest, pattern), _arrays(other.manifest, pattern)
+    values_a, values_b = _values(one, pattern), _values(other, pattern)
+    if not (arrays_a or arrays_b or values_a or values_b):
+        raise UsageError("no leaf of the two tags is like this", found=pattern)
+    retyped: dict[str, tuple[str, str]] = {}
+    moved: dict[str, Distance] = {}
+    parts: dict[str, Distance] = {}
+    known: dict[tuple[str, str], Distance | None] = {}
+    equal = 0
+    for leaf, record in arrays_a.items():
+        its = arrays_b.get(leaf)
+        if its is None:
+            continue
+        if (record.dtype, record.shape) != (its.dtype, its.shape):
+            retyped[leaf] = _typed(record), _typed(its)
+            continue
+        pair = one.manifest.aliases.get(leaf, leaf), other.manifest.aliases.get(leaf, leaf)
+        if pair not in known:  # shared arrays are compared once
+            known[pair] = distance(one, leaf, other, leaf, max_memory=max_memory, workers=workers)
+        part = paths.split(leaf)[0] if leaf else leaf
+        if (found := known[pair]) is None:
+            equal += 1
+        else:
+            moved[leaf] = found
+            parts[part] = parts.get(part, Distance()) + found
+    names_a, names_b = {**arrays_a, **values_a}, {**arrays_b, **values_b}
+    return Difference(
+        a=(one.root, one.tag),
+        b=(other.root, other.tag),
+        only_in_a=tuple(n for n in names_a if n not in names_b),
+        only_in_b=tuple(n for n in names_b if n not in names_a),
+        retyped=retyped,
+        moved=moved,
+        values={n: (v, values_b[n]) for n, v in values_a.items() if n in values_b and not _equal(v, values_b[n])},
+        equal=equal,
+        parts=parts,
+    )
+
+
+def _arrays(manifest: Manifest, pattern: str | None) -> dict[str, ArrayRecord]:
+    """Leaf path -> record of all arrays that are meant, shared ones included.
+
+    Raises:
+        IncompatibleCheckpointError: Nothing says how one of them was split.
+    """
+    found = {}
+    for leaf in (*manifest.arrays, *manifest.unknown, *manifest.aliases):
+        if paths.is_like(leaf, pattern) and (record := manifest.array(leaf)) is not None:
+            found[leaf] = record
+    return found
+
+
+def _values(reader: TagReader, pattern: str | None) -> dict[str, Any]:
+    """Plain values that are meant, and of pickled objects what tells one from another one."""
+    manifest = reader.manifest
+    found = {leaf: v for leaf, v in plain_values(manifest.skeleton).items() if paths.is_like(leaf, pattern)}
+    for leaf, value in found.items():
+        if is_object(value) and value["$object"] < len(manifest.objects):
+            record = manifest.files[manifest.objects[value["$object"]]]
+            found[leaf] = {"$object": f"{record.size} bytes, digest {record.digest:016x}"}
+    return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def _typed(record: ArrayRecord) -> str:
+    return f"{record.dtype.name} {list(record.shape)}"

@@ -1,0 +1,108 @@
+"""``completion``: what makes a shell complete commands and options. It is made from the parser, so it cannot differ."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def add_completion(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``completion``."""
+    parser.add_argument("shell", choices=SHELLS, help="which shell")
+
+
+def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Print the script of a shell for a parser whose commands have all of their arguments."""
+    commands = _commands(parser)
+    print({"bash": _bash, "zsh": _zsh, "fish": _fish}[args.shell](commands))
+    return 0
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    made = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(next(made).choices)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """Each long option of a command."""
+    for action in parser._actions:  # argparse has no other list of them
+        for option in action.option_strings:
+            if option.startswith("--"):
+                yield option, action
+
+
+def _choices(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Option -> its choices, of options that have some."""
+    return {o: " ".join(map(str, a.choices)) for o, a in _options(parser) if a.choices is not None}
+
+
+def _positional(parser: argparse.ArgumentParser) -> str:
+    """The choices of a positional argument; none where it is a path."""
+    found = (a.choices for a in parser._actions if not a.option_strings and a.choices is not None)
+    return " ".join(map(str, next(found, ())))
+
+
+def _cases(commands: dict[str, argparse.ArgumentParser]) -> str:
+    """The arms of a ``case`` of a shell: the words that may follow a command, and the choices of its options."""
+    arms = []
+    for name, parser in commands.items():
+        arms += [
+            f"    {name}:{option}) offered={shlex.quote(choices)} ;;" for option, choices in _choices(parser).items()
+        ]
+        words = " ".join([*(option for option, _ in _options(parser)), _positional(parser)]).strip()
+        arms.append(f"    {name}:*) offered={shlex.quote(words)} ;;")
+    return "\n".join(arms)
+
+
+def _bash(commands: dict[str, argparse.ArgumentParser]) -> str:
+    return f"""\
+_xla_ckpt() {{
+  local offered command=${{COMP_WORDS[1]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+  if [ "$COMP_CWORD" -eq 1 ]; then command=; fi
+  case "$command:$before" in
+    :*) offered={shlex.quote(" ".join([*commands, "--help", "--version"]))} ;;
+{_cases(commands)}
+    *) offered= ;;
+  esac
+  COMPREPLY=($(compgen -W "$offered" -- "${{COMP_WORDS[COMP_CWORD]}}"))
+}}
+complete -o default -F _xla_ckpt xla-ckpt"""
+
+
+def _zsh(commands: dict[str, argparse.ArgumentParser]) -> str:
+    return f"""\
+#compdef xla-ckpt
+_xla_ckpt() {{
+  local offered command=${{words[2]}} before=${{words[CURRENT-1]}} current=$CURRENT
+  if (( current == 2 )); then command=; fi
+  case "$command:$before" in
+    :*) offered={shlex.quote(" ".join([*commands, "--help", "--version"]))} ;;
+{_cases(commands)}
+    *) offered= ;;
+  esac
+  compadd -- ${{=offered}}
+  if (( current > 2 )); then _files; fi
+}}
+if [ "$funcstack[1]" = _xla-ckpt ]; then _xla_ckpt "$@"; else compdef _xla_ckpt xla-ckpt; fi"""
+
+
+def _fish(commands: dict[str, argparse.ArgumentParser]) -> str:
+    lines = ["complete -c xla-ckpt -n __fish_use_subcommand -l version -d 'Say which version this is'"]
+    for name, parser in commands.items():
+        about = shlex.quote(parser.description or "")
+        lines.append(f"complete -c xla-ckpt -n __fish_use_subcommand -f -a {name} -d {about}")
+        seen = shlex.quote(f"__fish_seen_subcommand_from {name}")
+        if positional := _positional(parser):
+            lines.append(f"complete -c xla-ckpt -n {seen} -f -a {shlex.quote(positional)}")
+        choices = _choices(parser)
+        for option, action in _options(parser):
+            line = f"complete -c xla-ckpt -n {seen} -l {option.removeprefix('--')}"
+            if option in choices:
+                line += f" -x -a {shlex.quote(choices[option])}"
+            elif action.nargs != 0:
+                line += " -r"
+            lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""Commands that change which tags are kept: ``rm``, ``pin``, ``unpin``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from xla_ckpt.cli import options
+from xla_ckpt.cli.output import print_answer
+from xla_ckpt.errors import CheckpointError, UsageError
+
+
+def add_tags(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``pin`` and ``unpin``."""
+    parser.add_argument("path", metavar="ROOT", help="root directory of tags")
+    parser.add_argument("tags", metavar="TAG", nargs="+", help="which tags")
+    options.add_json(parser)
+
+
+def add_rm(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``rm``."""
+    add_tags(parser)
+    parser.add_argument("--yes", action="store_true", help="do not ask; needed where nobody can be asked")
+    parser.add_argument("--force", action="store_true", help="also tags that are pinned, being read, or the last one")
+
+
+def rm(args: argparse.Namespace) -> int:
+    """The command ``rm``; returns its exit code."""
+    from xla_ckpt.api.keeping import delete_tag
+    from xla_ckpt.api.tags import list_tags
+    from xla_ckpt.layouts.registry import no_tag
+    from xla_ckpt.storage.door import store_at
+
+    there = list_tags(args.path)
+    tags = [*dict.fromkeys(args.tags)]
+    for tag in tags:
+        if tag not in there:
+            raise no_tag(store_at(args.path), tag)  # before any other one is deleted
+    if not args.yes and not _confirmed(f"Delete {', '.join(tags)} in {args.path}? [y/N] "):
+        print("xla-ckpt: nothing was deleted", file=sys.stderr)
+        return 1
+
+    def delete(tag: str) -> str:
+        delete_tag(args.path, tag, force=args.force)
+        return "deleted"
+
+    return _each(args, tags, delete)
+
+
+def pin(args: argparse.Namespace) -> int:
+    """The command ``pin``; returns its exit code."""
+    from xla_ckpt.api.keeping import pin_tag
+
+    return _each(args, args.tags, lambda tag: "pinned" if pin_tag(args.path, tag) else "was pinned already")
+
+
+def unpin(args: argparse.Namespace) -> int:
+    """The command ``unpin``; returns its exit code."""
+    from xla_ckpt.api.keeping import unpin_tag
+
+    return _each(args, args.tags, lambda tag: "unpinned" if unpin_tag(args.path, tag) else "was not pinned")
+
+
+def _each(args: argparse.Namespace, tags: list[str], act: Callable[[str], str]) -> int:
+    """Do something with each tag. What was done before a refusal is told."""
+    from xla_ckpt.cli import render
+
+    done: list[dict[str, str]] = []
+    refused: CheckpointError | None = None
+    for tag in tags:
+        try:
+            done.append({"tag": tag, "done": act(tag)})
+        except CheckpointError as error:
+            refused = error
+            break
+    if done:
+        print_answer(args, {"path": args.path, "tags": done}, render.done)
+    if refused is not None:
+        raise refused
+    return 0
+
+
+def _confirmed(question: str) -> bool:
+    """Whether a person says yes.
+
+    Raises:
+        UsageError: Nobody can be asked.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError("nobody can be asked whether tags may be deleted", expected="a terminal, or --yes")
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,0 +1,136 @@
+"""Commands that look at tags: ``ls``, ``show``, ``verify``, ``explain``, ``diff``."""
+
+from __future__ import annotations
+
+import argparse
+
+from xla_ckpt.cli import options
+from xla_ckpt.cli.output import print_answer
+
+
+def add_ls(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``ls``."""
+    options.add_path(parser)
+
+
+def ls(args: argparse.Namespace) -> int:
+    """The command ``ls``; returns its exit code."""
+    from xla_ckpt.cli import facts, render
+
+    root, tag = facts.locate(args.path, None)
+    answer = facts.list_facts(root) if tag is None else facts.tag_list_facts(root, tag)
+    print_answer(args, answer, render.tag_table)
+    return int(any(t["problem"] for t in answer["tags"]))
+
+
+def add_show(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``show``."""
+    options.add_path(parser)
+    options.add_tag(parser)
+    parser.add_argument(
+        "--report", action="store_true", help="where the time of its save went, stage by stage, rank by rank"
+    )
+    options.add_leaf(parser)
+    options.add_model(parser)
+
+
+def show(args: argparse.Namespace) -> int:
+    """The command ``show``; returns its exit code."""
+    from xla_ckpt.cli import bars, facts, render
+
+    root, tag = facts.locate(args.path, args.tag)
+    if args.report:
+        print_answer(args, facts.report_facts(root, facts.newest(root, tag)), bars.report)
+        return 0
+    known = options.model_of(args)
+    answer = facts.show_facts(
+        root, facts.newest(root, tag), args.leaf, options.rules(args), *facts.targets(args.like), **known
+    )
+    print_answer(args, answer, render.tag)
+    return 0
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``verify``."""
+    options.add_path(parser)
+    options.add_tag(parser)
+    parser.add_argument("--all", action="store_true", help="all tags of the directory")
+    parser.add_argument(
+        "--repair", action="store_true", help="first give tags that were saved with parity back what they have lost"
+    )
+
+
+def verify(args: argparse.Namespace) -> int:
+    """The command ``verify``; returns its exit code."""
+    from xla_ckpt.cli import facts, render
+
+    root, tag = facts.locate(args.path, args.tag)
+    if args.all and tag is None:
+        tags = [t["tag"] for t in facts.list_facts(root)["tags"]]
+        if not tags:
+            facts.newest(root, None)  # says that there is none
+    else:
+        tags = [facts.newest(root, tag)]
+    answers = []
+    for name in tags:
+        answers.append(facts.verify_facts(root, name, repairs=args.repair))
+        if not args.json:
+            print_answer(args, answers[-1], render.verdict)
+    if args.json:
+        print_answer(args, answers if args.all else answers[0], render.verdict)
+    return int(not all(a["ok"] for a in answers))
+
+
+def add_explain(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``explain``."""
+    options.add_path(parser)
+    options.add_tag(parser)
+    parser.add_argument("--mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
+    options.add_model(parser)
+
+
+def explain(args: argparse.Namespace) -> int:
+    """The command ``explain``; returns its exit code."""
+    from xla_ckpt.cli import facts, render
+
+    root, tag = facts.locate(args.path, args.tag)
+    known = options.model_of(args)
+    answer = facts.explain_facts(
+        root, facts.newest(root, tag), args.mesh, options.rules(args), *facts.targets(args.like), **known
+    )
+    print_answer(args, answer, render.explanation)
+    return int(not answer["ok"])
+
+
+def add_diff(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``diff``."""
+    parser.add_argument("a", metavar="A", help=options.PATH)
+    parser.add_argument("b", metavar="B", help="the same; or the name of another tag of A's root directory")
+    options.add_json(parser)
+    parser.add_argument("--tag-a", metavar="TAG", help="which tag of A (default: the newest)")
+    parser.add_argument("--tag-b", metavar="TAG", help="which tag of B (default: the newest)")
+    options.add_leaf(parser)
+    options.add_model(parser)
+    options.add_max_memory(parser)
+
+
+def diff(args: argparse.Namespace) -> int:
+    """The command ``diff``; returns its exit code."""
+    from xla_ckpt.cli import facts, moves
+
+    a = facts.locate(args.a, args.tag_a)
+    b = facts.locate_beside(a[0], args.b, args.tag_b)
+    model, optimizer = facts.targets(args.like)
+    known = options.model_of(args)
+    answer = moves.diff_facts(
+        a,
+        b,
+        leaf=args.leaf,
+        shardings=options.rules(args),
+        model=model,
+        optimizer=optimizer,
+        max_memory=args.max_memory,
+        **known,
+    )
+    print_answer(args, answer, moves.difference)
+    return int(not answer["same"])

@@ -1,0 +1,115 @@
+"""Arguments that several commands have, and what is made of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+PATH = (
+    "root directory of tags, or one tag, or one file (.pt), or a set of SageMaker model parallel's parts "
+    "(checkpoint.pt for checkpoint.pt_0_0, ...)"
+)
+
+
+def add_path(parser: argparse.ArgumentParser) -> None:
+    """Where the tags lie, and how the answer is printed."""
+    parser.add_argument("path", metavar="PATH", help=PATH)
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """How the answer is printed."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def add_tag(parser: argparse.ArgumentParser) -> None:
+    """Which tag."""
+    parser.add_argument("--tag", help="which one (default: the newest)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """What a person may say of the model whose state a tag holds."""
+    from xla_ckpt.api.llama import HARDWARE
+
+    parser.add_argument(
+        "--like",
+        metavar="MODULE:FUNCTION",
+        help="for tags of neuronx-distributed and SageMaker model parallel, and files whose optimizer numbers its "
+        "parameters: a function, of a module in the current directory or on PYTHONPATH, that returns the model "
+        "(its values do not matter), or (model, optimizer), which converting an optimizer's state needs",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the config.json of a Llama-like model, in place of --like; exports get Hugging Face's names by it",
+    )
+    parser.add_argument(
+        "--kv-size-multiplier",
+        type=int,
+        metavar="N",
+        help="with --config: how many tensor-parallel ranks hold each key-value head",
+    )
+    parser.add_argument(
+        "--hardware", choices=HARDWARE, help="with --kv-size-multiplier: trn1 and trn2 order the heads differently"
+    )
+    add_rules(parser)
+
+
+def add_leaf(parser: argparse.ArgumentParser) -> None:
+    """Which leaves."""
+    parser.add_argument(
+        "--leaf",
+        metavar="PATTERN",
+        help="only leaves at or below a name, or like a pattern: 'model/layers.0', 'optimizer', 'model/*bias'",
+    )
+
+
+def add_max_memory(parser: argparse.ArgumentParser) -> None:
+    """How much memory arrays may take."""
+    from xla_ckpt.engine.stream import MAX_MEMORY
+
+    parser.add_argument(
+        "--max-memory",
+        type=size,
+        default=MAX_MEMORY,
+        metavar="SIZE",
+        help="array data in memory at a time (default: 1 GiB)",
+    )
+
+
+def size(text: str) -> int:
+    """A number of bytes, as argparse wants it."""
+    from xla_ckpt.cli import facts
+
+    try:
+        return facts.nbytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_rules(parser: argparse.ArgumentParser) -> None:
+    """Rules of how arrays are split."""
+    parser.add_argument(
+        "--sharding",
+        nargs=2,
+        action="append",
+        metavar=("PATTERN", "SPEC"),
+        help="split leaves in which PATTERN is found like SPEC, one word a dim: 'up_proj' 'tp,_', 'qkv' 'tp*3,_', "
+        "'emb' 'dp+tp'; 'norm' '_' is not split",
+    )
+
+
+def rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
+    """The rules that the command line gives."""
+    from xla_ckpt.cli import facts
+
+    return [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says about a Llama-like model."""
+    return {
+        "config": args.config,
+        "kv_size_multiplier": args.kv_size_multiplier,
+        "hardware": args.hardware,
+    }

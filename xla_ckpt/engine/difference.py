@@ -1,0 +1,122 @@
+"""How far two stored arrays are from each other, read within bounded memory; not at all where their digests say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.numpy_types import numpy_dtype
+from xla_ckpt.engine.read import READERS, read_into
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.manifest.records import ArrayRecord
+from xla_ckpt.plan.restore_plan import Want, plan_restore
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.ranges import pieces
+
+MEMORY = 16
+"""Bytes in memory for each byte of an array that is compared, both copies and their float64 values included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far one array is from another one of its type and shape."""
+
+    elements: int = 0
+    """Elements whose bytes differ."""
+
+    max_abs: float = 0.0
+    """Largest absolute difference of two values; inf where one of them is NaN or infinite, and the other one is not."""
+
+    squares: float = 0.0
+    """Sum of the squares of all differences."""
+
+    base: float = 0.0
+    """Sum of the squares of the first array's finite values."""
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            self.elements + other.elements,
+            max(self.max_abs, other.max_abs),
+            self.squares + other.squares,
+            self.base + other.base,
+        )
+
+    @property
+    def relative(self) -> float:
+        """L2 norm of the difference, in units of the L2 norm of the first array."""
+        if not self.squares:
+            return 0.0
+        return float(np.sqrt(self.squares / self.base)) if self.base else float("inf")
+
+
+def distance(
+    one: TagReader, leaf: str, other: TagReader, its_leaf: str, *, max_memory: int, workers: int = READERS
+) -> Distance | None:
+    """How far a stored array is from another one of the same type and shape; None if all bytes are equal.
+
+    What is read is verified. Where the digests of both are known and equal, nothing is read.
+
+    Raises:
+        CorruptCheckpointError: A tag is damaged.
+        IncompatibleCheckpointError: Nothing says how an array was split.
+        OSError: The storage refused.
+    """
+    a, b = one.manifest.array(leaf), other.manifest.array(its_leaf)
+    assert a is not None
+    assert b is not None
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    if same_digests(one, a, other, b):
+        return None
+    whole, itemsize = Box.whole(a.shape), a.dtype.itemsize
+    found = Distance()
+    for part in pieces(whole, whole, itemsize, max(max_memory // MEMORY, 1)):
+        slots = [memoryview(bytearray(part.size * itemsize)) for _ in range(2)]
+        for reader, name, slot in ((one, leaf, slots[0]), (other, its_leaf, slots[1])):
+            read_into(reader, plan_restore(reader.manifest, [Want(name, part, 0)]), [slot], workers=workers)
+        found += of_bytes(slots[0], slots[1], a.dtype)
+    return found if found.elements else None
+
+
+def same_digests(one: TagReader, a: ArrayRecord, other: TagReader, b: ArrayRecord) -> bool:
+    """Whether digests say that two arrays of the same type and shape have equal bytes: both are cut alike."""
+    ours, theirs = ({(s.box.start, s.box.stop): s for s in record} for record in (a, b))
+    if ours.keys() != theirs.keys():
+        return False
+    for box, shard in ours.items():
+        twin = theirs[box]
+        if shard.frame is not None or twin.frame is not None:
+            return False
+        nbytes = shard.box.size * a.dtype.itemsize
+        known = one.digests(shard.file, shard.offset, nbytes)
+        if known is None or known != other.digests(twin.file, twin.offset, nbytes):
+            return False
+    return True
+
+
+def of_bytes(one: memoryview, other: memoryview, dtype: DType) -> Distance:
+    """How far the values in some bytes are from those in others.
+
+    >>> import numpy as np
+    >>> a, b = (memoryview(np.array(v, np.float32)).cast("B") for v in ([3, 4], [3, 4.5]))
+    >>> of_bytes(a, b, DType("float32", 4, "F32"))
+    Distance(elements=1, max_abs=0.5, squares=0.25, base=25.0)
+    """
+    if dtype.name.endswith("_x2"):  # two values in a byte: their bytes are compared
+        a, b = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
+    else:
+        a, b = (np.frombuffer(data, numpy_dtype(dtype)) for data in (one, other))
+    rows = (np.frombuffer(data, np.uint8).reshape(-1, dtype.itemsize) for data in (one, other))
+    elements = int(np.count_nonzero((next(rows) != next(rows)).any(axis=1)))
+    kind = np.complex128 if dtype.name.startswith("complex") else np.float64
+    x, y = a.astype(kind), b.astype(kind)
+    with np.errstate(invalid="ignore", over="ignore"):
+        size = np.abs(x)
+        base = float(np.square(size[np.isfinite(size)]).sum())
+        if not elements:
+            return Distance(base=base)
+        apart = np.abs(x - y)
+        apart[(x == y) | (np.isnan(x) & np.isnan(y))] = 0.0
+        apart[np.isnan(apart)] = np.inf
+        return Distance(elements, float(apart.max()), float(np.square(apart).sum()), base)

@@ -1,0 +1,375 @@
+"""Giving a tag with parity back the bytes that it has lost.
+
+All is decided before anything is changed. Every file is made anew in a draft beside the tag, compared with its digests,
+made durable, and only then put in the place of the damaged one, in one step. A repair that is killed leaves some files
+repaired, the others as they were, and a draft that the next save or repair removes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from xla_ckpt.engine.parity import (
+    WORKERS,
+    add,
+    all_places,
+    copy_is_sound,
+    covered,
+    damaged_sums,
+    has_parity,
+    read_index,
+    reads_as,
+    write_index,
+    write_share,
+)
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.engine.verify import verify_payload
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NotDurableError, StorageError, UsageError
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.digest import digest
+from xla_ckpt.manifest.parity_json import ParityIndex, parse
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.parity import BLOCK, COPY, FOLDER, INDEX, At, Blocks, Parity, Place, Sum, file_sizes, solve
+from xla_ckpt.storage.base import Directory, Store, read_whole, write_small
+from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.tags import commit as tags
+from xla_ckpt.tags.directory import MANIFEST
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 20
+"""More files are counted, and not named, in an error about what cannot be repaired."""
+
+KEPT_BLOCKS = 16
+"""Blocks that were worked out and are kept in memory, because others may need them."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Damage:
+    """What is wrong with a tag whose index is sound."""
+
+    manifest: bool
+    """Whether the manifest has to be replaced by its copy."""
+
+    files: Mapping[int, set[At]]
+    """Number of each file that is not as it was saved -> its bad blocks; none, if only its length is wrong."""
+
+    sums: Mapping[Sum, Place]
+    """Sums that are not as they were saved."""
+
+    copy: bool
+    """Whether the copy of the manifest is damaged."""
+
+    steps: Mapping[At, Sum] = field(default_factory=dict)
+    """What gives each bad block back."""
+
+
+def repair_tag(store: Store, tag: str, directory: Directory, *, workers: int = WORKERS) -> list[str]:
+    """Repair a tag that is open.
+
+    Returns:
+        The paths of the files that were replaced; none if nothing was damaged.
+
+    Raises:
+        UsageError: The tag has no parity.
+        CorruptCheckpointError: More is lost than the parity gives back; nothing was changed.
+        NotDurableError: It is repaired, and a loss of power may undo that.
+        OSError: The storage refused.
+    """
+    if not has_parity(directory):
+        raise UsageError(
+            "the tag has no parity, so it cannot be repaired",
+            hint="Load another tag, or restore its files from a copy. parity='file' has a save write parity.",
+        )
+    manifest, text, whole = _manifest(directory)
+    try:
+        index = read_index(directory, manifest)
+    except CorruptCheckpointError as error:
+        return _made_anew(store, tag, directory, manifest, text, error, workers)
+    damage = _damage(directory, index, manifest_lost=not whole, workers=workers)
+    return _mended(store, tag, directory, index, damage, text, workers)
+
+
+def _manifest(directory: Directory) -> tuple[Manifest, bytes, bool]:
+    """The manifest, its bytes, and whether they are in their own place and not only in the copy.
+
+    Raises:
+        CorruptCheckpointError: Both are damaged, or the manifest and the parity belong to different saves.
+    """
+    problem: CheckpointError | None = None
+    for path in (MANIFEST, COPY):
+        try:
+            text = read_whole(directory, path)
+            found = manifest_json.parse(text)
+        except FileNotFoundError:
+            problem = problem or CorruptCheckpointError("the tag has no manifest", file=path)
+        except OSError as error:
+            problem = problem or StorageError.of(error, "reading the manifest", file=path)
+        except CorruptCheckpointError as error:
+            problem = problem or error.at(file=path)
+        else:
+            _check_same_save(directory, text)
+            return found, text, path == MANIFEST
+    assert problem is not None
+    problem.hint = "Its copy in the parity is damaged, too: nothing was changed. Load another tag."
+    raise problem
+
+
+def _check_same_save(directory: Directory, manifest: bytes) -> None:
+    try:
+        index = parse(read_whole(directory, INDEX))
+    except (CorruptCheckpointError, OSError):
+        return  # found again, and dealt with, by `read_index`
+    if index.manifest != digest(manifest):
+        raise CorruptCheckpointError(
+            "the parity is not that of this manifest: nothing was changed", file=INDEX,
+            hint="Files of two saves were mixed. Restore the tag from a copy.",
+        )  # fmt: skip
+
+
+def _damage(directory: Directory, index: ParityIndex, *, manifest_lost: bool, workers: int) -> Damage:
+    """What is wrong, and how it can be mended.
+
+    Raises:
+        CorruptCheckpointError: It cannot.
+    """
+    blocks = Blocks(tuple(file.size for file in index.files))
+    files: dict[int, set[At]] = {}
+
+    def look(number: int, buffer: memoryview) -> None:
+        file, bad = index.files[number], set()
+        for block, wanted in enumerate(file.digests):
+            data = buffer[: blocks.length(number, block)]
+            if not reads_as(directory, file.path, block * BLOCK, data, buffer[BLOCK:], wanted):
+                bad.add((number, block))
+        if bad or _size(directory, file.path) != file.size:
+            files[number] = bad
+
+    work_off(range(len(index.files)), look, workers=threads(workers, 2), buffer_bytes=2 * BLOCK, name="xla_ckpt-repair")
+    sums = damaged_sums(directory, index, workers=workers)
+    sound = set(blocks.sums(index.survives)) - set(sums)
+    steps, left = solve({at for bad in files.values() for at in bad}, sound)
+    if left:
+        raise _too_much(index, left, sums)
+    copy = not copy_is_sound(directory, index)
+    return Damage(manifest=manifest_lost, files=dict(sorted(files.items())), sums=sums, copy=copy, steps=steps)
+
+
+def _size(directory: Directory, path: str) -> int | None:
+    try:
+        source = directory.open(path)
+    except OSError:
+        return None  # missing, or unreadable: it is made anew
+    source.close()
+    return source.size
+
+
+def _too_much(index: ParityIndex, left: set[At], sums: Mapping[Sum, Place]) -> CorruptCheckpointError:
+    """The error about blocks that nothing gives back."""
+    by_file: dict[int, list[int]] = {}
+    for file, block in sorted(left):
+        by_file.setdefault(file, []).append(block)
+    lines = [
+        f"  {index.files[file].path}: {len(bad)} of {len(index.files[file].digests)} blocks of 1 MiB, the first at "
+        f"byte {bad[0] * BLOCK}"
+        for file, bad in by_file.items()
+    ]
+    more = [f"  and {len(lines) - MAX_NAMED} more files"] if len(lines) > MAX_NAMED else []
+    damaged = [f"  damaged parity: {name}" for name in sorted({place.file for place in sums.values()})]
+    survives = "one damaged block in each file" + (", or one lost file" if index.survives == "file" else "")
+    return CorruptCheckpointError(
+        "more is damaged than the parity gives back: nothing was changed",
+        expected=f"at most {survives}",
+        found=f"{len(left)} blocks of {len(by_file)} files that nothing gives back",
+        hint="Load another tag, or restore these files from a copy.",
+        details="\n".join([*lines[:MAX_NAMED], *more, *damaged[:MAX_NAMED]]),
+    )
+
+
+class _Rebuilder:
+    """Works out blocks of damaged files from what is left of the tag."""
+
+    def __init__(self, directory: Directory, index: ParityIndex, steps: Mapping[At, Sum]) -> None:
+        self._directory, self._index, self._steps = directory, index, steps
+        self._blocks = Blocks(tuple(file.size for file in index.files))
+        self._places = all_places(index)
+        self._sums = dict(zip(self._blocks.sums(index.survives), index.sums, strict=True))
+        self._kept: dict[At, bytes] = {}
+
+    def write(self, draft: Directory, number: int, buffer: memoryview) -> None:
+        """Make a file anew in the draft, durably. The buffer is page-aligned, and three blocks long.
+
+        Raises:
+            CorruptCheckpointError: What came out is not what was saved: something has changed since it was looked at.
+            OSError: The storage refused.
+        """
+        file = self._index.files[number]
+        data, other, scratch = (buffer[at * BLOCK : (at + 1) * BLOCK] for at in range(3))
+        sink = draft.create(file.path, file.size)
+        try:
+            for block in range(len(file.digests)):
+                length = self._blocks.length(number, block)
+                self._fill((number, block), data[:length], other, scratch)
+                sink.write(data, length, block * BLOCK)
+            sink.commit()
+        finally:
+            sink.abandon()
+        for block, wanted in enumerate(file.digests):
+            length = self._blocks.length(number, block)
+            if not reads_as(draft, file.path, block * BLOCK, data[:length], scratch, wanted):
+                raise _changed(file.path, block)
+
+    def _fill(self, at: At, target: memoryview, other: memoryview, scratch: memoryview) -> None:
+        """Put the right bytes of a block into `target`."""
+        file, wanted = self._index.files[at[0]], self._index.files[at[0]].digests[at[1]]
+        if at not in self._steps:
+            if not reads_as(self._directory, file.path, at[1] * BLOCK, target, scratch, wanted):
+                raise _changed(file.path, at[1])
+            return
+        target[:] = self._worked_out(at, other, scratch)
+        if digest(target) != wanted:
+            raise _changed(file.path, at[1])
+
+    def _worked_out(self, at: At, other: memoryview, scratch: memoryview) -> bytes:
+        if at in self._kept:
+            return self._kept[at]
+        sum_ = self._steps[at]
+        place, length = self._places[sum_], self._blocks.sum_length(sum_)
+        total = memoryview(bytearray(BLOCK))
+        if not reads_as(self._directory, place.file, place.offset, other[:length], scratch, self._sums[sum_]):
+            raise _changed(place.file, place.offset // BLOCK)
+        add(total, other[:length])
+        for member in self._blocks.members(sum_):
+            if member == at:
+                continue
+            part = other[: self._blocks.length(*member)]
+            if member in self._steps:
+                add(total, memoryview(self._worked_out(member, other, scratch)))
+            else:
+                self._fill(member, part, other, scratch)
+                add(total, part)
+        found = bytes(total[: self._blocks.length(*at)])
+        while len(self._kept) >= KEPT_BLOCKS:
+            del self._kept[next(iter(self._kept))]
+        self._kept[at] = found
+        return found
+
+
+def _changed(path: str, block: int) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        "a file changes while it is repaired", file=path, found=f"other bytes in block {block}", hint="Try again."
+    )
+
+
+def _mended(
+    store: Store, tag: str, directory: Directory, index: ParityIndex, damage: Damage, text: bytes, workers: int
+) -> list[str]:
+    """Replace what is damaged; the paths of it."""
+    if not (damage.manifest or damage.files or damage.sums or damage.copy):
+        return []
+    draft = tags.begin(store, tag)
+    try:
+        rebuilder = _Rebuilder(directory, index, damage.steps)
+
+        def rebuild(number: int, buffer: memoryview) -> None:
+            rebuilder.write(draft.directory, number, buffer)
+
+        work_off(damage.files, rebuild, workers=1, buffer_bytes=3 * BLOCK, name="xla_ckpt-repair")
+        replaced = [index.files[number].path for number in damage.files]
+        if damage.manifest:
+            write_small(draft.directory, MANIFEST, text)
+            replaced.append(MANIFEST)
+        _adopt(directory, draft.directory, replaced)
+        if damage.sums or damage.copy:
+            files = [(file.path, file.size) for file in index.files]
+            _new_parity(directory, draft.directory, files, index.survives, index.writers, text, workers)
+            of_parity = [*sorted({place.file for place in damage.sums.values()}), *([COPY] if damage.copy else [])]
+            _adopt(directory, draft.directory, of_parity)
+            replaced += of_parity
+        _settle(directory)
+    finally:
+        tags.abandon(draft)
+    logger.warning("%s/%s: repaired %s", store.path, tag, ", ".join(replaced))
+    return replaced
+
+
+def _adopt(directory: Directory, draft: Directory, names: Iterable[str]) -> None:
+    """Put finished files in the place of damaged ones."""
+    draft.sync()
+    for name in names:
+        directory.adopt(draft, name)
+
+
+def _settle(directory: Directory) -> None:
+    """Make what was adopted outlast a loss of power.
+
+    Raises:
+        NotDurableError: The storage refused: all is repaired, and the damaged files may come back.
+    """
+    try:
+        directory.sync()
+    except OSError as refused:
+        raise NotDurableError(
+            "the repaired files are in place, but the storage refused to make their names durable",
+            found=refused.strerror or str(refused),
+            hint="A loss of power may bring back the damaged ones. Look at the storage, and verify the tag.",
+        ) from refused
+
+
+def _new_parity(
+    directory: Directory,
+    draft: Directory,
+    files: Sequence[tuple[str, int]],
+    parity: Parity,
+    world: int,
+    text: bytes,
+    workers: int,
+) -> list[str]:
+    """Make all parity files anew in a draft, from files that are sound; the paths of them."""
+    shares = [
+        write_share(directory, files, parity, rank, world, workers=workers, phases=Phases(), into=draft).to_json()
+        for rank in range(world)
+    ]
+    write_index(draft, files, parity, text, shares)
+    blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, INDEX))
+    return [*file_sizes(blocks, all_places(index)), COPY, INDEX]
+
+
+def _made_anew(
+    store: Store,
+    tag: str,
+    directory: Directory,
+    manifest: Manifest,
+    text: bytes,
+    problem: CorruptCheckpointError,
+    workers: int,
+) -> list[str]:
+    """Make the whole parity anew, if everything else is as the manifest says: without its index it gives nothing back.
+
+    Raises:
+        CorruptCheckpointError: Something else is damaged, too.
+    """
+    reader = TagReader(directory, store.path, tag, manifest)
+    try:
+        problems = verify_payload(reader).problems
+    finally:
+        reader.close_files()
+    if problems or digest(read_whole(directory, MANIFEST)) != digest(text):
+        problem.hint = "Without it nothing can be repaired, and nothing was changed. Load another tag."
+        problem.details = "\n".join(f"  {found}" for found in problems[:MAX_NAMED])
+        raise problem
+    names = [name for name in directory.files() if name.startswith(FOLDER)]
+    parity: Parity = "file" if any(name.startswith(f"{FOLDER}stripes-") for name in names) else "block"
+    worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
+    draft = tags.begin(store, tag)
+    try:
+        world = max(worlds, default=1)
+        names = _new_parity(directory, draft.directory, covered(manifest), parity, world, text, workers)
+        _adopt(directory, draft.directory, names)
+        _settle(directory)
+        return names
+    finally:
+        tags.abandon(draft)
