@@ -77,6 +77,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._due = False
         self._now, self._epoch = RandomMoment(), RandomMoment()
         self._resumed_in_epoch = self._resumed = False
+        self._held: Any = None
 
     def resume(self, trainer: Any, tag: str | None = None) -> str | None:
         """What `trainer.train` gets as ``resume_from_checkpoint``. All ranks call it, before `train`.
@@ -155,6 +156,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self._resumed:
             (self._epoch if self._resumed_in_epoch else self._now).restore()
             self._resumed = False
+            if self._resumed_in_epoch:
+                self._held = _sampler_of_epochs(objects["train_dataloader"])
+        if self._held is not None:
+            # accelerate 1.14 skips batches with a new loader, which counts epochs from 0: without this the rest of a
+            # later epoch would come in the order of the first one.
+            self._held.set_epoch = lambda epoch: None
         self._epoch.take()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -162,6 +169,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self._resumed_in_epoch:
             self._now.restore()
             self._resumed_in_epoch = False
+        if self._held is not None:
+            del self._held.set_epoch  # its class's own is in force again
+            self._held = None
         self._save_if_due(state, objects)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -212,3 +222,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             if isinstance(callback, ExportableState):
                 states.setdefault(type(callback).__name__, []).append(callback.state())
         return dict(states)
+
+
+def _sampler_of_epochs(loader: Any) -> Any:
+    """The sampler of a loader of accelerate's whose order is that of an epoch's number; None if it has no such one."""
+    loader = getattr(loader, "dataloader", loader)  # accelerate's wrapper for XLA
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    return sampler if hasattr(sampler, "set_epoch") else None
