@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.trainers import environment  # noqa: F401  # makes the trainers importable
 
-def losses(root: str, out: str, *, kill_after: int = 0, stop_after: int = 0, **arguments: Any) -> list[float]:
-    """Train, or go on; the losses of the steps that this process made."""
+
+def losses(root: str, out: str, *, kill_after: int = 0, stop_after: int = 0, **arguments: Any) -> list[tuple[float, float]]:
+    """Train, or go on; losses and norms of gradients of all steps."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 
@@ -44,4 +45,4 @@ def losses(root: str, out: str, *, kill_after: int = 0, stop_after: int = 0, **a
         resumed = callback.resume(trainer)
         trainer.train(resume_from_checkpoint=resumed)
     assert not [name for name in os.listdir(out) if name.startswith("checkpoint")], "the Trainer wrote its own"
-    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]

@@ -6,7 +6,7 @@ a job of another size can load them. A `CheckpointIO` gets one dict that Lightni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Callback
@@ -127,8 +127,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
             first, *others = held or [None]
             firsts.append(first)
             members |= {f"{kind}_{number}": other for number, other in enumerate(others, 1)}
-        if trainer.fit_loop.state_dict()["state_dict"].get(_LOADERS):
-            members["loaders"] = PerRank(_Loaders(trainer.fit_loop))
+        members["loaders"] = PerRank(_Loaders(trainer.fit_loop), reshard=_resharded)
         return module, firsts[0], firsts[1], {**members, **self._extras}
 
 
@@ -162,10 +161,23 @@ class _Loaders:
         self._loop = loop
 
     def state_dict(self) -> dict[str, Any]:
-        return {_LOADERS: self._loop.state_dict()["state_dict"][_LOADERS]}
+        return {_LOADERS: self._loop.state_dict()["state_dict"].get(_LOADERS, [])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._loop.on_load_checkpoint(dict(state))
+        if state[_LOADERS]:
+            self._loop.on_load_checkpoint(dict(state))
+
+
+def _resharded(states: Sequence[Mapping[str, Any]], rank: int, world: int) -> Mapping[str, Any]:
+    """The state of the data loaders in a job of another size: there is one only if no loader has a state."""
+    if any(state[_LOADERS] for state in states):
+        raise UsageError(
+            "the data loaders have states of their own, each of a part of the data",
+            expected=f"{len(states)} ranks",
+            found=f"{world} ranks",
+            hint="Load on as many ranks, or resume from the end of an epoch with loaders that have no state.",
+        )
+    return states[0]
 
 
 class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
