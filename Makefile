@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 LATEST := .venv-latest
 PEERS := .peers
+TRAINERS := .trainers
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check bench bench-short bench-check crash fuzz lock clean
+.PHONY: help setup demo test test-latest test-trainers check bench bench-short bench-check crash fuzz lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -34,6 +35,13 @@ test: $(READY)  ## all tests
 
 test-latest: $(LATEST)/.ready ## the tests on the newest torch, in .venv-latest, without torch_xla
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal -q $(ONLY)
+
+$(TRAINERS)/.ready: tests/trainers/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(TRAINERS) --no-deps --require-hashes -r $<
+	@touch $@
+
+test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers, with the trainers themselves
+	$(LATEST)/bin/python -m pytest -q tests/trainers
 
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .
@@ -68,4 +76,4 @@ lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-lates
 	done
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) $(LATEST) $(PEERS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(PEERS) $(TRAINERS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Where the trainers are that the development environment has not got: `make test-trainers` puts them into .trainers."""
+"""Where the trainers are that the development environment lacks: `make test-trainers` puts them into .trainers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ import torch
 from tests.trainers import environment  # noqa: F401  # makes the trainers importable
 
 
-def losses(root: str, out: str, *, kill_after: int = 0, stop_after: int = 0, **arguments: Any) -> list[tuple[float, float]]:
+def losses(
+    root: str, out: str, *, kill_after: int = 0, stop_after: int = 0, **arguments: Any
+) -> list[tuple[float, float]]:
     """Train, or go on; losses and norms of gradients of all steps."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
@@ -46,3 +48,10 @@ def losses(root: str, out: str, *, kill_after: int = 0, stop_after: int = 0, **a
         trainer.train(resume_from_checkpoint=resumed)
     assert not [name for name in os.listdir(out) if name.startswith("checkpoint")], "the Trainer wrote its own"
     return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "loss" in line]
+
+
+def transformers(root: str, out: str, options: dict[str, Any]) -> list[tuple[float, float]]:
+    """Losses and norms of gradients, as the Trainer logs them."""
+    Path(out).mkdir(exist_ok=True)
+    Path(out, "stop").unlink(missing_ok=True)
+    return losses(root, out, **options)

@@ -106,7 +106,7 @@ def accelerate_losses(root: str, log: str, *, kill_after: int = 0) -> list[str]:
     if xla_ckpt.has_checkpoint(root):
         first = load_state(accelerator, root).user_content["step"] + 1
     for step in range(first, 12):
-        if step == kill_after:
+        if kill_after and step == kill_after:
             os.kill(os.getpid(), signal.SIGKILL)
         batch = rows()[step * 2 : step * 2 + 2][0]
         with accelerator.accumulate(model):
@@ -122,3 +122,13 @@ def accelerate_losses(root: str, log: str, *, kill_after: int = 0) -> list[str]:
             handle = save_state(accelerator, root, f"step_{step}", user_content={"step": step}, async_save=True)
             handle.wait()
     return Path(log).read_text().splitlines()
+
+
+def lightning(root: str, log: str, options: dict[str, Any]) -> dict[str, str]:
+    """The last loss of each step."""
+    return {line.split()[0]: line for line in lightning_losses(root, log, **options)}
+
+
+def accelerate(root: str, log: str, options: dict[str, Any]) -> dict[str, str]:
+    """The last loss of each step."""
+    return {line.split()[0]: line for line in accelerate_losses(root, log, **options)}

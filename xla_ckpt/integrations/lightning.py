@@ -168,7 +168,7 @@ class _Loaders:
             self._loop.on_load_checkpoint(dict(state))
 
 
-def _resharded(states: Sequence[Mapping[str, Any]], rank: int, world: int) -> Mapping[str, Any]:
+def _resharded(states: Sequence[Mapping[str, Any]], _rank: int, world: int) -> Mapping[str, Any]:
     """The state of the data loaders in a job of another size: there is one only if no loader has a state."""
     if any(state[_LOADERS] for state in states):
         raise UsageError(
@@ -187,9 +187,9 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
 
         Trainer(plugins=[TagIO(async_save=True)], callbacks=[ModelCheckpoint("runs/lm")])
 
-    ``runs/lm/epoch=0-step=10.ckpt`` is the tag ``epoch=0-step=10.ckpt`` of the root ``runs/lm`` then. What Lightning puts
-    into a checkpoint comes back; that is no random state. In a job of several ranks Lightning calls a `CheckpointIO` on
-    rank 0 alone, where nothing says how arrays are split: `CheckpointCallback` is for those.
+    ``runs/lm/epoch=0-step=10.ckpt`` is the tag ``epoch=0-step=10.ckpt`` of the root ``runs/lm`` then. What Lightning
+    puts into a checkpoint comes back; the random state is no part of that. In a job of several ranks Lightning calls a
+    `CheckpointIO` on rank 0 alone, where nothing says how arrays are split: `CheckpointCallback` is for those.
 
     Args:
         save_options: Keywords of `xla_ckpt.save`, such as ``async_save``. Lightning says itself which are deleted.

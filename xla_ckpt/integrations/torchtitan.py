@@ -16,7 +16,6 @@ from typing import Any
 from torchtitan.components.checkpointer import (
     DATALOADER,
     LR_SCHEDULER,
-    MODEL,
     OPTIMIZER,
     BaseCheckpointManager,
     ModelWrapper,

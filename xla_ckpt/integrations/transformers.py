@@ -44,7 +44,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer = Trainer(model, TrainingArguments(..., save_strategy="steps", save_steps=100), callbacks=[callback])
         trainer.train(resume_from_checkpoint=callback.resume(trainer))
 
-    `TrainingArguments` say when: ``save_strategy`` and ``save_steps``. The Trainer writes no checkpoint of its own then.
+    `TrainingArguments` say when: ``save_strategy`` and ``save_steps``. The Trainer writes no checkpoint of its own.
     A tag is called ``checkpoint-N``, N being the number of steps, and holds the model, the optimizer, the scheduler,
     the Trainer's state, the random generators of each rank, and the gradient scaler if there is one.
 
@@ -120,7 +120,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if args.load_best_model_at_end or args.save_strategy == "best":
             raise UsageError(
                 "load_best_model_at_end=True and save_strategy='best' are about the Trainer's own checkpoints",
-                hint="Save with 'steps' or 'epoch', and load the best tag with load_checkpoint(root, tag, model=model).",
+                hint="Save with 'steps' or 'epoch', and load the best tag by load_checkpoint(root, tag, model=model).",
             )
         if trainer.is_deepspeed_enabled:
             raise UsageError("DeepSpeed keeps the state of the optimizer itself, and saves it itself")
