@@ -24,8 +24,10 @@ FOREIGN = {
     "xla_ckpt/cli/facts.py": {"ranks"},
     "xla_ckpt/cli/render.py": {"ranks"},
     "xla_ckpt/engine/measured.py": {"ranks"},  # how many saved
-    "xla_ckpt/integrations/lightning.py": {"optimizer", "scheduler"},  # the beginnings of names of extras
+    "xla_ckpt/integrations/accelerate.py": {"step"},  # a key of our own
+    "xla_ckpt/integrations/lightning.py": {"optimizer", "scheduler", "step"},  # beginnings of names of extras, a key
     "xla_ckpt/integrations/transformers.py": {"model", "optimizer"},  # arguments of the Trainer's events
+    "xla_ckpt/integrations/torchtitan.py": {"step"},  # a key of our own
     "xla_ckpt/layouts/dcp/names.py": {"model", "scheduler"},  # what programs call them
     "xla_ckpt/layouts/dcp/shards.py": {"model"},  # a part of names of files
     # Folders of neuronx-distributed's tags, and keys of its files.
@@ -118,7 +120,7 @@ def test_no_download_addresses_are_committed() -> None:
     if not tracked:
         pytest.skip("not a git checkout: what is committed is unknown")
     assert not [name for name in tracked if name.endswith(("uv.lock", "pylock.toml"))]
-    for pins in ("requirements-dev.txt", "requirements-latest.txt"):
+    for pins in ("requirements-dev.txt", "requirements-latest.txt", "requirements-docs.txt"):
         assert "http" not in (ROOT / pins).read_text(), pins
 
 

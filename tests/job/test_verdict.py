@@ -169,6 +169,7 @@ def test_rounds_do_not_hear_each_other() -> None:
     assert (again.hear("k", 0), again.within("tag").hear("k", 0)) == (1, 2)
     assert len(first.said) == 2, "what was said in a round inside is forgotten with it"
     first.forget()
+    second.forget()  # it gave up, and has left word
     assert board.contents == {}
 
 
@@ -193,3 +194,36 @@ def test_a_store_that_is_gone_is_no_rank_that_is() -> None:
             ask()
         assert isinstance(caught.value.__cause__, ConnectionError)
         assert caught.value.rank is None
+
+
+def test_all_that_give_up_name_the_rank_that_was_named_first() -> None:
+    """Ranks that wait for different ones would name different ones."""
+    board = Board(4)
+    first = Round(board.peer(3), "load/1", 0.05)
+    with pytest.raises(RankFailedError, match="rank 2 did not answer"):
+        first.within("tag").hear("a", 2)
+    for rank, whose in ((0, 1), (1, 0)):
+        with pytest.raises(RankFailedError, match="rank 2 did not answer") as caught:
+            Round(board.peer(rank), "load/1", 0.05).hear("b", whose)
+        assert caught.value.rank == 2
+
+
+def test_of_giving_up_and_committing_one_counts() -> None:
+    lost = RankFailedError("rank 0 did not answer", rank=0)
+    early, late = Round(Board(2), "save/1", 1), Round(Board(2), "save/1", 1)
+    assert early.decide() is None
+    assert early.decide(lost) is None, "rank 0 has begun to commit"
+    assert late.decide(lost) is lost
+    told = late.decide()
+    assert told is not None
+    assert told.to_json() == lost.to_json(), "rank 0 must not commit what others have given up"
+
+
+def test_a_verdict_that_comes_too_late_for_one_is_no_verdict_for_the_others() -> None:
+    board = Board(2)
+    with pytest.raises(RankFailedError, match="rank 0"):
+        Round(board.peer(1), "load/1", 0.05).hear_settled("doing/verdict", 0)
+    zero = Round(board, "load/1", 1)
+    zero.settle("doing/verdict")
+    with pytest.raises(RankFailedError, match="rank 0"):
+        zero.hear_settled("doing/verdict", 0)

@@ -239,14 +239,15 @@ class Save:
             if self.parity is not None:
                 self._protect(directory, self.parity, manifest, text)
             directory.sync()
-            if exchange.size > 1 and exchange.has("abort"):
-                exchange.hear("abort", 0)  # raises: a rank gave up on this one, and has told its caller so
             # A reader of another library takes the marks for a finished tag: they come when all else is durable.
             for name, data in part.writing.marks.items():
                 write_small(directory, name, data)
             directory.sync()
             self._await_orbax()
             report = kept([self._measured(plan), *(measured for _, measured in told)])
+            given_up = exchange.decide() if exchange.size > 1 else None
+            if given_up is not None:
+                raise given_up  # another rank, which has told its caller so
             began = time.perf_counter()
             retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept, report=report)
             remember(self.store, manifest)
@@ -257,6 +258,7 @@ class Save:
             problem = as_checkpoint_error(error, "saving", 0)
             problem.at(path=self.store.path, tag=self.tag)
             if exchange.size > 1:
+                problem = exchange.decide(problem) or problem
                 if draft is None:
                     exchange.say("begin", error=problem)
                 if self.parity is not None and not exchange.has("parity"):
@@ -301,15 +303,10 @@ class Save:
             name = ""  # rank 0 does not ask this rank for parity any more
             if stray is not None:
                 raise stray from None
-        try:
-            if self.parity is not None and name:
-                self._help(name, self.parity)
-            with self.phases.timed("meet"):
-                sequence: int = exchange.hear("verdict", 0)
-        except RankFailedError as error:
-            if error.rank == 0:
-                _give_up(error, exchange)
-            raise
+        if self.parity is not None and name:
+            self._help(name, self.parity)
+        with self.phases.timed("meet"):
+            sequence = _hear_verdict(exchange)
         return sequence, plan
 
     def _protect(self, directory: Directory, parity: Parity, manifest: Manifest, text: bytes) -> None:
@@ -480,13 +477,30 @@ def _out_of_step(save: Save, tag: str, mesh: str, replicas: str, parity: str | N
     )
 
 
-def _give_up(error: RankFailedError, exchange: Round) -> None:
-    """Tell rank 0, which may only be slow: it must not commit what others have given up."""
+def _hear_verdict(exchange: Round) -> int:
+    """The commit number, from rank 0.
+
+    Raises:
+        CheckpointError: The save did not commit; the same error on every rank.
+        RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows whether the tag is there.
+    """
     try:
-        if not exchange.has("verdict"):
-            exchange.say("abort", error=error)
-    except RankFailedError:
-        pass  # it holds the store, and is gone with it
+        return int(exchange.hear("verdict", 0))
+    except RankFailedError as error:
+        if error.rank != 0 or exchange.decide(error) is not None:
+            raise
+    # Rank 0 began to commit before this rank gave up on it. What became of that, rank 0 alone can say.
+    try:
+        return int(exchange.hear("verdict", 0, Deadline(exchange.timeout * (1 - LEAD))))
+    except RankFailedError as error:
+        if exchange.decide(error) is not None:
+            raise
+        raise RankFailedError(
+            "rank 0 began to commit, and did not say how that ended",
+            rank=0,
+            expected="its answer within the timeout and a fifth of it",
+            hint="It died or hangs. The tag is there, complete, or it is not there: xla_ckpt.list_tags says so.",
+        ) from None
 
 
 def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
@@ -31,6 +32,7 @@ from xla_ckpt.storage.door import PathLike
 
 logger = logging.getLogger(__name__)
 
+_NO_WEIGHTS = "none.safetensors"
 _STATE = "trainer_state"
 """Where the Trainer's own state is in the `user_content` of a tag."""
 
@@ -109,8 +111,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._tag = loaded.report.tag
         self._folder = tempfile.TemporaryDirectory(prefix="xla_ckpt-trainer-")
         TrainerState(**content[_STATE]).save_to_json(os.path.join(self._folder.name, TRAINER_STATE_NAME))
-        with open(os.path.join(self._folder.name, SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as index:
-            json.dump({"metadata": {}, "weight_map": {}}, index)  # no weights: the tag has them
+        # Every weight has a place in the index, or the Trainer would ask for missing ones; the file has none of them.
+        index = {"metadata": {}, "weight_map": dict.fromkeys(trainer.model.state_dict(), _NO_WEIGHTS)}
+        with open(os.path.join(self._folder.name, SAFE_WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as file:
+            json.dump(index, file)
+        save_file({}, os.path.join(self._folder.name, _NO_WEIGHTS))
         return self._folder.name
 
     def _check(self, trainer: Any) -> None:

@@ -25,6 +25,9 @@ class Communicator(Protocol):
     def put(self, key: str, value: bytes) -> None:
         """Make `value` visible to all ranks."""
 
+    def put_once(self, key: str, value: bytes) -> bytes:
+        """Make `value`, which is ASCII, visible to all ranks if nobody has put this key; what is there then."""
+
     def take(self, key: str, timeout: float) -> bytes:
         """The value of `key`, waiting for it at most `timeout` seconds.
 
@@ -60,6 +63,12 @@ class Solo:
         with self._changed:
             self._board[key] = value
             self._changed.notify_all()
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        with self._changed:
+            there = self._board.setdefault(key, value)
+            self._changed.notify_all()
+            return there
 
     def take(self, key: str, timeout: float) -> bytes:
         end = time.monotonic() + timeout

@@ -171,6 +171,7 @@ class StoreCommunicator:
         self._shared: Any = c10d.PrefixStore("xla_ckpt", store)
         # Who waits on a connection holds it: training's own use of the store must not wait for that.
         self._clones = hasattr(self._shared, "clone")
+        self._silent = False  # whether the store has let a wait run out without a word
         self._idle: list[_Line] = []  # connections are kept: torch asks the name server for each new one
 
     def _ask(self, action: Callable[[Any], Any], seconds: float) -> Any:
@@ -180,19 +181,26 @@ class StoreCommunicator:
             shared = self._shared
             line = _Line(shared.clone if self._clones else lambda: shared)
         answer = line.ask(action, seconds)
+        self._silent = False
         self._idle.append(line)  # only now: after an error nobody knows what it still waits for
         return answer
 
     def _reach(self, action: Callable[[Any], Any]) -> Any:
+        # Who has waited for a store that does not answer tells the others of it: that must not take REACH once more.
+        seconds = GRACE if self._silent else REACH
         try:
-            return self._ask(action, REACH)
+            return self._ask(action, seconds)
         except TimeoutError as error:
-            raise ConnectionError(f"it did not answer within {REACH:g} s") from error
+            raise ConnectionError(f"it did not answer within {seconds:g} s") from error
         except RuntimeError as error:
             raise ConnectionError(str(error)) from error
 
     def put(self, key: str, value: bytes) -> None:
         self._reach(lambda store: store.set(key, value))
+
+    def put_once(self, key: str, value: bytes) -> bytes:
+        text = value.decode("ascii")  # torch takes a string here, where it takes bytes elsewhere
+        return bytes(self._reach(lambda store: store.compare_set(key, "", text)))
 
     def take(self, key: str, timeout: float) -> bytes:
         end = time.monotonic() + timeout
@@ -211,6 +219,8 @@ class StoreCommunicator:
         except (RuntimeError, LookupError, TimeoutError) as error:
             # torch has no error of its own for a wait that ran out (LookupError, DistStoreError, RuntimeError).
             if time.monotonic() >= end:
+                # A store that works ends the wait itself, with an error of torch's.
+                self._silent = type(error) is TimeoutError and self._clones
                 raise TimeoutError(key) from error
             raise ConnectionError(str(error)) from error
         return value

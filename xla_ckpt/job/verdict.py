@@ -36,6 +36,9 @@ def as_checkpoint_error(
 LEAD = 0.8
 """The part of the timeout for which rank 0 waits for the others. Its verdict comes before they give up on it."""
 
+FATE = "fate"
+"""The key of how a round ends: the error of the rank that first gave up, or that rank 0 commits. It is put once."""
+
 COMPRESS_BYTES = 4096
 """Messages from this length on travel compressed."""
 
@@ -63,6 +66,22 @@ class Deadline:
         return max(self._end - time.monotonic(), 0.001)
 
 
+class _SilentError(Exception):
+    """A rank did not answer in time."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(rank, seconds)
+        self.rank, self.seconds = rank, seconds
+
+    def as_failure(self) -> RankFailedError:
+        """What a call raises for it, if no other rank has told another cause before."""
+        return RankFailedError(
+            f"rank {self.rank} did not answer within {self.seconds:g} s",
+            rank=self.rank,
+            hint="It died, hangs, or never made this call: all ranks must make the same calls.",
+        )
+
+
 class Round:
     """One exchange between all ranks (a save, a load), on keys of its own.
 
@@ -78,6 +97,8 @@ class Round:
     ) -> None:
         self.communicator = communicator
         self.name = name
+        self.whole = name
+        """The name of the round that this one is inside of, or its own."""
         self.timeout = timeout
         self.failure = failure
         self.said: list[str] = []
@@ -101,6 +122,30 @@ class Round:
         self.said.append(f"{self.name}/{key}")
         self._reach(lambda: self.communicator.put(f"{self.name}/{key}", _packed(message)))
 
+    def decide(self, error: CheckpointError | None = None) -> CheckpointError | None:
+        """Decide for all ranks how this round ends; the first word counts.
+
+        A rank that gives up says its error, and rank 0 says None when it begins to commit: never do both count.
+
+        Returns:
+            The error that all ranks raise, or None if rank 0 has begun to commit.
+        """
+        try:
+            there = self._put_once(f"{self.whole}/{FATE}", error)
+        except RankFailedError as gone:
+            return error or gone  # the store is gone: there is no word of others that this rank could repeat
+        return there if error is None or there is None or there.to_json() != error.to_json() else error
+
+    def settle(self, key: str, error: CheckpointError | None = None) -> None:
+        """Publish an error, or None, unless somebody has published something under this key before."""
+        self._put_once(f"{self.name}/{key}", error)
+
+    def _put_once(self, key: str, error: CheckpointError | None) -> CheckpointError | None:
+        message = {"error": error.to_json()} if error is not None else {"value": None}
+        self.said.append(key)
+        there = json.loads(self._reach(lambda: self.communicator.put_once(key, json.dumps(message).encode())))
+        return from_json(there["error"]) if "error" in there else None
+
     def has(self, key: str) -> bool:
         """Whether anybody has published this."""
         return self._reach(lambda: self.communicator.has(f"{self.name}/{key}"))
@@ -110,18 +155,41 @@ class Round:
 
         Raises:
             CheckpointError: The error that it published instead.
-            RankFailedError: It published nothing in time.
+            RankFailedError: It published nothing in time. All ranks that give up in this round raise the error of the
+                first one: they would name different ranks otherwise, each the one that it happened to wait for.
         """
+        try:
+            return self._hear(key, whose, deadline)
+        except _SilentError as error:
+            lost = error.as_failure()
+            raise self.decide(lost) or lost from None
+
+    def hear_settled(self, key: str, whose: int) -> None:
+        """Wait for rank `whose` to settle this key; settle it with an error if it does not in time.
+
+        All ranks hear the same then, also where rank `whose` comes too late for one of them only.
+
+        Raises:
+            CheckpointError: The error that it, or who first gave up on it, has settled.
+        """
+        try:
+            self._hear(key, whose, None)
+        except _SilentError as error:
+            lost = error.as_failure()
+            try:
+                there = self._put_once(f"{self.name}/{key}", lost)
+            except RankFailedError:
+                there = lost  # the store does not answer, either
+            if there is not None:
+                raise there from None
+
+    def _hear(self, key: str, whose: int, deadline: Deadline | None) -> Any:
         began = time.perf_counter()
         try:
             left = self.timeout if deadline is None else deadline.left
             data = self._reach(lambda: self.communicator.take(f"{self.name}/{key}", left))
         except TimeoutError:
-            raise RankFailedError(
-                f"rank {whose} did not answer within {self.timeout if deadline is None else deadline.seconds:g} s",
-                rank=whose,
-                hint="It died, hangs, or never made this call: all ranks must make the same calls.",
-            ) from None
+            raise _SilentError(whose, self.timeout if deadline is None else deadline.seconds) from None
         finally:
             if self.waited is not None:
                 self.waited(whose, began)
@@ -142,7 +210,7 @@ class Round:
     def within(self, name: str) -> Round:
         """A round inside of this one."""
         inner = Round(self.communicator, f"{self.name}/{name}", self.timeout, self.failure)
-        inner.said, inner.waited = self.said, self.waited
+        inner.said, inner.waited, inner.whole = self.said, self.waited, self.whole
         return inner
 
     def close(self) -> None:
@@ -188,9 +256,9 @@ def agreed(exchange: Round, what: str) -> Iterator[None]:
         mine = as_checkpoint_error(error, what, exchange.rank, exchange.failure)
     exchange.say(f"{what}/{exchange.rank}", error=mine)
     if exchange.rank == 0:
-        exchange.say(f"{what}/verdict", error=_first_error(exchange, what))
+        exchange.settle(f"{what}/verdict", _first_error(exchange, what))
     try:
-        exchange.hear(f"{what}/verdict", 0)
+        exchange.hear_settled(f"{what}/verdict", 0)
     except CheckpointError as verdict:
         if mine is not None and mine.rank == verdict.rank:
             raise mine from mine.__cause__  # the same facts, with the original traceback
