@@ -6,11 +6,12 @@ LATEST := .venv-latest
 DOCS := .venv-docs
 PEERS := .peers
 OBJECTS := .objects
+TRAINERS := .trainers
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check test-objects bench bench-short bench-check crash fuzz docs lock clean
+.PHONY: help setup demo test test-latest test-objects test-trainers check bench bench-short bench-check crash fuzz docs lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -36,6 +37,13 @@ test: $(READY)  ## all tests
 
 test-latest: $(LATEST)/.ready ## the tests on the newest torch, in .venv-latest, without torch_xla
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal -q $(ONLY)
+
+$(TRAINERS)/.ready: tests/trainers/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(TRAINERS) --no-deps --require-hashes -r $<
+	@touch $@
+
+test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers, with the trainers themselves
+	$(LATEST)/bin/python -m pytest -q tests/trainers
 
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .
@@ -89,4 +97,5 @@ lock: $(READY)  ## renew the pins in the requirements-*.txt
 	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS)
+	rm -rf demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
