@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check bench bench-short bench-check crash fuzz lock clean
+.PHONY: help setup demo test test-latest check bench bench-short bench-check crash crash-ranks fuzz lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -57,6 +57,9 @@ bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that
 crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write
 	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
+
+crash-ranks: $(READY) ## ranks lost, slow or failing at every message of a save or load; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.ranks --write
 
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write

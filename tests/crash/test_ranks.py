@@ -5,6 +5,7 @@ And the instant between rank 0's last look at the others and the rename.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -14,25 +15,44 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.crash.ranks import BEGAN, LONG, TIMEOUT, Case, Told, model_of, numbers_in, wrong_with
+from tests.crash.ranks import (
+    BEGAN,
+    FULL,
+    KILLED,
+    LONG,
+    NAPS,
+    RAISES,
+    STOPPED,
+    TIMEOUT,
+    Case,
+    Told,
+    model_of,
+    numbers_in,
+    outcome_of,
+)
 from tests.jobs import finish, start_on_ranks
 from xla_ckpt.engine import save as engine
+from xla_ckpt.job.verdict import Round
 
 SAMPLE = [
-    Case("save", 0, signal.SIGSTOP, 1, "dp=3"),
-    Case("save", 2, signal.SIGSTOP, 2, "pp=3"),
-    Case("async save", 1, signal.SIGKILL, 2, "dp=3"),
-    Case("load", 0, signal.SIGSTOP, 4, "dp=3"),
+    Case("save", 0, STOPPED, 1, "dp=3"),
+    Case("async save", 1, KILLED, 2, "pp=3"),
+    Case("load", 0, STOPPED, 4, "dp=3"),
+    Case("save, parity", 1, RAISES, 3, "dp=2"),
+    Case("save, dcp", 1, NAPS, 2, "dp=2"),
+    Case("save, xser", 1, FULL, 1, "dp=2"),
 ]
+ERRORS = {KILLED: "RankFailedError", STOPPED: "RankFailedError", NAPS: None, FULL: "StorageError"}
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_a_lost_rank(case: Case, tmp_path: Path) -> None:
-    happened, wrong, told = wrong_with(case, tmp_path / "root", 3)
-    assert happened
-    assert wrong == []
-    assert {t["error"] for t in told} == {"RankFailedError"}
+def test_a_rank_that_is_lost_or_fails(case: Case, tmp_path: Path) -> None:
+    outcome = outcome_of(case, tmp_path / "root")
+    assert outcome.happened
+    assert outcome.wrong == []
+    if case.fault in ERRORS:
+        assert {told["error"] for told in outcome.told if told["self"] != case.victim} == {ERRORS[case.fault]}
 
 
 def stops_before_the_rename(rank: int, root: Path) -> Told:
@@ -74,3 +94,45 @@ def test_rank_0_is_stopped_right_before_the_rename(overtaken: bool, tmp_path: Pa
     xla_ckpt.load_checkpoint(tmp_path, "new", model=model)
     assert numbers_in(model) == [3 if overtaken else 2], "what the next job saved stays"
     assert not list(tmp_path.glob(".new-*"))
+
+
+def is_killed_in_a_load(rank: int, root: Path, key: str) -> Told:
+    """Rank 1 is killed when it has something to say under a key; what the others then have."""
+    model = model_of(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.data, 2)
+    say = Round.say
+
+    def strikes(self: Round, name: str, *args: Any, **options: Any) -> None:
+        if name == f"{key}/1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(self, name, *args, **options)
+
+    Round.say = strikes  # type: ignore[method-assign]
+    told = Told(error=None)
+    try:
+        xla_ckpt.load_checkpoint(root, "old", model, optimizer, timeout=TIMEOUT)
+    except xla_ckpt.CheckpointError as error:
+        told = {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
+    state = {float(n) for of in optimizer.state.values() for n in of["momentum_buffer"].unique()}
+    return told | {"numbers": numbers_in(model), "state": sorted(state)}
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("key", ["handing over", "overwriting"])
+def test_what_the_others_have_of_a_load_in_which_a_rank_is_killed(key: str, tmp_path: Path) -> None:
+    model = model_of(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.data, 1)
+    xla_ckpt.save_checkpoint(tmp_path, "old", model, optimizer)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    ranks = start_on_ranks(is_killed_in_a_load, 3, tmp_path, key, env=env)
+    finish(ranks, timeout=LONG)
+    told: list[Told] = [ranks[rank].value() for rank in (0, 2)]
+    assert [(t["error"], t["rank"]) for t in told] == [("RankFailedError", 1)] * 2
+    whole = key != "handing over"
+    assert ["have the values of tag old" in t["text"] for t in told] == [whole] * 2, told
+    assert [(t["numbers"], t["state"]) for t in told] == [([1.0], [1.0]) if whole else ([2.0], [2.0])] * 2
