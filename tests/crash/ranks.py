@@ -139,15 +139,12 @@ class Case:
     """The message of the victim before which it happens, or the new file from which on the disk is full, from 1."""
 
     mesh: str
+    timeout: float = TIMEOUT
+    """Of the call in which it happens (s)."""
 
     def __str__(self) -> str:
         clock = "from file" if self.fault == FULL else "before message"
         return f"{self.operation} over {self.mesh}, rank {self.victim} {self.fault} {clock} {self.at}"
-
-    @property
-    def timeout(self) -> float:
-        """Of the call in which it happens (s)."""
-        return PATIENT if self.fault == NAPS else TIMEOUT
 
     @property
     def world(self) -> int:
@@ -328,7 +325,7 @@ def cases_of(operation: str, mesh: str, faults: Sequence[str]) -> list[Case]:
     if outcome.wrong or any(told["error"] for told in outcome.told):
         raise RuntimeError(f"{operation} over {mesh} does not work without a fault: {outcome}")
     return [
-        Case(operation, told["self"], fault, at, mesh)
+        Case(operation, told["self"], fault, at, mesh, PATIENT if fault == NAPS else TIMEOUT)
         for told in outcome.told
         for fault in faults
         for at in range(1, told["clocks"][fault == FULL] + 1)

@@ -33,14 +33,18 @@ from tests.crash.ranks import (
 from tests.jobs import finish, start_on_ranks
 from xla_ckpt.engine import save as engine
 from xla_ckpt.job.verdict import Round
+from xla_ckpt.storage.local import LocalStore
+
+SHORT = 2.0
+"""The timeout of calls in which a rank is lost, in seconds."""
 
 SAMPLE = [
-    Case("save", 0, STOPPED, 1, "dp=3"),
-    Case("async save", 1, KILLED, 2, "pp=3"),
-    Case("load", 0, STOPPED, 4, "dp=3"),
-    Case("save, parity", 1, RAISES, 3, "dp=2"),
-    Case("save, dcp", 1, NAPS, 2, "dp=2"),
-    Case("save, xser", 1, FULL, 1, "dp=2"),
+    Case("save", 0, STOPPED, 1, "dp=3", SHORT),
+    Case("async save", 1, KILLED, 2, "pp=3", SHORT),
+    Case("load", 0, STOPPED, 4, "dp=3", SHORT),
+    Case("save, parity", 1, RAISES, 3, "dp=2", SHORT),
+    Case("save, dcp", 1, NAPS, 2, "dp=2", SHORT),
+    Case("save, xser", 1, FULL, 1, "dp=2", SHORT),
 ]
 ERRORS = {KILLED: "RankFailedError", STOPPED: "RankFailedError", NAPS: None, FULL: "StorageError"}
 
@@ -55,45 +59,76 @@ def test_a_rank_that_is_lost_or_fails(case: Case, tmp_path: Path) -> None:
         assert {told["error"] for told in outcome.told if told["self"] != case.victim} == {ERRORS[case.fault]}
 
 
-def stops_before_the_rename(rank: int, root: Path) -> Told:
-    """Rank 0 is stopped when it has looked at the others for the last time, and has not renamed its draft."""
-    commit = engine.tags.commit
+def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:
+    """Rank 0 is stopped when it has looked at the others for the last time, and its tag is not there yet."""
+    from xla_ckpt.tags import orbax_dir
 
-    def stopped(*args: Any, **options: Any) -> float:
+    set_aside, commit, rename = orbax_dir.set_aside, engine.tags.commit, LocalStore.rename
+
+    def stop() -> None:
         # To this thread: sent to the process, it may take effect only when this thread has gone on for a while.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+    def commits(*args: Any, **options: Any) -> float:
+        stop()
         return commit(*args, **options)
 
-    engine.tags.commit = stopped
+    def renames(self: LocalStore, old: str, new: str) -> None:
+        if new == ".old-new":
+            stop()
+        rename(self, old, new)
+
+    def sets_aside(*args: Any) -> None:
+        set_aside(*args)
+        stop()
+
+    if where == "before the last look":
+        engine.tags.commit = commits
+    elif where == "before the old version is moved":
+        LocalStore.rename = renames  # type: ignore[method-assign]
+    else:
+        orbax_dir.set_aside = sets_aside
     try:
-        xla_ckpt.save_checkpoint(root, "new", model_of(2), timeout=TIMEOUT, stale="ignore")
+        xla_ckpt.save_checkpoint(root, "new", model_of(2), timeout=SHORT, stale="ignore")
     except xla_ckpt.CheckpointError as error:
         return {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
     return {"error": None}
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("overtaken", [False, True], ids=["goes on", "finds the tag saved by the next job"])
-def test_rank_0_is_stopped_right_before_the_rename(overtaken: bool, tmp_path: Path) -> None:
-    xla_ckpt.save_checkpoint(tmp_path, "old", model_of(1))
+@pytest.mark.parametrize(
+    ("where", "replaces", "overtaken"),
+    [
+        ("before the last look", False, False),
+        ("before the old version is moved", True, True),
+        ("before the rename", False, True),
+        ("before the rename", True, True),
+    ],
+)
+def test_rank_0_is_stopped_while_it_commits(where: str, replaces: bool, overtaken: bool, tmp_path: Path) -> None:
+    tags = ["old", "new"] if replaces else ["old"]
+    for tag in tags:
+        xla_ckpt.save_checkpoint(tmp_path, tag, model_of(1), stale="ignore")
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    zero, *others = start_on_ranks(stops_before_the_rename, 3, tmp_path, env=env)
+    zero, *others = start_on_ranks(stops_at_the_commit, 2, tmp_path, where, env=env)
     finish(others, timeout=LONG)
     told: list[Told] = [process.value() for process in others]
-    assert [(t["error"], t["rank"], BEGAN in t["text"]) for t in told] == [("RankFailedError", 0, True)] * 2
-    assert xla_ckpt.list_tags(tmp_path) == ["old"]
+    assert [(t["error"], t["rank"], BEGAN in t["text"]) for t in told] == [("RankFailedError", 0, True)]
+    assert xla_ckpt.list_tags(tmp_path) == tags
     if overtaken:
         xla_ckpt.save_checkpoint(tmp_path, "new", model_of(3), stale="ignore")
+        xla_ckpt.finalize_checkpoint()
     zero.send_signal(signal.SIGCONT)
     finish([zero], timeout=LONG)
     last: Told = zero.value()
     assert last["error"] == ("SaveError" if overtaken else None), last
+    assert not overtaken or "another job has saved this tag meanwhile" in last["text"]
     assert xla_ckpt.list_tags(tmp_path) == ["old", "new"]
     model = model_of(0)
     xla_ckpt.load_checkpoint(tmp_path, "new", model=model)
     assert numbers_in(model) == [3 if overtaken else 2], "what the next job saved stays"
-    assert not list(tmp_path.glob(".new-*"))
+    assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")]
 
 
 def is_killed_in_a_load(rank: int, root: Path, key: str) -> Told:
@@ -112,7 +147,7 @@ def is_killed_in_a_load(rank: int, root: Path, key: str) -> Told:
     Round.say = strikes  # type: ignore[method-assign]
     told = Told(error=None)
     try:
-        xla_ckpt.load_checkpoint(root, "old", model, optimizer, timeout=TIMEOUT)
+        xla_ckpt.load_checkpoint(root, "old", model, optimizer, timeout=SHORT)
     except xla_ckpt.CheckpointError as error:
         told = {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
     state = {float(n) for of in optimizer.state.values() for n in of["momentum_buffer"].unique()}
