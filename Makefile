@@ -58,8 +58,8 @@ crash: $(READY) ## faults at every system call of every save; writes docs/reliab
 	$(BIN)/python -m tests.crash.matrix --write
 	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
 
-crash-ranks: $(READY) ## ranks lost, slow or failing at every message of a save or load; writes docs/reliability.md
-	$(BIN)/python -m tests.crash.ranks --write
+crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and loads, N=6 of each; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.ranks --write --each $(or $(N),6)
 
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write

@@ -4,7 +4,7 @@ The clock is the victim's messages to the job's store: before the k-th one the f
 another clock, the victim's new files and directories: from the k-th one on they are refused. `make crash-ranks` goes
 through all messages and files of all ranks:
 
-python -m tests.crash.ranks [--mesh dp=2 ...] [--operation NAME ...] [--fault NAME ...] [--share 0.1] [--write]
+python -m tests.crash.ranks [--mesh dp=2 ...] [--operation NAME ...] [--fault NAME ...] [--each 6] [--write]
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ BEGAN = "began to commit"
 """What the error says if nobody can know whether the tag is there."""
 
 KILLED, STOPPED, NAPS, RAISES, FULL = FAULTS = ("killed", "stopped", "slow", "raises", "disk full")
+
+MESHES = ("dp=2", "pp=2", "pp=2,dp=2")
 
 Told = dict[str, Any]
 
@@ -319,30 +321,31 @@ def one(case: Case) -> Outcome:
             return Outcome(True, [f"{type(error).__name__}: {error}"], [])
 
 
-def cases_of(operation: str, mesh: str, faults: Sequence[str]) -> list[Case]:
-    """All faults of an operation, as many as a run without one makes messages and files."""
+def cases_of(operation: str, mesh: str, faults: Sequence[str], each: int | None) -> list[Case]:
+    """All faults of an operation, as many as a run without one makes messages and files; or `each` of them."""
     outcome = one(Case(operation, 0, KILLED, 0, mesh))
     if outcome.wrong or any(told["error"] for told in outcome.told):
         raise RuntimeError(f"{operation} over {mesh} does not work without a fault: {outcome}")
-    return [
+    cases = [
         Case(operation, told["self"], fault, at, mesh, PATIENT if fault == NAPS else TIMEOUT)
         for told in outcome.told
         for fault in faults
         for at in range(1, told["clocks"][fault == FULL] + 1)
     ]
+    return cases if each is None else random.Random(f"{operation} {mesh}").sample(cases, min(each, len(cases)))
 
 
 def table(cases: Sequence[Case], outcomes: Sequence[Outcome]) -> list[str]:
-    """The lines of a table: operation and mesh by fault."""
-    lines = [f"| operation | mesh | {' | '.join(FAULTS)} | wrong |", "|---|---|" + "--:|" * (len(FAULTS) + 1)]
+    """The lines of a table: operation by fault."""
+    lines = [f"| operation | {' | '.join(FAULTS)} | wrong |", "|---|" + "--:|" * (len(FAULTS) + 1)]
     results = [(case, outcome) for case, outcome in zip(cases, outcomes, strict=True) if outcome.happened]
-    for name, mesh in [*sorted({(case.operation, case.mesh) for case in cases}), (None, None)]:
-        of = [(c, o) for c, o in results if name is None or (c.operation, c.mesh) == (name, mesh)]
+    for name in [*sorted({case.operation for case in cases}), None]:
+        of = [(c, o) for c, o in results if name in (c.operation, None)]
         numbers = [sum(c.fault == fault for c, _ in of) for fault in FAULTS] + [sum(bool(o.wrong) for _, o in of)]
-        lines.append(f"| {name or '**all**'} | {mesh or ''} | {' | '.join(f'{n:,}' for n in numbers)} |")
+        lines.append(f"| {name or '**all**'} | {' | '.join(f'{n:,}' for n in numbers)} |")
     missed = len(cases) - len(results)
-    return [*lines, "", f"{missed} faults did not happen: these calls took fewer messages." if missed else
-            "All faults happened."]  # fmt: skip
+    end = f"{missed} more did not happen, since the call made fewer messages." if missed else "All faults happened."
+    return [*lines, "", end]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -351,16 +354,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mesh", action="append", help="over which ranks; by default dp=2, pp=2, and pp=2,dp=2")
     parser.add_argument("--operation", action="append", choices=OPERATIONS, help="only these; by default all")
     parser.add_argument("--fault", action="append", choices=FAULTS, help="only these; by default all")
-    parser.add_argument("--share", type=float, default=1.0, help="the share of all faults that is tried")
-    parser.add_argument("--workers", type=int, default=4, help="jobs at a time, which wait most of their time")
+    parser.add_argument("--each", type=int, help="how many faults are tried of each operation over each mesh")
+    parser.add_argument("--workers", type=int, default=5, help="jobs at a time, which wait most of their time")
     parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
     given = parser.parse_args(arguments)
     began = time.monotonic()
     with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
         pairs = [(name, mesh) for mesh in given.mesh or MESHES for name in given.operation or OPERATIONS]
-        of = pool.map(functools.partial(cases_of, faults=given.fault or FAULTS), *zip(*pairs, strict=True))
+        of = pool.map(
+            functools.partial(cases_of, faults=given.fault or FAULTS, each=given.each), *zip(*pairs, strict=True)
+        )
         cases = [case for cases in of for case in cases]
-        cases = random.Random(0).sample(cases, max(1, round(given.share * len(cases))))
         outcomes = []
         for case, outcome in zip(cases, pool.map(one, cases), strict=True):
             outcomes.append(outcome)
@@ -369,12 +373,13 @@ def main(arguments: Sequence[str]) -> int:
     lines, seconds = table(cases, outcomes), time.monotonic() - began
     print("\n".join([*lines, f"{seconds:.0f} s"]))
     if given.write:
-        text = f"{len(cases):,} faults in {seconds / 60:.0f} minutes on two cores."
-        report.put("make crash-ranks", [text + report.share_text(given.share), "", *lines])
+        text = (
+            f"{len(cases):,} faults over {'; '.join(given.mesh or MESHES)}, in {seconds / 60:.0f} minutes on two cores."
+        )
+        some = f" (Of each operation over each mesh {given.each} are tried, chosen at random.)" if given.each else ""
+        report.put("make crash-ranks", [text + some, "", *lines])
     return int(any(outcome.wrong for outcome in outcomes))
 
-
-MESHES = ("dp=2", "pp=2", "pp=2,dp=2")
 
 if __name__ == "__main__":
     # The module of this name, and not this one, is what the ranks and the workers import.

@@ -23,7 +23,6 @@ from tests.crash.ranks import (
     NAPS,
     RAISES,
     STOPPED,
-    TIMEOUT,
     Case,
     Told,
     model_of,
