@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest test-objects test-trainers check bench bench-short bench-check crash fuzz docs lock clean
+.PHONY: help setup demo test test-latest test-objects test-trainers check bench bench-short bench-check
+.PHONY: crash crash-ranks fuzz soak docs lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -74,6 +75,9 @@ test-objects: $(OBJECTS)/.ready ## what people train with, against the real pack
 crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write
 	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
+
+crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and loads, N=6 of each; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.ranks --write --each $(or $(N),6)
 
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write
