@@ -61,6 +61,12 @@ crash: $(READY) ## faults at every system call of every save; writes docs/reliab
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write
 
+MINUTES ?= 30
+SEED ?= 0
+
+soak: $(READY)  ## saves, kills, a full disk, readers, for MINUTES=30; writes docs/reliability.md. SEED=0
+	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED) --write
+
 lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-latest.txt
 	for extra in dev latest; do \
 	  $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --no-emit-index-url \

@@ -76,9 +76,6 @@ def missed_text(missed: Sequence[Case]) -> str:
 def write(results: Sequence[Result], seconds: float, share: float, *, peers: bool) -> None:
     """Put the table into the document: at its place for this library, or at that for the others."""
     command = "make crash OTHERS=1" if peers else "make crash"
-    begin, end = f"<!-- made by {command}: begin -->", f"<!-- made by {command}: end -->"
-    before, rest = DOCUMENT.read_text().split(begin)
-    after = rest.split(end)[1]
     cases, losses = parted(results)
     text = (
         f"{len(cases):,} faults, and {sum(p.states for p in losses):,} states after losses of power, in "
@@ -86,4 +83,11 @@ def write(results: Sequence[Result], seconds: float, share: float, *, peers: boo
     )
     if share < 1:
         text += f" (A share of {share:.0%} of all, chosen at random: `--share {share:g}`.)"
-    DOCUMENT.write_text("\n".join([before + begin, text, "", *table(results), end]) + after)
+    put(command, [text, "", *table(results)])
+
+
+def put(command: str, lines: Sequence[str]) -> None:
+    """Replace what a command has made in the document, between its marks."""
+    begin, end = f"<!-- made by {command}: begin -->", f"<!-- made by {command}: end -->"
+    before, rest = DOCUMENT.read_text().split(begin)
+    DOCUMENT.write_text("\n".join([before + begin, *lines, end]) + rest.split(end)[1])
