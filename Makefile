@@ -3,12 +3,13 @@
 PYTHON ?= python3
 VENV := .venv
 LATEST := .venv-latest
+DOCS := .venv-docs
 PEERS := .peers
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check bench bench-short bench-check crash fuzz lock clean
+.PHONY: help setup demo test test-latest check bench bench-short bench-check crash fuzz soak docs lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -61,17 +62,26 @@ crash: $(READY) ## faults at every system call of every save; writes docs/reliab
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write
 
-MINUTES ?= 30
-SEED ?= 0
+soak: $(READY)  ## saves, kills, a full disk, readers, for 30 minutes or MINUTES=...; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --write
 
-soak: $(READY)  ## saves, kills, a full disk, readers, for MINUTES=30; writes docs/reliability.md. SEED=0
-	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES) --seed $(SEED) --write
+$(DOCS)/.ready: requirements-docs.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
+	@touch $@
 
-lock: $(READY)  ## renew the pins in requirements-dev.txt and requirements-latest.txt
+# With --quiet, mkdocs does not count warnings, and a broken link would pass.
+docs: $(DOCS)/.ready ## the documents as a site, in build/site; a warning is an error
+	$(DOCS)/bin/python docs/site/drawings.py --check
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
+lock: $(READY)  ## renew the pins in the requirements-*.txt
 	for extra in dev latest; do \
 	  $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	    --no-emit-find-links --extra $$extra pyproject.toml -o requirements-$$extra.txt || exit 1; \
 	done
+	$(BIN)/uv pip compile --quiet --universal --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) $(LATEST) $(PEERS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -116,7 +116,7 @@ def test_no_download_addresses_are_committed() -> None:
     if not tracked:
         pytest.skip("not a git checkout: what is committed is unknown")
     assert not [name for name in tracked if name.endswith(("uv.lock", "pylock.toml"))]
-    for pins in ("requirements-dev.txt", "requirements-latest.txt"):
+    for pins in ("requirements-dev.txt", "requirements-latest.txt", "requirements-docs.txt"):
         assert "http" not in (ROOT / pins).read_text(), pins
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import xla_ckpt
 from tests.nursery import Program, bear
 from tests.runs import ROOT
+from xla_ckpt import errors
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -50,3 +52,14 @@ def test_python_blocks_run(document: Path, tmp_path: Path) -> None:
 def test_links_lead_somewhere(document: Path) -> None:
     for target, _ in LINK.findall(document.read_text()):
         assert (document.parent / target).exists(), target
+
+
+def test_the_page_of_errors_has_every_public_error() -> None:
+    rows = re.findall(r"^\| `(\w+Error)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted({*errors.KINDS, "RemoteError"})
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: xla_ckpt\.(\w+)$", (ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    public = {name for name in xla_ckpt.__all__ if not name.startswith("__")}
+    assert sorted(named) == sorted(public - {*errors.KINDS, "RemoteError"})
