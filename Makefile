@@ -82,6 +82,9 @@ crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and lo
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write
 
+soak: $(READY)  ## saves, kills, a full disk, readers, for 30 minutes or MINUTES=...; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --write
+
 $(DOCS)/.ready: requirements-docs.txt
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $<
