@@ -14,7 +14,10 @@ from xla_ckpt import errors
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py"}
+ELSEWHERE = {
+    "leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py",
+    "trainers.md": "it needs trainers: tests/trainers/test_documented.py",
+}
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
 
 

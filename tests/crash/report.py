@@ -75,19 +75,22 @@ def missed_text(missed: Sequence[Case]) -> str:
 
 def write(results: Sequence[Result], seconds: float, share: float, *, peers: bool) -> None:
     """Put the table into the document: at its place for this library, or at that for the others."""
-    command = "make crash OTHERS=1" if peers else "make crash"
     cases, losses = parted(results)
     text = (
         f"{len(cases):,} faults, and {sum(p.states for p in losses):,} states after losses of power, in "
         f"{seconds / 60:.0f} minutes on two cores."
     )
-    if share < 1:
-        text += f" (A share of {share:.0%} of all, chosen at random: `--share {share:g}`.)"
-    put(command, [text, "", *table(results)])
+    put("make crash OTHERS=1" if peers else "make crash", [text + share_text(share), "", *table(results)])
+
+
+def share_text(share: float) -> str:
+    """What is said of a run that tried a part of all faults."""
+    return f" (A share of {share:.0%} of all, chosen at random: `--share {share:g}`.)" if share < 1 else ""
 
 
 def put(command: str, lines: Sequence[str]) -> None:
-    """Replace what a command has made in the document, between its marks."""
+    """Put lines into the document, at the place of the command that made them."""
     begin, end = f"<!-- made by {command}: begin -->", f"<!-- made by {command}: end -->"
     before, rest = DOCUMENT.read_text().split(begin)
-    DOCUMENT.write_text("\n".join([before + begin, *lines, end]) + rest.split(end)[1])
+    after = rest.split(end)[1]
+    DOCUMENT.write_text("\n".join([before + begin, *lines, end]) + after)
