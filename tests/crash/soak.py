@@ -121,6 +121,7 @@ class Soak:
         reader = bear(
             Call.of(soak_ranks.reads, folder, self._roots, f"{self._seed}/reader"), env=environment(self._env)
         )
+        self._reach(lasting, folder, 0)  # before that another job may be given the port that it is to bind
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._problems:
             self._live(random.Random(f"{self._seed}/{len(self._lives)}"))
