@@ -14,7 +14,10 @@ from xla_ckpt import errors
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ELSEWHERE = {"leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py"}
+ELSEWHERE = {
+    "leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py",
+    "tutorial.md": "its program and its commands run in tests/test_tutorial.py",
+}
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
 
 
