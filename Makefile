@@ -5,11 +5,14 @@ VENV := .venv
 LATEST := .venv-latest
 DOCS := .venv-docs
 PEERS := .peers
+OBJECTS := .objects
+TRAINERS := .trainers
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest check bench bench-short bench-check crash fuzz docs lock clean
+.PHONY: help setup demo test test-latest test-objects test-trainers check bench bench-short bench-check
+.PHONY: crash crash-ranks fuzz soak docs lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -36,6 +39,13 @@ test: $(READY)  ## all tests
 test-latest: $(LATEST)/.ready ## the tests on the newest torch, in .venv-latest, without torch_xla
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal -q $(ONLY)
 
+$(TRAINERS)/.ready: tests/trainers/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(TRAINERS) --no-deps --require-hashes -r $<
+	@touch $@
+
+test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers, with the trainers themselves
+	$(LATEST)/bin/python -m pytest -q tests/trainers
+
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,12 +65,25 @@ bench-short: $(READY) ## what the targets are about, once, in two minutes; write
 bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that of docs/performance.json
 	$(BIN)/python -m benchmarks.peers --check
 
+$(OBJECTS)/.ready: tests/objects/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --link-mode copy --python $(BIN)/python --target $(OBJECTS) --no-deps --require-hashes -r $<
+	@touch $@
+
+test-objects: $(OBJECTS)/.ready ## what people train with, against the real packages; writes docs/objects.md. ONLY=package
+	PYTHONPATH=.:$(OBJECTS) $(BIN)/python -m tests.objects --write $(if $(ONLY),--only $(ONLY))
+
 crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write
 	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
 
+crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and loads, N=6 of each; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.ranks --write --each $(or $(N),6)
+
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write
+
+soak: $(READY)  ## saves, kills, a full disk, readers, for 30 minutes or MINUTES=...; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --write
 
 $(DOCS)/.ready: requirements-docs.txt
 	$(PYTHON) -m venv $(@D)
@@ -81,4 +104,5 @@ lock: $(READY)  ## renew the pins in the requirements-*.txt
 	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS)
+	rm -rf demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,9 @@ from tests.xla import HAS_XLA, all_of_it_needs_xla
 
 NEEDS_XLA = "needs torch_xla"
 
+collect_ignore_glob = ["xla_ckpt/integrations/*.py"]
+"""They have no doctests, and cannot be imported where their trainers are not installed."""
+
 
 class _Skipped(pytest.File):
     """A module that cannot be imported without torch_xla."""

@@ -46,6 +46,9 @@ WITH_XLA = (
     *LIGHT, "torch_xla", "torch_xla.core.xla_model", "torch_xla.runtime", "torch_xla.utils.serialization",
     "torch_xla.distributed.zero_redundancy_optimizer", "neuron_compat",
 )  # fmt: skip
+TRAINERS = ("transformers", "lightning", "torchtitan")
+"""What modules of xla_ckpt.integrations import: programs that use them have imported it anyway."""
+
 _MESSAGE = 1 << 17
 
 End = Literal["as python", "soon", "at once"]
@@ -391,8 +394,8 @@ def _parts(package: str) -> list[str]:
     for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
         file = Path(str(info.module_finder.path), info.name.rpartition(".")[2] + ".py")  # type: ignore[union-attr]
         text = file.read_text() if file.exists() else ""  # a package's file has another name
-        needs = re.findall(r"^(?:import|from) (torch_xla|orbax)", text, re.MULTILINE)
-        if "orbax" not in needs and ("torch_xla" not in needs or "torch_xla" in sys.modules):
+        needs = re.findall(rf"^(?:import|from) (torch_xla|orbax|{'|'.join(TRAINERS)})", text, re.MULTILINE)
+        if not {"orbax", *TRAINERS} & {*needs} and ("torch_xla" not in needs or "torch_xla" in sys.modules):
             found.append(info.name)
     return found
 

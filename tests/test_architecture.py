@@ -24,6 +24,10 @@ FOREIGN = {
     "xla_ckpt/cli/facts.py": {"ranks"},
     "xla_ckpt/cli/render.py": {"ranks"},
     "xla_ckpt/engine/measured.py": {"ranks"},  # how many saved
+    "xla_ckpt/integrations/accelerate.py": {"step"},  # a key of our own
+    "xla_ckpt/integrations/lightning.py": {"optimizer", "scheduler", "step"},  # beginnings of names of extras, a key
+    "xla_ckpt/integrations/transformers.py": {"model", "optimizer"},  # arguments of the Trainer's events
+    "xla_ckpt/integrations/torchtitan.py": {"step"},  # a key of our own
     "xla_ckpt/layouts/dcp/names.py": {"model", "scheduler"},  # what programs call them
     "xla_ckpt/layouts/dcp/shards.py": {"model"},  # a part of names of files
     # Folders of neuronx-distributed's tags, and keys of its files.
@@ -198,6 +202,7 @@ TOUCHES_FILES = {  # module: what it uses of them; None is all
     "storage/pool.py": {"os.cpu_count"},
     "tags/orbax_import.py": {"os.register_at_fork"},
     "storage/trace_file.py": None,  # a trace lies where the user wants it, in no store
+    "integrations/transformers.py": {"os.path", "tempfile.TemporaryDirectory", "open"},  # a Trainer reads a folder
     "job/call.py": {"os.environ"},
     "job/process_group.py": {"os.environ"},
     "cli/facts.py": {"os.getcwd"},  # from where --like imports

@@ -75,15 +75,22 @@ def missed_text(missed: Sequence[Case]) -> str:
 
 def write(results: Sequence[Result], seconds: float, share: float, *, peers: bool) -> None:
     """Put the table into the document: at its place for this library, or at that for the others."""
-    command = "make crash OTHERS=1" if peers else "make crash"
-    begin, end = f"<!-- made by {command}: begin -->", f"<!-- made by {command}: end -->"
-    before, rest = DOCUMENT.read_text().split(begin)
-    after = rest.split(end)[1]
     cases, losses = parted(results)
     text = (
         f"{len(cases):,} faults, and {sum(p.states for p in losses):,} states after losses of power, in "
         f"{seconds / 60:.0f} minutes on two cores."
     )
-    if share < 1:
-        text += f" (A share of {share:.0%} of all, chosen at random: `--share {share:g}`.)"
-    DOCUMENT.write_text("\n".join([before + begin, text, "", *table(results), end]) + after)
+    put("make crash OTHERS=1" if peers else "make crash", [text + share_text(share), "", *table(results)])
+
+
+def share_text(share: float) -> str:
+    """What is said of a run that tried a part of all faults."""
+    return f" (A share of {share:.0%} of all, chosen at random: `--share {share:g}`.)" if share < 1 else ""
+
+
+def put(command: str, lines: Sequence[str]) -> None:
+    """Put lines into the document, at the place of the command that made them."""
+    begin, end = f"<!-- made by {command}: begin -->", f"<!-- made by {command}: end -->"
+    before, rest = DOCUMENT.read_text().split(begin)
+    after = rest.split(end)[1]
+    DOCUMENT.write_text("\n".join([before + begin, *lines, end]) + after)

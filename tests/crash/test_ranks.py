@@ -5,6 +5,7 @@ And the instant between rank 0's last look at the others and the rename.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -14,63 +15,158 @@ import pytest
 import torch
 
 import xla_ckpt
-from tests.crash.ranks import BEGAN, LONG, TIMEOUT, Case, Told, model_of, numbers_in, wrong_with
+from tests.crash.ranks import (
+    BEGAN,
+    FULL,
+    KILLED,
+    LONG,
+    NAPS,
+    RAISES,
+    STOPPED,
+    Case,
+    Told,
+    model_of,
+    numbers_in,
+    outcome_of,
+)
 from tests.jobs import finish, start_on_ranks
 from xla_ckpt.engine import save as engine
+from xla_ckpt.job.verdict import Round
+from xla_ckpt.storage.local import LocalStore
+
+SHORT = 2.0
+"""The timeout of calls in which a rank is lost, in seconds."""
 
 SAMPLE = [
-    Case("save", 0, signal.SIGSTOP, 1, "dp=3"),
-    Case("save", 2, signal.SIGSTOP, 2, "pp=3"),
-    Case("async save", 1, signal.SIGKILL, 2, "dp=3"),
-    Case("load", 0, signal.SIGSTOP, 4, "dp=3"),
+    Case("save", 0, STOPPED, 1, "dp=3", SHORT),
+    Case("async save", 1, KILLED, 2, "pp=3", SHORT),
+    Case("load", 0, STOPPED, 4, "dp=3", SHORT),
+    Case("save, parity", 1, RAISES, 3, "dp=2", SHORT),
+    Case("save, dcp", 1, NAPS, 2, "dp=2", SHORT),
+    Case("save, xser", 1, FULL, 1, "dp=2", SHORT),
 ]
+ERRORS = {KILLED: "RankFailedError", STOPPED: "RankFailedError", NAPS: None, FULL: "StorageError"}
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
-def test_a_lost_rank(case: Case, tmp_path: Path) -> None:
-    happened, wrong, told = wrong_with(case, tmp_path / "root", 3)
-    assert happened
-    assert wrong == []
-    assert {t["error"] for t in told} == {"RankFailedError"}
+def test_a_rank_that_is_lost_or_fails(case: Case, tmp_path: Path) -> None:
+    outcome = outcome_of(case, tmp_path / "root")
+    assert outcome.happened
+    assert outcome.wrong == []
+    if case.fault in ERRORS:
+        assert {told["error"] for told in outcome.told if told["self"] != case.victim} == {ERRORS[case.fault]}
 
 
-def stops_before_the_rename(rank: int, root: Path) -> Told:
-    """Rank 0 is stopped when it has looked at the others for the last time, and has not renamed its draft."""
-    commit = engine.tags.commit
+def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:
+    """Rank 0 is stopped when it has looked at the others for the last time, and its tag is not there yet."""
+    from xla_ckpt.tags import orbax_dir
 
-    def stopped(*args: Any, **options: Any) -> float:
+    set_aside, commit, rename = orbax_dir.set_aside, engine.tags.commit, LocalStore.rename
+
+    def stop() -> None:
         # To this thread: sent to the process, it may take effect only when this thread has gone on for a while.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+
+    def commits(*args: Any, **options: Any) -> float:
+        stop()
         return commit(*args, **options)
 
-    engine.tags.commit = stopped
+    def renames(self: LocalStore, old: str, new: str) -> None:
+        if new == ".old-new":
+            stop()
+        rename(self, old, new)
+
+    def sets_aside(*args: Any) -> None:
+        set_aside(*args)
+        stop()
+
+    if where == "before the last look":
+        engine.tags.commit = commits
+    elif where == "before the old version is moved":
+        LocalStore.rename = renames  # type: ignore[method-assign]
+    else:
+        orbax_dir.set_aside = sets_aside
     try:
-        xla_ckpt.save_checkpoint(root, "new", model_of(2), timeout=TIMEOUT, stale="ignore")
+        xla_ckpt.save_checkpoint(root, "new", model_of(2), timeout=SHORT, stale="ignore")
     except xla_ckpt.CheckpointError as error:
         return {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
     return {"error": None}
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("overtaken", [False, True], ids=["goes on", "finds the tag saved by the next job"])
-def test_rank_0_is_stopped_right_before_the_rename(overtaken: bool, tmp_path: Path) -> None:
-    xla_ckpt.save_checkpoint(tmp_path, "old", model_of(1))
+@pytest.mark.parametrize(
+    ("where", "replaces", "overtaken"),
+    [
+        ("before the last look", False, False),
+        ("before the old version is moved", True, True),
+        ("before the rename", False, True),
+        ("before the rename", True, True),
+    ],
+)
+def test_rank_0_is_stopped_while_it_commits(where: str, replaces: bool, overtaken: bool, tmp_path: Path) -> None:
+    tags = ["old", "new"] if replaces else ["old"]
+    for tag in tags:
+        xla_ckpt.save_checkpoint(tmp_path, tag, model_of(1), stale="ignore")
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    zero, *others = start_on_ranks(stops_before_the_rename, 3, tmp_path, env=env)
+    zero, *others = start_on_ranks(stops_at_the_commit, 2, tmp_path, where, env=env)
     finish(others, timeout=LONG)
     told: list[Told] = [process.value() for process in others]
-    assert [(t["error"], t["rank"], BEGAN in t["text"]) for t in told] == [("RankFailedError", 0, True)] * 2
-    assert xla_ckpt.list_tags(tmp_path) == ["old"]
+    assert [(t["error"], t["rank"], BEGAN in t["text"]) for t in told] == [("RankFailedError", 0, True)]
+    assert xla_ckpt.list_tags(tmp_path) == tags
     if overtaken:
         xla_ckpt.save_checkpoint(tmp_path, "new", model_of(3), stale="ignore")
+        xla_ckpt.finalize_checkpoint()
     zero.send_signal(signal.SIGCONT)
     finish([zero], timeout=LONG)
     last: Told = zero.value()
     assert last["error"] == ("SaveError" if overtaken else None), last
+    assert not overtaken or "another job has saved this tag meanwhile" in last["text"]
     assert xla_ckpt.list_tags(tmp_path) == ["old", "new"]
     model = model_of(0)
     xla_ckpt.load_checkpoint(tmp_path, "new", model=model)
     assert numbers_in(model) == [3 if overtaken else 2], "what the next job saved stays"
-    assert not list(tmp_path.glob(".new-*"))
+    assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+
+
+def is_killed_in_a_load(rank: int, root: Path, key: str) -> Told:
+    """Rank 1 is killed when it has something to say under a key; what the others then have."""
+    model = model_of(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.data, 2)
+    say = Round.say
+
+    def strikes(self: Round, name: str, *args: Any, **options: Any) -> None:
+        if name == f"{key}/1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        say(self, name, *args, **options)
+
+    Round.say = strikes  # type: ignore[method-assign]
+    told = Told(error=None)
+    try:
+        xla_ckpt.load_checkpoint(root, "old", model, optimizer, timeout=SHORT)
+    except xla_ckpt.CheckpointError as error:
+        told = {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
+    state = {float(n) for of in optimizer.state.values() for n in of["momentum_buffer"].unique()}
+    return told | {"numbers": numbers_in(model), "state": sorted(state)}
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("key", ["handing over", "overwriting"])
+def test_what_the_others_have_of_a_load_in_which_a_rank_is_killed(key: str, tmp_path: Path) -> None:
+    model = model_of(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter.data, 1)
+    xla_ckpt.save_checkpoint(tmp_path, "old", model, optimizer)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    ranks = start_on_ranks(is_killed_in_a_load, 3, tmp_path, key, env=env)
+    finish(ranks, timeout=LONG)
+    told: list[Told] = [ranks[rank].value() for rank in (0, 2)]
+    assert [(t["error"], t["rank"]) for t in told] == [("RankFailedError", 1)] * 2
+    whole = key != "handing over"
+    assert ["have the values of tag old" in t["text"] for t in told] == [whole] * 2, told
+    assert [(t["numbers"], t["state"]) for t in told] == [([1.0], [1.0]) if whole else ([2.0], [2.0])] * 2

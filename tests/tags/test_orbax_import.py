@@ -162,3 +162,21 @@ def test_an_error_of_the_import_is_raised_by_the_save_that_needs_it(tmp_path: Pa
         assert xla_ckpt.save(root, "a", tree).result().sequence == 1
     """
     run(code, tmp_path)
+
+
+def test_a_forked_child_ends_by_sys_exit(tmp_path: Path) -> None:
+    """It hung for ever: jax's client, which orbax has opened, waited for threads that the child does not have."""
+    code = """
+        import os, sys, warnings
+        import torch
+        import xla_ckpt
+
+        xla_ckpt.save(sys.argv[1], "a", {"w": torch.ones(2)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # jax warns of the fork
+            child = os.fork()
+        if not child:
+            sys.exit(3)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert run(textwrap.dedent(code), str(tmp_path)).stdout.split()[-1] == "3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,12 @@ import pytest
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from xla_ckpt.cli.main import main
+from xla_ckpt.engine.parity import write_share
+from xla_ckpt.engine.phases import Phases
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.parity import BLOCK
-from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.base import write_small
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
 
 SEED = np.random.default_rng(7)
 TREE = {
@@ -308,3 +312,23 @@ def fails_on_one(rank: int, root: Path) -> str:
 def test_a_rank_that_cannot_write_its_parity_fails_the_save_on_all(tmp_path: Path) -> None:
     assert run_on_ranks(fails_on_one, 2, tmp_path) == ["rank 1: No space left on device"] * 2
     assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_a_file_of_parity_that_cannot_be_made_leaves_no_other_one_open(tmp_path: Path) -> None:
+    """What is open keeps its room on a disk that is full (found by `make soak`)."""
+    store = LocalStore(str(tmp_path))
+    directory = store.make("a")
+    for path in ("x", "y"):
+        write_small(directory, path, b"bytes" * 1000)
+    files, phases = (("x", 5000), ("y", 5000)), Phases()
+    write_share(directory, files, "file", 0, 1, workers=1, phases=phases)
+    first, second = sorted((tmp_path / "a/parity").iterdir())
+    for taken, free in ((first, second), (second, first)):
+        free.unlink()
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(FileExistsError):
+            write_share(directory, files, "file", 0, 1, workers=1, phases=phases)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        assert taken.exists()
+        free.touch()
+    directory.close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import xla_ckpt
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.directory import open_directory
+from xla_ckpt.tags.directory import entries, entry_of, open_directory
 
 
 def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_read(tmp_path: Path) -> None:
@@ -29,3 +31,36 @@ def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_r
     xla_ckpt.save(tmp_path, "best", {"value": 4})
     xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
+
+
+class Replaced(LocalStore):
+    """A store in which somebody replaces the tag `best` while it is looked for: a step before each of some reads."""
+
+    def __init__(self, path: str, steps: list[tuple[str, str]]) -> None:
+        super().__init__(path)
+        self.steps = steps
+
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        """Rename, then read."""
+        if "best" in path and self.steps:
+            self.rename(*self.steps.pop(0))
+        return super().start_of(path, nbytes, links=links)
+
+
+ASIDE, BACK = ("best", ".old-best"), (".old-best", "best")
+
+
+@pytest.mark.parametrize("steps", [[ASIDE], [ASIDE, BACK]])
+def test_a_tag_is_listed_while_it_is_replaced(tmp_path: Path, steps: list[tuple[str, str]]) -> None:
+    """Without it the newest tag seems to be the one before (found by `make soak`)."""
+    for tag in ("step_1", "best"):
+        xla_ckpt.save(tmp_path, tag, {"value": 1})
+    xla_ckpt.finalize_checkpoint()
+    store = Replaced(str(tmp_path), list(steps))
+    assert [entry.tag for entry in entries(store)] == ["step_1", "best"]
+    assert store.steps == []
+    if len(steps) == 1:
+        LocalStore(str(tmp_path)).rename(*BACK)
+    found = entry_of(Replaced(str(tmp_path), list(steps)), "best")
+    assert found is not None
+    assert found.tag == "best"

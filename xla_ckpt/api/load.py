@@ -18,11 +18,11 @@ from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.restore import Sharing, fill
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError, naming
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, RankFailedError, StorageError, UsageError, naming
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.shared_reads import SharedReads
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed, agreed_unless_lost
 from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -285,6 +285,17 @@ def _end(report: LoadReport, phases: Phases, trace: Trace | None) -> LoadReport:
     return report
 
 
+def _loaded_without(lost: RankFailedError, reader: TagReader) -> RankFailedError:
+    """The error for a rank that was lost when this one had all that it needs: its objects are not left in between."""
+    return RankFailedError(
+        f"{lost.problem}; this rank's objects have the values of tag {reader.tag}, all of them verified",
+        path=reader.root,
+        tag=reader.tag,
+        rank=lost.rank,
+        hint=lost.hint,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
     """One load on one rank."""
@@ -330,6 +341,7 @@ class _Load:
                 with agreed(exchange, "comparing"):
                     skipped = self._compare(reader, loadings, unwanted, fits=fits)
                 self._tell_divergent(reader, loadings)
+            lost: list[RankFailedError] = []
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
                 needed, read = fill(
                     reader,
@@ -341,9 +353,13 @@ class _Load:
                     sharing=self.sharing,
                     workers=self.workers,
                     shown=self.shown,
+                    lost=lost,
                 )
-                with self.phases.timed("install"), agreed(exchange, "installing"), collector_paused():
+                ending = agreed_unless_lost(exchange, "installing", lost)
+                with self.phases.timed("install"), ending, collector_paused():
                     value = loadings.install()
+            if lost:
+                raise _loaded_without(lost[0], reader)
         report = LoadReport(
             path=self.store.path,
             tag=tag,

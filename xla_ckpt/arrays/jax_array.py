@@ -31,18 +31,14 @@ class Jax:
     kind = "jax"
 
     def accepts(self, value: Any) -> bool:
-        return isinstance(value, jax.Array)
+        return isinstance(value, jax.Array) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
     def identity(self, value: Any) -> Hashable | None:
         return "jax", id(value)
 
     def dtype(self, value: Any, path: str = "") -> DType:
         if not dtypes.known(value.dtype.name):
-            raise UnsupportedStateError(
-                f"a jax array of dtype {value.dtype} cannot be stored",
-                leaf=path,
-                hint="Store jax.random.key_data(key) of a random key.",
-            )
+            raise UnsupportedStateError(f"a jax array of dtype {value.dtype} cannot be stored", leaf=path)
         return dtypes.dtype(value.dtype.name)
 
     def shape(self, value: Any) -> tuple[int, ...]:

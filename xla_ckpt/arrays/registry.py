@@ -13,6 +13,7 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.numpy_array import Numpy
 from xla_ckpt.arrays.numpy_array import fresh as fresh_numpy
+from xla_ckpt.arrays.pytree import is_key
 from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, is_plain, is_xla, torch_dtype
 from xla_ckpt.arrays.torch_host import fresh as fresh_torch
 from xla_ckpt.dtypes import DType, dtype
@@ -218,8 +219,29 @@ def _name(given: Any) -> str:
 
 
 def is_spec(value: Any) -> bool:
-    """Whether `value` describes an array: an `ArraySpec`, or a `jax.ShapeDtypeStruct`."""
-    return isinstance(value, ArraySpec) or type(value).__name__ == "ShapeDtypeStruct"
+    """Whether `value` describes an array: an `ArraySpec`, or a `jax.ShapeDtypeStruct` of one. Keys are no arrays."""
+    return isinstance(value, ArraySpec) or (type(value).__name__ == "ShapeDtypeStruct" and not is_key(value))
+
+
+def number_like(pattern: Any, number: float) -> Any:
+    """A plain number as an array without dims, like `pattern`; NotImplemented if that has dims.
+
+    jax counts steps in a number until a step has been compiled, and in an array from then on.
+    """
+    if tuple(pattern.shape):
+        return NotImplemented
+    if isinstance(pattern, torch.Tensor):
+        return torch.tensor(number, dtype=pattern.dtype, device=pattern.device)
+    if isinstance(pattern, ArraySpec) and isinstance(pattern.dtype, str | torch.dtype):
+        return torch.tensor(number, dtype=getattr(torch, _name(pattern.dtype)))
+    import numpy as np
+
+    made = np.asarray(number, numpy_dtype(dtype(_name(pattern.dtype))))
+    if isinstance(pattern, np.ndarray | ArraySpec):
+        return made
+    import jax
+
+    return jax.device_put(made, getattr(pattern, "sharding", None))
 
 
 def target_of_spec(value: Any, placement: Placement) -> Target:

@@ -6,6 +6,7 @@ once more for the stripes, if there are any.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ def write_share(
     blocks = Blocks(tuple(size for _, size in files))
     placed = places(blocks, parity, rank, world)
     target = directory if into is None else into
-    sinks = {path: target.create(path, size) for path, size in file_sizes(blocks, placed).items()}
+    sinks: dict[str, Sink] = {}
     found: dict[At, int] = {}
     made: dict[Sum, int] = {}
 
@@ -122,7 +123,11 @@ def write_share(
         if length:
             sinks[placed[sum_].file].write(total, length, placed[sum_].offset)
 
-    _work(placed, make, sinks, workers, phases)
+    with contextlib.ExitStack() as opened:
+        for path, size in file_sizes(blocks, placed).items():
+            sinks[path] = target.create(path, size)
+            opened.callback(sinks[path].abandon)  # a full disk may refuse the next one
+        _work(placed, make, sinks, workers, phases)
     mine = share(len(files), rank, world)
     stripes = [made[sum_] for sum_ in placed if sum_[0] == "stripe"]
     return Share(
@@ -138,20 +143,16 @@ def _work(
     workers: int,
     phases: Phases,
 ) -> None:
-    try:
-        with phases.timed("parity", files=len(sinks)):
-            work_off(
-                placed,
-                make,
-                workers=min(threads(min(workers, WORKERS), 2), len(placed)) or 1,
-                buffer_bytes=3 * BLOCK,
-                name="xla_ckpt-parity",
-            )
-            for sink in sinks.values():
-                sink.commit()
-    finally:
+    with phases.timed("parity", files=len(sinks)):
+        work_off(
+            placed,
+            make,
+            workers=min(threads(min(workers, WORKERS), 2), len(placed)) or 1,
+            buffer_bytes=3 * BLOCK,
+            name="xla_ckpt-parity",
+        )
         for sink in sinks.values():
-            sink.abandon()
+            sink.commit()
 
 
 def _thirds(buffer: memoryview) -> tuple[memoryview, memoryview, memoryview]:

@@ -14,8 +14,8 @@ from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import storage_errors
-from xla_ckpt.job.verdict import Round, agreed
+from xla_ckpt.errors import RankFailedError, storage_errors
+from xla_ckpt.job.verdict import Round, agreed, agreed_unless_lost
 from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, Share
 from xla_ckpt.snapshot.copying import copy_all
@@ -69,6 +69,7 @@ def fill(
     sharing: Sharing | None = None,
     workers: int = READERS,
     shown: bool | None = False,
+    lost: list[RankFailedError] | None = None,
 ) -> tuple[int, int]:
     """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
 
@@ -86,6 +87,8 @@ def fill(
         sharing: Ranks that need the same bytes read them together; None if each reads its own.
         workers: Threads that read, at most.
         shown: Whether a progress bar is shown; None decides by itself.
+        lost: Receives the error if a rank is lost after all ranks have verified their part, and this one does not
+            depend on it; the memory of this rank is filled all the same. None raises it.
 
     Returns:
         Bytes that the targets need, and bytes that were read for them.
@@ -93,6 +96,7 @@ def fill(
     Raises:
         CorruptCheckpointError: The tag is damaged.
         StorageError: The storage refused.
+        RankFailedError: Another rank was lost.
     """
     with phases.timed("plan"):
         with agreed(exchange, "planning"), collector_paused():
@@ -122,7 +126,11 @@ def fill(
         with phases.timed("install"):
             hand_over()
         # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
-        with agreed(exchange, "overwriting"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
+        # Who has to send on what it read depends on the others to the end.
+        ending = agreed(exchange, "overwriting")
+        if lost is not None and shared is None:
+            ending = agreed_unless_lost(exchange, "overwriting", lost)
+        with ending, storage_errors("reading a tag", path=reader.root, tag=reader.tag):
             read_into(reader, in_use, slots, workers=workers, progress=bar, phases=phases)
             with phases.timed("install"):
                 _put_in_place(staged, memory.slots)

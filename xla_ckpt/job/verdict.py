@@ -265,6 +265,27 @@ def agreed(exchange: Round, what: str) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def agreed_unless_lost(exchange: Round, what: str, lost: list[RankFailedError]) -> Iterator[None]:
+    """As `agreed`, for a block after which this rank needs the others no more.
+
+    If another rank is lost while this one does its part, the error goes into `lost` in place of being raised. Later
+    blocks with the same `lost` are this rank's own business: nobody waits for that rank once more.
+    """
+    if lost:
+        yield
+        return
+    done = False
+    try:
+        with agreed(exchange, what):
+            yield
+            done = True
+    except RankFailedError as error:
+        if not done:
+            raise
+        lost.append(error)
+
+
 def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
     """What `action` returns, run on every rank as `agreed` says."""
     with agreed(exchange, what):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.casting import can_cast, cast
 from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
@@ -190,7 +192,8 @@ def _list(shape: tuple[int, ...]) -> str:
 
 def arrays_of(tree: Any, prefix: str) -> dict[str, Any]:
     """The arrays of a tree by the leaf path that they would be stored under."""
-    return {paths.join(prefix, path): value for path, value in flatten(tree, array_kind, CODEC).arrays.items()}
+    found = flatten(tree, array_kind, CODEC).arrays
+    return {paths.join(prefix, path) if path else prefix: value for path, value in found.items()}
 
 
 def plan_arrays(
@@ -203,14 +206,33 @@ def plan_arrays(
 ) -> None:
     """Want every array of a stored part: over the program's own where `current` has one, else as a new one.
 
-    `new` may make the target of a new one from (leaf path, record, kind); by default it is whole, in host memory.
+    `new` may make the target of a new one from (leaf path, record, kind); by default it is whole, in host memory. It is
+    asked, too, where the program's own has another shape: state of an optimizer may have grown since.
     """
     for path, kind in array_paths(stored.skeleton, stored.prefix).items():
         record = stored.record(path)
         if path in current:
             target = stored.into(path, current[path], owned=owned)
+            if target.shape != record.shape:
+                target = new(path, record, kind) or target
         else:
             target = new(path, record, kind) or new_array(record.dtype, whole(record.shape), kind)
+        loading.want(path, target, record)
+
+
+def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
+    """Want every array of a stored part as it was saved: like the one of the object of now where that fits.
+
+    For state that may have grown or changed since: the object itself knows best whether it fits. A tensor of another
+    shape or type is made on the device of the one that is there.
+    """
+    now = arrays_of(current, stored.prefix)
+    for path, kind in array_paths(stored.skeleton, stored.prefix).items():
+        record, value = stored.record(path), now.get(path)
+        target = None if value is None else stored.like(path, value)
+        if target is None or (target.shape, target.dtype) != (record.shape, record.dtype):
+            device = value.device if isinstance(value, torch.Tensor) else None
+            target = new_array(record.dtype, whole(record.shape), kind, device)
         loading.want(path, target, record)
 
 

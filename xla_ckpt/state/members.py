@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from xla_ckpt.arrays.registry import array_kind, is_spec, target_of_spec
+from xla_ckpt.arrays import pytree
+from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
 from xla_ckpt.engine.target import Target
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.plan.hints import Hints
@@ -272,7 +273,13 @@ class Like:
             part.build()
             return lambda arrays: part.build(lambda path, _: arrays[path])
 
-        weave = Weave(lambda v: array_kind(v) is not None or is_spec(v), CODEC, whole)
+        weave = Weave(
+            lambda v: array_kind(v) is not None or is_spec(v),
+            CODEC,
+            whole,
+            parts=pytree.parts,
+            number=number_like,
+        )
         make = weave.visit(self.like, stored.skeleton)
         placement = stored.shardings.placement
         for leaf, wanted in weave.wanted.items():

@@ -76,6 +76,7 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, Mapping):
+        check_no_stateful(optimizer, schema.OPTIMIZER)
         return
     if isinstance(optimizer, torch.nn.Module) and not _is_optimizer(optimizer):
         raise _in_the_place_of("an optimizer", "a module", optimizer)
@@ -97,6 +98,24 @@ def _check_optimizer(optimizer: Any) -> None:
             found=_kind(optimizer),
             hint=_PLACES,
         )
+
+
+def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:
+    """Refuse a dict of objects that have states of their own: they would be pickled, and a load would not reach them.
+
+    Raises:
+        UsageError: It holds such an object.
+    """
+    for key, member in held.items():
+        if all(callable(getattr(member, name, None)) for name in ("state_dict", "load_state_dict")):
+            names = ", ".join(f'"{name}": ...' for name in list(held)[:3])
+            raise UsageError(
+                f"a dict holds an object that has a state of its own: {key!r}",
+                leaf=leaf,
+                expected="one object, or a dict of arrays and plain values",
+                found=f"{type(member).__name__} in a {type(held).__name__}",
+                hint=f"Give each of them to extras, by a name of its own: extras={{{names}}}.",
+            )
 
 
 def _in_the_place_of(wanted: str, given: str, value: Any) -> UsageError:

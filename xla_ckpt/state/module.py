@@ -6,10 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from xla_ckpt.arrays.registry import Adapters
+from xla_ckpt.errors import LoadError
 from xla_ckpt.state.handover import Handover, PutBack, copied
-from xla_ckpt.state.loading import ABSENT, UNWANTED, ArrayAt, Loading, Problem, Stored, arrays_of, plan_arrays
+from xla_ckpt.state.loading import (
+    ABSENT,
+    UNWANTED,
+    ArrayAt,
+    Loading,
+    Problem,
+    Stored,
+    arrays_of,
+    plan_arrays,
+    plan_freely,
+)
 from xla_ckpt.state.wrappers import View
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.nested import leaves
@@ -66,10 +78,15 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     _compare_keys(stored, loading, entries, held)
     owned = {id(t) for t in (*module.parameters(), *module.buffers())}
     kind = stored.shardings.adapters.kind
-    direct = not _has_load_logic(module) and all(id(v) in owned for v in entries.values() if kind(v))
+    arrays_of_module = [v for k, v in entries.items() if not is_extra(k) and kind(v)]
+    direct = not _has_load_logic(module) and all(id(v) in owned for v in arrays_of_module)
     by_object: dict[int, str] = {}
     for key in [k for k in entries if k in held]:
         path, value = paths.join(stored.prefix, paths.escape(key)), entries[key]
+        if is_extra(key):
+            if (part := stored.at(paths.escape(key))) is not None:
+                plan_freely(part, loading, value)  # the module's own business: it may have grown, or been None
+            continue
         is_array, stored_array = kind(value) is not None, isinstance(held[key], ArrayAt)
         # This raises where the tag says why nobody can have it, which is not what is told below.
         record = stored.record(path) if stored_array else None
@@ -82,19 +99,20 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
                 if direct and (earlier := by_object.get(id(value))) is not None:
                     del loading.targets[earlier]
                 by_object[id(value)] = path
-        elif (part := stored.at(paths.escape(key))) is not None:  # extra state, which may have arrays inside
+        elif (part := stored.at(paths.escape(key))) is not None:  # a value that the module's hooks have put there
             plan_arrays(part, loading, {})
 
     def take(arrays: Mapping[str, Any]) -> None:
         rest = {}
         for key, value in stored.build(lambda path, _: arrays.get(path)).items():
             is_array = isinstance(held[key], ArrayAt)
-            if key in entries and not (is_array and (direct or value is None)):
+            read_over = is_array and (direct or value is None) and not is_extra(key)
+            if key in entries and not read_over:
                 rest[key] = value
         if rest:
-            module.load_state_dict(rest, strict=False)
+            _take(module, rest, stored.prefix)
 
-    plain = [k for k in entries if k in held and not isinstance(held[k], ArrayAt)]
+    plain = [k for k in entries if k in held and (is_extra(k) or not isinstance(held[k], ArrayAt))]
     if not direct:
         loading.handover = Handover(leaf=stored.prefix, take=take, keep=None)
     elif plain:
@@ -106,6 +124,46 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             paths=[path for path in loading.targets if path not in read_over],
         )
     return loading
+
+
+def _take(module: torch.nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    """Have a module load what cannot be read straight into its arrays.
+
+    Raises:
+        LoadError: It leaves some of it unread, without a word: a part of its state would be lost.
+    """
+    answer = module.load_state_dict(state, strict=False)
+    ignored = set(getattr(answer, "unexpected_keys", ())) & set(state)
+    left = sorted(ignored - _taken_by_quantized(module, {k: state[k] for k in ignored}))
+    if left:
+        raise LoadError(
+            f"the module saves members of its state that its load_state_dict() ignores: {paths.listed(left)}",
+            leaf=paths.join(prefix, paths.escape(left[0])),
+            hint="Put them into get_extra_state() and set_extra_state() of the module, or into extras.",
+        )
+
+
+def _taken_by_quantized(module: torch.nn.Module, state: Mapping[str, Any]) -> set[str]:
+    """Give quantized weights their scales; the names of those.
+
+    bitsandbytes saves the scales of 4-bit weights as ``weight.absmax`` and so on, and does not load them: it has
+    `QuantState.from_dict` for that (bitsandbytes/functional.py), which transformers calls.
+    """
+    taken: set[str] = set()
+    for name, owner in module.named_modules() if state else ():
+        weight = owner._parameters.get("weight")
+        make = getattr(getattr(weight, "quant_state", None), "from_dict", None)
+        step = f"{name}.weight." if name else "weight."
+        mine = {key.removeprefix(step): value for key, value in state.items() if key.startswith(step)}
+        if weight is not None and mine and callable(make):
+            weight.quant_state = owner.quant_state = make(dict(mine), weight.device)
+            taken |= {step + key for key in mine}
+    return taken
+
+
+def is_extra(key: str) -> bool:
+    """Whether a member of a module's state dict is what its `get_extra_state` has returned."""
+    return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _kept(module: torch.nn.Module, former: Mapping[str, Any]) -> PutBack:

@@ -216,7 +216,8 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 def _plan(stored: Stored, held: Any, match: _Match, groups: Sequence[int | None], loading: Loading) -> frozenset[Any]:
     """Want every array that the program has a use for; the names of parameters with state that does not fit."""
     now = arrays_of(_tree_now(held, match, groups), schema.OPTIMIZER)
-    fresh = StateTargets(stored, match.by_name, match.group_of, now)
+    usual = all(type(holder).__module__.startswith("torch.optim.") for holder in match.holders)
+    fresh = StateTargets(stored, match.by_name, match.group_of, now, usual=usual)
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
     mine = {path: value for path, value in now.items() if not fresh.is_shared(path)}

@@ -21,8 +21,16 @@ class StateTargets:
     """State that the optimizer does not have yet: laid out as its parameter is, on the device of torch's own rule."""
 
     def __init__(
-        self, stored: Stored, by_name: Mapping[Any, Any], group_of: Mapping[Any, Any], now: Mapping[str, Any]
+        self,
+        stored: Stored,
+        by_name: Mapping[Any, Any],
+        group_of: Mapping[Any, Any],
+        now: Mapping[str, Any],
+        *,
+        usual: bool,
     ) -> None:
+        """`usual`: whether the optimizer is one of torch's, whose states have the shapes of torch's keys."""
+        self._usual = usual
         self._stored = stored
         self._now = now
         self._shardings = stored.shardings
@@ -66,7 +74,7 @@ class StateTargets:
             return None
         group = self._group_of.get(name, {})
         rule, full = known.rule(path), self._shardings.parameter_local(known).shape
-        if rule.lies is Lies.ELEMENTWISE and record.shape != full:
+        if rule.lies is Lies.ELEMENTWISE and record.shape != full and self._was_elementwise(path, record, rule):
             return new_array(record.dtype, whole(full), kind)  # which is found not to fit
         on_device = not rule.declared and any(group.get(option) for option in STEP_ON_DEVICE)
         if rule.lies is Lies.ON_HOST and not on_device:
@@ -77,14 +85,33 @@ class StateTargets:
                 return made
         return new_array(record.dtype, whole(record.shape), kind, parameter.device)
 
+    def _weight(self, path: str) -> ArrayRecord | None:
+        """The stored parameter whose state this is; None where only the optimizer is stored."""
+        manifest, leaf = self._stored.manifest, schema.parameter_of(path) or ""
+        return manifest.arrays.get(manifest.aliases.get(leaf, leaf))
+
+    def _was_elementwise(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
+        """Whether a state had the shape of its parameter when it was saved.
+
+        Optimizers of low rank keep factors under torch's usual keys, and others one number for each parameter. What
+        was saved is the truth about them: the program's parameter says nothing about their shape.
+        """
+        if self._usual or rule.declared or schema.place_of(path).role is schema.Role.MASTER:
+            return True
+        weight = self._weight(path)
+        return len(record.shape) == self._ndim(path) if weight is None else weight.shape == record.shape
+
+    def _ndim(self, path: str) -> int:
+        return int(self._owner(schema.place_of(path))[1].ndim)
+
     def _was_whole(self, path: str, record: ArrayRecord, rule: StateRule) -> bool:
         """Whether ranks had all of a state each that had a part of its parameter, and nobody says how it lies.
 
         Its shape alone could mean a part: a factor of as many rows as the parameter, and one column.
         """
-        manifest, leaf = self._stored.manifest, schema.parameter_of(path) or ""
-        weight = manifest.arrays.get(manifest.aliases.get(leaf, leaf))
-        if rule.lies is not Lies.BY_SHAPE or weight is None or weight.shape == record.shape:
+        weight = self._weight(path)
+        by_shape = rule.lies is Lies.BY_SHAPE or (rule.lies is Lies.ELEMENTWISE and not rule.declared)
+        if not by_shape or weight is None or weight.shape == record.shape:
             return False
         own = (*(record.spec or ()), *(None,) * len(record.shape))
         split = [d for d, axes in enumerate(weight.spec or ()) if axes is not None and d < len(record.shape)]

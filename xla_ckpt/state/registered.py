@@ -6,9 +6,9 @@ from typing import Any
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.state import zero1
-from xla_ckpt.tree.optimizer_schema import TORCH, OptimizerSchema
+from xla_ckpt.tree.optimizer_schema import ASGD, TORCH, OptimizerSchema
 
-_registered: dict[type | str, OptimizerSchema] = {}
+_registered: dict[type | str, OptimizerSchema] = {"torch.optim.asgd.ASGD": ASGD}
 
 
 def register_optimizer(kind: type | str, schema: OptimizerSchema) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xla_ckpt.arrays.registry import new_array
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.state.handover import Handover, kept
-from xla_ckpt.state.loading import Loading, Stored, arrays_of
+from xla_ckpt.state.loading import Loading, Stored, plan_freely
+from xla_ckpt.state.mistakes import check_no_stateful
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.rng import RNGState
-from xla_ckpt.tree.skeleton import array_paths
 
 
 def tree_of(member: Any, name: str) -> Any:
@@ -20,8 +18,10 @@ def tree_of(member: Any, name: str) -> Any:
 
     Raises:
         UnsupportedStateError: It is neither a dict nor has it `state_dict`.
+        UsageError: It is a dict of objects that have states of their own.
     """
     if isinstance(member, Mapping):
+        check_no_stateful(member, name)
         return member
     if not callable(getattr(member, "state_dict", None)) or not callable(getattr(member, "load_state_dict", None)):
         raise UnsupportedStateError(
@@ -35,15 +35,10 @@ def tree_of(member: Any, name: str) -> Any:
 def load(stored: Stored, member: Any) -> Loading:
     """Prepare to load a member: its state is restored as new values, and handed to its `load_state_dict`."""
     if isinstance(member, dict):
+        check_no_stateful(member, stored.prefix)
         return load_dict(stored, member)
     loading = Loading()
-    current = arrays_of(tree_of(member, stored.prefix), stored.prefix)
-    for path, kind in array_paths(stored.skeleton, stored.prefix).items():
-        record, now = stored.record(path), current.get(path)
-        like = None if now is None else stored.like(path, now)
-        fits = like is not None and (like.shape, like.dtype) == (record.shape, record.dtype)
-        # Such state may have grown or changed since: the object itself knows best whether it fits.
-        loading.want(path, like if fits and like else new_array(record.dtype, whole(record.shape), kind), record)
+    plan_freely(stored, loading, tree_of(member, stored.prefix))
 
     def take(arrays: Mapping[str, Any]) -> None:
         member.load_state_dict(stored.build(lambda path, _: arrays[path]))

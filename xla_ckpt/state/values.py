@@ -7,6 +7,7 @@ import base64
 import dataclasses
 import enum
 import importlib
+import io
 import pathlib
 import sys
 import types
@@ -15,11 +16,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch.optim.swa_utils import SWALR
 
-from xla_ckpt.arrays.composite import apart, compose
+from xla_ckpt.arrays import composite, pytree
 from xla_ckpt.errors import FormatError, UntrustedObjectError
-from xla_ckpt.tree.codec import Json, Kind, ValueCodec
-from xla_ckpt.tree.flatten import NAMESPACES
+from xla_ckpt.tree.codec import Composite, Json, Kind, ValueCodec
+from xla_ckpt.tree.flatten import NAMESPACES, Resolve
 
 
 def _torch_constant(kind: type) -> Kind:
@@ -88,6 +90,30 @@ def _decode_array(json: Json) -> Any:
     return np.frombuffer(bytearray(data), dtype).reshape(json[1]) if dtype.itemsize else np.zeros(json[1], dtype)
 
 
+def _encode_buffer(value: io.BytesIO) -> Json:
+    """A file in memory: its bytes, and where it stands. Not a closed one."""
+    return NotImplemented if value.closed else [base64.b64encode(value.getbuffer()).decode(), value.tell()]
+
+
+def _decode_buffer(json: Json) -> io.BytesIO:
+    data, position = json
+    made = io.BytesIO(base64.b64decode(data, validate=True))
+    made.seek(position)
+    return made
+
+
+_FUNCTIONS = {
+    f"{kind.__module__}.{kind.__qualname__}.{name}": function
+    for kind, name in ((SWALR, "_cosine_anneal"), (SWALR, "_linear_anneal"))
+    if (function := getattr(kind, name, None)) is not None
+}
+"""Functions of torch's that a scheduler has in its state. A file names one of these, and no other."""
+
+
+def _encode_function(value: Any) -> Json:
+    return next((name for name, function in _FUNCTIONS.items() if function is value), NotImplemented)
+
+
 _SCALARS = (
     np.bool_,
     np.int8,
@@ -113,6 +139,8 @@ _DTYPE_CLASSES = {type(np.dtype(s)) for s in (*_SCALARS, np.str_, np.bytes_, np.
 
 SHELL_KINDS: tuple[Kind, ...] = (
     *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)),
+    Kind("BytesIO", io.BytesIO, _encode_buffer, _decode_buffer),
+    Kind("function", types.FunctionType, _encode_function, _FUNCTIONS.__getitem__),
     Kind("torch.device", torch.device, str, torch.device),
     Kind("torch.Size", torch.Size, list, torch.Size),
     *(Kind(k.__name__, k, str, k) for k in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),
@@ -126,8 +154,19 @@ SHELL_KINDS: tuple[Kind, ...] = (
     Kind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
 )
 
-CODEC = ValueCodec(SHELL_KINDS, apart, compose)
-"""The plain values of a PyTorch program, and its tensors that consist of several."""
+_PLAIN = ValueCodec(SHELL_KINDS)
+
+
+def _apart(value: Any) -> Composite | None:
+    return composite.apart(value) or pytree.apart(value, _PLAIN)
+
+
+def _compose(parts: Composite, resolve: Resolve) -> Any:
+    return (pytree if pytree.is_name(parts.name) else composite).compose(parts, resolve)
+
+
+CODEC = ValueCodec(SHELL_KINDS, _apart, _compose)
+"""The plain values of a PyTorch program, its tensors that consist of several, and what jax takes apart."""
 
 
 def resolver(trust: bool) -> Any:
@@ -162,6 +201,7 @@ _EXPECTED = {
     tuple: "a namedtuple",
     int: "an enum",
     object: "a dataclass",
+    type: "a class",
     torch.Tensor: "a subclass of torch.Tensor with __tensor_unflatten__",
 }
 
@@ -171,4 +211,6 @@ def _fits(found: type, base: type) -> bool:
         return issubclass(found, tuple) and hasattr(found, "_fields")
     if base is torch.Tensor:
         return issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
+    if base is type:  # registered with jax, which is asked
+        return True
     return issubclass(found, enum.Enum) if base is int else dataclasses.is_dataclass(found)

@@ -198,10 +198,12 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
     left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
 
     Args:
-        model: A module, or anything else, which is returned as it is.
+        model: A module, a dict of modules, or anything else, which is returned as it is.
         loading: Whether it is loaded into. A `LoraModel` that is saved decides itself what is saved of it.
         stored: Names in the tag that is loaded: earlier versions have saved torch's wrappers with their step.
     """
+    if isinstance(model, Mapping) and model and all(isinstance(part, torch.nn.Module) for part in model.values()):
+        return torch.nn.ModuleDict(model)  # a generator and a discriminator
     if not isinstance(model, torch.nn.Module):
         return model
     if hasattr(type(model), _PLAIN):

@@ -369,7 +369,7 @@ class LocalStore:
             except FileNotFoundError:
                 continue
             _mark(directory, fcntl.LOCK_EX)
-            if _is_at(directory, self._at(name)):
+            if is_at(directory, self._at(name)):
                 return directory
             directory.close()
 
@@ -402,7 +402,7 @@ class LocalStore:
             directory.close()
 
 
-def _is_at(directory: LocalDirectory, path: str) -> bool:
+def is_at(directory: LocalDirectory, path: str) -> bool:
     """Whether a directory that was opened is the one that lies at a path."""
     try:
         return os.path.samestat(os.fstat(directory.fd), os.stat(path))

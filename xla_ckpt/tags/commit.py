@@ -12,13 +12,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.errors import SaveError
 from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean, remove, remove_unused
-from xla_ckpt.tags.directory import TagEntry, entries, entry_of
+from xla_ckpt.tags.directory import TagEntry, entries
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_import import ORBAX, Span
+from xla_ckpt.tags.overtaken import check_not_overtaken, set_aside
 from xla_ckpt.tags.retention import TagFact, superfluous
 
 logger = logging.getLogger(__name__)
@@ -113,29 +113,13 @@ def commit(draft: Draft, *, pinned: bool, num_kept: int | None, report: Any = No
         OSError: Likewise.
         NotDurableError: It was committed, and a loss of power may undo that.
     """
-    _check_not_overtaken(draft)
+    check_not_overtaken(draft.store, draft.tag, draft.sequence)
     if isinstance(draft.store, LocalStore):
         retained: float = ORBAX.module().publish(draft, draft.store, pinned=pinned, num_kept=num_kept, report=report)
     else:
         retained = _publish(draft, num_kept)
     draft.committed = True
     return retained
-
-
-def _check_not_overtaken(draft: Draft) -> None:
-    """Refuse to commit over a version of the tag that another job has committed since this draft was made.
-
-    A process that was stopped for long may go on when its job has been restarted elsewhere, and has saved that tag.
-    """
-    entry = entry_of(draft.store, draft.tag)
-    if entry is not None and entry.sequence >= draft.sequence:
-        raise SaveError(
-            "another job has saved this tag meanwhile",
-            tag=draft.tag,
-            expected=f"commit {draft.sequence - 1} or an earlier one",
-            found=f"commit {entry.sequence}",
-            hint="That version stays. Two jobs that save to one directory need different tags.",
-        )
 
 
 def abandon(draft: Draft) -> None:
@@ -148,8 +132,7 @@ def abandon(draft: Draft) -> None:
 
 def _publish(draft: Draft, num_kept: int | None) -> float:
     store, tag = draft.store, draft.tag
-    if store.has(tag):
-        store.rename(tag, OLD_PREFIX + tag)
+    set_aside(store, tag, draft.sequence)
     try:
         rename_durably(store, draft.name, tag)
     except OSError:

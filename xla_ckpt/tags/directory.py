@@ -64,13 +64,10 @@ def entries(store: Store) -> list[TagEntry]:
     Raises:
         StorageError: The directory cannot be read.
     """
-    found: dict[str, TagEntry] = {}
-    for name in sorted(names_in(store), key=lambda n: not n.startswith(OLD_PREFIX)):
-        # A tag itself wins over its old version.
-        tag = name.removeprefix(OLD_PREFIX)
-        if is_tag_name(tag) and (entry := _entry(store, name, tag)) is not None:
-            found[tag] = entry
-    return sorted(found.values(), key=lambda e: (e.sequence, e.tag))
+    # POSIX lets a listing miss a name that is changed meanwhile: a tag that is being replaced is in the next one.
+    tags = {name.removeprefix(OLD_PREFIX) for name in (*names_in(store), *names_in(store))}
+    found = [entry for tag in tags if is_tag_name(tag) and (entry := _found(store, tag)) is not None]
+    return sorted(found, key=lambda e: (e.sequence, e.tag))
 
 
 def entry_of(store: Store, tag: str) -> TagEntry | None:
@@ -80,8 +77,13 @@ def entry_of(store: Store, tag: str) -> TagEntry | None:
         InvalidTagError: `tag` cannot be one.
     """
     check_tag(tag, store.path)
-    found = _entry(store, tag, tag)
-    return _entry(store, OLD_PREFIX + tag, tag) if found is None else found
+    return _found(store, tag)
+
+
+def _found(store: Store, tag: str) -> TagEntry | None:
+    """A tag, wherever it is now: without the third look, one whose replacement ends between two looks is missed."""
+    looks = (_entry(store, name, tag) for name in (tag, OLD_PREFIX + tag, tag))
+    return next((entry for entry in looks if entry is not None), None)
 
 
 def names_in(store: Store) -> list[str]:

@@ -20,10 +20,12 @@ from etils import epath
 
 from xla_ckpt.errors import CheckpointError, SaveError
 from xla_ckpt.storage.base import not_durable
-from xla_ckpt.storage.local import LocalDirectory, LocalStore
+from xla_ckpt.storage.local import LocalDirectory, LocalStore, is_at
 from xla_ckpt.tags.cleaning import remove, remove_unused
 from xla_ckpt.tags.directory import TagEntry, entries, entry_of
 from xla_ckpt.tags.names import OLD_PREFIX, TMP_SUFFIX, TRASH
+from xla_ckpt.tags.orbax_import import spare_forked_children
+from xla_ckpt.tags.overtaken import check_not_overtaken, set_aside
 from xla_ckpt.tags.retention import TagFact, superfluous
 
 if TYPE_CHECKING:
@@ -165,15 +167,20 @@ ocp.args.register_with_handler(_Payload, for_save=True, for_restore=True)(_Save)
 def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | None, report: Any = None) -> float:
     """Have orbax make a tag of a draft, by one rename, and retire older ones (see `xla_ckpt.tags.commit.commit`)."""
     root, tag, sequence = store.path, draft.tag, draft.sequence
-    new, tmp, old = draft.name, tag + TMP_SUFFIX, OLD_PREFIX + tag
+    new, tmp = draft.name, tag + TMP_SUFFIX
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(_ITEM, _Save, _Payload())
 
     def before_rename() -> None:
         store.remove(f"{tmp}/{_ITEM}")
         _sync(os.path.join(root, tmp))
-        if store.has(tag):
-            store.rename(tag, old)
+        if not is_at(held[0], os.path.join(root, tmp)):  # orbax removes what has this name when it begins a save
+            raise SaveError(
+                "another job saves this tag, and has taken away what this one has written",
+                tag=tag,
+                hint="Two jobs that save to one directory need different tags.",
+            )
+        set_aside(store, tag, sequence)
         retention.renaming = True
 
     retention = _Retention(store, tag, pinned, num_kept)
@@ -192,6 +199,7 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
             ),
         ),
     )
+    spare_forked_children()
     held: list[LocalDirectory] = []
     problem: Exception | None = None
     try:
@@ -208,7 +216,9 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
     ended = _ended(manager)
     problem = problem or ended
     try:
-        if not _is_there(store, tag, sequence):
+        # By the directory itself: another job's version of the tag may have the same commit number.
+        if not (held and is_at(held[0], os.path.join(root, tag))):
+            check_not_overtaken(store, tag, sequence)
             if isinstance(problem, OSError | CheckpointError):
                 raise problem
             raise SaveError("the tag was not committed", path=root, tag=tag, found=problem) from problem
@@ -218,10 +228,11 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
             logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", root, tag, problem)
         return 0.0 if retention.began is None else time.perf_counter() - retention.began
     finally:
+        mine = bool(held) and is_at(held[0], os.path.join(root, tmp))
         for directory in held:
             directory.close()
         if store.is_directory(tmp):  # of a commit that failed, perhaps for lack of the space that it takes
-            if held:
+            if mine:
                 remove(store, tmp)  # this save made it: where there are no locks, nobody has to wait until it is old
             else:
                 remove_unused(store, tmp)
@@ -243,12 +254,6 @@ def _ended(manager: Any) -> Exception | None:
                 return problem
     assert problem is not None
     return problem
-
-
-def _is_there(store: LocalStore, tag: str, sequence: int) -> bool:
-    """Whether a tag has been committed."""
-    made = entry_of(store, tag)
-    return made is not None and made.sequence == sequence and made.directory == tag
 
 
 def _make_durable(retention: _Retention, draft: Draft) -> None:

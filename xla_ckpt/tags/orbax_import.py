@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import ctypes
+import functools
 import importlib.abc
 import logging
 import os
@@ -210,6 +212,21 @@ class _Gate(importlib.abc.MetaPathFinder):
 
 ORBAX = OrbaxImport()
 """That of this process."""
+
+
+@functools.cache
+def spare_forked_children() -> None:
+    """Have processes that the program forks from now on leave jax's client alone when they end. Does it once.
+
+    It is for when jax has opened its platform. The client's destructor waits for its threads, which a forked process
+    does not have: a child of `os.fork` that ends by `sys.exit` would wait for ever. So children never destroy it.
+    """
+
+    def keep() -> None:
+        for client in {device.client for device in sys.modules["jax"].local_devices()}:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+
+    os.register_at_fork(after_in_child=keep)
 
 
 def _import_jax() -> None:

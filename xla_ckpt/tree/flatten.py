@@ -27,6 +27,9 @@ NAMESPACES = frozenset({"argparse:Namespace", "types:SimpleNamespace"})
 ABOUT = "~about"
 """Path component of what a composite value takes beside its arrays. No key begins with ``~``, unless it is escaped."""
 
+CONTENT = "~content"
+"""Path component of what a dataclass that extends a list or a dict holds beside its fields."""
+
 _FACTORIES: dict[str, Any] = {t.__name__: t for t in (int, float, str, bool, list, dict, set, tuple)}
 
 Resolve = Callable[[str, type], Any]
@@ -62,6 +65,17 @@ def _is_namedtuple(value: object) -> bool:
     return isinstance(value, tuple) and type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
 
 
+def _container_below(kind: type) -> Any:
+    """The dict or list that a class extends; object if it extends none; None if it extends another class of Python's.
+
+    >>> _container_below(type("A", (dict,), {})), _container_below(type("B", (Exception,), {}))
+    (<class 'dict'>, None)
+    """
+    heap = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was written in Python
+    base = next(c for c in kind.__mro__ if not c.__flags__ & heap)
+    return base if base in (object, dict, list, collections.OrderedDict) else None
+
+
 ArrayKind = Callable[[Any], str | None]
 """value -> what kind of array it is, or None if it is none."""
 
@@ -83,15 +97,14 @@ class _Flattener:
         plain = self.codec.encode(value)
         if plain is not NotImplemented:
             return plain
-        if (composite := self.codec.apart(value)) is not None:
-            return self.composite(composite, path)
         if id(value) in self.open:
             raise UnsupportedStateError("the state contains itself", leaf=path)
         if len(self.open) >= MAX_DEPTH:
             raise UnsupportedStateError(f"the state is nested deeper than {MAX_DEPTH} containers", leaf=path)
         self.open.add(id(value))
         try:
-            return self.container(value, path)
+            composite = self.codec.apart(value)
+            return self.container(value, path) if composite is None else self.composite(composite, path)
         finally:
             self.open.discard(id(value))
 
@@ -144,15 +157,20 @@ class _Flattener:
             return {"$namespace": [name, self.fields(vars(value), path)]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-            if set(getattr(value, "__dict__", {})) - set(held):  # attributes that are no fields would be lost
+            base = _container_below(type(value))
+            if base is None or set(getattr(value, "__dict__", {})) - set(held):  # what is no field would be lost
                 return self.object(value, path)
-            return {"$dataclass": [name, self.fields(held, path)]}
+            body = [name, self.fields(held, path)]
+            if base is object:
+                return {"$dataclass": body}
+            content = base(base.items(value)) if issubclass(base, dict) else base(value)
+            return {"$dataclass": [*body, self.visit(content, paths.join(path, CONTENT))]}
         if is_enum_member(value):
             return {"$enum": [name, value.name]}
         return self.object(value, path)
 
     def composite(self, value: Composite, path: str) -> Json:
-        """A value that consists of several arrays. What else it takes must be plain."""
+        """A value that consists of several parts. What else it takes must be plain."""
         about = self.visit(value.about, paths.join(path, ABOUT))
         return {"$composite": [value.name, self.fields(value.members, path), about]}
 
@@ -344,9 +362,16 @@ class Unflattener:
         return tuple.__new__(kind, members.values())
 
     def _dataclass(self, body: Json, path: str, depth: int) -> Any:
-        name, fields = body
+        name, fields, *content = body
         kind = self.resolve(name, object)
-        made = object.__new__(kind)  # no __init__: a file must not be able to call code
+        base = _container_below(kind)
+        if base is None or len(content) != (base is not object):
+            raise FormatError(f"the class {name} has changed what it extends", leaf=path, found=str(base))
+        made = base.__new__(kind)  # no __init__: a file must not be able to call code
+        if content:
+            held = self.build(content[0], paths.join(path, CONTENT), depth)
+            for k, v in enumerate(held) if base is list else held.items():
+                list.append(made, v) if base is list else base.__setitem__(made, k, v)
         for k, v in self._fields(fields, path, depth).items():
             object.__setattr__(made, k, v)
         return made

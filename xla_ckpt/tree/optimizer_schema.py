@@ -181,10 +181,16 @@ _ELEMENTWISE = frozenset(
 STEP = "step"
 """How often torch's optimizers have stepped a parameter: in host memory, unless the group has it on the device."""
 
-_USUAL = {**dict.fromkeys(_ELEMENTWISE, MASTER_RULE), STEP: StateRule(Lies.ON_HOST)}
+_ON_HOST = (STEP, "mu_product")
+"""Numbers of torch's optimizers that lie in host memory, unless a group has one of `STEP_ON_DEVICE`."""
+
+_USUAL = {**dict.fromkeys(_ELEMENTWISE, MASTER_RULE), **dict.fromkeys(_ON_HOST, StateRule(Lies.ON_HOST))}
 
 STEP_ON_DEVICE = frozenset({"capturable", "fused"})
 """Options of a group with which torch's optimizers keep ``step`` on the device of the parameter."""
 
 TORCH = OptimizerSchema()
 """What holds for an optimizer that nobody registered."""
+
+ASGD = OptimizerSchema(replicated=(STEP, "eta", "mu"))
+"""What holds for torch's ASGD, which keeps its numbers on the device of the parameter (torch/optim/asgd.py, 2.9)."""

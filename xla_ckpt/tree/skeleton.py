@@ -10,7 +10,7 @@ from typing import Any
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Json, ValueCodec
-from xla_ckpt.tree.flatten import MAX_DEPTH, component
+from xla_ckpt.tree.flatten import CONTENT, MAX_DEPTH, component
 
 _PAIRS = frozenset({"$dict", "$OrderedDict", "$Counter"})
 _ITEMS = frozenset({"$tuple", "$slice"})
@@ -51,7 +51,8 @@ def _wrapped_children(name: str, body: Json) -> dict[str, Json] | None:
     if name in _ITEMS:
         return _numbered(body)
     if name in _FIELDS:
-        return _escaped(body[1])
+        content = {CONTENT: body[2]} if name == "$dataclass" and len(body) > 2 else {}
+        return {**_escaped(body[1]), **content}
     if name == "$defaultdict":
         return _paired(body[1])
     if name == "$deque":
@@ -174,12 +175,28 @@ Make = Callable[[Mapping[str, Any]], Any]
 """Makes a restored value from the restored arrays, which it finds by leaf path."""
 
 
+Parts = tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Any]]
+"""The parts of a value by name, and what makes a value like it from such parts."""
+
+
 class Weave:
     """Lays a pattern over a stored skeleton, and collects what it wants."""
 
-    def __init__(self, is_array: Callable[[Any], bool], codec: ValueCodec, whole: Callable[[Json, str], Make]) -> None:
+    def __init__(
+        self,
+        is_array: Callable[[Any], bool],
+        codec: ValueCodec,
+        whole: Callable[[Json, str], Make],
+        *,
+        parts: Callable[[Any], Parts | None] = lambda pattern: None,
+        number: Callable[[Any, float], Any] = lambda pattern, number: NotImplemented,
+    ) -> None:
         self.is_array = is_array
         self.codec = codec
+        self.parts = parts
+        """Takes a pattern apart that is a container of a class which the skeleton has no name for; else None."""
+        self.number = number
+        """Makes an array like the pattern's of a stored number; NotImplemented where that makes none."""
         self.whole = whole
         """Called for a stored part that the pattern takes as it is."""
         self.wanted: dict[str, Any] = {}
@@ -193,6 +210,8 @@ class Weave:
         """
         if self.is_array(pattern):
             return self._array(pattern, stored, path)
+        if (taken := self.parts(pattern)) is not None:
+            return self._parts(taken, stored, path)
         if isinstance(pattern, Mapping):
             return self._mapping(pattern, stored, path)
         if isinstance(pattern, list | tuple | collections.deque):
@@ -203,9 +222,18 @@ class Weave:
 
     def _array(self, pattern: Any, stored: Json, path: str) -> Make:
         if not (isinstance(stored, dict) and "$array" in stored):
-            raise _mismatch(path, "an array", stored)
+            made = self.number(pattern, stored) if type(stored) in (bool, int, float) else NotImplemented
+            if made is NotImplemented:
+                raise _mismatch(path, "an array", stored)
+            return lambda arrays: made
         self.wanted[path] = pattern
         return lambda arrays: arrays[path]
+
+    def _parts(self, taken: Parts, stored: Json, path: str) -> Make:
+        members, compose = taken
+        below = children(stored)
+        made = {name: self._child(part, below, paths.escape(name), path, stored) for name, part in members.items()}
+        return lambda arrays: compose({name: make(arrays) for name, make in made.items()})
 
     def _mapping(self, pattern: Mapping[Any, Any], stored: Json, path: str) -> Make:
         below = children(stored)

@@ -1,0 +1,175 @@
+"""Classes that are registered with jax, and typed keys: stored as their parts, and made again by a pattern."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import xla_ckpt
+from xla_ckpt import FormatError, IncompatibleCheckpointError, UntrustedObjectError
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.state.values import CODEC, resolver
+from xla_ckpt.tree.codec import Composite
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Train:
+    """As flax' TrainState: arrays, and a function that no file can hold."""
+
+    step: Any
+    params: Any
+    apply: Callable[..., Any] = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Plain:
+    """A dataclass whose static part is plain."""
+
+    weight: Any
+    units: int = dataclasses.field(default=3, metadata={"static": True})
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Frozen:
+    """As flax' FrozenDict: a class that says what it is made of, and is no dict."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def tree_flatten_with_keys(self) -> Any:
+        keys = tuple(sorted(self.held))
+        return [(jax.tree_util.DictKey(k), self.held[k]) for k in keys], keys
+
+    @classmethod
+    def tree_unflatten(cls, keys: Any, parts: Any) -> Frozen:
+        return cls(dict(zip(keys, parts, strict=True)))
+
+
+@jax.tree_util.register_pytree_node_class
+class Nameless:
+    """A class that gives its parts no names."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def tree_flatten(self) -> Any:
+        return self.parts, None
+
+    @classmethod
+    def tree_unflatten(cls, _: Any, parts: Any) -> Nameless:
+        return cls(*parts)
+
+
+def saved(root: Path, tree: Any) -> None:
+    xla_ckpt.save(root, "a", tree)
+    assert not manifest_json.parse((root / "a" / "manifest.json").read_bytes()).objects, "nothing is pickled"
+    assert xla_ckpt.verify(root, "a").ok
+
+
+def same(found: Any, expected: Any) -> bool:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    return bool(
+        jax.tree.all(jax.tree.map(lambda a, b: bool((jnp.asarray(a) == jnp.asarray(b)).all()), found, expected))
+    )
+
+
+def grown(seed: int) -> Frozen:
+    return Frozen(
+        {
+            "dense": {"kernel": jnp.full((2, 3), float(seed))},
+            "inner": Frozen({"bias": jnp.full(3, float(seed))}),
+            "n": None,
+        }
+    )
+
+
+@pytest.mark.parametrize("by_pattern", [False, True])
+def test_a_registered_class_comes_back(tmp_path: Path, *, by_pattern: bool) -> None:
+    tree = [grown(1), Plain(jnp.ones(2), 7), Nameless(jnp.ones(1), {"a": jnp.zeros(2)})]
+    saved(tmp_path, tree)
+    like = [grown(0), Plain(jnp.zeros(2), 7), Nameless(jnp.zeros(1), {"a": jnp.ones(2)})] if by_pattern else None
+    found = xla_ckpt.restore(tmp_path, "a", like).tree
+    assert same(found, tree)
+    assert isinstance(found[0].held["dense"]["kernel"], jax.Array)
+
+
+def test_what_no_file_can_hold_comes_from_the_pattern(tmp_path: Path) -> None:
+    saved(tmp_path, Train(5, grown(1), jnp.sin))
+    for like in (Train(0, grown(0), jnp.cos), jax.eval_shape(lambda: Train(jnp.int32(0), grown(0), jnp.cos))):
+        found = xla_ckpt.restore(tmp_path, "a", like).tree
+        assert same(found, Train(5, grown(1), jnp.cos))
+    bare = xla_ckpt.restore(tmp_path, "a").tree
+    assert sorted(bare) == ["params", "step"], "without a pattern a dict of the parts"
+    assert same(bare["params"], grown(1))
+
+
+def test_a_part_of_it_is_restored_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, {"state": grown(1)})
+    part = xla_ckpt.restore(tmp_path, "a", {"state": Frozen({"inner": Frozen({"bias": jnp.zeros(3)})})}).tree
+    assert part["state"].held["inner"].held["bias"].tolist() == [1, 1, 1]
+    with pytest.raises(IncompatibleCheckpointError) as caught:
+        xla_ckpt.restore(tmp_path, "a", {"state": Frozen({"outer": jnp.zeros(3)})})
+    assert caught.value.leaf == "state/outer"
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_typed_keys(tmp_path: Path, implementation: str) -> None:
+    one = jax.random.key(3, impl=implementation)
+    tree = {"one": one, "many": jax.random.split(one, 4)}
+    saved(tmp_path, tree)
+    patterns = [None, {k: jax.random.key(0, impl=implementation) for k in tree}, jax.eval_shape(lambda: tree)]
+    for like in patterns:
+        found = xla_ckpt.restore(tmp_path, "a", like).tree
+        for name, key in tree.items():
+            assert found[name].dtype == key.dtype
+            assert jax.random.key_data(found[name]).tolist() == jax.random.key_data(key).tolist()
+    assert jax.random.uniform(found["one"]) == jax.random.uniform(one)
+
+
+def test_a_number_fills_an_array_without_dims(tmp_path: Path) -> None:
+    """A step is a number until the first one has been compiled, and an array from then on."""
+    import numpy as np
+    import torch
+
+    saved(tmp_path, {"step": 5})
+    patterns = [
+        jnp.zeros((), jnp.int32),
+        jax.ShapeDtypeStruct((), jnp.dtype("int32")),
+        np.zeros((), np.int64),
+        torch.zeros((), dtype=torch.int16),
+        xla_ckpt.ArraySpec((), "int8"),
+        xla_ckpt.ArraySpec((), np.dtype("uint8")),
+    ]
+    for pattern in patterns:
+        found = xla_ckpt.restore(tmp_path, "a", {"step": pattern}).tree["step"]
+        assert (found.item(), tuple(found.shape)) == (5, ())
+        assert str(found.dtype).removeprefix("torch.") == str(pattern.dtype).removeprefix("torch.")
+    with pytest.raises(IncompatibleCheckpointError, match="expected an array"):
+        xla_ckpt.restore(tmp_path, "a", {"step": jnp.zeros(2)})
+
+
+def test_a_class_of_a_file_is_neither_imported_nor_called_unless_jax_knows_it() -> None:
+    __import__("subprocess")
+    for name, error, text in (
+        ("somebody.elses:Class", UntrustedObjectError, "not imported"),
+        ("os:system", FormatError, "has changed or is gone"),
+        ("subprocess:Popen", FormatError, "put together again"),
+    ):
+        parts = Composite(f"jax:tree:{name}", {}, {"structure": None})
+        with pytest.raises(error, match=text):
+            CODEC.compose(parts, resolver(trust=False))
+
+
+def test_a_class_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    cycle = Nameless()
+    cycle.parts = ([cycle],)
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="contains itself"):
+        xla_ckpt.save(tmp_path, "a", {"c": cycle})

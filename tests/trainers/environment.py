@@ -1,0 +1,27 @@
+"""Where the trainers are that the development environment lacks: `make test-trainers` puts them into .trainers."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from tests.runs import ROOT
+
+TRAINERS = ROOT / ".trainers"
+if str(TRAINERS) not in sys.path:
+    sys.path.append(str(TRAINERS))  # after everything else: it has nothing that is there already
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    """Skips a test where a module is missing, saying so."""
+    missing = [name for name in modules if not _is_there(name)]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed: make test-trainers")
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False

@@ -1,0 +1,132 @@
+"""Values that jax takes apart: classes that are registered with `jax.tree_util`, and typed keys of random numbers.
+
+flax's FrozenDict, TrainState and nnx.State, and dataclasses of a program's own, say themselves to jax what they are
+made of (jax's documentation of custom pytree nodes). Their parts are stored, and nothing of them is pickled. What is no
+part, such as the functions of a TrainState, is the program's: `restore` takes it from its `like`. Without one it makes
+the object again if all that is missing is plain, and else gives a dict of the parts.
+
+Nothing here imports jax: a class is registered only in a program that has done so.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from xla_ckpt.errors import FormatError
+from xla_ckpt.tree.codec import Composite, ValueCodec
+from xla_ckpt.tree.flatten import class_name, flatten
+
+KEY = "jax:key"
+"""Name of a typed key of random numbers."""
+
+TREE = "jax:tree:"
+"""Begins the name of a value of a registered class; ``module:class`` follows."""
+
+_OWN = (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque)
+"""Containers that the skeleton has names for."""
+
+Parts = tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]
+"""The parts of a value by name, and what makes a value like it from such parts."""
+
+
+def _jax() -> Any:
+    """The jax that the program has imported; None while another thread of this process is at it."""
+    jax = sys.modules.get("jax")
+    return None if jax is None or getattr(jax.__spec__, "_initializing", False) else jax
+
+
+def _is_builtin(value: Any) -> bool:
+    return type(value) in _OWN or (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is a typed key of jax's random numbers, or the description of one."""
+    jax = _jax()
+    dtype = getattr(value, "dtype", None) if jax is not None else None
+    return dtype is not None and type(dtype).__module__.startswith("jax") and _is_key_type(jax, dtype)
+
+
+def _is_key_type(jax: Any, dtype: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+
+
+def parts(value: Any) -> Parts | None:
+    """The parts of a value of a registered class; None for any other value."""
+    jax = _jax()
+    if jax is None or _is_builtin(value):
+        return None
+    found, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    if structure.node_data() is None:
+        return None
+    names = [_name(path[0]) for path, _ in found]
+    if len(set(names)) < len(names):
+        names = [str(n) for n in range(len(names))]
+    return dict(zip(names, (part for _, part in found), strict=True)), lambda made: jax.tree_util.tree_unflatten(
+        structure, [made[name] for name in names]
+    )
+
+
+def _name(entry: Any) -> str:
+    """What jax calls a part: a key, an attribute, or a number."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def apart(value: Any, codec: ValueCodec) -> Composite | None:
+    """A value of a registered class, or a typed key, as its parts; None for anything else.
+
+    `codec` says what is plain.
+    """
+    if is_key(value) and isinstance(value, _jax().Array):  # a Variable of flax's has the dtype of the key in it
+        random = _jax().random
+        return Composite(KEY, {"data": random.key_data(value)}, {"impl": str(random.key_impl(value))})
+    taken = parts(value)
+    if taken is None:
+        return None
+    about = _about(value, codec)
+    return Composite(TREE + class_name(type(value)), taken[0], None if about is None else {"structure": about[0]})
+
+
+def _about(value: Any, codec: ValueCodec) -> tuple[Any] | None:
+    """What jax knows of a value beside its parts, in a tuple; None where that is not plain, such as a function."""
+    jax = _jax()
+    structure = jax.tree_util.tree_structure(value, is_leaf=lambda part: part is not value)
+    known = structure.node_data()[1]
+    flat = flatten(known, lambda part: "array" if hasattr(part, "__array__") else None, codec)
+    return None if flat.objects or flat.arrays else (known,)
+
+
+def is_name(name: str) -> bool:
+    """Whether a composite value is one of these."""
+    return name == KEY or name.startswith(TREE)
+
+
+def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
+    """The value that `apart` has taken apart; a dict of its parts, where it cannot be made without a pattern.
+
+    Raises:
+        FormatError: Its parts make no such value.
+        UntrustedObjectError: Its class is not imported.
+    """
+    if composite.name != KEY and composite.about is None:
+        return dict(composite.members)
+    kind = None if composite.name == KEY else resolve(composite.name.removeprefix(TREE), type)
+    jax = _jax()
+    if jax is None:
+        return dict(composite.members)
+    try:
+        if kind is None:
+            return jax.random.wrap_key_data(composite.members["data"], impl=composite.about["impl"])
+        leaf = jax.tree_util.tree_structure(0)
+        structure = leaf.from_node_data_and_children(
+            jax.tree_util.default_registry, (kind, composite.about["structure"]), [leaf] * len(composite.members)
+        )
+        return structure.unflatten(composite.members.values())
+    except Exception as error:
+        # The class makes itself, from what a file says: whatever it raises then is the file's fault.
+        raise FormatError(f"a {composite.name} cannot be put together again: {error}") from error
