@@ -39,7 +39,8 @@ def _jax() -> Any:
 
 
 def _is_builtin(value: Any) -> bool:
-    return type(value) in _OWN or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    # None is a container without parts to jax, and a placeholder in the pattern of a restore.
+    return value is None or type(value) in _OWN or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
 def is_key(value: Any) -> bool:
