@@ -303,6 +303,8 @@ class Save:
             name = ""  # rank 0 does not ask this rank for parity any more
             if stray is not None:
                 raise stray from None
+            if isinstance(error, RankFailedError):
+                raise  # it is decided for all, rank 0 included: to wait for its verdict would take the timeout again
         if self.parity is not None and name:
             self._help(name, self.parity)
         with self.phases.timed("meet"):
