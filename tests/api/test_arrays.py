@@ -185,7 +185,6 @@ def test_specs_choose_the_framework(tmp_path: Path) -> None:
         (torch.eye(3).to_mkldnn(), "layout torch._mkldnn"),
         (torch.ones(3, device="meta"), "meta device"),
         (torch.nn.parameter.UninitializedParameter(), "lazy parameter"),
-        (jax.random.key(0), "key_data"),
     ],
 )
 def test_what_cannot_be_stored_is_named(tmp_path: Path, value: Any, words: str) -> None:
