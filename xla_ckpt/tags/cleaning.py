@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Iterator
 
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
@@ -22,23 +23,44 @@ def clean(store: Store) -> None:
         OSError: The storage refused.
     """
     for name in store.names():
-        if name.startswith(OLD_PREFIX) and not store.has(tag := name[len(OLD_PREFIX) :]):
-            logger.warning("%s: a replacement of tag %s was interrupted; the old version is back", store.path, tag)
-            store.rename(name, tag)
-            store.sync()
-        elif name.startswith(OLD_PREFIX):
-            move_to_trash(store, name)  # also if it is read: the next replacement of its tag needs the name
-        elif name.startswith(NEW_PREFIX) or name.endswith(TMP_SUFFIX):
-            remove_unused(store, name)
+        with _left_to_others(store, name):
+            if name.startswith(OLD_PREFIX) and not store.has(tag := name[len(OLD_PREFIX) :]):
+                logger.warning("%s: a replacement of tag %s was interrupted; the old version is back", store.path, tag)
+                store.rename(name, tag)
+                store.sync()
+            elif name.startswith(OLD_PREFIX):
+                move_to_trash(store, name)  # also if it is read: the next replacement of its tag needs the name
+            elif name.startswith(NEW_PREFIX) or name.endswith(TMP_SUFFIX):
+                remove_unused(store, name)
     if store.is_directory(TRASH):
         # A tag whose files are gone must not have its name again after a loss of power, nor the tag that replaced it
         # have lost its own.
         store.sync()
-        for doomed in store.names(TRASH):  # orbax moves the tags there that retention gives up
-            remove_unused(store, f"{TRASH}/{doomed}")
-        if not store.names(TRASH):
-            with contextlib.suppress(FileNotFoundError):  # another program that cleans up came first
-                store.remove(TRASH)
+        with _left_to_others(store, TRASH):
+            for doomed in store.names(TRASH):  # orbax moves the tags there that retention gives up
+                remove_unused(store, f"{TRASH}/{doomed}")
+            if not store.names(TRASH):
+                with contextlib.suppress(FileNotFoundError):  # another program that cleans up came first
+                    store.remove(TRASH)
+
+
+_told: set[tuple[str, str]] = set()
+"""(root directory, name) of what could not be removed, and has been told of: a save an hour tells it once."""
+
+
+@contextlib.contextmanager
+def _left_to_others(store: Store, name: str) -> Iterator[None]:
+    """Leave what this user may not touch: another user's leftovers are no reason for a save to fail."""
+    try:
+        yield
+    except PermissionError as error:
+        _tell(store, name, error)
+
+
+def _tell(store: Store, name: str, error: OSError) -> None:
+    if (store.path, name) not in _told:
+        _told.add((store.path, name))
+        logger.warning("could not remove %s in %s: %s", name, store.path, error)
 
 
 def move_to_trash(store: Store, name: str) -> str:
@@ -79,4 +101,4 @@ def remove(store: Store, name: str) -> None:
     except FileNotFoundError:
         logger.debug("%s in %s: another program removed it", name, store.path)
     except OSError as error:
-        logger.warning("could not remove %s in %s: %s", name, store.path, error)
+        _tell(store, name, error)

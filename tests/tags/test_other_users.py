@@ -1,0 +1,99 @@
+"""Leftovers of another user, and roots that this process may only read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.jobs import run_alone
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+
+SOMEBODY = 12_345
+
+
+class Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def as_somebody(root: str, tags: list[str]) -> dict[str, Any]:
+    """Save some tags as a user who owns nothing here; what is listed then, what was said, and what was raised."""
+    told = Told()
+    logging.getLogger("xla_ckpt").addHandler(told)
+    with tempfile.TemporaryDirectory() as own:
+        for tag in tags:  # all modules are imported by now, which that user may not be able to read
+            xla_ckpt.save(own, tag, {"w": torch.ones(3)}, num_kept_ckpts=1)
+            xla_ckpt.restore(own, tag)
+            ok(own, tag)
+    told.lines.clear()
+    os.setgid(SOMEBODY)
+    os.setuid(SOMEBODY)
+    errors: list[str] = []
+    for number, tag in enumerate(tags):
+        try:
+            xla_ckpt.save(root, tag, {"w": torch.full((3,), float(number))}, num_kept_ckpts=5)
+        except xla_ckpt.CheckpointError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    found = {tag: xla_ckpt.restore(root, tag).tree["w"].tolist() for tag in xla_ckpt.list_tags(root)}
+    return {"tags": found, "told": told.lines, "errors": errors, "bad": [t for t in found if not ok(root, t)]}
+
+
+def ok(root: str, tag: str) -> bool:
+    return bool(xla_ckpt.verify(root, tag).ok)
+
+
+def leftover(path: Path, mode: int) -> None:
+    path.mkdir(parents=True)
+    (path / "file").write_bytes(b"left")
+    path.chmod(mode)
+
+
+@pytest.fixture
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which everybody may make files, and nobody may touch those of others."""
+    path = tmp_path_factory.mktemp("shared")
+    for parent in path.parents:
+        if parent.stat().st_uid == os.getuid() and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    path.chmod(0o1777)
+    return path
+
+
+def test_leftovers_of_another_user_are_told_once_and_stay(root: Path) -> None:
+    xla_ckpt.save(root, "theirs", {"w": torch.ones(3)})
+    leftover(root / ".new-killed", 0o755)
+    leftover(root / ".old-theirs", 0o755)
+    leftover(root / ".trash" / "doomed", 0o755)
+    (root / ".trash").chmod(0o700)
+    seen = run_alone(as_somebody, str(root), ["first", "second", "first"])
+    assert seen["errors"] == []
+    assert seen["tags"] == {"theirs": [1.0] * 3, "second": [1.0] * 3, "first": [2.0] * 3}
+    assert seen["bad"] == []
+    assert (root / ".new-killed" / "file").exists()
+    for name in (".new-killed", ".old-theirs", ".trash"):
+        assert len([line for line in seen["told"] if f"could not remove {name} " in line]) == 1, seen["told"]
+
+
+def test_a_root_that_may_only_be_read(root: Path) -> None:
+    xla_ckpt.save(root, "theirs", {"w": torch.ones(3)})
+    root.chmod(0o755)
+    before = sorted(os.listdir(root))
+    seen = run_alone(as_somebody, str(root), ["mine"])
+    assert len(seen["errors"]) == 1
+    assert "StorageError" in seen["errors"][0]
+    assert "no permission to write there" in seen["errors"][0]
+    assert seen["tags"] == {"theirs": [1.0] * 3}, "everything that reads works"
+    assert seen["bad"] == []
+    assert sorted(os.listdir(root)) == before
