@@ -152,18 +152,28 @@ def test_a_wrapper_that_adds_state_is_stored_as_it_is(tmp_path: Path) -> None:
             self.optimizer.load_state_dict({k: v for k, v in state_dict.items() if k != "scale"})
 
     class Counted(NxDModel):
+        count = 0
+
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            return {**self.module.state_dict(*args, **kwargs), "count": torch.tensor(3)}
+            return {**self.module.state_dict(*args, **kwargs), "count": torch.tensor(self.count)}
+
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            self.count = int(state_dict["count"])
+            return self.module.load_state_dict({k: v for k, v in state_dict.items() if k != "count"}, *args, **kwargs)
 
     model = build(0)
     optimizer = Scaled(trained(model))
     optimizer.scale = 16.0
-    xla_ckpt.save_checkpoint(tmp_path, "a", Counted(model), optimizer)
+    counted = Counted(model)
+    counted.count = 3
+    xla_ckpt.save_checkpoint(tmp_path, "a", counted, optimizer)
     assert arrays(tmp_path, "a")["/optimizer/scale"] == 16.0
     assert arrays(tmp_path, "a")["/model/count"] == 3
     fresh = build(1)
     mine = Scaled(trained(fresh))
-    xla_ckpt.load_checkpoint(tmp_path, "a", optimizer=mine, model=Counted(fresh))
+    other = Counted(fresh)
+    xla_ckpt.load_checkpoint(tmp_path, "a", optimizer=mine, model=other)
+    assert other.count == 3
     assert mine.scale == 16.0
     assert same(states(mine.optimizer), states(optimizer.optimizer))
 
