@@ -13,9 +13,10 @@ import re
 import threading
 from collections.abc import Iterable
 
+from xla_ckpt.engine.difference import same_digests
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry, open_directory
 from xla_ckpt.tree.schema import MODEL, member_of
@@ -96,19 +97,5 @@ def _went_on(old: str, new: str) -> bool:
 
 def _same(old: TagReader, new: TagReader, leaves: Iterable[str]) -> bool:
     """Whether arrays are stored in the same pieces, with the same digests. It ends at the first that is not."""
-    return all(_same_array(old, new, old.manifest.arrays[leaf], new.manifest.arrays[leaf]) for leaf in leaves)
-
-
-def _same_array(old: TagReader, new: TagReader, a: ArrayRecord, b: ArrayRecord) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    itemsize = a.dtype.itemsize
-    pairs = list(zip(a, b, strict=False))
-    if any(x.box != y.box or (x.frame or x.box).size != (y.frame or y.box).size for x, y in pairs):
-        return False  # saved over another mesh: what was compared would not be the same elements
-    for x, y in pairs:
-        nbytes = (x.frame or x.box).size * itemsize
-        digests = old.digests(x.file, x.offset, nbytes)
-        if digests is None or digests != new.digests(y.file, y.offset, nbytes):
-            return False
-    return True
+    pairs = ((old.manifest.arrays[leaf], new.manifest.arrays[leaf]) for leaf in leaves)
+    return all((a.dtype, a.shape) == (b.dtype, b.shape) and same_digests(old, a, new, b) for a, b in pairs)
