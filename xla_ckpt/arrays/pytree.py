@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from xla_ckpt.errors import FormatError
 from xla_ckpt.tree.codec import Composite, ValueCodec
 from xla_ckpt.tree.flatten import class_name, flatten
+from xla_ckpt.tree.skeleton import Parts
 
 KEY = "jax:key"
 """Name of a typed key of random numbers."""
@@ -27,9 +28,6 @@ TREE = "jax:tree:"
 
 _OWN = (dict, list, tuple, set, frozenset, collections.OrderedDict, collections.defaultdict, collections.deque)
 """Containers that the skeleton has names for."""
-
-Parts = tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]
-"""The parts of a value by name, and what makes a value like it from such parts."""
 
 
 def _jax() -> Any:
@@ -55,7 +53,16 @@ def _is_key_type(jax: Any, dtype: Any) -> bool:
 
 
 def parts(value: Any) -> Parts | None:
-    """The parts of a value of a registered class; None for any other value."""
+    """The parts of a value of a registered class, and what makes a value like it; None for any other value."""
+    taken = _taken(value)
+    if taken is None:
+        return None
+    members, structure = taken
+    return members, lambda made: structure.unflatten([made[name] for name in members])
+
+
+def _taken(value: Any) -> tuple[dict[str, Any], Any] | None:
+    """The parts of a value of a registered class by name, and jax's structure of it; None for any other value."""
     jax = _jax()
     if jax is None or _is_builtin(value):
         return None
@@ -65,9 +72,7 @@ def parts(value: Any) -> Parts | None:
     names = [_name(path[0]) for path, _ in found]
     if len(set(names)) < len(names):
         names = [str(n) for n in range(len(names))]
-    return dict(zip(names, (part for _, part in found), strict=True)), lambda made: jax.tree_util.tree_unflatten(
-        structure, [made[name] for name in names]
-    )
+    return dict(zip(names, (part for _, part in found), strict=True)), structure
 
 
 def _name(entry: Any) -> str:
@@ -86,20 +91,14 @@ def apart(value: Any, codec: ValueCodec) -> Composite | None:
     if is_key(value) and isinstance(value, _jax().Array):  # a Variable of flax's has the dtype of the key in it
         random = _jax().random
         return Composite(KEY, {"data": random.key_data(value)}, {"impl": str(random.key_impl(value))})
-    taken = parts(value)
+    taken = _taken(value)
     if taken is None:
         return None
-    about = _about(value, codec)
-    return Composite(TREE + class_name(type(value)), taken[0], None if about is None else {"structure": about[0]})
-
-
-def _about(value: Any, codec: ValueCodec) -> tuple[Any] | None:
-    """What jax knows of a value beside its parts, in a tuple; None where that is not plain, such as a function."""
-    jax = _jax()
-    structure = jax.tree_util.tree_structure(value, is_leaf=lambda part: part is not value)
-    known = structure.node_data()[1]
+    members, structure = taken
+    known = structure.node_data()[1]  # what jax knows of the value beside its parts
     flat = flatten(known, lambda part: "array" if hasattr(part, "__array__") else None, codec)
-    return None if flat.objects or flat.arrays else (known,)
+    is_plain = not (flat.objects or flat.arrays)  # and no function, for instance
+    return Composite(TREE + class_name(type(value)), members, {"structure": known} if is_plain else None)
 
 
 def is_name(name: str) -> bool:
