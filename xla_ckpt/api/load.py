@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -433,13 +433,8 @@ class _Load:
         if mesh.pp == 1 or exchange.size == 1:
             return hints
         first = [mesh.rank({"pp": stage}) for stage in range(mesh.pp)]
-        if exchange.rank in first:
-            groups = None if hints.groups is None else [list(g) for g in hints.groups]
-            exchange.say(f"groups/{exchange.rank}", groups)
-        if exchange.rank == 0:
-            deadline = Deadline(exchange.timeout * LEAD)
-            exchange.say("groups", united([exchange.hear(f"groups/{rank}", rank, deadline) for rank in first]))
-        return replace(hints, groups=exchange.hear("groups", 0))
+        groups = None if hints.groups is None else [list(g) for g in hints.groups]
+        return replace(hints, groups=_put_together(exchange, "groups", groups, united, first))
 
     def _stored(self, reader: TagReader) -> Stored:
         return Stored(
@@ -457,26 +452,20 @@ class _Load:
         mine = {p.leaf: p for part in loadings.parts for p in part.unwanted}
         if self.job.placement.mesh.pp == 1 or exchange.size == 1:
             return list(mine.values())
-        exchange.say(f"unwanted/{exchange.rank}", list(mine))
-        if exchange.rank == 0:
-            deadline = Deadline(exchange.timeout * LEAD)
-            for rank in range(1, exchange.size):
-                theirs = set(exchange.hear(f"unwanted/{rank}", rank, deadline))
-                mine = {leaf: p for leaf, p in mine.items() if leaf in theirs}
-            exchange.say("unwanted", [[p.leaf, p.text] for p in mine.values()])
-        return [Problem(leaf, text) for leaf, text in exchange.hear("unwanted", 0)]
+
+        def by_nobody(told: list[list[str]]) -> list[list[str]]:
+            everywhere = set(mine).intersection(*told)
+            return [[p.leaf, p.text] for leaf, p in mine.items() if leaf in everywhere]
+
+        found = _put_together(exchange, "unwanted", list(mine), by_nobody, range(exchange.size))
+        return [Problem(leaf, text) for leaf, text in found]
 
     def _anything_fits(self, loadings: Loadings, exchange: Round) -> bool:
         """Whether an array of some rank fits."""
         mine = bool(loadings.targets)
         if self.strict or exchange.size == 1:
             return mine
-        exchange.say(f"fits/{exchange.rank}", mine)
-        if exchange.rank == 0:
-            deadline = Deadline(exchange.timeout * LEAD)
-            theirs = [exchange.hear(f"fits/{rank}", rank, deadline) for rank in range(1, exchange.size)]
-            exchange.say("fits", mine or any(theirs))
-        return bool(exchange.hear("fits", 0))
+        return bool(_put_together(exchange, "fits", mine, any, range(exchange.size)))
 
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
@@ -501,6 +490,18 @@ class _Load:
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))
+
+
+def _put_together(
+    exchange: Round, name: str, mine: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
+) -> Any:
+    """What rank 0 makes, by `unite`, of what some ranks say, in their order; it is told to all."""
+    if exchange.rank in ranks:
+        exchange.say(f"{name}/{exchange.rank}", mine)
+    if exchange.rank == 0:
+        deadline = Deadline(exchange.timeout * LEAD)
+        exchange.say(name, unite([exchange.hear(f"{name}/{rank}", rank, deadline) for rank in ranks]))
+    return exchange.hear(name, 0)
 
 
 def united(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:
