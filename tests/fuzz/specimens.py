@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import xla_ckpt
+from tests.crash.operations import module
 from tests.runs import ROOT
 
 TAG = "new"
@@ -49,15 +50,6 @@ class Specimen:
     def tag(self) -> str | None:
         """What a caller passes besides."""
         return None if self.single else TAG
-
-
-def module(number: float) -> torch.nn.Module:
-    """A model all of whose parameters have one value."""
-    made = torch.nn.Linear(3, 4)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.fill_(number)
-    return made
 
 
 def optimizer_of(made: torch.nn.Module, number: float) -> torch.optim.Optimizer:

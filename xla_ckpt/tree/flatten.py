@@ -103,8 +103,7 @@ class _Flattener:
             raise UnsupportedStateError(f"the state is nested deeper than {MAX_DEPTH} containers", leaf=path)
         self.open.add(id(value))
         try:
-            composite = self.codec.apart(value)
-            return self.container(value, path) if composite is None else self.composite(composite, path)
+            return self.container(value, path)
         finally:
             self.open.discard(id(value))
 
@@ -149,7 +148,9 @@ class _Flattener:
         return {f"${type(value).__name__}": ordered}
 
     def instance(self, value: Any, path: str) -> Json:
-        """An instance of a class that the skeleton names; a pickle if it is of any other class."""
+        """An instance of a class that comes apart, or that the skeleton names; a pickle if it is of any other class."""
+        if (composite := self.codec.apart(value)) is not None:
+            return self.composite(composite, path)
         name = class_name(type(value))
         if _is_namedtuple(value):
             return {"$namedtuple": [name, self.fields(value._asdict(), path)]}
