@@ -148,6 +148,10 @@ class FailingStore:
         self.faults.change(f"remove {name}", needs_space=False)
         self.inner.remove(name)
 
+    def remove_empty(self, name: str) -> bool:
+        self.faults.change(f"remove {name}", needs_space=False)
+        return self.inner.remove_empty(name)
+
     def sync(self) -> None:
         self.faults.change("sync the root")
         self.inner.sync()

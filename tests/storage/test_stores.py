@@ -111,6 +111,17 @@ def test_directories_are_made_once(store: Store) -> None:
         store.open("b/file")
 
 
+def test_only_what_is_empty_is_removed_as_empty(store: Store) -> None:
+    fill(store, "a", "file")
+    store.make("b").close()
+    assert [store.remove_empty(name) for name in "ab"] == [False, True]
+    assert (store.names(), store.names("a")) == (["a"], ["file"])
+    with pytest.raises(FileNotFoundError):
+        store.remove_empty("b")
+    with pytest.raises(NotADirectoryError):
+        store.remove_empty("a/file")
+
+
 def test_files_of_a_directory(store: Store) -> None:
     directory = store.make("a")
     sink = directory.create("sub/deep/file", 6)

@@ -156,6 +156,9 @@ class Store(Protocol):
     def remove(self, name: str) -> None:
         """Remove a directory with all that is in it."""
 
+    def remove_empty(self, name: str) -> bool:
+        """Remove a directory if nothing is in it, in one step; whether that was so."""
+
     def sync(self) -> None:
         """Make the names in it durable."""
 

@@ -394,6 +394,15 @@ class LocalStore:
     def remove(self, name: str) -> None:
         shutil.rmtree(self._at(name))
 
+    def remove_empty(self, name: str) -> bool:
+        try:
+            os.rmdir(self._at(name))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return False
+        return True
+
     def sync(self) -> None:
         directory = LocalDirectory(self.path)
         try:

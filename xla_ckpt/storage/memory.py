@@ -334,5 +334,12 @@ class MemoryStore:
             above.take(last)
             folder.clear()
 
+    def remove_empty(self, name: str) -> bool:
+        with _LOCK:
+            empty = not self._files.folder(self._at(name)).entries
+            if empty:
+                self.remove(name)
+            return empty
+
     def sync(self) -> None:
         """Nothing to sync."""
