@@ -111,6 +111,7 @@ class Store(Protocol):
 
         Raises:
             PermissionError: It cannot.
+            OSError: Likewise, because of the storage: it is read-only, for instance.
         """
 
     def names(self, path: str = "") -> list[str]:

@@ -322,6 +322,8 @@ class LocalStore:
     def prepare(self) -> None:
         os.makedirs(self.path, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
+            if os.statvfs(self.path).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.path)
             raise PermissionError(errno.EACCES, "no permission to write there", self.path)
 
     def names(self, path: str = "") -> list[str]:
