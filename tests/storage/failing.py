@@ -96,6 +96,9 @@ class FailingDirectory:
     def free(self) -> int | None:
         return self.inner.free()
 
+    def moved(self) -> bool:
+        return self.inner.moved()
+
     def close(self) -> None:
         self.inner.close()
 

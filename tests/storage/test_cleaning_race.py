@@ -42,6 +42,36 @@ def test_a_directory_is_made_again_if_it_was_removed_before_its_lock(
     directory.close()
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_directory_that_goes_before_its_lock_is_not_read(
+    replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes it has asked whether it is in use while it had no lock yet."""
+    store = LocalStore(str(tmp_path))
+    for name in "ab":
+        store.make(name).close()
+    (tmp_path / "b/file").write_bytes(b"new")
+    mark, todo = local._mark, [True]
+
+    def removes_and_marks(directory: local.LocalDirectory, how: int) -> None:
+        if todo and todo.pop():
+            assert not store.in_use("a")
+            store.remove("a")
+            if replaced:
+                os.rename(tmp_path / "b", tmp_path / "a")
+        mark(directory, how)
+
+    monkeypatch.setattr(local, "_mark", removes_and_marks)
+    if not replaced:
+        with pytest.raises(FileNotFoundError):
+            store.open("a")
+        return
+    directory = store.open("a")
+    assert read_whole(directory, "file") == b"new"
+    assert store.in_use("a")
+    directory.close()
+
+
 class RetiresMeanwhile(FailingStore):
     """A store in which another job moves the tag `a` into the trash at the last moment before that is removed."""
 

@@ -122,6 +122,26 @@ def test_only_what_is_empty_is_removed_as_empty(store: Store) -> None:
         store.remove_empty("a/file")
 
 
+def test_whether_a_directory_was_moved(store: Store) -> None:
+    fill(store, "a", "file")
+    fill(store, "b")
+    made, read = store.make("c"), store.open("a")
+    assert (made.moved(), read.moved()) == (False, False)
+    store.rename("c", "d")
+    store.rename("a", "c")
+    assert (made.moved(), read.moved()) == (True, True)
+    store.rename("c", "a")
+    assert not read.moved()
+    store.rename("a", "c")
+    store.rename("b", "a")
+    assert read.moved(), "another one has its name"
+    assert read_whole(read, "file") == b"file"
+    store.remove("c")
+    assert read.moved()
+    for directory in (made, read):
+        directory.close()
+
+
 def test_files_of_a_directory(store: Store) -> None:
     directory = store.make("a")
     sink = directory.create("sub/deep/file", 6)

@@ -90,6 +90,9 @@ class Directory(Protocol):
     def free(self) -> int | None:
         """Bytes that this process may still write there; None where nobody can say."""
 
+    def moved(self) -> bool:
+        """Whether another directory, or none, has the name by now under which it was opened."""
+
     def close(self) -> None:
         """Release the directory, and the lock that it was opened with."""
 

@@ -42,6 +42,12 @@ A save that is alive writes, or waits for other ranks, and that for no longer th
 caller says otherwise. As much again is left for clocks that differ. A load seldom takes so long.
 """
 
+OPENINGS = 8
+"""How often a directory is opened again that was moved when it got its lock.
+
+A file system whose numbers of files change would have it opened for ever.
+"""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _AT_FDCWD = -100
@@ -301,6 +307,9 @@ class LocalDirectory:
             return None
         return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
 
+    def moved(self) -> bool:
+        return not is_at(self, self.path)
+
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -357,9 +366,20 @@ class LocalStore:
             return None
 
     def open(self, name: str, *, lock: bool = True, links: bool = False, write: bool = False) -> LocalDirectory:
+        if not lock:
+            return LocalDirectory(self._at(name), links=links)
+        directory = self._locked(name, links, write)
+        for _ in range(OPENINGS):
+            if not directory.moved():
+                break
+            # Between its opening and its lock it was moved, perhaps to be removed, and nobody saw that it is read.
+            directory.close()
+            directory = self._locked(name, links, write)
+        return directory
+
+    def _locked(self, name: str, links: bool, write: bool) -> LocalDirectory:
         directory = LocalDirectory(self._at(name), links=links)
-        if lock:
-            _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
+        _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
         return directory
 
     def make(self, name: str) -> LocalDirectory:
@@ -371,7 +391,7 @@ class LocalStore:
             except FileNotFoundError:
                 continue
             _mark(directory, fcntl.LOCK_EX)
-            if is_at(directory, self._at(name)):
+            if not directory.moved():
                 return directory
             directory.close()
 
@@ -417,7 +437,7 @@ def is_at(directory: LocalDirectory, path: str) -> bool:
     """Whether a directory that was opened is the one that lies at a path."""
     try:
         return os.path.samestat(os.fstat(directory.fd), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

@@ -136,9 +136,17 @@ class MemorySource:
 class MemoryDirectory:
     """A folder that is open, by default a new one that is in no store."""
 
-    def __init__(self, name: str = "", folder: Folder | None = None, *, lock: bool = False) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        folder: Folder | None = None,
+        *,
+        lock: bool = False,
+        there: Callable[[], Folder | _File | None] | None = None,
+    ) -> None:
         self.name = name
         self._folder = Folder() if folder is None else folder
+        self._there = there
         self._locked, self._open = lock, True
         if lock:
             self._folder.users += 1
@@ -199,6 +207,9 @@ class MemoryDirectory:
 
     def free(self) -> int | None:
         return None
+
+    def moved(self) -> bool:
+        return self._there is not None and self._there() is not self._folder
 
     def close(self) -> None:
         with _LOCK:
@@ -296,7 +307,8 @@ class MemoryStore:
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> MemoryDirectory:
         with _LOCK:
-            return MemoryDirectory(name.rpartition("/")[2], self._files.folder(self._at(name)), lock=lock)
+            folder = self._files.folder(self._at(name))
+            return MemoryDirectory(name.rpartition("/")[2], folder, lock=lock, there=lambda: self._find(name))
 
     def make(self, name: str) -> MemoryDirectory:
         with _LOCK:
@@ -305,7 +317,7 @@ class MemoryStore:
                 raise _error(errno.EEXIST, name)
             made = Folder()
             folder.put(last, made)
-            return MemoryDirectory(last, made, lock=True)
+            return MemoryDirectory(last, made, lock=True, there=lambda: self._find(name))
 
     def in_use(self, name: str) -> bool:
         found = self._find(name)

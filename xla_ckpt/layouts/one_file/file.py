@@ -57,6 +57,9 @@ class SavedFiles:
     def free(self) -> int | None:
         return self._directory.free()
 
+    def moved(self) -> bool:
+        return self._directory.moved()
+
     def close(self) -> None:
         self._directory.close()
 
