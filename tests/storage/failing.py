@@ -96,8 +96,8 @@ class FailingDirectory:
     def free(self) -> int | None:
         return self.inner.free()
 
-    def moved(self) -> bool:
-        return self.inner.moved()
+    def is_at(self, name: str) -> bool:
+        return self.inner.is_at(name)
 
     def close(self) -> None:
         self.inner.close()

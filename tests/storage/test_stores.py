@@ -122,22 +122,20 @@ def test_only_what_is_empty_is_removed_as_empty(store: Store) -> None:
         store.remove_empty("a/file")
 
 
-def test_whether_a_directory_was_moved(store: Store) -> None:
+def test_where_a_directory_is_now(store: Store) -> None:
     fill(store, "a", "file")
     fill(store, "b")
     made, read = store.make("c"), store.open("a")
-    assert (made.moved(), read.moved()) == (False, False)
+    assert [directory.is_at(directory.name) for directory in (made, read)] == [True, True]
     store.rename("c", "d")
     store.rename("a", "c")
-    assert (made.moved(), read.moved()) == (True, True)
-    store.rename("c", "a")
-    assert not read.moved()
-    store.rename("a", "c")
+    assert [directory.is_at(directory.name) for directory in (made, read)] == [False, False]
+    assert (made.is_at("d"), read.is_at("c"), read.is_at("d"), read.is_at("none")) == (True, True, False, False)
     store.rename("b", "a")
-    assert read.moved(), "another one has its name"
+    assert not read.is_at("a"), "another one has its name"
     assert read_whole(read, "file") == b"file"
     store.remove("c")
-    assert read.moved()
+    assert not read.is_at("c")
     for directory in (made, read):
         directory.close()
 

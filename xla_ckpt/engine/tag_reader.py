@@ -240,7 +240,7 @@ def absent(directory: Directory, problem: str, **facts: Any) -> CheckpointError:
 
     Where there are no locks, another job does not see that somebody reads what it removes.
     """
-    if directory.moved():
+    if not directory.is_at(directory.name):
         return ChangedTagError(
             "it was replaced or removed while it was being read",
             hint="Load it again, or another one.",

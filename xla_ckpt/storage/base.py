@@ -90,8 +90,8 @@ class Directory(Protocol):
     def free(self) -> int | None:
         """Bytes that this process may still write there; None where nobody can say."""
 
-    def moved(self) -> bool:
-        """Whether another directory, or none, has the name by now under which it was opened."""
+    def is_at(self, name: str) -> bool:
+        """Whether it has this name now, in the place where it was opened: its own, unless it was moved."""
 
     def close(self) -> None:
         """Release the directory, and the lock that it was opened with."""

@@ -307,8 +307,8 @@ class LocalDirectory:
             return None
         return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
 
-    def moved(self) -> bool:
-        return not is_at(self, self.path)
+    def is_at(self, name: str) -> bool:
+        return is_at(self, os.path.join(os.path.dirname(self.path), name))
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -370,7 +370,7 @@ class LocalStore:
             return LocalDirectory(self._at(name), links=links)
         directory = self._locked(name, links, write)
         for _ in range(OPENINGS):
-            if not directory.moved():
+            if directory.is_at(directory.name):
                 break
             # Between its opening and its lock it was moved, perhaps to be removed, and nobody saw that it is read.
             directory.close()
@@ -391,7 +391,7 @@ class LocalStore:
             except FileNotFoundError:
                 continue
             _mark(directory, fcntl.LOCK_EX)
-            if not directory.moved():
+            if directory.is_at(directory.name):
                 return directory
             directory.close()
 

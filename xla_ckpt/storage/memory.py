@@ -142,11 +142,11 @@ class MemoryDirectory:
         folder: Folder | None = None,
         *,
         lock: bool = False,
-        there: Callable[[], Folder | _File | None] | None = None,
+        beside: Callable[[str], Folder | _File | None] | None = None,
     ) -> None:
         self.name = name
         self._folder = Folder() if folder is None else folder
-        self._there = there
+        self._beside = beside
         self._locked, self._open = lock, True
         if lock:
             self._folder.users += 1
@@ -208,8 +208,8 @@ class MemoryDirectory:
     def free(self) -> int | None:
         return None
 
-    def moved(self) -> bool:
-        return self._there is not None and self._there() is not self._folder
+    def is_at(self, name: str) -> bool:
+        return self._beside is None or self._beside(name) is self._folder
 
     def close(self) -> None:
         with _LOCK:
@@ -308,7 +308,7 @@ class MemoryStore:
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> MemoryDirectory:
         with _LOCK:
             folder = self._files.folder(self._at(name))
-            return MemoryDirectory(name.rpartition("/")[2], folder, lock=lock, there=lambda: self._find(name))
+            return MemoryDirectory(name.rpartition("/")[2], folder, lock=lock, beside=self._beside(name))
 
     def make(self, name: str) -> MemoryDirectory:
         with _LOCK:
@@ -317,7 +317,12 @@ class MemoryStore:
                 raise _error(errno.EEXIST, name)
             made = Folder()
             folder.put(last, made)
-            return MemoryDirectory(last, made, lock=True, there=lambda: self._find(name))
+            return MemoryDirectory(last, made, lock=True, beside=self._beside(name))
+
+    def _beside(self, name: str) -> Callable[[str], Folder | _File | None]:
+        """What finds the names in the directory in which this one lies."""
+        above, separator, _ = name.rpartition("/")
+        return lambda other: self._find(f"{above}{separator}{other}")
 
     def in_use(self, name: str) -> bool:
         found = self._find(name)
