@@ -1,8 +1,8 @@
 """Ranks that are lost or fail at a message: a job of real processes, and what all of them say of it.
 
-The clock is the victim's messages to the job's store: before the k-th one the fault happens. A disk that is full has
-another clock, the victim's new files and directories: from the k-th one on they are refused. `make crash-ranks` goes
-through all messages and files of all ranks:
+The clock is the victim's messages to the job's store, and the collectives of torch's in the calls of `xla_ckpt.dcp`:
+before the k-th one the fault happens. A disk that is full has another clock, the victim's new files and directories:
+from the k-th one on they are refused. `make crash-ranks` goes through all messages and files of all ranks:
 
 python -m tests.crash.ranks [--mesh dp=2 ...] [--operation NAME ...] [--fault NAME ...] [--each 6] [--write]
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import errno
 import functools
 import multiprocessing
@@ -32,6 +33,7 @@ import xla_ckpt
 from tests.crash import report
 from tests.jobs import finish, start_on_ranks
 from tests.nursery import ProcessError
+from xla_ckpt import dcp
 from xla_ckpt.job.process_group import StoreCommunicator
 from xla_ckpt.storage.local import LocalDirectory, LocalStore
 
@@ -57,6 +59,9 @@ KILLED, STOPPED, NAPS, RAISES, FULL = FAULTS = ("killed", "stopped", "slow", "ra
 
 MESHES = ("dp=2", "pp=2", "pp=2,dp=2")
 
+COLLECTIVES = ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object")
+"""Those of torch's that its own orchestration of a save or load makes."""
+
 Told = dict[str, Any]
 
 
@@ -78,6 +83,30 @@ def _load_tree(root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout:
     model.load_state_dict(tree["model"])
 
 
+def _save_dcp(root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float) -> None:
+    root.mkdir(exist_ok=True)
+    state = {"model": dict(model.named_parameters())}
+    dcp.save(state, checkpoint_id=root / tag, process_group=_group(timeout))
+
+
+def _save_dcp_async(root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float) -> None:
+    state = {"model": dict(model.named_parameters())}
+    saved: Any = dcp.async_save(state, checkpoint_id=root / tag, process_group=_group(timeout))
+    saved.result()
+
+
+def _load_dcp(root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float) -> None:
+    state = {"model": {name: value.detach() for name, value in model.named_parameters()}}
+    dcp.load(state, checkpoint_id=root / tag, process_group=_group(timeout))
+
+
+def _group(timeout: float) -> Any:
+    """All ranks, as a group of torch's with a timeout of its own; None in a process alone."""
+    if not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """What all ranks do: the call in which the fault happens, and the tags beside it."""
@@ -87,6 +116,9 @@ class Operation:
 
     prepare: Callable[[Path, str, torch.nn.Module, str, float], None]
     """Saves the tag that is there before."""
+
+    look: Callable[[Path, str, torch.nn.Module, str, float], None]
+    """Loads it in a process alone."""
 
     loads: bool = False
     suffix: str = ""
@@ -104,11 +136,12 @@ class Operation:
 
 
 def _saving(suffix: str = "", **options: Any) -> Operation:
-    return Operation(call=functools.partial(_save, options), prepare=functools.partial(_save, {}), suffix=suffix)
+    save = functools.partial(_save, options)
+    return Operation(call=save, prepare=functools.partial(_save, {}), look=_load, suffix=suffix)
 
 
 def _loading(suffix: str = "", **options: Any) -> Operation:
-    return Operation(call=_load, prepare=functools.partial(_save, options), loads=True, suffix=suffix)
+    return Operation(call=_load, prepare=functools.partial(_save, options), look=_load, loads=True, suffix=suffix)
 
 
 OPERATIONS: Mapping[str, Operation] = {
@@ -118,12 +151,15 @@ OPERATIONS: Mapping[str, Operation] = {
     "save, xser": _saving(layout="xser"),
     "save, dcp": _saving(layout="dcp"),
     "save, smp": _saving("_partial", layout="smp"),
-    "save of a tree": Operation(call=_save_tree, prepare=_save_tree),
+    "save of a tree": Operation(call=_save_tree, prepare=_save_tree, look=_load_tree),
+    "dcp.save": Operation(call=_save_dcp, prepare=_save_dcp, look=_load_dcp),
+    "dcp.async_save": Operation(call=_save_dcp_async, prepare=_save_dcp, look=_load_dcp),
     "load": _loading(),
     "load, xser": _loading(layout="xser"),
     "load, dcp": _loading(layout="dcp"),
     "load, smp": _loading("_partial", layout="smp"),
-    "restore of a tree": Operation(call=_load_tree, prepare=_save_tree, loads=True),
+    "restore of a tree": Operation(call=_load_tree, prepare=_save_tree, look=_load_tree, loads=True),
+    "dcp.load": Operation(call=_load_dcp, prepare=_save_dcp, look=_load_dcp, loads=True),
 }
 """What is tried, by its name."""
 
@@ -197,7 +233,7 @@ def numbers_in(model: torch.nn.Module) -> list[float]:
 class _Clock:
     """Counts some calls of this process, and says to each which one it is."""
 
-    def __init__(self, methods: Sequence[tuple[type, str]], before: Callable[[int], None]) -> None:
+    def __init__(self, methods: Sequence[tuple[Any, str]], before: Callable[[int], None]) -> None:
         self.count = 0
         for owner, name in methods:
             setattr(owner, name, self._counted(getattr(owner, name), before))
@@ -228,7 +264,8 @@ def _strike(case: Case) -> tuple[_Clock, _Clock]:
         if case.fault == FULL and number >= case.at > 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    messages = [(StoreCommunicator, name) for name in ("put", "put_once", "take", "has")]
+    messages: list[tuple[Any, str]] = [(StoreCommunicator, name) for name in ("put", "put_once", "take", "has")]
+    messages += [(torch.distributed, name) for name in COLLECTIVES]
     return _Clock(messages, at_message), _Clock([(LocalDirectory, "create"), (LocalStore, "make")], at_file)
 
 
@@ -259,7 +296,11 @@ def outcome_of(case: Case, root: Path) -> Outcome:
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     ranks = start_on_ranks(takes_part, case.world, root, case, env=env)
     others = [process for rank, process in enumerate(ranks) if rank != case.victim]
-    finish(others, timeout=LONG)
+    try:
+        finish(others, timeout=LONG)
+    except AssertionError:
+        ranks[case.victim].kill()  # it may be stopped, and nobody would ever let it go on
+        raise
     if case.fault == STOPPED:
         with contextlib.suppress(ProcessLookupError):  # it made fewer messages than that, and has ended
             ranks[case.victim].send_signal(signal.SIGCONT)
@@ -293,7 +334,7 @@ def _of_directory(operation: Operation, root: Path, told: list[Told]) -> list[st
     for tag, number in ((operation.old, 1), (operation.new, 2)):
         model = model_of(0)
         if tag in tags:
-            _load_whole(operation, root, tag, model)
+            operation.look(root, tag, model, "dp=1", LONG)
             wrong += [f"{tag} holds {numbers_in(model)}"] if numbers_in(model) != [number] else []
     wrong += [] if operation.old in tags else [f"{operation.old} is lost"]
     if operation.loads:
@@ -305,11 +346,6 @@ def _of_directory(operation: Operation, root: Path, told: list[Told]) -> list[st
     xla_ckpt.finalize_checkpoint()
     left = [entry.name for entry in root.iterdir() if entry.name.startswith(".")]
     return wrong + [f"left behind: {left}"] * bool(left)
-
-
-def _load_whole(operation: Operation, root: Path, tag: str, model: torch.nn.Module) -> None:
-    load = _load_tree if operation.prepare is _save_tree else _load
-    load(root, tag, model, "dp=1", LONG)
 
 
 def one(case: Case) -> Outcome:

@@ -44,11 +44,15 @@ SAMPLE = [
     Case("save, parity", 1, RAISES, 3, "dp=2", SHORT),
     Case("save, dcp", 1, NAPS, 2, "dp=2", SHORT),
     Case("save, xser", 1, FULL, 1, "dp=2", SHORT),
+    Case("dcp.save", 1, KILLED, 3, "dp=3", SHORT),
+    Case("dcp.async_save", 0, STOPPED, 2, "dp=3", SHORT),
+    Case("dcp.load", 2, KILLED, 2, "dp=3", SHORT),
 ]
 ERRORS = {KILLED: "RankFailedError", STOPPED: "RankFailedError", NAPS: None, FULL: "StorageError"}
 
 
 @pytest.mark.crash
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_rank_that_is_lost_or_fails(case: Case, tmp_path: Path) -> None:
     outcome = outcome_of(case, tmp_path / "root")
@@ -56,6 +60,16 @@ def test_a_rank_that_is_lost_or_fails(case: Case, tmp_path: Path) -> None:
     assert outcome.wrong == []
     if case.fault in ERRORS:
         assert {told["error"] for told in outcome.told if told["self"] != case.victim} == {ERRORS[case.fault]}
+
+
+@pytest.mark.crash
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_rank_is_lost_when_rank_0_has_committed_a_checkpoint_of_dcps(tmp_path: Path) -> None:
+    """torch's last collective fails on rank 0, and has reached other ranks: the checkpoint is there, and all say so."""
+    outcome = outcome_of(Case("dcp.save", 2, STOPPED, 4, "dp=3", SHORT), tmp_path / "root")
+    assert outcome.happened
+    assert outcome.wrong == []
+    assert [(told["self"], told["error"]) for told in outcome.told if told["self"] != 2] == [(0, None), (1, None)]
 
 
 def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:

@@ -11,11 +11,13 @@ import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -27,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 
 from xla_ckpt.arrays.registry import local_lanes
 from xla_ckpt.dcp.failures import one_error
-from xla_ckpt.dcp.groups import is_distributed, meeting
+from xla_ckpt.dcp.groups import is_distributed, meeting, timeout_of
 from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
@@ -35,7 +37,7 @@ from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json
 from xla_ckpt.job.process_group import check_ranks
-from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.storage.door import PathLike, full_path
 
@@ -258,8 +260,8 @@ def _save(
     no_dist: bool,
     use_collectives: bool,
 ) -> Metadata:
-    with one_error("saving", SaveError, _path_of(writer)):
-        try:
+    try:
+        with one_error("saving", SaveError, _path_of(writer)):
             told: Metadata = state_dict_saver.save(
                 states,
                 storage_writer=writer,
@@ -269,9 +271,16 @@ def _save(
                 use_collectives=use_collectives,
             )
             return told
-        finally:
-            if isinstance(writer, StorageWriter):
-                writer.abandon()  # nothing, if it was committed
+    except CheckpointError as error:
+        if isinstance(error.__cause__, CheckpointException) or not isinstance(writer, StorageWriter):
+            raise  # DCP has told all ranks
+        seconds = timeout_of(group).total_seconds() if is_distributed(no_dist) else 0.0
+        writer.ended(error, seconds * (1 - LEAD))
+        with closing(StorageReader(writer.checkpoint_id)) as reader:
+            return reader.read_metadata()
+    finally:
+        if isinstance(writer, StorageWriter):
+            writer.abandon()  # nothing, if it was committed
 
 
 class _FailingSave(DefaultSavePlanner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,8 @@ def meeting(process_group: Any, purpose: Purpose) -> Any:
 
     A call in the background gets a group of its own: its messages must not mix with those of training, which may use
     the same group at the same time. So does a call in a group that cannot talk about values in host memory, as with
-    the backends ``xla`` and ``nccl``. All ranks of the group have to call this alike.
+    the backends ``xla`` and ``nccl``. It has the timeout of the first one. All ranks of the group have to call this
+    alike.
     """
     group: Any = process_group if process_group is not None else dist.group.WORLD
     if purpose == "call" and torch.device("cpu") in group._device_types:
@@ -34,6 +36,16 @@ def meeting(process_group: Any, purpose: Purpose) -> Any:
     if known is None or known[0] is not group or known[1] not in distributed_c10d._world.pg_map:
         ranks = dist.get_process_group_ranks(group)
         # torch_xla puts a function in the place of dist.new_group that does not know this argument.
-        made = distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        made = distributed_c10d.new_group(
+            ranks, backend="gloo", timeout=timeout_of(group), use_local_synchronization=True
+        )
         known = _made[key] = (group, made)
     return known[1]
+
+
+def timeout_of(process_group: Any) -> datetime.timedelta:
+    """How long the ranks of a group (None: all) wait for each other; torch's default if its backend does not say so."""
+    group: Any = process_group if process_group is not None else dist.group.WORLD
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    found: datetime.timedelta = getattr(options, "_timeout", distributed_c10d.default_pg_timeout)
+    return found

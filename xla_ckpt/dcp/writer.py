@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import pickle
 import re
 import uuid
@@ -33,6 +34,8 @@ from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
 from xla_ckpt.errors import (
+    CheckpointError,
+    RankFailedError,
     SaveError,
     UnsupportedStateError,
     UsageError,
@@ -41,7 +44,8 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.files.distcp import Chunk, Distcp
-from xla_ckpt.job.verdict import as_checkpoint_error
+from xla_ckpt.job.process_group import REACH, communicator
+from xla_ckpt.job.verdict import Deadline, Round, as_checkpoint_error
 from xla_ckpt.layouts.dcp.chunks import chunk
 from xla_ckpt.layouts.dcp.digests import DIGESTS, dump, record_of
 from xla_ckpt.layouts.dcp.index import pickled
@@ -59,8 +63,13 @@ from xla_ckpt.storage.door import PathLike, above, is_working_directory
 from xla_ckpt.tags import replacement
 from xla_ckpt.tags.directory import is_ours
 
+logger = logging.getLogger(__name__)
+
 VERSION = "1.0.0"
 """What DCP writes as the version of its metadata."""
+
+_COMMITTED = "committed"
+"""What rank 0 says in the job's store when a checkpoint is in place."""
 
 _REPORT = MetadataIndex("~xla_ckpt report")
 """Index of the result that is a rank's report, and no item of the state."""
@@ -81,6 +90,9 @@ class _Order:
 
     draft: str
     """Name of the directory that is filled."""
+
+    fate: str
+    """What the round is called in which the ranks agree how the save ended, if one of them is lost."""
 
     rank: int
     world: int
@@ -132,6 +144,7 @@ class StorageWriter(Named, StockWriter):
         self._rank: int | None = None
         self._planned: Sequence[WriteItem] = ()
         self._draft: replacement.Replacement | None = None
+        self._fate: Round | None = None
         self._forget: weakref.finalize[..., Any] | None = None
         self.reset(checkpoint_id)
 
@@ -149,8 +162,38 @@ class StorageWriter(Named, StockWriter):
             self._forget()
         self._draft = self._forget = None
 
+    def ended(self, error: CheckpointError, seconds: float) -> None:
+        """Find out how a save ended in which a collective failed: returns if it committed.
+
+        torch's collectives fail on some ranks sooner than on others, and only some may have been told of the commit.
+
+        Args:
+            error: What this rank has met.
+            seconds: How long it waits, at most, for rank 0 to say how a commit ended that it has begun.
+
+        Raises:
+            CheckpointError: It did not commit. All ranks that have begun to write raise the same.
+            RankFailedError: Likewise; or rank 0 was lost while it committed, and nobody knows how that ended.
+        """
+        decided = error if self._fate is None else self._fate.decide(error)
+        if decided is not None:
+            raise decided from error.__cause__
+        assert self._fate is not None
+        try:
+            self._fate.hear(_COMMITTED, 0, Deadline(seconds))
+        except RankFailedError:
+            raise RankFailedError(
+                "rank 0 began to commit, and did not say how that ended",
+                path=self._path,
+                rank=0,
+                hint="It died or hangs. The checkpoint is there, complete, or it is not there: look for it.",
+                details=str(error),
+            ) from error.__cause__
+        logger.warning("%s is saved; ranks were lost after that: %s", self._path, error)
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.abandon()
+        self._fate = None
         self._rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
             raise UsageError(
@@ -172,12 +215,14 @@ class StorageWriter(Named, StockWriter):
             self._draft = replacement.begin(store, name)
         # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
         self._forget = weakref.finalize(self, replacement.abandon, self._draft)
-        draft = self._draft.directory.name
+        draft, fate = self._draft.directory.name, f"dcp/{self._save}"
+        self._fate = _round(fate, len(plans))
         return [
             dataclasses.replace(
                 plan,
                 storage_data=_Order(
                     draft=draft,
+                    fate=fate,
                     rank=rank,
                     world=len(plans),
                     answers=plan.storage_data if isinstance(plan.storage_data, str) else None,
@@ -255,7 +300,10 @@ class StorageWriter(Named, StockWriter):
             )
         store, name = self._place()
         # A planner that keeps plans (enable_plan_caching) gives the order of an earlier save, with that one's draft.
-        draft = order.draft if order.answers in (None, self._save) else replacement.draft_name(name)
+        draft = replacement.draft_name(name)
+        if order.answers in (None, self._save):
+            draft = order.draft
+            self._fate = _round(order.fate, order.world)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         values = [(item.index.fqn, _resolved(item, planner)) for item in tensors]
@@ -341,7 +389,15 @@ class StorageWriter(Named, StockWriter):
             dump([*(record for report in reports for record in report.files), record_of(METADATA, text)]),
         )
         draft.directory.sync()
+        if self._fate is not None and (given_up := self._fate.decide()) is not None:
+            raise given_up  # another rank, which has told its caller so
         replacement.commit(draft)
+        if self._fate is not None:
+            try:
+                self._fate.say(_COMMITTED)
+            except Exception as error:
+                # Whatever it is, the checkpoint is in place, and no rank may be told otherwise.
+                logger.warning("that %s is saved could not be told to all ranks: %s", self._path, error)
 
 
 class FileSystemWriter(StorageWriter):
@@ -380,6 +436,11 @@ class FileSystemWriter(StorageWriter):
                 "xla_ckpt.export_hf.",
             )
         super().__init__(path, overwrite=overwrite, num_workers=max(thread_count, WRITERS))
+
+
+def _round(name: str, world: int) -> Round | None:
+    """Where the ranks of a save agree how it ended, if a collective of torch's fails; None in a process alone."""
+    return Round(communicator(), name, REACH) if world > 1 else None
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
