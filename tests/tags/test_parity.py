@@ -13,6 +13,7 @@ import pytest
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.parity import write_share
 from xla_ckpt.engine.phases import Phases
@@ -132,7 +133,7 @@ def test_every_byte_comes_back(damage: Callable[[Path], None], sound: Path, tmp_
     assert report.ok
     assert not report.strangers
     assert xla_ckpt.repair(root, "t") == ()
-    assert [path.name for path in root.iterdir()] == ["t"]
+    assert names_in(root) == ["t"]
 
 
 @pytest.mark.parametrize("layout", ["native", "xser", "pt", "dcp", "smp"])
@@ -166,7 +167,7 @@ def test_what_cannot_be_repaired_is_named_and_left_alone(tmp_path: Path) -> None
         xla_ckpt.repair(tmp_path)
     assert all(str(path.relative_to(tag)) in str(raised.value.details) for path in lost)
     assert bytes_of(tag) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert names_in(tmp_path) == ["t"]
 
 
 def test_a_tag_without_parity_says_so(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def saves(rank: int, root: Path) -> dict[str, int]:
 def test_two_ranks_share_the_work(tmp_path: Path) -> None:
     assert run_on_ranks(saves, 2, tmp_path) == [{"files": 2}, {"files": 2}]
     before = bytes_of(tmp_path / "t")
-    assert sorted(path.name for path in (tmp_path / "t/parity").iterdir()) == [
+    assert names_in(tmp_path / "t/parity") == [
         "blocks-00001-of-00002", "blocks-00002-of-00002", "index.json", "manifest.json",
         "stripes-00001-of-00002", "stripes-00002-of-00002",
     ]  # fmt: skip

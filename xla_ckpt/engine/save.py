@@ -50,6 +50,7 @@ from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.tags import commit as tags
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.tags.lease import LEASES
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +221,8 @@ class Save:
             tags.expect(self.store)  # only now: the caller no longer waits
             part = self._ready()
             with self.phases.timed("commit"):
+                self.store.prepare()
+                LEASES.hold(self.store, exchange.timeout * LEAD)
                 draft = tags.begin(self.store, self.tag)
             directory = draft.directory
             exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas, self.parity])
@@ -249,7 +252,9 @@ class Save:
             if given_up is not None:
                 raise given_up  # another rank, which has told its caller so
             began = time.perf_counter()
+            LEASES.check(self.store, draft.sequence)
             retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept, report=report)
+            LEASES.note(self.store, self.tag, draft.sequence)
             remember(self.store, manifest)
             self.phases.add("commit", time.perf_counter() - began - retained)
             self.phases.add("retain", retained)
