@@ -104,7 +104,7 @@ def saves_on_two_hosts(rank: int, shared: Path, private: Path) -> dict[str, Any]
     told["stale"] = attempt(lambda: xla_ckpt.save(private, "a", state(3)).tag)
     if rank == 0:
         xla_ckpt.finalize_checkpoint()
-        told["litter"] = os.listdir(private)
+        told["litter"] = names_in(private)
     told["load of private"] = attempt(lambda: stored(private))
     return told
 

@@ -96,7 +96,7 @@ def _user() -> str:
 
 def _ancestors(pid: int) -> Iterator[int]:
     """The processes above one; those that cannot be seen from here end it."""
-    while pid > 1:
+    while pid > 0:
         yield pid
         pid = _status(pid)[0]
 
