@@ -297,12 +297,12 @@ def test_ranks_that_want_different_parity_are_told(parity: list[str | None], tmp
 
 def fails_on_one(rank: int, root: Path) -> str:
     if rank == 1:
-        import xla_ckpt.engine.save as engine
+        from xla_ckpt.engine import parity_round
 
         def refuse(*_: object, **__: object) -> object:
             raise OSError(28, "No space left on device")
 
-        engine.write_share = refuse  # type: ignore[assignment]
+        parity_round.write_share = refuse  # type: ignore[assignment]
     try:
         saves(rank, root)
     except xla_ckpt.StorageError as error:
