@@ -147,6 +147,26 @@ def test_every_layout(layout: str, tmp_path: Path) -> None:
     assert bytes_of(tag) == before
 
 
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp", "dcp"])
+def test_a_converted_tag(layout: str, tmp_path: Path) -> None:
+    tag_with(tmp_path, None)
+    xla_ckpt.convert(tmp_path, tmp_path / "out", to=layout, mesh="dp=1,tp=1", parity="file")
+    tag = tmp_path / "out" / "t"
+    before = bytes_of(tag)
+    assert xla_ckpt.verify(tmp_path / "out", "t").ok
+    lose_and_flip(tag)
+    assert xla_ckpt.repair(tmp_path / "out")
+    assert bytes_of(tag) == before
+
+
+def test_a_conversion_without_a_tag_has_no_parity(tmp_path: Path) -> None:
+    tag_with(tmp_path, None)
+    for to, parity in (("torch", "file"), ("safetensors", "block"), ("native", "both")):
+        with pytest.raises(xla_ckpt.UsageError, match="parity= is for a layout with tags"):
+            xla_ckpt.convert(tmp_path, tmp_path / "out", to=to, parity=parity)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_damaged_block_of_each_file_needs_no_stripes(tmp_path: Path) -> None:
     tag = tag_with(tmp_path, "block")
     before = bytes_of(tag)
