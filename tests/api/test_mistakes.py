@@ -244,3 +244,15 @@ def test_an_optimizer_of_other_parameters_is_worth_a_warning(tmp_path: Path, cap
         assert "no parameter of the optimizer" not in caplog.text
         xla_ckpt.save_checkpoint(tmp_path, "average", model, optimizer)
     assert "no parameter of the optimizer is one of the model" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_a_model_in_the_middle_of_a_tree_is_not_pickled(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    held = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}[name]
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="would be pickled whole") as caught:
+        xla_ckpt.save(tmp_path, "a", {name: held, "step": 3})
+    assert caught.value.leaf == name
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="would be pickled whole"):
+        xla_ckpt.save_checkpoint(tmp_path, "a", {name: held, "step": 3})
+    assert xla_ckpt.list_tags(tmp_path) == []

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
 from xla_ckpt.tree import schema
@@ -116,6 +116,25 @@ def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:
                 found=f"{type(member).__name__} in a {type(held).__name__}",
                 hint=f"Give each of them to extras, by a name of its own: extras={{{names}}}.",
             )
+
+
+def check_may_be_pickled(value: Any, leaf: str) -> None:
+    """Refuse a model or an optimizer in the middle of other state, where it would be one pickle and no arrays.
+
+    What a program gives as user content is its own business, as it is with neuronx-distributed.
+
+    Raises:
+        UnsupportedStateError: It is one.
+    """
+    if leaf.startswith(f"{schema.USER_CONTENT}/"):
+        return
+    if isinstance(value, torch.nn.Module) or _is_optimizer(value):
+        raise UnsupportedStateError(
+            "a model or optimizer inside of other state would be pickled whole, without its arrays being stored",
+            leaf=leaf,
+            found=_kind(value),
+            hint="Give it to save_checkpoint as model=, optimizer= or a member of extras=, or store its state_dict().",
+        )
 
 
 def _in_the_place_of(wanted: str, given: str, value: Any) -> UsageError:
