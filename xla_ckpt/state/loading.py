@@ -244,20 +244,25 @@ def absent(stored: Stored, what: str) -> Loading:
     return loading
 
 
-def incompatible(problems: Sequence[Problem], *, fits: bool, optional: bool) -> IncompatibleCheckpointError:
+def incompatible(
+    problems: Sequence[Problem], *, fits: bool, optional: bool, ranks: int = 1
+) -> IncompatibleCheckpointError:
     """One error for all the differences.
 
     Args:
         problems: The differences.
         fits: Whether there is anything that fits.
         optional: Whether the call can be told to load only that.
+        ranks: Number of ranks of the job.
     """
     shown = [f"  {p}" for p in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
         shown.append(f"  ... and {len(problems) - MAX_SHOWN} more")
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
-    if any(p.text.startswith("shape") for p in problems):
+    if any(p.text.startswith("shape") or p.text in (ABSENT, UNWANTED) for p in problems):
+        hints.append("Make the model as it was at the save: xla-ckpt show lists what is stored.")
+    if any(p.text.startswith("shape") for p in problems) and ranks > 1:
         hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
     if any(p.castable for p in problems):
         hints.append("cast=True converts floating-point values to the type that is wanted.")

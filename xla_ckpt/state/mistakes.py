@@ -183,7 +183,8 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     here, there = _homes(theirs), _homes(strangers)
     if not alike or not _was_moved(there, here):
         logger.warning(
-            "no parameter of the optimizer is one of the model: its state is stored by position, not by name"
+            "no parameter of the optimizer is one of the model: was the model made anew after it? Its state goes by "
+            "the position of its parameters (#0.0 is the first of the first group), not by their names"
         )
         return
     raise UsageError(
