@@ -156,7 +156,9 @@ def test_the_save_after_a_failed_one_works(tmp_path: Path, monkeypatch: pytest.M
 def test_an_unusable_directory_is_an_error_of_the_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     for root in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(xla_ckpt.StorageError, match="making the root directory failed.*pass the path of a directory"):
+        with pytest.raises(
+            xla_ckpt.StorageError, match="making the root directory failed.*pass the path of a directory"
+        ):
             put(root, "a", async_save=True)
     assert (tmp_path / "file").read_text() == "in the way"
 

@@ -296,10 +296,10 @@ def _renamed(problems: Sequence[Problem]) -> str | None:
         return None
     if longer is wanted:
         return (
-            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into the member of "
-            "that name."
+            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into the model "
+            f"inside, model.{prefix[:-1]}."
         )
     return (
-        f"The names that are stored begin with {prefix!r}, which those of the target lack: load into a module that has "
-        "the target as its member of that name."
+        f"The names that are stored begin with {prefix!r}, which those of the target lack: a wrapper was saved. Load "
+        f"into a wrapper of the same kind, which has the model as its {prefix[:-1]}."
     )

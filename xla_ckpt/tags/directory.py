@@ -196,13 +196,12 @@ def what_is_there(store: Store) -> str:
         return "It is a file." if store.has("") else "The directory does not exist."
     if there:
         return f"Tags there, oldest first: {', '.join(there[-10:])}. Without a tag, the newest is taken."
-    below = _with_tags_below(store)
-    if below:
+    if below := roots_below(store):
         return f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
     return "No tag was ever committed there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
 
 
-def _with_tags_below(store: Store) -> list[str]:
+def roots_below(store: Store) -> list[str]:
     """The directories in a root directory that hold tags of ours, a few of them: somebody left out a part of a path."""
     try:
         names = [name for name in store.names()[:MAX_LOOKED_INTO] if is_tag_name(name)]
