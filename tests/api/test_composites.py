@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt import FormatError, UnsupportedStateError, UntrustedObjectError
+from xla_ckpt import IncompatibleCheckpointError, UnsupportedStateError, UntrustedObjectError
 from xla_ckpt.manifest import manifest_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype|experimental).*")
@@ -206,10 +206,10 @@ def test_a_class_that_is_not_imported_is_not_imported_for_a_file(tmp_path: Path)
     with pytest.raises(UntrustedObjectError, match="not imported"):
         xla_ckpt.restore(tmp_path, "a")
     named("os:system")
-    with pytest.raises(FormatError, match="has changed or is gone"):
+    with pytest.raises(IncompatibleCheckpointError, match="has changed or is gone"):
         xla_ckpt.restore(tmp_path, "a")
     named("torch:unheard_of")
-    with pytest.raises(FormatError):
+    with pytest.raises(IncompatibleCheckpointError):
         xla_ckpt.restore(tmp_path, "a")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from xla_ckpt.arrays import pytree
 from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
 from xla_ckpt.engine.target import Target
+from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
@@ -209,8 +210,13 @@ class Objects:
         if content is None:
             return Loadings(parts, lambda arrays: None)
         fresh = Loading()
+        try:
+            content.build()  # an object that may not be loaded is found out before anything is changed
+        except IncompatibleCheckpointError as error:
+            # A class of the program that saved is missing here. Weights can be loaded without it, if the load is told.
+            fresh.add_problem(error.leaf or content.prefix, f"{error.problem}. {error.hint or ''}".rstrip())
+            return Loadings([*parts, fresh], lambda arrays: None)
         plan_arrays(content, fresh, {})
-        content.build()  # an object that may not be loaded is found out before anything is changed
         return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]))
 
     def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, Callable[[Stored], Loading]]]:

@@ -19,7 +19,8 @@ import torch
 from torch.optim.swa_utils import SWALR
 
 from xla_ckpt.arrays import composite, pytree
-from xla_ckpt.errors import FormatError, UntrustedObjectError
+from xla_ckpt.engine import pickles
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
 from xla_ckpt.tree.codec import Composite, Json, Kind, ValueCodec
 from xla_ckpt.tree.flatten import NAMESPACES, Resolve
 
@@ -174,6 +175,9 @@ def resolver(trust: bool) -> Any:
 
     Without `trust` only classes of modules that the program has imported itself are found: importing a module that
     a file names would run code. No constructor is called either way, but for the `__tensor_unflatten__` of tensors.
+
+    A class that the program does not have is no damage: a load would take an older tag for it, whose weights are old.
+    So it is an IncompatibleCheckpointError.
     """
 
     def resolve(name: str, base: type) -> Any:
@@ -186,15 +190,31 @@ def resolver(trust: bool) -> Any:
                     f"the checkpoint holds a value of the class {path} of the module {module}, which is not imported",
                     hint=f"Import {module} before loading, or pass trust_pickle=True.",
                 )
-            importlib.import_module(module)
+            with pickles.naming_missing():
+                importlib.import_module(module)
         found: Any = sys.modules[module]
         for part in path.split("."):
             found = getattr(found, part, None)
         if not (isinstance(found, type) and _fits(found, base)):
-            raise FormatError(f"the class {name} has changed or is gone", expected=_EXPECTED[base], found=str(found))
+            raise IncompatibleCheckpointError(
+                f"the checkpoint holds a value of the class {path} of {module}, which has changed or is gone",
+                expected=_EXPECTED[base],
+                found=str(found),
+                hint=_elsewhere(module, path),
+            )
         return found
 
     return resolve
+
+
+def _elsewhere(module: str, path: str) -> str:
+    """What to do about a class that a module does not have."""
+    if module == "__main__":
+        return (
+            f"The script that saved is another one. Define {path} in this one, too; or define it in a module that both "
+            "import, before the save."
+        )
+    return f"Give {module} a class of this name and kind again, before the load."
 
 
 _EXPECTED = {
