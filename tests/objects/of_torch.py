@@ -68,12 +68,13 @@ def bitsandbytes() -> Iterator[Case]:
     """Weights of 8 and 4 bits, and 8-bit optimizers, on the CPU."""
     import bitsandbytes as bnb
 
-    def quantized(layer: Callable[[], Any], seed: int) -> Training:
+    def quantized(layer: Callable[[], Any], seed: int, *, passed: bool = False) -> Training:
         model = Net(seed, 64)
         small = layer()
         small.load_state_dict({"weight": model.last.weight.data, "bias": model.last.bias.data})
         model.last = small.to("cpu").requires_grad_(False)
-        loss_of(model)()  # the first pass of 8-bit layers makes their scales
+        if passed:
+            loss_of(model)()
         trained = [p for p in model.parameters() if p.requires_grad]
         return Training(model, torch.optim.AdamW(trained, lr=1e-2), loss_of(model))
 
@@ -81,9 +82,16 @@ def bitsandbytes() -> Iterator[Case]:
     four = partial(bnb.nn.Linear4bit, 64, 4, compute_dtype=torch.float32, quant_type="nf4")
     yield Case(
         package="bitsandbytes",
-        name="nn.Linear8bitLt (Int8Params)",
+        name="nn.Linear8bitLt (Int8Params) before its first pass",
         make=partial(quantized, eight),
-        xfail="non-quantized",
+        over_old=False,
+    )
+    yield Case(
+        package="bitsandbytes",
+        name="nn.Linear8bitLt (Int8Params) after a pass",
+        make=partial(quantized, eight, passed=True),
+        xfail="Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported",
+        because="refused by bitsandbytes, and so is torch's own `load_state_dict`: load before the first pass",
     )
     yield Case(package="bitsandbytes", name="nn.Linear4bit (Params4bit)", make=partial(quantized, four))
     for name in ("AdamW8bit", "Lion8bit", "AdamW32bit"):
@@ -97,8 +105,11 @@ _NEED_MORE = {
 }
 """Optimizers of pytorch_optimizer that need more than parameters and a backward pass: a closure, a process group."""
 
-_REFUSED = {"splus": "losses differ after the load"}
-"""What is known not to be exact. The state of SPlus is equal after the load; its next steps differ in a last bit."""
+_SPLUS = {
+    "xfail": "losses differ after the load",
+    "because": "the state is equal, and a later loss differs in its last bit: SPlus has matrices in column-major "
+    "order, a load makes row-major ones, and their products are rounded differently",
+}
 
 
 def pytorch_optimizer() -> Iterator[Case]:
@@ -112,11 +123,12 @@ def pytorch_optimizer() -> Iterator[Case]:
         def make(model: Any, name: str = name) -> Any:
             flat, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim == 1]
             groups = [{"params": flat, "use_muon": True}, {"params": rest, "use_muon": False}]
-            optimizer = po.load_optimizer(name)(groups if "muon" in name else model.parameters())
+            takes = {"adago": groups, "adammini": model}.get(name, groups if "muon" in name else model.parameters())
+            optimizer = po.load_optimizer(name)(takes)
             optimizer.wants_graph = "adahessian" in name or "sophia" in name
             return optimizer
 
-        yield optimizer_case("pytorch_optimizer", name, make, xfail=_REFUSED.get(name, ""))
+        yield optimizer_case("pytorch_optimizer", name, make, **(_SPLUS if name == "splus" else {}))
     for name in ("galore", "apollo"):
         if name not in po.get_supported_optimizers():
             continue
@@ -210,6 +222,7 @@ def transformers() -> Iterator[Case]:
         "hidden_size": 16,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "intermediate_size": 32,
         "vocab_size": 50,
     }
@@ -242,5 +255,6 @@ def accelerate() -> Iterator[Case]:
     yield Case(package="accelerate", name="prepare(model, optimizer, scheduler)", make=prepared)
 
 
-ALL = (torchao, bitsandbytes, pytorch_optimizer, small_ones, timm, torchdata, transformers, accelerate)
-"""What makes the cases of each package."""
+ALL = (accelerate, torchao, bitsandbytes, pytorch_optimizer, small_ones, timm, torchdata, transformers)
+"""What makes the cases of each package. accelerate's comes first: its import of torch_xla has to be before the first
+backward pass of the process, in which torch counts the kinds of devices."""
