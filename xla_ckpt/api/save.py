@@ -345,7 +345,14 @@ def _freeze(state: State, placement: Placement, phases: Phases, options: _Option
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
     with phases.timed("describe"):
         structure = any(layout.pickles for layout in options.layouts)
-        description = describe(state, placement, options.shardings, structure=structure, replicas=options.replicas)
+        description = describe(
+            state,
+            placement,
+            options.shardings,
+            structure=structure,
+            takes_apart=all(layout.takes_apart for layout in options.layouts),
+            replicas=options.replicas,
+        )
         writing = _first_that_can(options.layouts, description)
     with phases.timed("snapshot"):
         snapshot = options.taking.take(description, writing, phases)

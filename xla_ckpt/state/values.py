@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch.optim.swa_utils import SWALR
 
-from xla_ckpt.arrays import composite, pytree
+from xla_ckpt.arrays import composite, instance, pytree
 from xla_ckpt.engine import pickles
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Composite, Json, Kind, ValueCodec
 from xla_ckpt.tree.flatten import NAMESPACES, Resolve
 
@@ -162,12 +163,38 @@ def _apart(value: Any) -> Composite | None:
     return composite.apart(value) or pytree.apart(value, _PLAIN)
 
 
+def _kind_of(parts: Composite) -> Any:
+    return next((kind for kind in (pytree, instance) if kind.is_name(parts.name)), composite)
+
+
 def _compose(parts: Composite, resolve: Resolve) -> Any:
-    return (pytree if pytree.is_name(parts.name) else composite).compose(parts, resolve)
+    return _kind_of(parts).compose(parts, resolve)
+
+
+def checked_members(parts: Composite, resolve: Resolve) -> Any:
+    """The parts of a value, whose class is there to put it together when they are read.
+
+    Raises:
+        IncompatibleCheckpointError: The class is gone.
+        UntrustedObjectError: It is not imported.
+    """
+    _kind_of(parts).class_of(parts, resolve)
+    return parts.members
 
 
 CODEC = ValueCodec(SHELL_KINDS, _apart, _compose)
 """The plain values of a PyTorch program, its tensors that consist of several, and what jax takes apart."""
+
+_WITH_OBJECTS = ValueCodec(SHELL_KINDS, _apart, _compose, lambda value, _: instance.parts(value))
+
+
+def _attributes(value: Any, path: str) -> Composite | None:
+    return instance.apart(value, _WITH_OBJECTS) if schema.place_of(path).role is schema.Role.STATE else None
+
+
+APART = ValueCodec(SHELL_KINDS, _apart, _compose, _attributes)
+"""The same, and objects of plain classes in the state of an optimizer. Others are the program's own: they are pickled,
+which tells its author that nothing else can store them."""
 
 
 def resolver(trust: bool) -> Any:

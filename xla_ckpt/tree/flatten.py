@@ -168,6 +168,8 @@ class _Flattener:
             return {"$dataclass": [*body, self.visit(content, paths.join(path, CONTENT))]}
         if is_enum_member(value):
             return {"$enum": [name, value.name]}
+        if (parts := self.codec.attributes(value, path)) is not None:
+            return self.composite(parts, path)
         return self.object(value, path)
 
     def composite(self, value: Composite, path: str) -> Json:
