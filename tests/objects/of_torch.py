@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import xla_ckpt
 from tests.objects.trial import Case, Training
 
 
@@ -240,6 +242,53 @@ def transformers() -> Iterator[Case]:
         yield Case(package="transformers", name=f"{name}ForCausalLM, Adafactor", make=partial(language, config))
 
 
+class SavingLoop:
+    """accelerate's own loop, with a save at each step that is in flight while the next steps run.
+
+    On XLA such a loop once ended in `Check failed: !buffer->IsDeleted()`. The question was whether a snapshot, which
+    holds buffers, holds one that a later graph was allowed to donate.
+    """
+
+    def __init__(self, seed: int) -> None:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator()
+        net = Net(seed)
+        adam = torch.optim.AdamW(net.parameters())
+        rows = torch.randn(1, 6, generator=torch.Generator().manual_seed(5)).repeat(4 * 64, 1)
+        parts = net, adam, torch.utils.data.DataLoader(list(rows), batch_size=4)
+        self.model, self.optimizer, loader = self.accelerator.prepare(*parts)
+        self.batches = iter(loader)  # between two of them torch_xla ends the step
+        self.aside = f"memory://loop-{id(self)}"
+        self.steps = 0
+
+    def step(self) -> float:
+        """Three of them. Only the last loss is read, so that the work of the others is pending at their saves."""
+        for _ in range(3):
+            loss = (self.model(next(self.batches)) ** 2).mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+            self._saved(self.aside, f"step_{self.steps}", async_save=True, num_kept_ckpts=2)
+        return float(loss.detach())
+
+    def _saved(self, root: Any, tag: str, **options: Any) -> xla_ckpt.SaveHandle:
+        return xla_ckpt.save_checkpoint(root, tag, self.model, self.optimizer, **options)
+
+    def save(self, root: Path, *, asynchronous: bool) -> xla_ckpt.SaveHandle:
+        """Save it under the tag `a`."""
+        return self._saved(root, "a", async_save=asynchronous)
+
+    def load(self, root: Path) -> None:
+        """Load it."""
+        xla_ckpt.load_checkpoint(root, "a", self.model, self.optimizer)
+
+    def state(self) -> Any:
+        """All that has to be equal after a load."""
+        return self.model.state_dict(), self.optimizer.state_dict()
+
+
 def accelerate() -> Iterator[Case]:
     """What an Accelerator has prepared."""
     from accelerate import Accelerator
@@ -253,6 +302,7 @@ def accelerate() -> Iterator[Case]:
         return Training(model, optimizer, loss_of(model, accelerator.device), scheduler)
 
     yield Case(package="accelerate", name="prepare(model, optimizer, scheduler)", make=prepared)
+    yield Case(package="accelerate", name="a loop over its loader, a save in flight at each step", make=SavingLoop)
 
 
 ALL = (accelerate, torchao, bitsandbytes, pytorch_optimizer, small_ones, timm, torchdata, transformers)
