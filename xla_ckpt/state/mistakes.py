@@ -52,6 +52,7 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
         _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
     if optimizer is not None:
         _check_optimizer(optimizer)
+        _check_consolidated(optimizer, loading=loading)
         if isinstance(model, torch.nn.Module):
             _check_belongs(optimizer, model)
 
@@ -98,6 +99,32 @@ def _check_optimizer(optimizer: Any) -> None:
             found=_kind(optimizer),
             hint=_PLACES,
         )
+
+
+def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
+    """Refuse torch's ZeroRedundancyOptimizer, and others of its kind.
+
+    Each rank has the state of some parameters. Its `state_dict` is that of all, as they were when the ranks last put it
+    together, which they do in a call of their own: a save would store an old state, or fail on some ranks.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if not callable(getattr(optimizer, "consolidate_state_dict", None)):
+        return
+    save = (
+        "On all ranks, call optimizer.consolidate_state_dict(to) for each rank `to`; take optimizer.state_dict() on that "
+        "rank before the next call, and give it to the save in the place of the optimizer."
+    )
+    load = "Load into an empty dict, and give that to optimizer.load_state_dict()."
+    raise UsageError(
+        f"a {type(optimizer).__name__} has the state of each parameter on one rank alone, and puts it together only "
+        "when it is told to",
+        leaf=schema.OPTIMIZER,
+        expected="an optimizer, or a dict",
+        found=type(optimizer).__name__,
+        hint=load if loading else save,
+    )
 
 
 def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:
