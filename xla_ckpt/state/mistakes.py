@@ -113,8 +113,8 @@ def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
     if not callable(getattr(optimizer, "consolidate_state_dict", None)):
         return
     save = (
-        "On all ranks, call optimizer.consolidate_state_dict(to) for each rank `to`; take optimizer.state_dict() on that "
-        "rank before the next call, and give it to the save in the place of the optimizer."
+        "On all ranks, call optimizer.consolidate_state_dict(to) for each rank `to`; take optimizer.state_dict() on "
+        "that rank before the next call, and give it to the save in the place of the optimizer."
     )
     load = "Load into an empty dict, and give that to optimizer.load_state_dict()."
     raise UsageError(
