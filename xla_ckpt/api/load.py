@@ -95,7 +95,7 @@ def load_checkpoint(
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
             and the newest good one is taken instead.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
-        optimizer: An optimizer (state is matched by parameter name), or a dict.
+        optimizer: An optimizer (state is matched by parameter name), or a dict of optimizers of this model, or a dict.
         scheduler: A learning rate scheduler, or a dict.
         num_workers: Threads that read, at most.
         strict: False loads what fits, and logs what does not. It is an error if no array fits on any rank. A user

@@ -15,6 +15,7 @@ import torch
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
+from xla_ckpt.state.several import members_of
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,11 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     """
     if model is not None:
         _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
-    if optimizer is not None:
-        _check_optimizer(optimizer)
-        _check_consolidated(optimizer, loading=loading)
+    for each in members_of(optimizer) if optimizer is not None else ():
+        _check_optimizer(each)
+        _check_consolidated(each, loading=loading)
         if isinstance(model, torch.nn.Module):
-            _check_belongs(optimizer, model)
+            _check_belongs(each, model)
 
 
 def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
@@ -89,7 +90,7 @@ def _check_optimizer(optimizer: Any) -> None:
             leaf=schema.OPTIMIZER,
             expected="one optimizer, or a dict",
             found=f"{len(optimizer)} values",
-            hint="Give further optimizers as members of extras, each by its own name. xla_ckpt.save takes any tree.",
+            hint="Give several as a dict, each by a name. xla_ckpt.save takes any tree.",
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
         raise UsageError(
