@@ -12,6 +12,7 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.storage.local import LocalDirectory
 
@@ -34,7 +35,7 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.StorageError, match=r"expected \d+ free bytes, found 10") as caught:
         xla_ckpt.save_checkpoint(tmp_path, "a", model())
     assert caught.value.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.usefixtures("full")

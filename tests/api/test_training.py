@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_schedu
 
 import xla_ckpt
 from tests import xla
+from tests.runs import names_in
 
 xla.begin()
 
@@ -509,7 +510,7 @@ def test_addresses_of_object_stores_are_no_directories(tmp_path: Path, monkeypat
     ):  # fmt: skip
         with pytest.raises(xla_ckpt.UsageError, match="Mount the bucket"):
             call()
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 def test_a_scripted_model(tmp_path: Path) -> None:

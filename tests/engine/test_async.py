@@ -13,6 +13,7 @@ import torch
 
 import xla_ckpt
 from tests.nursery import Born, Call, Program, bear
+from tests.runs import names_in
 from xla_ckpt.engine import background
 from xla_ckpt.engine import save as engine_save
 
@@ -149,7 +150,7 @@ def test_the_save_after_a_failed_one_works(tmp_path: Path, monkeypatch: pytest.M
     put(tmp_path, "a", 3)
     xla_ckpt.finalize_checkpoint()
     assert stored(tmp_path, "a") == 3
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+    assert names_in(tmp_path) == ["a"]
 
 
 def test_an_unusable_directory_is_an_error_of_the_call(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
 from xla_ckpt.job.call import leave
 from xla_ckpt.snapshot.freezing import Freezing
+from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.orbax_import import ORBAX
 
 logger = logging.getLogger(__name__)
@@ -239,5 +240,6 @@ def install_exit_hook() -> None:
     import concurrent.futures.thread  # noqa: F401
 
     _register(leave)
+    _register(LEASES.give_back)
     _register(ORBAX.give_up)  # only when no save in flight needs it any more
     _register(SAVES.at_exit)
