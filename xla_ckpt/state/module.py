@@ -9,7 +9,7 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from xla_ckpt.arrays.registry import Adapters
-from xla_ckpt.arrays.torch_host import attributes_of
+from xla_ckpt.arrays.torch_host import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
 from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import (
@@ -33,7 +33,8 @@ def tree_of(model: Any) -> Any:
     if not isinstance(model, torch.nn.Module):
         return model
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
-    beside = {k: held for k, v in entries.items() if isinstance(v, torch.Tensor) and (held := attributes_of(v))}
+    special = {k: v for k, v in entries.items() if type(v) not in PLAIN and isinstance(v, torch.Tensor)}
+    beside = {k: held for k, v in special.items() if (held := attributes_of(v))}
     return {**entries, **_bare(entries, beside)} if beside else dict(entries)
 
 
