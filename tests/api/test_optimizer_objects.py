@@ -14,6 +14,8 @@ import torch
 import xla_ckpt
 from xla_ckpt.errors import IncompatibleCheckpointError, UntrustedObjectError
 from xla_ckpt.manifest import manifest_json
+from xla_ckpt.state.values import CODEC, resolver
+from xla_ckpt.tree.codec import Composite
 
 
 class Basis:
@@ -148,6 +150,22 @@ def test_other_layouts_pickle_it_and_conversions_make_it(tmp_path: Path, layout:
 def test_an_object_in_user_content_is_the_programs_own(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", user_content=Basis(1))
     assert pickled(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("somebody.elses:Class", UntrustedObjectError, "not imported"),
+        ("os:system", IncompatibleCheckpointError, "has changed or is gone"),
+        ("subprocess:Popen", IncompatibleCheckpointError, "no plain class"),  # it has a __del__
+        ("builtins:dict", IncompatibleCheckpointError, "no plain class"),
+        (f"{__name__}:Pickling", IncompatibleCheckpointError, "no plain class"),
+    ],
+)
+def test_no_code_runs_for_a_class_that_a_file_names(name: str, error: type[Exception], text: str) -> None:
+    __import__("subprocess")
+    with pytest.raises(error, match=text):
+        CODEC.compose(Composite(f"object:{name}", {"pid": 1}, None), resolver(trust=False))
 
 
 def test_a_class_that_is_gone_or_has_code_for_pickle_now_is_refused(
