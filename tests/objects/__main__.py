@@ -46,7 +46,7 @@ def rows(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
     for package, by_text in found.items():
         about = f"{package} {importlib.metadata.version(package)} (torch {torchs}, jax {jax.__version__})"
         made[package] = [
-            f"| {about} | {len(names)} | {', '.join(names)} | {result} |" for result, names in by_text.items()
+            f"| {about} | {len(names)} | {'; '.join(names)} | {result} |" for result, names in by_text.items()
         ]
     return made
 

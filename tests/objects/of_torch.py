@@ -102,10 +102,11 @@ def bitsandbytes() -> Iterator[Case]:
 
 
 _NEED_MORE = {
-    *("alig", "lbfgs", "lomo", "adalomo", "demo", "distributedmuon", "ranger21", "spectralsphere"),
+    *("alig", "lbfgs", "lomo", "adalomo", "demo", "distributedmuon", "spectralsphere"),
     *("sam", "gsam", "looksam", "wsam", "bsam", "lookahead", "trac"),
 }
-"""Optimizers of pytorch_optimizer that need more than parameters and a backward pass: a closure, a process group."""
+"""Optimizers of pytorch_optimizer that need more than parameters and a backward pass: a closure, a process group, an
+optimizer inside."""
 
 _SPLUS = {
     "xfail": "losses differ after the load",
@@ -126,11 +127,20 @@ def pytorch_optimizer() -> Iterator[Case]:
             flat, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim == 1]
             groups = [{"params": flat, "use_muon": True}, {"params": rest, "use_muon": False}]
             takes = {"adago": groups, "adammini": model}.get(name, groups if "muon" in name else model.parameters())
-            optimizer = po.load_optimizer(name)(takes)
+            more = {"num_iterations": 100} if name == "ranger21" else {}
+            optimizer = po.load_optimizer(name)(takes, **more)
             optimizer.wants_graph = "adahessian" in name or "sophia" in name
             return optimizer
 
         yield optimizer_case("pytorch_optimizer", name, make, **(_SPLUS if name == "splus" else {}))
+    inner = po.load_optimizer("adamw")
+    for name in ("Lookahead", "OrthoGrad", "TRAC"):
+        outer = getattr(po, name)
+
+        def around(model: Any, outer: Any = outer) -> Any:
+            return outer(inner(model.parameters()))
+
+        yield optimizer_case("pytorch_optimizer", f"{name}(adamw)", around)
     for name in ("galore", "apollo"):
         if name not in po.get_supported_optimizers():
             continue

@@ -204,7 +204,7 @@ class Objects:
         held = stored.at(schema.MODEL)
         names = children(held.skeleton) if held is not None else None
         model = unwrapped_model(self.model, loading=True, stored={paths.unescape(n) for n in names or ()})
-        optimizer = bare_optimizer(self.optimizer)
+        optimizer = bare_optimizer(self.optimizer, stored.at(schema.OPTIMIZER))
         mistakes.check_members(model, optimizer, loading=True)
         stored = replace(stored, shardings=stored.shardings.of_model(model))
         parts = []

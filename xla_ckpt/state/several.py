@@ -20,6 +20,7 @@ from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import unwrapped_optimizer
+from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Json
 
@@ -36,11 +37,15 @@ class Several:
         return [group for member in self.members.values() for group in member.param_groups]
 
 
-def bare_optimizer(given: Any) -> Any:
-    """What a caller gave for an optimizer, without what wraps it: `Several`, if it is a dict of optimizers."""
+def bare_optimizer(given: Any, stored: Stored | None = None) -> Any:
+    """What a caller gave for an optimizer, without what wraps it: `Several`, if it is a dict of optimizers.
+
+    `stored` is what it is to load, where that is known.
+    """
+    shared = [] if stored is None else [paths.unescape(key) for key in schema.shared_state(stored.skeleton)]
     if isinstance(given, Mapping) and given and all(map(_is_optimizer, given.values())):
-        return Several({name: unwrapped_optimizer(member) for name, member in given.items()})
-    return unwrapped_optimizer(given)
+        return Several({name: unwrapped_optimizer(member, shared) for name, member in given.items()})
+    return unwrapped_optimizer(given, shared)
 
 
 def _is_optimizer(value: Any) -> bool:
