@@ -487,7 +487,8 @@ class _Load:
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
         if problems and (self.strict or (not fits and reader.manifest.arrays)):
             optional = isinstance(self.content, Objects)
-            raise incompatible(problems, fits=fits, optional=optional).at(path=self.store.path, tag=reader.tag)
+            error = incompatible(problems, fits=fits, optional=optional, ranks=self.job.placement.world)
+            raise error.at(path=self.store.path, tag=reader.tag)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))

@@ -16,7 +16,7 @@ from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
+from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
@@ -338,8 +338,16 @@ def _refused(store: Store, tag: str, stall: float, phases: Phases, error: Except
 
 def _prepare(store: Store) -> None:
     """Fail early where a save could not even begin."""
-    with storage_errors("preparing the checkpoint directory", path=store.path):
+    try:
         store.prepare()
+    except (FileExistsError, NotADirectoryError) as error:
+        made = StorageError.of(error, "making the root directory", path=store.path)
+        made.hint = "A file has this name, or lies on the way to it: pass the path of a directory."
+        raise made from error
+    except OSError as error:
+        made = StorageError.of(error, "making the root directory", path=store.path)
+        made.hint = "Nothing was written. Pass a directory in which this user may make files."
+        raise made from error
 
 
 def _freeze(state: State, placement: Placement, phases: Phases, options: _Options) -> Part:

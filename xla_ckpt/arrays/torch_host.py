@@ -81,7 +81,11 @@ def check_dense(tensor: torch.Tensor, path: str) -> None:
     elif tensor.is_nested:
         what = "a nested tensor"
     elif tensor.is_meta:
-        what = "a tensor on the meta device, which has no elements"
+        raise UnsupportedStateError(
+            "a tensor on the meta device has no elements to store",
+            leaf=path,
+            hint="Give it some: model.to_empty(device=...), and then initialise or load the model.",
+        )
     elif tensor.layout is torch.strided:
         return
     else:

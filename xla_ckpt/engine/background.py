@@ -202,7 +202,11 @@ class Saves:
         try:
             self.wait()
         except CheckpointError as error:
-            logger.error("a save in flight at exit failed: %s", error)  # noqa: TRY400  # the message says all
+            # The exit code is that of a program that ended well: no hook of the interpreter can change it.
+            text = (
+                "a save in flight at exit failed, which the exit code does not show (finalize_checkpoint() would): %s"
+            )
+            logger.error(text, error)  # noqa: TRY400  # the message says all
         except BaseException:
             # The interpreter is going down; a traceback is the best that can be left behind.
             logger.exception("a save in flight at exit failed")

@@ -412,13 +412,14 @@ class Save:
             return
         reader = TagReader(draft.directory, self.store.path, self.tag, manifest)
         try:
-            before = stale_since(self.store, draft.newest, reader)
+            found = stale_since(self.store, draft.newest, reader)
         finally:
             reader.close_files()
-        if before is None:
+        if found is None:
             return
+        before, evidence = found
         error = SaveError(
-            f"the model has the same bytes as in tag {before}, although training went on",
+            f"the model has the same bytes as in tag {before}, although training seems to have gone on: {evidence}",
             hint="Is this the model that is trained, and does its optimizer have its parameters? If all is as it "
             "should be, say stale='ignore'.",
         )

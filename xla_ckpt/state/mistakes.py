@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
 from xla_ckpt.state.several import members_of
@@ -146,6 +146,25 @@ def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:
             )
 
 
+def check_may_be_pickled(value: Any, leaf: str) -> None:
+    """Refuse a model or an optimizer in the middle of other state, where it would be one pickle and no arrays.
+
+    What a program gives as user content is its own business, as it is with neuronx-distributed.
+
+    Raises:
+        UnsupportedStateError: It is one.
+    """
+    if leaf.startswith(f"{schema.USER_CONTENT}/"):
+        return
+    if isinstance(value, torch.nn.Module) or _is_optimizer(value):
+        raise UnsupportedStateError(
+            "a model or optimizer inside of other state would be pickled whole, without its arrays being stored",
+            leaf=leaf,
+            found=_kind(value),
+            hint="Give it to save_checkpoint as model=, optimizer= or a member of extras=, or store its state_dict().",
+        )
+
+
 def _in_the_place_of(wanted: str, given: str, value: Any) -> UsageError:
     return UsageError(
         f"{given} was given in the place of {wanted}",
@@ -192,7 +211,8 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     here, there = _homes(theirs), _homes(strangers)
     if not alike or not _was_moved(there, here):
         logger.warning(
-            "no parameter of the optimizer is one of the model: its state is stored by position, not by name"
+            "no parameter of the optimizer is one of the model: was the model made anew after it? Its state goes by "
+            "the position of its parameters (#0.0 is the first of the first group), not by their names"
         )
         return
     raise UsageError(

@@ -202,8 +202,8 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
     """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
 
     What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `View`.
-    torch's DistributedDataParallel and torch.compile put a step before all names. It says nothing of the state, and is
-    left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
+    torch's DistributedDataParallel, DataParallel and torch.compile put a step before all names. It says nothing of the
+    state, and is left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
 
     Args:
         model: A module, a dict of modules, or anything else, which is returned as it is.
@@ -234,7 +234,7 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
 
 def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
     """What is in torch's own wrappers, which only put a step before all names; None for any other module."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         return model._modules["module"]
     compiled = (type(model).__module__, type(model).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
     return model._modules["_orig_mod"] if compiled else None
