@@ -93,7 +93,7 @@ MISTAKES: dict[str, tuple[Callable[[], Members], str]] = {
     "scheduler for model": (scheduler_for_model, "a scheduler was given in the place of a model.*StepLR"),
     "optimizer for model": (optimizer_for_model, "an optimizer was given in the place of a model.*AdamW"),
     "module for optimizer": (module_for_optimizer, "a module was given in the place of an optimizer.*Linear"),
-    "two optimizers": (two_optimizers, "a list is no optimizer.*found 2 values.*extras"),
+    "two optimizers": (two_optimizers, "a list is no optimizer.*found 2 values.*a dict, each by a name"),
     "parameters": (optimizer_class, r"no optimizer.*state_dict\(\) and load_state_dict\(\).*found generator"),
     "list of models": (list_of_models, "no model.*found list"),
     "before the move": (

@@ -95,10 +95,11 @@ def load_checkpoint(
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
             and the newest good one is taken instead.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
-        optimizer: An optimizer (state is matched by parameter name), or a dict.
+        optimizer: An optimizer (state is matched by parameter name), or a dict of optimizers of this model, or a dict.
         scheduler: A learning rate scheduler, or a dict.
         num_workers: Threads that read, at most.
-        strict: False loads what fits, and logs what does not. It is an error if no array fits on any rank.
+        strict: False loads what fits, and logs what does not. It is an error if no array fits on any rank. A user
+            content with a class that this program does not have is an error, or left out and None.
         cast: Round floating-point values to the element types of the given objects, where those differ from what is
             stored, as torch does. Such an array takes host memory for its stored values, too, until the load is done.
             Optimizer state that the optimizer does not have yet keeps its stored type.

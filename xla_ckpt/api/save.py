@@ -78,7 +78,8 @@ def save_checkpoint(
         path: Root directory; made if absent.
         tag: Name of the checkpoint: any string that is a safe file name, such as ``step_10``.
         model: A module, or a dict of arrays.
-        optimizer: An optimizer, or a dict. Its state is stored by parameter *name*, taken from `model`.
+        optimizer: An optimizer, a dict of optimizers of this model, or a dict of arrays and plain values. Its state is
+            stored by parameter *name*, taken from `model`; the names of several optimizers are not stored.
         scheduler: A learning rate scheduler, or a dict.
         user_content: Any Python value; rank 0's is stored. Plain values are stored as typed JSON, arrays as arrays;
             other objects are pickled, with a warning, and need ``trust_pickle=True`` to load.
@@ -353,7 +354,14 @@ def _freeze(state: State, placement: Placement, phases: Phases, options: _Option
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
     with phases.timed("describe"):
         structure = any(layout.pickles for layout in options.layouts)
-        description = describe(state, placement, options.shardings, structure=structure, replicas=options.replicas)
+        description = describe(
+            state,
+            placement,
+            options.shardings,
+            structure=structure,
+            takes_apart=all(layout.takes_apart for layout in options.layouts),
+            replicas=options.replicas,
+        )
         writing = _first_that_can(options.layouts, description)
     with phases.timed("snapshot"):
         snapshot = options.taking.take(description, writing, phases)

@@ -29,7 +29,7 @@ from xla_ckpt.snapshot.shards import HostShard, Look, MemoryShard
 from xla_ckpt.state.members import State
 from xla_ckpt.state.mistakes import check_may_be_pickled
 from xla_ckpt.state.shardings import StateShardings
-from xla_ckpt.state.values import CODEC, resolver
+from xla_ckpt.state.values import APART, CODEC, resolver
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
@@ -143,16 +143,25 @@ def describe(
     rules: Rules | None,
     *,
     structure: bool = False,
+    takes_apart: bool = False,
     replicas: Replicas = "equal",
 ) -> Description:
-    """Describe a state. `structure`: with all its objects, for layouts that pickle the structure of a state.
+    """Describe a state.
+
+    Args:
+        state: The state, as this rank has it.
+        placement: Where this rank is.
+        rules: How arrays are split that do not say so themselves.
+        structure: Give all its objects, for layouts that pickle the structure of a state.
+        takes_apart: Take objects of plain classes apart, for layouts that have a place for their attributes.
+        replicas: What is done with replicas that differ.
 
     Raises:
         UnsupportedStateError: Something in it cannot be stored.
         UsageError: A sharding rule makes no sense or does not fit.
     """
     shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone).of_model(state.model)
-    flat = flatten(state.tree, shardings.adapters.kind, CODEC)
+    flat = flatten(state.tree, shardings.adapters.kind, APART if takes_apart else CODEC)
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
             logger.warning("%s", message)

@@ -17,7 +17,7 @@ from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.state.handover import Handover
 from xla_ckpt.state.shardings import StateShardings
-from xla_ckpt.state.values import CODEC
+from xla_ckpt.state.values import CODEC, checked_members
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
@@ -65,14 +65,18 @@ class Stored:
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
         """The part as a tree; arrays are made by `array` from (leaf path, kind).
 
-        As long as they have not been read, composite tensors are their parts.
+        As long as they have not been read, values that consist of several are their parts.
+
+        Raises:
+            IncompatibleCheckpointError: A class that it takes is gone, or has changed.
+            UntrustedObjectError: It takes what is not loaded without trust.
         """
         return Unflattener(
             array=array,
             codec=CODEC,
             object=self.read_object,
             resolve=self.resolve,
-            compose=(lambda composite: composite.members) if array is ArrayAt else None,
+            compose=(lambda parts: checked_members(parts, self.resolve)) if array is ArrayAt else None,
         ).build(self.skeleton, self.prefix)
 
     def part(self, skeleton: Any, path: str) -> Stored:

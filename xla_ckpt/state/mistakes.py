@@ -15,6 +15,7 @@ import torch
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
+from xla_ckpt.state.several import members_of
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,11 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     """
     if model is not None:
         _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
-    if optimizer is not None:
-        _check_optimizer(optimizer)
+    for each in members_of(optimizer) if optimizer is not None else ():
+        _check_optimizer(each)
+        _check_consolidated(each, loading=loading)
         if isinstance(model, torch.nn.Module):
-            _check_belongs(optimizer, model)
+            _check_belongs(each, model)
 
 
 def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
@@ -88,7 +90,7 @@ def _check_optimizer(optimizer: Any) -> None:
             leaf=schema.OPTIMIZER,
             expected="one optimizer, or a dict",
             found=f"{len(optimizer)} values",
-            hint="Give further optimizers as members of extras, each by its own name. xla_ckpt.save takes any tree.",
+            hint="Give several as a dict, each by a name. xla_ckpt.save takes any tree.",
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
         raise UsageError(
@@ -98,6 +100,32 @@ def _check_optimizer(optimizer: Any) -> None:
             found=_kind(optimizer),
             hint=_PLACES,
         )
+
+
+def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
+    """Refuse torch's ZeroRedundancyOptimizer, and others of its kind.
+
+    Each rank has the state of some parameters. Its `state_dict` is that of all, as they were when the ranks last put it
+    together, which they do in a call of their own: a save would store an old state, or fail on some ranks.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if not callable(getattr(optimizer, "consolidate_state_dict", None)):
+        return
+    save = (
+        "On all ranks, call optimizer.consolidate_state_dict(to) for each rank `to`; take optimizer.state_dict() on "
+        "that rank before the next call, and give it to the save in the place of the optimizer."
+    )
+    load = "Load into an empty dict, and give that to optimizer.load_state_dict()."
+    raise UsageError(
+        f"a {type(optimizer).__name__} has the state of each parameter on one rank alone, and puts it together only "
+        "when it is told to",
+        leaf=schema.OPTIMIZER,
+        expected="an optimizer, or a dict",
+        found=type(optimizer).__name__,
+        hint=load if loading else save,
+    )
 
 
 def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:

@@ -7,7 +7,7 @@ what it wraps is left as it is, so that nothing of a state is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,16 @@ _BASE = ".base_layer"
 # Optimizers.
 
 
-def unwrapped_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is."""
+def unwrapped_optimizer(optimizer: Any, shared: Iterable[str] = ()) -> Any:
+    """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is.
+
+    Args:
+        optimizer: The optimizer, or its wrapper.
+        shared: Of a tag that is loaded, the keys of the state that belongs to no parameter. A wrapper that has it only
+            after its first step (pytorch_optimizer's TRAC) is otherwise taken for one that adds nothing.
+    """
     if hasattr(type(optimizer), _PLAIN):
-        return unwrapped_optimizer(getattr(optimizer, _PLAIN))
+        return unwrapped_optimizer(getattr(optimizer, _PLAIN), shared)
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
         return optimizer
@@ -45,7 +51,9 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     # A wrapper with a state of its own (Lookahead's slow weights) would lose it.
     if not shares or getattr(optimizer, schema.STATE, inner.state) is not inner.state or _adds_state(optimizer, inner):
         return optimizer
-    return unwrapped_optimizer(inner)
+    if any(key not in inner.state for key in shared):
+        return optimizer
+    return unwrapped_optimizer(inner, shared)
 
 
 def _adds_state(wrapper: Any, inner: Any) -> bool:
