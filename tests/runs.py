@@ -12,6 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
+def names_in(folder: str | os.PathLike[str]) -> list[str]:
+    """What lies in a directory, sorted, without the lease that a running job has there."""
+    return sorted(name for name in os.listdir(folder) if name != ".lease")
+
+
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a child: this checkout first, XLA on the CPU."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_DEVICE": "CPU", "PYTHONUNBUFFERED": "1", **(extra or {})}

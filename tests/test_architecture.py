@@ -199,6 +199,7 @@ TOUCHES_FILES = {  # module: what it uses of them; None is all
     "tags/orbax_dir.py": {"os.fspath", "os.path", "os.rename", "os.listdir", "os.open", "os.fsync", "os.close",
                           "os.O_RDONLY", "os.O_CLOEXEC"},  # orbax works on paths
     "storage/door.py": {"os.PathLike", "os.fspath", "os.path"},
+    "storage/this_process.py": None,  # /proc says which processes there are
     "storage/pool.py": {"os.cpu_count"},
     "tags/orbax_import.py": {"os.register_at_fork"},
     "storage/trace_file.py": None,  # a trace lies where the user wants it, in no store

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import NotDurableError as NotDurableError
     from xla_ckpt.errors import RankFailedError as RankFailedError
     from xla_ckpt.errors import RemoteError as RemoteError
+    from xla_ckpt.errors import RootInUseError as RootInUseError
     from xla_ckpt.errors import SaveError as SaveError
     from xla_ckpt.errors import StorageError as StorageError
     from xla_ckpt.errors import UnsupportedStateError as UnsupportedStateError
@@ -122,6 +123,7 @@ _HOMES = {
         "NotDurableError",
         "RankFailedError",
         "RemoteError",
+        "RootInUseError",
         "SaveError",
         "StorageError",
         "UnsupportedStateError",

@@ -164,6 +164,10 @@ class NotDurableError(CheckpointError, RuntimeError):
     committed = True
 
 
+class RootInUseError(SaveError):
+    """Another process saves to the same root directory, or has taken it over from this one. `found` names it."""
+
+
 class DivergentReplicasError(SaveError):
     """Ranks that should hold equal copies hold different values. `leaf` names one of them."""
 
@@ -231,6 +235,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         StorageError,
         ChangedTagError,
         SaveError,
+        RootInUseError,
         NotDurableError,
         DivergentReplicasError,
         ChangedStateError,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt import FormatError, UnsupportedStateError, UntrustedObjectError
+from xla_ckpt import IncompatibleCheckpointError, UnsupportedStateError, UntrustedObjectError
 from xla_ckpt.manifest import manifest_json
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta|prototype|experimental).*")
@@ -152,6 +152,34 @@ def test_a_module_gets_them_back(tmp_path: Path, *, asynchronous: bool) -> None:
     assert torch.equal(extra, model.extra)
 
 
+class ScaleBeside(torch.nn.Module):
+    """A layer whose weight has its scale as an attribute, and which saves it beside the weight, or does not."""
+
+    def __init__(self, number: float, *, saves: bool = True) -> None:
+        super().__init__()
+        self.weight = Labelled(torch.full((2, 2), number))
+        self.weight.scale = torch.tensor([number])  # type: ignore[attr-defined]
+        self.saves = saves
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.saves:
+            destination[prefix + "scale"] = self.weight.scale  # type: ignore[attr-defined]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        self.weight.scale.copy_(state_dict.pop(prefix + "scale"))  # type: ignore[attr-defined]
+        super()._load_from_state_dict(state_dict, prefix, *more)
+
+
+def test_an_attribute_of_a_parameter_is_no_loss_where_the_module_saves_it(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", torch.nn.Sequential(ScaleBeside(3.0)))
+    target: Any = torch.nn.Sequential(ScaleBeside(0.0))
+    xla_ckpt.load_checkpoint(tmp_path, "a", target)
+    assert (target[0].weight.scale.tolist(), target[0].weight.tolist()) == ([3.0], [[3.0, 3.0], [3.0, 3.0]])
+    with pytest.raises(UnsupportedStateError, match="a Labelled cannot be stored"):
+        xla_ckpt.save_checkpoint(tmp_path, "b", torch.nn.Sequential(ScaleBeside(3.0, saves=False)))
+
+
 def test_the_state_of_an_optimizer(tmp_path: Path) -> None:
     def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -206,10 +234,10 @@ def test_a_class_that_is_not_imported_is_not_imported_for_a_file(tmp_path: Path)
     with pytest.raises(UntrustedObjectError, match="not imported"):
         xla_ckpt.restore(tmp_path, "a")
     named("os:system")
-    with pytest.raises(FormatError, match="has changed or is gone"):
+    with pytest.raises(IncompatibleCheckpointError, match="has changed or is gone"):
         xla_ckpt.restore(tmp_path, "a")
     named("torch:unheard_of")
-    with pytest.raises(FormatError):
+    with pytest.raises(IncompatibleCheckpointError):
         xla_ckpt.restore(tmp_path, "a")
 
 

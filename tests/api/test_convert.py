@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import xla_ckpt
 from tests.layouts.same import as_theirs, content, differences, rank_files
 from tests.layouts.writing import as_kwargs, save_as_job, toy
+from tests.runs import names_in
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 
@@ -181,8 +181,8 @@ def test_damage_is_found_and_nothing_is_written(to: str, tmp_path: Path) -> None
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="stored bytes are damaged"):
         xla_ckpt.convert(tmp_path, tmp_path / ("hf" if to == "safetensors" else "b"), to=to)
     assert xla_ckpt.list_tags(tmp_path / "b") == ["old"]
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
-    assert os.listdir(tmp_path / "b") == ["old"]
+    assert names_in(tmp_path) == ["a", "b"]
+    assert names_in(tmp_path / "b") == ["old"]
 
 
 @dataclasses.dataclass
@@ -231,7 +231,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=said):
             xla_ckpt.convert(tmp_path, **{"destination": tmp_path, **how})  # type: ignore[arg-type]
-    assert sorted(os.listdir(tmp_path)) == ["a", "full"]
+    assert names_in(tmp_path) == ["a", "full"]
 
 
 def test_what_is_most_likely_not_meant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

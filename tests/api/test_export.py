@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 from xla_ckpt.cli.main import main
 
 
@@ -35,7 +36,7 @@ def test_one_file(tmp_path: Path, model: torch.nn.Module) -> None:
     assert found.keys() == want.keys()
     assert all(torch.equal(found[k], v) for k, v in want.items())
     assert (report.files, report.arrays) == (("model.safetensors",), len(want))
-    assert [p.name for p in (tmp_path / "hf").iterdir()] == ["model.safetensors"]
+    assert names_in(tmp_path / "hf") == ["model.safetensors"]
 
 
 def test_several_files_and_an_index(tmp_path: Path, model: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,4 +90,4 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path: Path, model: torch.nn.
     (tmp_path / "file").write_text("")
     with pytest.raises(xla_ckpt.StorageError, match="File exists|Not a directory"):
         xla_ckpt.export_hf(tmp_path / "ckpt", tmp_path / "file" / "hf")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt", "file", "odd"]
+    assert names_in(tmp_path) == ["ckpt", "file", "odd"]

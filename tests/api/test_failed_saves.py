@@ -12,6 +12,7 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.storage.local import LocalDirectory
 
@@ -34,7 +35,7 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.StorageError, match=r"expected \d+ free bytes, found 10") as caught:
         xla_ckpt.save_checkpoint(tmp_path, "a", model())
     assert caught.value.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.usefixtures("full")
@@ -119,7 +120,7 @@ def test_all_ranks_hear_of_the_rank_without_room(tmp_path: Path) -> None:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> bool:
-    return "although training went on" in caplog.text
+    return "although training seems to have gone on" in caplog.text
 
 
 STEP = {"step": 1}
@@ -134,6 +135,8 @@ STEP = {"step": 1}
         (("step_1", 1.0, STEP), ("step_2", 2.0, STEP), False),  # trained
         (("step_1", 1.0, STEP), ("best", 1.0, STEP), False),  # the same state under two names
         (("best", 1.0, STEP), ("best", 1.0, STEP), False),
+        (("best", 1.0, STEP), ("best", 1.0, {"metric": 0.5}), False),  # a content that only one of them has
+        (("best", 1.0, {"note": "a", "left": 9}), ("best", 1.0, {"note": "b", "left": 8}), False),
     ],
 )
 def test_a_model_that_did_not_move(
@@ -145,6 +148,9 @@ def test_a_model_that_did_not_move(
         assert not warned(caplog)
         xla_ckpt.save_checkpoint(tmp_path, tag, model(value), user_content=content)
     assert warned(caplog) == stale
+    xla_ckpt.save_checkpoint(tmp_path, after[0], model(after[1]), extras={"rng": xla_ckpt.RNGState()})
+    assert warned(caplog) == stale, "a member that was not there before, and random numbers, say nothing"
+    xla_ckpt.save_checkpoint(tmp_path, after[0], model(after[1]), user_content=after[2])
     caplog.clear()
     tag, value, content = after
     again = tag.replace("2", "3")

@@ -10,6 +10,7 @@ import torch
 import xla_ckpt
 from tests.jobs import run_alone
 from tests.layouts.stock_dcp import stock
+from tests.runs import names_in
 from xla_ckpt.layouts.registry import open_tag
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags import commit
@@ -26,7 +27,7 @@ def root(tmp_path: Path) -> Path:
 def test_a_deleted_tag_is_gone_and_leaves_nothing(root: Path) -> None:
     xla_ckpt.delete_tag(root, "step_1")
     assert xla_ckpt.list_tags(root) == ["step_0", "step_2"]
-    left = {p.name for p in root.iterdir()} | {p.name for p in (root / ".trash").glob("*")}
+    left = set(names_in(root)) | {p.name for p in (root / ".trash").glob("*")}
     assert left - {".trash"} == {"step_0", "step_2"}  # the next save removes an empty `.trash`
     with pytest.raises(xla_ckpt.NoCheckpointError, match="oldest first: step_0, step_2"):
         xla_ckpt.delete_tag(root, "step_1")
@@ -61,7 +62,7 @@ def test_who_reads_a_tag_reads_on(root: Path) -> None:
         assert reader.source(0).size == reader.manifest.files[0].size
     xla_ckpt.delete_tag(root, "step_0")
     xla_ckpt.save(root, "step_3", {"w": torch.ones(1)})
-    assert sorted(p.name for p in root.iterdir()) == ["step_2", "step_3"]
+    assert names_in(root) == ["step_2", "step_3"]
 
 
 def test_a_tag_that_is_being_saved_is_left_alone(root: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_damaged_manifest_is_not_written_anew(root: Path) -> None:
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="damaged"):
         xla_ckpt.pin_tag(root, "step_0")
     assert manifest.read_bytes() == data
-    assert sorted(p.name for p in root.iterdir()) == ["step_0", "step_1", "step_2"]
+    assert names_in(root) == ["step_0", "step_1", "step_2"]
 
 
 @pytest.mark.parametrize("layout", ["xser", "pt"])

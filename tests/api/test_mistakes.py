@@ -93,7 +93,7 @@ MISTAKES: dict[str, tuple[Callable[[], Members], str]] = {
     "scheduler for model": (scheduler_for_model, "a scheduler was given in the place of a model.*StepLR"),
     "optimizer for model": (optimizer_for_model, "an optimizer was given in the place of a model.*AdamW"),
     "module for optimizer": (module_for_optimizer, "a module was given in the place of an optimizer.*Linear"),
-    "two optimizers": (two_optimizers, "a list is no optimizer.*found 2 values.*extras"),
+    "two optimizers": (two_optimizers, "a list is no optimizer.*found 2 values.*a dict, each by a name"),
     "parameters": (optimizer_class, r"no optimizer.*state_dict\(\) and load_state_dict\(\).*found generator"),
     "list of models": (list_of_models, "no model.*found list"),
     "before the move": (
@@ -244,3 +244,42 @@ def test_an_optimizer_of_other_parameters_is_worth_a_warning(tmp_path: Path, cap
         assert "no parameter of the optimizer" not in caplog.text
         xla_ckpt.save_checkpoint(tmp_path, "average", model, optimizer)
     assert "no parameter of the optimizer is one of the model" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer"])
+def test_a_model_in_the_middle_of_a_tree_is_not_pickled(name: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    held = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}[name]
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="would be pickled whole") as caught:
+        xla_ckpt.save(tmp_path, "a", {name: held, "step": 3})
+    assert caught.value.leaf == name
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="would be pickled whole"):
+        xla_ckpt.save_checkpoint(tmp_path, "a", {name: held, "step": 3})
+    assert xla_ckpt.list_tags(tmp_path) == []
+
+
+def test_a_path_that_leaves_out_a_directory_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    xla_ckpt.save(tmp_path / "runs" / "lm", "step_1", {"w": torch.ones(2)})
+    with pytest.raises(xla_ckpt.NoCheckpointError, match="checkpoints below it, in lm: pass one of these"):
+        xla_ckpt.load_checkpoint(tmp_path / "runs", model=nn.Linear(2, 2))
+    assert not xla_ckpt.has_checkpoint(tmp_path / "runs")
+    assert "there is no checkpoint in" in caplog.text
+    assert "but in lm below it" in caplog.text
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"step_1\. Without a tag, the newest is taken"):
+        xla_ckpt.load_checkpoint(tmp_path / "runs" / "lm", "latest", model=nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("path", [None, {"w": 1}, 3, b"runs"])
+def test_the_order_of_torch_save_is_told(path: Any) -> None:
+    for call in (xla_ckpt.save, xla_ckpt.load_checkpoint, xla_ckpt.has_checkpoint):
+        with pytest.raises(xla_ckpt.UsageError, match="path"):
+            call(path, "a", {"w": 1}) if call is xla_ckpt.save else call(path)  # type: ignore[operator]
+
+
+def test_a_model_in_data_parallel_is_the_model(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", nn.DataParallel(model))
+    xla_ckpt.load_checkpoint(tmp_path, "a", other)
+    assert torch.equal(other.weight, model.weight)
+    xla_ckpt.save_checkpoint(tmp_path, "b", nn.Linear(2, 2))
+    xla_ckpt.load_checkpoint(tmp_path, "a", nn.DataParallel(other))

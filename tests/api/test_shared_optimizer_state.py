@@ -282,3 +282,60 @@ def test_zero1_keeps_it_in_the_wrapped_optimizer(tmp_path: Path, layout: str, mo
             model, optimizer = toy(mesh, rank, blank=True)
             xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer)
             assert shared(optimizer) == {"k": plain(torch.arange(3)), "mode": "warm"}
+
+
+class Scaling:
+    """A wrapper that has kept state for all parameters since its first step, and loads it by code of its own: as TRAC.
+
+    Before that, nothing tells it from a wrapper that adds nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[Any]:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self) -> None:
+        parameters = self.param_groups[0]["params"]
+        kept = self.state.setdefault("first", {p: p.detach().clone() for p in parameters})
+        self.optimizer.step()
+        with torch.no_grad():
+            for p in parameters:
+                p.lerp_(kept[p], 0.5)
+
+    def _renamed(self, state: Any, keys: dict[Any, Any]) -> Any:
+        if "first" not in state["state"]:
+            return state
+        first = {keys[key]: value for key, value in state["state"]["first"].items()}
+        return {**state, "state": {**state["state"], "first": first}}
+
+    def state_dict(self) -> Any:
+        numbers = {p: i for i, p in enumerate(self.param_groups[0]["params"])}
+        return self._renamed(self.optimizer.state_dict(), numbers)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.optimizer.load_state_dict(self._renamed(state, dict(enumerate(self.param_groups[0]["params"]))))
+
+
+@pytest.mark.parametrize("stale", [0, 1])
+def test_state_that_a_wrapper_has_since_its_first_step_is_given_to_the_wrapper(tmp_path: Path, stale: int) -> None:
+    def trained(steps: int) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(steps)
+        model = torch.nn.Linear(3, 2)
+        optimizer: Any = Scaling(torch.optim.AdamW(model.parameters(), lr=0.1))
+        train(model, optimizer, steps)
+        return model, optimizer
+
+    model, optimizer = trained(2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer)
+    other, target = trained(stale)
+    xla_ckpt.load_checkpoint(tmp_path, "a", other, target)
+    train(model, optimizer, 2)
+    train(other, target, 2)
+    assert torch.equal(model.weight, other.weight)

@@ -12,6 +12,7 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 
 NBYTES = 4 * (3 << 20)
 
@@ -60,7 +61,7 @@ def test_a_trace_of_a_save_has_each_thread_and_phase(tmp_path: Path) -> None:
         mine = [e for e in bars if e["name"] == name]
         assert sum(e["dur"] for e in mine) == pytest.approx(1e6 * phase.seconds, abs=50)
         assert min(e["ts"] for e in mine) == pytest.approx(stall["ts"] + 1e6 * phase.began, abs=2e3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["r", "trace.json"]
+    assert names_in(tmp_path) == ["r", "trace.json"]
 
 
 def test_a_trace_of_a_load_says_what_was_read_and_verified(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_the_environment_names_a_directory_with_a_file_for_each_call(
         xla_ckpt.save(tmp_path / "r", "a", {"w": torch.ones(2)})
     xla_ckpt.restore(tmp_path / "r")
     xla_ckpt.restore(tmp_path / "r", "a", trace=tmp_path / "own.json")
-    found = sorted(p.name for p in (tmp_path / "made" / "traces").iterdir())
+    found = names_in(tmp_path / "made" / "traces")
     assert found == ["load-a-rank0.json", "save-a-rank0-1.json", "save-a-rank0.json"]
     assert events(tmp_path / "own.json")
 

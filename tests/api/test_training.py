@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, lr_schedu
 
 import xla_ckpt
 from tests import xla
+from tests.runs import names_in
 
 xla.begin()
 
@@ -375,8 +376,9 @@ class Opaque:
 
 
 def test_objects_need_trust(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="user_content/deep/0: a .*Opaque is no plain value"):
+    with pytest.warns(UserWarning, match="user_content/deep/0: a .*Opaque is no plain value") as warned:
         xla_ckpt.save_checkpoint(tmp_path, "a", model={"w": torch.ones(2)}, user_content={"deep": [Opaque(4)]})
+    assert warned[0].filename == __file__, "the warning shows the line of the program"
     target = {"w": torch.zeros(2)}
     with pytest.raises(xla_ckpt.UntrustedObjectError, match="Opaque.*trust_pickle=True") as caught:
         xla_ckpt.load_checkpoint(tmp_path, model=target)
@@ -509,7 +511,7 @@ def test_addresses_of_object_stores_are_no_directories(tmp_path: Path, monkeypat
     ):  # fmt: skip
         with pytest.raises(xla_ckpt.UsageError, match="Mount the bucket"):
             call()
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 def test_a_scripted_model(tmp_path: Path) -> None:

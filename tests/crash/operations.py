@@ -5,7 +5,6 @@ All numbers in a checkpoint are one number, by which a mixture of two is seen.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 
 import xla_ckpt
 import xla_ckpt.dcp
+from tests.runs import names_in
 
 Found = dict[str, int]
 """What is there: name -> the number that all of it has, oldest first."""
@@ -118,7 +118,7 @@ def arrays_of(tree: object) -> list[torch.Tensor]:
 
 def listed(root: Path) -> set[str]:
     """What lies in a directory; nothing if it is absent."""
-    return set(os.listdir(root)) if root.is_dir() else set()
+    return set(names_in(root)) if root.is_dir() else set()
 
 
 NEXT = 99

@@ -33,6 +33,7 @@ import xla_ckpt
 from tests.crash import report
 from tests.jobs import finish, start_on_ranks
 from tests.nursery import ProcessError
+from tests.runs import names_in
 from xla_ckpt import dcp
 from xla_ckpt.job.process_group import StoreCommunicator
 from xla_ckpt.storage.local import LocalDirectory, LocalStore
@@ -344,7 +345,7 @@ def _of_directory(operation: Operation, root: Path, told: list[Told]) -> list[st
     wrong += [f"tags {tags}, and a rank says: {t}" for t in known if (t["error"] is None) != (operation.new in tags)]
     operation.prepare(root, operation.new, model_of(3), "dp=1", LONG)  # the next job
     xla_ckpt.finalize_checkpoint()
-    left = [entry.name for entry in root.iterdir() if entry.name.startswith(".")]
+    left = [name for name in names_in(root) if name.startswith(".")]
     return wrong + [f"left behind: {left}"] * bool(left)
 
 

@@ -30,7 +30,7 @@ from tests.crash import soak_ranks, soak_report
 from tests.crash.soak_report import Life, Result
 from tests.jobs import run_alone, start_on_ranks
 from tests.nursery import Born, Call, bear, end_all
-from tests.runs import environment
+from tests.runs import environment, names_in
 
 RANKS = 4
 TIMEOUT = 20.0
@@ -173,7 +173,7 @@ class Soak:
             wrong.append(f"nobody says what became of saves: {became}")
         self._problems += [f"life {number} ({ending}): {text}" for text in wrong]
         self._lives.append(Life(ending=ending if killed else "orderly", asked=tuple(asked), became=became))
-        if last and found is not None and (litter := set(os.listdir(root)) - {tag for tag, _ in found}):
+        if last and found is not None and (litter := set(names_in(root)) - {tag for tag, _ in found}):
             self._problems.append(f"left in the directory: {sorted(litter)}")
         shutil.rmtree(folder)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.runs import names_in
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
@@ -55,7 +56,7 @@ def test_a_full_disk(small_disk: Path, async_save: bool) -> None:
     assert (target["w"] == 1).all()
     xla_ckpt.save_checkpoint(root, "next", model=fits, user_content=2, num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()
-    assert sorted(p.name for p in root.iterdir()) == ["next"]
+    assert names_in(root) == ["next"]
 
 
 def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
@@ -75,4 +76,4 @@ def test_a_disk_without_room_for_the_manifest(small_disk: Path) -> None:
     filler.unlink()
     xla_ckpt.save(root, "next", {"n": 3})
     xla_ckpt.finalize_checkpoint()
-    assert sorted(p.name for p in root.iterdir()) == ["good", "next"]
+    assert names_in(root) == ["good", "next"]

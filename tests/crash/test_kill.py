@@ -12,6 +12,7 @@ import torch
 
 import xla_ckpt
 from tests.nursery import Call, bear
+from tests.runs import names_in
 
 ELEMENTS = 1_500_000
 
@@ -76,6 +77,6 @@ def test_kill_nine(tmp_path: Path, kill_instant: float, request: pytest.FixtureR
     xla_ckpt.save_checkpoint(tmp_path, "after", model=model, user_content=-1, num_kept_ckpts=1)
     xla_ckpt.finalize_checkpoint()
     assert xla_ckpt.list_tags(tmp_path) == ["best", "after"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["after", "best"], "litter"
+    assert names_in(tmp_path) == ["after", "best"], "litter"
     assert whole(tmp_path, "after") == -1
     assert whole(tmp_path, "best") == there["best"]

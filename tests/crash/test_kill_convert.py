@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 import xla_ckpt
 from tests.nursery import Call, bear
+from tests.runs import names_in
 from xla_ckpt.engine import stream
 from xla_ckpt.storage.local import LocalStore
 
@@ -38,9 +38,9 @@ def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt.partial"]
+    assert names_in(tmp_path) == ["a", "out.pt.partial"]
     xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
-    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt"]
+    assert names_in(tmp_path) == ["a", "out.pt"]
     held = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
     assert [float(held[f"w{i}"].sum()) for i in range(8)] == [50.0 * i for i in range(8)]
 
@@ -51,7 +51,7 @@ def test_what_was_left_when_the_file_had_its_name_goes_with_the_next_call(tmp_pa
     (tmp_path / "out.pt.partial").mkdir()  # killed between the rename and the removal of this
     with pytest.raises(xla_ckpt.UsageError, match="a file of this name already"):
         xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
-    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt"]
+    assert names_in(tmp_path) == ["a", "out.pt"]
 
 
 def test_a_directory_that_cannot_be_removed_does_not_deny_the_file(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from tests.crash import matrix, power, recorder, report
 from tests.crash.operations import saving
-from tests.runs import environment
+from tests.runs import environment, names_in
 
 pytestmark = [
     pytest.mark.crash,
@@ -123,4 +122,4 @@ def test_a_rename_before_the_fsync_is_found_out(tmp_path: Path) -> None:
     loss = power.lose_power(operation, start, root, calls, tmp_path / "states")
     assert any("the caller was told of it" in problem for problem in loss.problems)
     assert loss.late == ("a/manifest.json",)
-    assert os.listdir(tmp_path / "states") == []
+    assert names_in(tmp_path / "states") == []

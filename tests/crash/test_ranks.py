@@ -30,6 +30,7 @@ from tests.crash.ranks import (
     outcome_of,
 )
 from tests.jobs import finish, start_on_ranks
+from tests.runs import names_in
 from xla_ckpt.engine import save as engine
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.storage.local import LocalStore
@@ -141,7 +142,7 @@ def test_rank_0_is_stopped_while_it_commits(where: str, replaces: bool, overtake
     model = model_of(0)
     xla_ckpt.load_checkpoint(tmp_path, "new", model=model)
     assert numbers_in(model) == [3 if overtaken else 2], "what the next job saved stays"
-    assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")]
+    assert not [name for name in names_in(tmp_path) if name.startswith(".")]
 
 
 def is_killed_in_a_load(rank: int, root: Path, key: str) -> Told:

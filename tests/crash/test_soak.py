@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.crash.soak_judge import Ask, Event, Found, Sample, lost, outcomes, said_wrongly, trend
-from tests.runs import environment
+from tests.runs import environment, names_in
 
 SEED = "23"
 """With this one the disk is full in the first life, and all ranks are killed then: a slow machine gets no further."""
@@ -30,7 +30,7 @@ def test_some_seconds_of_the_soak(tmp_path: Path) -> None:
     became = [word for life in result["lives"] for word in life["became"].values()]
     assert became.count("done") > 5
     assert {life["ending"] for life in result["lives"]} > {"orderly"}, "nothing was killed"
-    assert [path.name for path in tmp_path.iterdir()] == ["result"], "the soak leaves files"
+    assert names_in(tmp_path) == ["result"], "the soak leaves files"
 
 
 def ask(number: int, tag: str, kept: int = 3) -> Ask:

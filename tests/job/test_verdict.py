@@ -227,3 +227,29 @@ def test_a_verdict_that_comes_too_late_for_one_is_no_verdict_for_the_others() ->
     zero.settle("doing/verdict")
     with pytest.raises(RankFailedError, match="rank 0"):
         zero.hear_settled("doing/verdict", 0)
+
+
+def test_a_long_wait_names_the_rank_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("xla_ckpt.job.verdict.PATIENCE", 0.05)
+    board = Board(2)
+    told = threading.Event()
+    add = caplog.handler.emit
+
+    def emit(record: Any) -> None:
+        add(record)
+        told.set()
+
+    monkeypatch.setattr(caplog.handler, "emit", emit)
+
+    def call(exchange: Round) -> Any:
+        if exchange.rank == 1:
+            assert told.wait(30)
+            exchange.say("late", 7)
+        return exchange.hear("late", 1) if exchange.rank == 0 else None
+
+    assert on_all(board, call) == [7, None]
+    (record,) = caplog.records
+    assert "rank 0 has been waiting for rank 1 for 0.05 s" in record.getMessage()
+    assert "if rank == 0" in record.getMessage()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.runs import names_in
 from tests.topology.state import GROUPS, WHOLE, known, names_of, tp_part, whole
 from xla_ckpt import Mesh
 
@@ -137,4 +138,4 @@ def flip(path: Path, needle: bytes) -> None:
 
 
 def all_of(folder: Path) -> Iterable[str]:
-    return sorted(p.name for p in folder.iterdir())
+    return names_in(folder)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as stock
 
 import xla_ckpt
 import xla_ckpt.dcp as dcp
+from tests.runs import names_in
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, UnsupportedStateError
 
 pytestmark = [
@@ -74,7 +75,7 @@ def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedStateError, match="pickle") as caught:
             dcp.save({"w": torch.ones(2), "odd": value}, checkpoint_id=tmp_path / "a")
         assert caught.value.leaf == "odd"
-        assert list(tmp_path.iterdir()) == []
+        assert names_in(tmp_path) == []
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

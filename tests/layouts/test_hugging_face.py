@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xla_ckpt
+from tests.runs import names_in
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.files.safetensors import header_bytes, plain_tensors
 from xla_ckpt.layouts.llama_config import parse_config
@@ -59,7 +60,7 @@ def test_a_broken_file_is_named(why: str, tmp_path: Path) -> None:
         xla_ckpt.convert(tmp_path / "hf", tmp_path / "run")
     assert caught.value.file == "model.safetensors"
     assert not xla_ckpt.verify(tmp_path, "hf").ok
-    assert os.listdir(tmp_path) == ["hf"]
+    assert names_in(tmp_path) == ["hf"]
 
 
 def test_an_element_type_that_is_not_known(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.layouts.gold import Gold, Target, as_rank, cases
 from tests.layouts.same import as_theirs
 from tests.layouts.test_nxd_layouts import rank_file
 from tests.layouts.writing import LAYOUTS, State, Zero1, as_job, save_as_job
+from tests.runs import names_in
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 from xla_ckpt.storage.local import LocalSource
@@ -126,7 +127,7 @@ def test_tools_say_the_same(case: str, tag: str, tmp_path: Path, capsys: pytest.
     assert str(caught.value.leaf).startswith("model/")
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="different tensors of this name"):
         xla_ckpt.export_hf(gold.root, tmp_path / "hf", model=target.model)
-    assert not list(tmp_path.iterdir())
+    assert not names_in(tmp_path)
     explained = xla_ckpt.explain(gold.root, mesh="tp=2", **given)
     assert not explained.ok
     assert any("different tensors of this name" in str(p) for p in explained.problems)

@@ -14,6 +14,7 @@ import torch
 import xla_ckpt
 from tests.jobs import run_alone
 from tests.layouts.writing import LAYOUTS, Zero1, as_job, as_kwargs, names, save_as_job, toy, unlike
+from tests.runs import names_in
 from xla_ckpt import Mesh
 
 
@@ -59,7 +60,7 @@ def test_zero1_that_their_files_have_no_place_for(
     with pytest.raises(xla_ckpt.UnsupportedStateError, match=words) as caught:
         save_as_job(monkeypatch, mesh, tmp_path, "t", state, layout=layout)
     assert caught.value.leaf == "optimizer"
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
     with caplog.at_level(logging.WARNING):
         save_as_job(monkeypatch, mesh, tmp_path, "t", state, layout=(layout, "native"))
     assert f"the native layout is written in place of {layout}" in caplog.text
@@ -81,7 +82,7 @@ def test_layouts_that_make_no_sense(tmp_path: Path) -> None:
         xla_ckpt.save(tmp_path, "t", {"w": torch.ones(1)}, layout="xser")
     with pytest.raises(xla_ckpt.UnsupportedStateError, match="nothing of it is here"):
         xla_ckpt.save(tmp_path, "t", [torch.ones(1)], layout="pt")
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 @LAYOUTS

@@ -26,6 +26,7 @@ from tests.api.test_convert import CONTENT, RULES, make, state
 from tests.files.test_torch_file import zero_crc
 from tests.layouts.same import differences
 from tests.layouts.writing import as_job
+from tests.runs import names_in
 from xla_ckpt import dtypes
 from xla_ckpt.cli.main import main
 from xla_ckpt.files.torch_file import TorchFile
@@ -340,7 +341,7 @@ def test_every_flipped_byte_is_found_before_anything_is_changed(tmp_path: Path) 
         assert report.problems[0].file == "c.pt"
         assert main(["verify", str(file)]) == 1
         file.write_bytes(data)
-    assert sorted(os.listdir(tmp_path)) == ["c.pt", "run"]
+    assert names_in(tmp_path) == ["c.pt", "run"]
     assert xla_ckpt.list_tags(tmp_path / "run") == []
 
 

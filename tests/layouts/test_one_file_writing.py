@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import tracemalloc
 import zipfile
@@ -18,6 +17,7 @@ import xla_ckpt
 from tests.api.test_convert import CONTENT, RULES, Odd, flipped, make, state
 from tests.layouts.gold import LOST, Gold, Target, cases
 from tests.layouts.same import differences
+from tests.runs import names_in
 from xla_ckpt import dtypes
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine import stream
@@ -44,7 +44,7 @@ def test_it_is_what_torch_save_would_leave(tmp_path: Path) -> None:
     assert (held["scheduler"], held["extras"]["loader"]["at"]) == ({"last": 1}, 5)
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
         assert archive.testzip() is None
-    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt"]
+    assert names_in(tmp_path) == ["a", "out.pt"]
 
 
 def test_torch_takes_it_back(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_objects_go_along_with_trust_only(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(2)}, user_content=Odd(4))
     with pytest.raises(xla_ckpt.UntrustedObjectError, match="Odd"):
         xla_ckpt.convert(tmp_path, tmp_path / "out.pt", to="torch")
-    assert os.listdir(tmp_path) == ["a"]
+    assert names_in(tmp_path) == ["a"]
     xla_ckpt.convert(tmp_path, tmp_path / "out.pt", to="torch", trust_pickle=True)
     assert loaded(tmp_path / "out.pt", weights_only=False)["user_content"].at == 4
 
@@ -204,8 +204,8 @@ def test_damage_is_found_and_nothing_is_written(tmp_path: Path) -> None:
     flipped(tmp_path)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="stored bytes are damaged"):
         xla_ckpt.convert(tmp_path, tmp_path / "new/out.pt", to="torch")
-    assert os.listdir(tmp_path / "new") == []
-    assert sorted(os.listdir(tmp_path)) == ["a", "new"]
+    assert names_in(tmp_path / "new") == []
+    assert names_in(tmp_path) == ["a", "new"]
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
         with pytest.raises(xla_ckpt.UsageError, match=said):
             xla_ckpt.convert(tmp_path, **{"destination": tmp_path / "out.pt", "to": "torch", **how})  # type: ignore[arg-type]
     assert (tmp_path / "there.pt").read_text() == "mine"
-    assert sorted(os.listdir(tmp_path)) == ["a", "there.pt"]
+    assert names_in(tmp_path) == ["a", "there.pt"]
 
 
 def test_a_file_that_appears_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_file_that_appears_meanwhile_stays(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(xla_ckpt.UsageError, match="a file of this name already"):
         xla_ckpt.convert(tmp_path, tmp_path / "out.pt", to="torch")
     assert (tmp_path / "out.pt").read_text() == "another's"
-    assert sorted(os.listdir(tmp_path)) == ["a", "out.pt"]
+    assert names_in(tmp_path) == ["a", "out.pt"]
 
 
 def test_into_memory(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.layouts.same import as_theirs
 from tests.layouts.test_smp_writing import OURS, model_of, optimizer_of, read
 from tests.layouts.writing import as_job, names, toy, unlike
 from tests.nursery import Call, bear
+from tests.runs import names_in
 from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.engine import save as engine
@@ -73,7 +73,7 @@ def saves_again_and_again(rank: int, root: Path) -> list[str]:
 def test_they_are_kept_and_deleted_like_all_tags(tmp_path: Path) -> None:
     there = ["step_1_partial", "step_3_partial", "step_4_partial"]
     assert run_on_ranks(saves_again_and_again, 4, tmp_path)[0] == there
-    assert sorted(os.listdir(tmp_path)) == there
+    assert names_in(tmp_path) == there
     assert all(xla_ckpt.verify(tmp_path, tag).ok for tag in there)
     assert unlike(read(tmp_path / "step_4_partial", "optimizer_states_1_0.pt"), optimizer_of(MESH, 1, 0)) == []
     assert loads(0, tmp_path, Mesh()) == []
@@ -128,6 +128,6 @@ def test_kill_nine_leaves_the_old_tag(tmp_path: Path) -> None:
     assert not model["w"].any()
     xla_ckpt.save_checkpoint(tmp_path, "a_partial", {"w": torch.ones(1000)}, user_content=3, layout="smp")
     xla_ckpt.finalize_checkpoint()
-    assert os.listdir(tmp_path) == ["a_partial"]
+    assert names_in(tmp_path) == ["a_partial"]
     assert names(tmp_path / "a_partial") - OURS == {"model_0_0.pt", "user_content.pt", "smp_config.pt"}
     assert xla_ckpt.load_checkpoint(tmp_path, model=model).user_content == 3

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import hf_storage, quantized_hf_storage
 
 from tests.layouts.stock_dcp import STOCK, Stock, differences, same, stock
+from tests.runs import names_in
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -117,8 +118,8 @@ def test_compressed_items_need_zstandard() -> None:
 
 def test_names_and_numbers_of_the_manager() -> None:
     root = stock("manager", "10").root
-    assert sorted(tag.name for tag in root.iterdir()) == ["10", "20"]
-    assert sorted(file.name for file in (root / "10").iterdir()) == [".manager_metadata", ".metadata", "__0_0.distcp"]
+    assert names_in(root) == ["10", "20"]
+    assert names_in(root / "10") == [".manager_metadata", ".metadata", "__0_0.distcp"]
 
 
 def test_recipes_say_who_wrote_them() -> None:

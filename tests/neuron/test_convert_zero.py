@@ -13,6 +13,7 @@ import xla_ckpt
 from neuron_compat.nxd.optimizer.convert_zero_checkpoints import main
 from tests.layouts.gold import GOLD, LOST, cases, folder_of, needs_gold
 from tests.layouts.same import content, differences, names, rank_files
+from tests.runs import names_in
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 
 ZERO = [case for case in cases() if "_z1" in case[0] and case[0] != LOST]
@@ -116,7 +117,7 @@ def test_other_optimizers_are_refused_before_anything_changes(
         kept.write_text("mine")
         assert run(stored(case), tmp_path / case, 2) != 0
         assert said in capsys.readouterr().err
-        assert [p.name for p in (tmp_path / case).iterdir()] == ["kept"]
+        assert names_in(tmp_path / case) == ["kept"]
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,4 +164,4 @@ def test_into_a_directory_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "out/model").mkdir(parents=True)
     report = convert_zero_checkpoints(stored(SOURCE), tmp_path / "out", 4, max_memory=1 << 16)
     assert (report.dp, report.files) == (4, len(names(tmp_path / "out")))
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model", "optim"]
+    assert names_in(tmp_path / "out") == ["model", "optim"]

@@ -21,6 +21,7 @@ from tests.jobs import finish, run_on_ranks, start_on_ranks
 from tests.layouts.references import opened, whole
 from tests.layouts.writing import names, unlike
 from tests.neuron.training import begin, build, frozen, train
+from tests.runs import names_in
 from xla_ckpt.job import process_group as lines
 from xla_ckpt.storage.local import LocalDirectory
 
@@ -160,5 +161,5 @@ def test_a_rank_that_is_killed_leaves_no_tag(
     assert xla_ckpt.verify(root, "good").ok
     xla_ckpt.save_checkpoint(root, "bad", {"w": torch.ones(2)}, use_xser=True)
     xla_ckpt.finalize_checkpoint()
-    assert sorted(p.name for p in root.iterdir()) == ["bad", "good"]
+    assert names_in(root) == ["bad", "good"]
     assert len([n for n in names(root / "bad") if ".tensors/" in n]) == 1

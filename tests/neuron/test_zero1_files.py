@@ -16,6 +16,7 @@ from neuron_compat.nxd.utils.adamw_fp32_optim_params import AdamW_FP32OptimParam
 from tests.jobs import run_on_ranks
 from tests.layouts.same import unequal
 from tests.neuron.training import Split, begin, falling, frozen, groups, train
+from tests.runs import names_in
 from xla_ckpt import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError, UsageError
 
 pytestmark = pytest.mark.xla
@@ -88,7 +89,7 @@ def refused(rank: int, root: str, folder: str, state: Any) -> None:
 
 def test_they_resume_and_others_are_refused(tmp_path: Path) -> None:
     run_on_ranks(saves_and_resumes, 4, str(tmp_path), xla=True)
-    assert sorted(p.name for p in (tmp_path / "False").iterdir()) == [
+    assert names_in(tmp_path / "False") == [
         "optim.dp_rank_00.tp_rank_00", "optim.dp_rank_00.tp_rank_01", "optim.dp_rank_01.tp_rank_00",
         "optim.dp_rank_01.tp_rank_01", "tp_rank_00_pp_rank_00", "tp_rank_01_pp_rank_00",
     ]  # fmt: skip

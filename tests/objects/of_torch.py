@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import xla_ckpt
 from tests.objects.trial import Case, Training
 
 
@@ -68,12 +70,13 @@ def bitsandbytes() -> Iterator[Case]:
     """Weights of 8 and 4 bits, and 8-bit optimizers, on the CPU."""
     import bitsandbytes as bnb
 
-    def quantized(layer: Callable[[], Any], seed: int) -> Training:
+    def quantized(layer: Callable[[], Any], seed: int, *, passed: bool = False) -> Training:
         model = Net(seed, 64)
         small = layer()
         small.load_state_dict({"weight": model.last.weight.data, "bias": model.last.bias.data})
         model.last = small.to("cpu").requires_grad_(False)
-        loss_of(model)()  # the first pass of 8-bit layers makes their scales
+        if passed:
+            loss_of(model)()
         trained = [p for p in model.parameters() if p.requires_grad]
         return Training(model, torch.optim.AdamW(trained, lr=1e-2), loss_of(model))
 
@@ -81,9 +84,16 @@ def bitsandbytes() -> Iterator[Case]:
     four = partial(bnb.nn.Linear4bit, 64, 4, compute_dtype=torch.float32, quant_type="nf4")
     yield Case(
         package="bitsandbytes",
-        name="nn.Linear8bitLt (Int8Params)",
+        name="nn.Linear8bitLt (Int8Params) before its first pass",
         make=partial(quantized, eight),
-        xfail="non-quantized",
+        over_old=False,
+    )
+    yield Case(
+        package="bitsandbytes",
+        name="nn.Linear8bitLt (Int8Params) after a pass",
+        make=partial(quantized, eight, passed=True),
+        xfail="Loading a quantized checkpoint into non-quantized Linear8bitLt is not supported",
+        because="refused by bitsandbytes, and so is torch's own `load_state_dict`: load before the first pass",
     )
     yield Case(package="bitsandbytes", name="nn.Linear4bit (Params4bit)", make=partial(quantized, four))
     for name in ("AdamW8bit", "Lion8bit", "AdamW32bit"):
@@ -92,13 +102,17 @@ def bitsandbytes() -> Iterator[Case]:
 
 
 _NEED_MORE = {
-    *("alig", "lbfgs", "lomo", "adalomo", "demo", "distributedmuon", "ranger21", "spectralsphere"),
+    *("alig", "lbfgs", "lomo", "adalomo", "demo", "distributedmuon", "spectralsphere"),
     *("sam", "gsam", "looksam", "wsam", "bsam", "lookahead", "trac"),
 }
-"""Optimizers of pytorch_optimizer that need more than parameters and a backward pass: a closure, a process group."""
+"""Optimizers of pytorch_optimizer that need more than parameters and a backward pass: a closure, a process group, an
+optimizer inside."""
 
-_REFUSED = {"splus": "losses differ after the load"}
-"""What is known not to be exact. The state of SPlus is equal after the load; its next steps differ in a last bit."""
+_SPLUS = {
+    "xfail": "losses differ after the load",
+    "because": "the state is equal, and a later loss differs in its last bit: SPlus has matrices in column-major "
+    "order, a load makes row-major ones, and their products are rounded differently",
+}
 
 
 def pytorch_optimizer() -> Iterator[Case]:
@@ -112,11 +126,21 @@ def pytorch_optimizer() -> Iterator[Case]:
         def make(model: Any, name: str = name) -> Any:
             flat, rest = [p for p in model.parameters() if p.ndim == 2], [p for p in model.parameters() if p.ndim == 1]
             groups = [{"params": flat, "use_muon": True}, {"params": rest, "use_muon": False}]
-            optimizer = po.load_optimizer(name)(groups if "muon" in name else model.parameters())
+            takes = {"adago": groups, "adammini": model}.get(name, groups if "muon" in name else model.parameters())
+            more = {"num_iterations": 100} if name == "ranger21" else {}
+            optimizer = po.load_optimizer(name)(takes, **more)
             optimizer.wants_graph = "adahessian" in name or "sophia" in name
             return optimizer
 
-        yield optimizer_case("pytorch_optimizer", name, make, xfail=_REFUSED.get(name, ""))
+        yield optimizer_case("pytorch_optimizer", name, make, **(_SPLUS if name == "splus" else {}))
+    inner = po.load_optimizer("adamw")
+    for name in ("Lookahead", "OrthoGrad", "TRAC"):
+        outer = getattr(po, name)
+
+        def around(model: Any, outer: Any = outer) -> Any:
+            return outer(inner(model.parameters()))
+
+        yield optimizer_case("pytorch_optimizer", f"{name}(adamw)", around)
     for name in ("galore", "apollo"):
         if name not in po.get_supported_optimizers():
             continue
@@ -210,6 +234,7 @@ def transformers() -> Iterator[Case]:
         "hidden_size": 16,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "intermediate_size": 32,
         "vocab_size": 50,
     }
@@ -227,6 +252,53 @@ def transformers() -> Iterator[Case]:
         yield Case(package="transformers", name=f"{name}ForCausalLM, Adafactor", make=partial(language, config))
 
 
+class SavingLoop:
+    """accelerate's own loop, with a save at each step that is in flight while the next steps run.
+
+    On XLA such a loop once ended in `Check failed: !buffer->IsDeleted()`. The question was whether a snapshot, which
+    holds buffers, holds one that a later graph was allowed to donate.
+    """
+
+    def __init__(self, seed: int) -> None:
+        from accelerate import Accelerator
+
+        self.accelerator = Accelerator()
+        net = Net(seed)
+        adam = torch.optim.AdamW(net.parameters())
+        rows = torch.randn(1, 6, generator=torch.Generator().manual_seed(5)).repeat(4 * 64, 1)
+        parts = net, adam, torch.utils.data.DataLoader(list(rows), batch_size=4)
+        self.model, self.optimizer, loader = self.accelerator.prepare(*parts)
+        self.batches = iter(loader)  # between two of them torch_xla ends the step
+        self.aside = f"memory://loop-{id(self)}"
+        self.steps = 0
+
+    def step(self) -> float:
+        """Three of them. Only the last loss is read, so that the work of the others is pending at their saves."""
+        for _ in range(3):
+            loss = (self.model(next(self.batches)) ** 2).mean()
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+            self._saved(self.aside, f"step_{self.steps}", async_save=True, num_kept_ckpts=2)
+        return float(loss.detach())
+
+    def _saved(self, root: Any, tag: str, **options: Any) -> xla_ckpt.SaveHandle:
+        return xla_ckpt.save_checkpoint(root, tag, self.model, self.optimizer, **options)
+
+    def save(self, root: Path, *, asynchronous: bool) -> xla_ckpt.SaveHandle:
+        """Save it under the tag `a`."""
+        return self._saved(root, "a", async_save=asynchronous)
+
+    def load(self, root: Path) -> None:
+        """Load it."""
+        xla_ckpt.load_checkpoint(root, "a", self.model, self.optimizer)
+
+    def state(self) -> Any:
+        """All that has to be equal after a load."""
+        return self.model.state_dict(), self.optimizer.state_dict()
+
+
 def accelerate() -> Iterator[Case]:
     """What an Accelerator has prepared."""
     from accelerate import Accelerator
@@ -240,7 +312,9 @@ def accelerate() -> Iterator[Case]:
         return Training(model, optimizer, loss_of(model, accelerator.device), scheduler)
 
     yield Case(package="accelerate", name="prepare(model, optimizer, scheduler)", make=prepared)
+    yield Case(package="accelerate", name="a loop over its loader, a save in flight at each step", make=SavingLoop)
 
 
-ALL = (torchao, bitsandbytes, pytorch_optimizer, small_ones, timm, torchdata, transformers, accelerate)
-"""What makes the cases of each package."""
+ALL = (accelerate, torchao, bitsandbytes, pytorch_optimizer, small_ones, timm, torchdata, transformers)
+"""What makes the cases of each package. accelerate's comes first: its import of torch_xla has to be before the first
+backward pass of the process, in which torch counts the kinds of devices."""

@@ -15,6 +15,7 @@ import torch
 import neuron_compat.smp as smp
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 from tests.smp.test_files_load import caught
 from tests.smp.training import begin, trained, wrapped
 
@@ -33,7 +34,7 @@ def weights(model: Any) -> list[list[float]]:
 
 def listed(folder: str) -> tuple[list[str], list[str]]:
     """(directories, other names) in a directory."""
-    names = sorted(os.listdir(folder))
+    names = names_in(folder)
     inside = [name for name in names if os.path.isdir(f"{folder}/{name}")]
     return inside, [name for name in names if name not in inside]
 

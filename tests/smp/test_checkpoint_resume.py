@@ -15,6 +15,7 @@ import xla_ckpt
 from neuron_compat.smp.config import complete
 from neuron_compat.smp.model import DistributedModel
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 from tests.smp.test_files_load import Kept, begin, caught
 
 UNABLE = (
@@ -304,7 +305,7 @@ def test_a_tag_that_is_saved_again_stands_once_and_is_the_newest(tmp_path: Path)
     for tag in ("a", "b", "a", "a"):
         smp.save_checkpoint(tmp_path, tag, model=held, num_kept_partial_checkpoints=2)
     assert (tmp_path / "newest").read_text() == "b_partial\na_partial\n"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a_partial", "b_partial", "newest"]
+    assert names_in(tmp_path) == ["a_partial", "b_partial", "newest"]
 
 
 def test_retention_counts_smps_own(tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_retention_counts_smps_own(tmp_path: Path) -> None:
     for tag, kept in (("d", ["b", "c", "d"]), ("e", ["c", "d", "e"]), ("f", ["d", "e", "f"]), ("g", ["e", "f", "g"])):
         smp.save_checkpoint(tmp_path, tag, model=held, num_kept_partial_checkpoints=3)
         assert (tmp_path / "newest").read_text() == "".join(f"{name}_partial\n" for name in kept)
-        assert sorted(p.name for p in tmp_path.iterdir()) == [*(f"{name}_partial" for name in kept), "newest"]
+        assert names_in(tmp_path) == [*(f"{name}_partial" for name in kept), "newest"]
 
 
 def test_a_directory_that_somebody_deleted(tmp_path: Path) -> None:

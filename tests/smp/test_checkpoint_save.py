@@ -16,12 +16,13 @@ import neuron_compat.smp as smp
 import xla_ckpt
 from neuron_compat.smp.model import DistributedModel
 from tests.jobs import run_alone, run_on_ranks
+from tests.runs import names_in
 from tests.smp.test_checkpoint_resume import fresh, model, resumed, theirs  # noqa: F401  # a fixture
 from tests.smp.test_files_load import begin, caught
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    return names_in(folder)
 
 
 def test_nothing_to_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
+from tests.runs import names_in
 from tests.smp.test_files_load import alone  # noqa: F401  # a fixture
 
 
@@ -20,4 +21,4 @@ def test_a_full_checkpoint_takes_no_other_place(tag: str, tmp_path: Path) -> Non
     with pytest.raises(smp.SMPCheckpointError, match="the tag of a full checkpoint is the name of its file"):
         smp.save_checkpoint(root, tag, partial=False, model=model)
     assert (root / "newest").read_text() == "a_partial\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    assert names_in(tmp_path) == ["root"]

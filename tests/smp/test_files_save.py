@@ -17,6 +17,7 @@ import neuron_compat.smp as smp
 import xla_ckpt
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import run_alone, run_on_ranks
+from tests.runs import names_in
 from tests.smp.made import write_parts
 from tests.smp.test_files_load import alone, begin, caught, plain  # noqa: F401  # a fixture
 from xla_ckpt.layouts.smp import sidecar
@@ -25,7 +26,7 @@ from xla_ckpt.layouts.torch_save.whole import check_whole_file
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    return names_in(folder)
 
 
 def saves_everywhere(rank: int, root: str, pp: int, tp: int) -> None:

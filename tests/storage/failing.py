@@ -83,6 +83,10 @@ class FailingDirectory:
         self.faults.change(f"adopt {path}", needs_space=False)
         self.inner.adopt(other.inner, path)
 
+    def replace(self, path: str, data: bytes) -> None:
+        self.faults.change(f"replace {path}")
+        self.inner.replace(path, data)
+
     def open(self, path: str) -> Source:
         return self.inner.open(path)
 
@@ -135,6 +139,9 @@ class FailingStore:
     def make(self, name: str) -> FailingDirectory:
         self.faults.change(f"make {name}")
         return FailingDirectory(self.inner.make(name), self.faults)
+
+    def held(self, name: str) -> bool | None:
+        return self.inner.held(name)
 
     def in_use(self, name: str) -> bool:
         return self.inner.in_use(name)

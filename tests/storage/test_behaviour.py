@@ -55,7 +55,7 @@ def value(root: str, tag: str | None = None) -> Any:
 def names(root: str) -> list[str]:
     """All that is in the root when the last save has cleaned up."""
     xla_ckpt.finalize_checkpoint()
-    return store_at(root).names()
+    return [name for name in store_at(root).names() if name != ".lease"]
 
 
 def flip(root: str, path: str, at: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import xla_ckpt
+from tests.runs import names_in
 from xla_ckpt.storage.local import LocalStore
 
 
@@ -32,7 +33,7 @@ def test_a_name_that_cannot_be_made_durable_is_taken_back(tmp_path: Path, monkey
                 put(tmp_path, tag, 3, num_kept_ckpts=1)
             assert held(tmp_path) == {"a": 1, "b": 2}
         xla_ckpt.finalize_checkpoint()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert names_in(tmp_path) == ["a", "b"]
     put(tmp_path, "c", 4, num_kept_ckpts=1)
     assert held(tmp_path) == {"c": 4}
 
@@ -76,7 +77,7 @@ def test_a_name_that_is_not_taken_back_either_is_said_to_be_there(
     put(tmp_path, "c", 3)
     xla_ckpt.finalize_checkpoint()
     assert held(tmp_path) == {"a": 1, tag: 2, "c": 3}
-    assert {path.name for path in tmp_path.iterdir()} == {"a", tag, "c"}
+    assert set(names_in(tmp_path)) == {"a", tag, "c"}
 
 
 def test_what_orbax_writes_for_itself_may_fail_while_the_tag_is_committed(

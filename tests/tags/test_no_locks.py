@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.runs import names_in
 from xla_ckpt.storage import local
 from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.local import LocalStore
@@ -49,7 +50,7 @@ def age(path: Path, seconds: float) -> None:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir())
+    return names_in(root)
 
 
 @pytest.mark.usefixtures("no_locks")

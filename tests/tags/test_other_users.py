@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import tempfile
@@ -13,6 +14,9 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_alone
+from tests.runs import names_in
+from xla_ckpt.storage.this_process import this_process
+from xla_ckpt.tags.lease_rules import Owner
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
 
@@ -82,6 +86,9 @@ def test_leftovers_of_another_user_are_told_once_and_stay(root: Path) -> None:
     leftover(root / ".old-theirs", 0o755)
     leftover(root / ".trash" / "doomed", 0o755)
     (root / ".trash").chmod(0o700)
+    (root / ".lease").mkdir()  # of a process that has ended
+    me = dataclasses.asdict(this_process()) | {"token": "another", "pid": 1, "started": 0}
+    (root / ".lease" / "owner.json").write_bytes(Owner(**me, since="", locked=True).to_json())
     seen = run_alone(as_somebody, str(root), ["first", "second", "first"])
     assert seen["errors"] == []
     assert seen["tags"] == {"theirs": [1.0] * 3, "second": [1.0] * 3, "first": [2.0] * 3}
@@ -89,16 +96,17 @@ def test_leftovers_of_another_user_are_told_once_and_stay(root: Path) -> None:
     assert (root / ".new-killed" / "file").exists()
     for name in (".new-killed", ".old-theirs", ".trash"):
         assert len([line for line in seen["told"] if f"could not remove {name} " in line]) == 1, seen["told"]
+    assert len([line for line in seen["told"] if "saving without a lease" in line]) == 1, seen["told"]
 
 
 def test_a_root_that_may_only_be_read(root: Path) -> None:
     run_alone(save_theirs, str(root))
     root.chmod(0o755)
-    before = sorted(os.listdir(root))
+    before = names_in(root)
     seen = run_alone(as_somebody, str(root), ["mine"])
     assert len(seen["errors"]) == 1
     assert "StorageError" in seen["errors"][0]
     assert "no permission to write there" in seen["errors"][0]
     assert seen["tags"] == {"theirs": [1.0] * 3}, "everything that reads works"
     assert seen["bad"] == []
-    assert sorted(os.listdir(root)) == before
+    assert names_in(root) == before

@@ -13,6 +13,7 @@ import pytest
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
+from tests.runs import names_in
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.parity import write_share
 from xla_ckpt.engine.phases import Phases
@@ -132,7 +133,7 @@ def test_every_byte_comes_back(damage: Callable[[Path], None], sound: Path, tmp_
     assert report.ok
     assert not report.strangers
     assert xla_ckpt.repair(root, "t") == ()
-    assert [path.name for path in root.iterdir()] == ["t"]
+    assert names_in(root) == ["t"]
 
 
 @pytest.mark.parametrize("layout", ["native", "xser", "pt", "dcp", "smp"])
@@ -144,6 +145,26 @@ def test_every_layout(layout: str, tmp_path: Path) -> None:
     lose_and_flip(tag)
     xla_ckpt.repair(tmp_path)
     assert bytes_of(tag) == before
+
+
+@pytest.mark.parametrize("layout", ["native", "xser", "pt", "smp", "dcp"])
+def test_a_converted_tag(layout: str, tmp_path: Path) -> None:
+    tag_with(tmp_path, None)
+    xla_ckpt.convert(tmp_path, tmp_path / "out", to=layout, mesh="dp=1,tp=1", parity="file")
+    tag = tmp_path / "out" / "t"
+    before = bytes_of(tag)
+    assert xla_ckpt.verify(tmp_path / "out", "t").ok
+    lose_and_flip(tag)
+    assert xla_ckpt.repair(tmp_path / "out")
+    assert bytes_of(tag) == before
+
+
+def test_a_conversion_without_a_tag_has_no_parity(tmp_path: Path) -> None:
+    tag_with(tmp_path, None)
+    for to, parity in (("torch", "file"), ("safetensors", "block"), ("native", "both")):
+        with pytest.raises(xla_ckpt.UsageError, match="parity= is for a layout with tags"):
+            xla_ckpt.convert(tmp_path, tmp_path / "out", to=to, parity=parity)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_block_of_each_file_needs_no_stripes(tmp_path: Path) -> None:
@@ -166,7 +187,7 @@ def test_what_cannot_be_repaired_is_named_and_left_alone(tmp_path: Path) -> None
         xla_ckpt.repair(tmp_path)
     assert all(str(path.relative_to(tag)) in str(raised.value.details) for path in lost)
     assert bytes_of(tag) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert names_in(tmp_path) == ["t"]
 
 
 def test_a_tag_without_parity_says_so(tmp_path: Path) -> None:
@@ -271,7 +292,7 @@ def saves(rank: int, root: Path) -> dict[str, int]:
 def test_two_ranks_share_the_work(tmp_path: Path) -> None:
     assert run_on_ranks(saves, 2, tmp_path) == [{"files": 2}, {"files": 2}]
     before = bytes_of(tmp_path / "t")
-    assert sorted(path.name for path in (tmp_path / "t/parity").iterdir()) == [
+    assert names_in(tmp_path / "t/parity") == [
         "blocks-00001-of-00002", "blocks-00002-of-00002", "index.json", "manifest.json",
         "stripes-00001-of-00002", "stripes-00002-of-00002",
     ]  # fmt: skip
@@ -296,12 +317,12 @@ def test_ranks_that_want_different_parity_are_told(parity: list[str | None], tmp
 
 def fails_on_one(rank: int, root: Path) -> str:
     if rank == 1:
-        import xla_ckpt.engine.save as engine
+        from xla_ckpt.engine import parity_round
 
         def refuse(*_: object, **__: object) -> object:
             raise OSError(28, "No space left on device")
 
-        engine.write_share = refuse  # type: ignore[assignment]
+        parity_round.write_share = refuse  # type: ignore[assignment]
     try:
         saves(rank, root)
     except xla_ckpt.StorageError as error:

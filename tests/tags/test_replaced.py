@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.runs import names_in
 from xla_ckpt.layouts.registry import find_foreign
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.directory import entries, entry_of, open_directory
@@ -32,7 +33,7 @@ def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_r
         reader.close()
     xla_ckpt.save(tmp_path, "best", {"value": 4})
     xla_ckpt.finalize_checkpoint()  # cleaning goes on after the commit
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert names_in(tmp_path) == ["best"]
 
 
 class Replaced(LocalStore):

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xla_ckpt
+from tests.runs import names_in
 from xla_ckpt.engine.verify import ORBAX_FILES
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.directory import entries, open_directory
@@ -31,7 +32,7 @@ def value(root: Path, tag: str | None = None) -> Any:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir())
+    return names_in(root)
 
 
 GOOD = ["step_10", "best", "epoch-3", "1", "a.b", "ü", "日本", "with space", "x" * 200, "-", "a=b,c", "#1", "_x"]
@@ -282,7 +283,7 @@ def test_orbax_opens_what_it_manages(tmp_path: Path) -> None:
     custom = metadata["custom_metadata"]
     assert (custom["tag"], custom["sequence"], custom["report"]["ranks"]) == ("a", 1, 1)
     assert metadata["item_handlers"] == {"payload": "xla_ckpt.payload"}
-    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
+    assert names_in(tmp_path / "a") == [
         "_CHECKPOINT_METADATA", "commit_success.txt", "manifest.json", "tree",
     ]  # fmt: skip
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import xla_ckpt
 from tests.jobs import finish, start_on_ranks
 from tests.nursery import Born
+from tests.runs import names_in
 from xla_ckpt.engine import save as engine
 from xla_ckpt.job import process_group as lines
 from xla_ckpt.job.verdict import LEAD
@@ -213,7 +214,7 @@ def test_kill_nine(tmp_path: Path) -> None:
     outcome = job(begins_anew, one, zero, alone)
     for root in (one, zero, alone):
         assert outcome.values(str(root)) == ["good"] * RANKS
-        assert sorted(os.listdir(root)) == ["good", "old"], "litter"
+        assert names_in(root) == ["good", "old"], "litter"
         holds(root, "old", 1)
         holds(root, "good", 4)
 
@@ -265,7 +266,7 @@ def test_ranks_that_cannot_write(tmp_path: Path) -> None:
         assert outcome.values(f"after hang of {which}") == [3] * RANKS
     assert outcome.values("once more") == ["good"] * RANKS
     assert outcome.values("after once more") == [5] * RANKS
-    assert os.listdir(root) == ["good"], "litter"
+    assert names_in(root) == ["good"], "litter"
     holds(root, "good", 5)
 
 
@@ -353,7 +354,7 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     assert outcome.values("stored") == [1] * RANKS
     assert outcome.values("tags") == [["good"]] * RANKS
     assert outcome.values("fine") == ["good"] * RANKS
-    assert os.listdir(root) == ["good"], "litter"
+    assert names_in(root) == ["good"], "litter"
     holds(root, "good", 3)
 
     # A byte that only rank 3 reads.

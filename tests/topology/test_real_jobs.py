@@ -13,6 +13,7 @@ import torch
 
 import xla_ckpt
 from tests.jobs import run_alone, run_on_ranks
+from tests.runs import names_in
 from tests.topology.kinds import build, emulate, possible
 from tests.topology.state import WHOLE, known, whole
 from tests.xla import HAS_XLA
@@ -145,6 +146,6 @@ def test_spmd_devices_resume_what_four_ranks_saved_and_a_plain_process_what_they
     for name in WHOLE:
         assert tree["model"][name].equal(whole(name))
         assert tree["optimizer"]["state"][name]["exp_avg_sq"].equal(known(name, "exp_avg_sq"))
-    files = [path.name for path in (tmp_path / "spmd" / "model").iterdir()]
+    files = names_in(tmp_path / "spmd" / "model")
     assert len(files) >= 6  # one for each device that holds a first copy of anything
     assert all(name.endswith("-of-00008.safetensors") for name in files)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import xla_ckpt
 from tests.jobs import finish, places, read_values, torchrun_command, write_call
 from tests.nursery import Call, bear
-from tests.runs import environment
+from tests.runs import environment, names_in
 from xla_ckpt.engine import save as engine
 from xla_ckpt.job import process_group as lines
 
@@ -104,7 +104,7 @@ def saves_on_two_hosts(rank: int, shared: Path, private: Path) -> dict[str, Any]
     told["stale"] = attempt(lambda: xla_ckpt.save(private, "a", state(3)).tag)
     if rank == 0:
         xla_ckpt.finalize_checkpoint()
-        told["litter"] = os.listdir(private)
+        told["litter"] = names_in(private)
     told["load of private"] = attempt(lambda: stored(private))
     return told
 
@@ -145,7 +145,7 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert [t["load"].get("value") for t in told] == [True] * 4
     report = xla_ckpt.verify(shared, "a")
     assert report.ok, report.problems
-    written = sorted(p.name for p in (shared / "a/tree").iterdir())
+    written = names_in(shared / "a/tree")
     assert written == [f"{rank:05d}-of-00004.safetensors" for rank in range(1, 5)]
     tree = xla_ckpt.restore(shared).tree
     for i in range(8):

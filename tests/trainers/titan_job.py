@@ -23,8 +23,14 @@ class Position:
         self.at = state["at"]
 
 
-def run(rank: int, folder: str, steps: int, **settings: Any) -> tuple[bool, int, list[float], dict[str, torch.Tensor]]:
-    """Train up to a step, from what is there: whether it resumed, the loader's position, the losses, the weights."""
+def run(
+    rank: int, folder: str, steps: int, *, first: int = -1, **settings: Any
+) -> tuple[bool, int, list[float], dict[str, torch.Tensor]]:
+    """Train up to a step, from the newest tag or that of `first`.
+
+    Returns:
+        Whether it resumed, the loader's position, the losses, the weights.
+    """
     from torch.distributed.fsdp import fully_shard
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
@@ -41,7 +47,7 @@ def run(rank: int, folder: str, steps: int, **settings: Any) -> tuple[bool, int,
         dataloader=loader, model_parts=[model], optimizers=optimizers, lr_schedulers=schedulers,
         states={"train_state": trained}, sd_adapter=None, base_folder=folder,
     )  # fmt: skip
-    resumed = manager.load()
+    resumed = manager.load(first)
     torch.manual_seed(100 * rank + trained.at)
     losses = []
     while trained.at < steps:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from xla_ckpt.api.export import check_no_file, with_config, with_files, write_directory, write_file
 from xla_ckpt.api.llama import (
@@ -20,6 +20,7 @@ from xla_ckpt.api.llama import (
 )
 from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
 from xla_ckpt.engine.index import indexed
+from xla_ckpt.engine.parity import covered, write_alone
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.save import new_head
@@ -34,6 +35,7 @@ from xla_ckpt.layouts.registry import find_foreign, named, tag_names
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.merge import Record, merge
+from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.place import parameters_in
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
@@ -85,6 +87,7 @@ def convert(
     shardings: Rules | None = None,
     pipeline_cuts: Sequence[str] = (),
     zero1: bool | None = None,
+    parity: Parity | None = None,
     max_memory: int = MAX_MEMORY,
     num_workers: int = READERS,
     trust_pickle: bool = False,
@@ -131,6 +134,7 @@ def convert(
             after which a stage ends, in order (``["model.layers.15"]``).
         zero1: Whether the optimizer's states are dealt out over dp in those layouts; None does as the old job did, and
             in ``"smp"`` puts them together: SageMaker's library reads no others.
+        parity: What the new tag is to survive, as in `save_checkpoint`. The old one's parity is not carried over.
         max_memory: Bytes of array data in memory at a time.
         num_workers: Threads that read, at most.
         trust_pickle: Load pickled objects where they have to be written anew, which can run any code.
@@ -152,6 +156,12 @@ def convert(
     layout = named(to)
     if part is not None and not layout.one_file:
         raise UsageError(f"part= is for a single file, and the layout {layout.name} is none", found=repr(part))
+    if parity is not None and (parity not in get_args(Parity) or not layout.tagged):
+        raise UsageError(
+            "parity= is for a layout with tags",
+            expected=" or ".join(map(repr, get_args(Parity))),
+            found=f"{parity!r} for {layout.name}",
+        )
     if max_memory < 1:
         raise UsageError("max_memory is a number of bytes", found=max_memory)
     topology = Topology(
@@ -194,7 +204,7 @@ def convert(
                 made = with_config(made, reader, known.config)
             with Progress(f"convert {tag}", made.nbytes, progress) as bar:
                 if layout.tagged:
-                    _write_tag(stored, target, called, made, topology.mesh, max_memory, num_workers, bar)
+                    _write_tag(stored, target, called, made, topology.mesh, parity, max_memory, num_workers, bar)
                 else:
                     write = write_file if layout.one_file else write_directory
                     write(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
@@ -325,6 +335,7 @@ def _write_tag(
     tag: str,
     made: Rewriting,
     mesh: Mesh,
+    parity: Parity | None,
     max_memory: int,
     workers: int,
     progress: Callable[[int], None],
@@ -352,7 +363,10 @@ def _write_tag(
         marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in old.divergent}
         manifest = replace(manifest, arrays={**manifest.arrays, **marked})
         manifest = indexed(draft.directory, target.path, manifest, made.index)
-        write_small(draft.directory, MANIFEST, manifest_json.dump(manifest))
+        text = manifest_json.dump(manifest)
+        write_small(draft.directory, MANIFEST, text)
+        if parity is not None:
+            write_alone(draft.directory, covered(manifest), parity, text, workers=workers)
         draft.directory.sync()
         for name, data in made.marks.items():
             write_small(draft.directory, name, data)

@@ -110,10 +110,11 @@ def load_checkpoint(
             and the newest good one is taken instead. If another job replaces or removes it meanwhile, the newest is
             looked for again.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
-        optimizer: An optimizer (state is matched by parameter name), or a dict.
+        optimizer: An optimizer (state is matched by parameter name), or a dict of optimizers of this model, or a dict.
         scheduler: A learning rate scheduler, or a dict.
         num_workers: Threads that read, at most.
-        strict: False loads what fits, and logs what does not. It is an error if no array fits on any rank.
+        strict: False loads what fits, and logs what does not. It is an error if no array fits on any rank. A user
+            content with a class that this program does not have is an error, or left out and None.
         cast: Round floating-point values to the element types of the given objects, where those differ from what is
             stored, as torch does. Such an array takes host memory for its stored values, too, until the load is done.
             Optimizer state that the optimizer does not have yet keeps its stored type.
@@ -508,7 +509,8 @@ class _Load:
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
         if problems and (self.strict or (not fits and reader.manifest.arrays)):
             optional = isinstance(self.content, Objects)
-            raise incompatible(problems, fits=fits, optional=optional).at(path=self.store.path, tag=reader.tag)
+            error = incompatible(problems, fits=fits, optional=optional, ranks=self.job.placement.world)
+            raise error.at(path=self.store.path, tag=reader.tag)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))

@@ -16,7 +16,7 @@ from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import CheckpointError, UnsupportedStateError, UsageError, storage_errors
+from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
@@ -78,7 +78,8 @@ def save_checkpoint(
         path: Root directory; made if absent.
         tag: Name of the checkpoint: any string that is a safe file name, such as ``step_10``.
         model: A module, or a dict of arrays.
-        optimizer: An optimizer, or a dict. Its state is stored by parameter *name*, taken from `model`.
+        optimizer: An optimizer, a dict of optimizers of this model, or a dict of arrays and plain values. Its state is
+            stored by parameter *name*, taken from `model`; the names of several optimizers are not stored.
         scheduler: A learning rate scheduler, or a dict.
         user_content: Any Python value; rank 0's is stored. Plain values are stored as typed JSON, arrays as arrays;
             other objects are pickled, with a warning, and need ``trust_pickle=True`` to load.
@@ -337,15 +338,30 @@ def _refused(store: Store, tag: str, stall: float, phases: Phases, error: Except
 
 def _prepare(store: Store) -> None:
     """Fail early where a save could not even begin."""
-    with storage_errors("preparing the checkpoint directory", path=store.path):
+    try:
         store.prepare()
+    except (FileExistsError, NotADirectoryError) as error:
+        made = StorageError.of(error, "making the root directory", path=store.path)
+        made.hint = "A file has this name, or lies on the way to it: pass the path of a directory."
+        raise made from error
+    except OSError as error:
+        made = StorageError.of(error, "making the root directory", path=store.path)
+        made.hint = "Nothing was written. Pass a directory in which this user may make files."
+        raise made from error
 
 
 def _freeze(state: State, placement: Placement, phases: Phases, options: _Options) -> Part:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
     with phases.timed("describe"):
         structure = any(layout.pickles for layout in options.layouts)
-        description = describe(state, placement, options.shardings, structure=structure, replicas=options.replicas)
+        description = describe(
+            state,
+            placement,
+            options.shardings,
+            structure=structure,
+            takes_apart=all(layout.takes_apart for layout in options.layouts),
+            replicas=options.replicas,
+        )
         writing = _first_that_can(options.layouts, description)
     with phases.timed("snapshot"):
         snapshot = options.taking.take(description, writing, phases)

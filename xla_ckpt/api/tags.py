@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from xla_ckpt.engine.read import READERS
@@ -11,6 +12,9 @@ from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
+from xla_ckpt.tags.directory import roots_below
+
+logger = logging.getLogger(__name__)
 
 
 def list_tags(path: PathLike) -> list[str]:
@@ -85,6 +89,8 @@ def has_checkpoint(path: PathLike) -> bool:
     """
     store, tag = located(path, None)
     found = tag is not None or bool(list_tags(path))
+    if not found and (below := roots_below(store)):
+        logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below))
     expect_commit(store)
     return found
 

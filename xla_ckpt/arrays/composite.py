@@ -156,6 +156,16 @@ def apart(value: Any) -> Composite | None:
     )
 
 
+def class_of(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
+    """The class of a tensor that `apart` has taken apart; None if it is one of torch's own kinds.
+
+    Raises:
+        IncompatibleCheckpointError: It is gone.
+        UntrustedObjectError: It is not imported.
+    """
+    return None if composite.name in _KINDS else resolve(composite.name, torch.Tensor)
+
+
 def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
     """The tensor that `apart` has taken apart.
 
@@ -175,7 +185,7 @@ def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
     try:
         if name in _KINDS:
             return _KINDS[name].compose(members, about)
-        kind = resolve(name, torch.Tensor)
+        kind = class_of(composite, resolve)
         return kind.__tensor_unflatten__(
             dict(members), about["context"], torch.Size(about["size"]), tuple(about["stride"])
         )

@@ -106,6 +106,18 @@ def is_name(name: str) -> bool:
     return name == KEY or name.startswith(TREE)
 
 
+def class_of(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
+    """The class of a value that `apart` has taken apart; None if it takes none to make it again.
+
+    Raises:
+        IncompatibleCheckpointError: It is gone.
+        UntrustedObjectError: It is not imported.
+    """
+    if composite.name == KEY or composite.about is None:
+        return None
+    return resolve(composite.name.removeprefix(TREE), type)
+
+
 def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
     """The value that `apart` has taken apart; a dict of its parts, where it cannot be made without a pattern.
 
@@ -115,7 +127,7 @@ def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
     """
     if composite.name != KEY and composite.about is None:
         return dict(composite.members)
-    kind = None if composite.name == KEY else resolve(composite.name.removeprefix(TREE), type)
+    kind = class_of(composite, resolve)
     jax = _jax()
     if jax is None:
         return dict(composite.members)

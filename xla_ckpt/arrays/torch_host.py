@@ -81,7 +81,11 @@ def check_dense(tensor: torch.Tensor, path: str) -> None:
     elif tensor.is_nested:
         what = "a nested tensor"
     elif tensor.is_meta:
-        what = "a tensor on the meta device, which has no elements"
+        raise UnsupportedStateError(
+            "a tensor on the meta device has no elements to store",
+            leaf=path,
+            hint="Give it some: model.to_empty(device=...), and then initialise or load the model.",
+        )
     elif tensor.layout is torch.strided:
         return
     else:
@@ -91,11 +95,19 @@ def check_dense(tensor: torch.Tensor, path: str) -> None:
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but its elements: also one of a subclass that does nothing but add methods."""
-    kind = type(tensor)
-    return kind in PLAIN or (
-        kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and not any(isinstance(held, torch.Tensor) for held in vars(tensor).values())
-    )
+    return type(tensor) in PLAIN or (_has_elements(tensor) and not attributes_of(tensor))
+
+
+def _has_elements(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a subclass has elements of its own, as one of torch's has."""
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def attributes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor of a subclass has beside its elements."""
+    if type(tensor) in PLAIN or not _has_elements(tensor):
+        return []
+    return [held for held in vars(tensor).values() if isinstance(held, torch.Tensor)]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

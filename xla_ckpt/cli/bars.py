@@ -24,7 +24,9 @@ def report(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``show --report``."""
     ranks, whole = facts["measured"], facts["seconds"]
     about = f"[bold]{escape(facts['tag'])}[/bold] in {escape(facts['path'])}: saved by {count(facts['ranks'], 'rank')}"
-    parts: list[RenderableType] = [Text.from_markup(f"{about}, {duration(whole)} from the call to its commit")]
+    parts: list[RenderableType] = [
+        Text.from_markup(f"{about}, {duration(whole)} from the call to the start of its commit")
+    ]
     for number, rank in enumerate(ranks[:MAX_SHOWN]):
         slowest = " (the slowest)" if number == 0 and facts["ranks"] > 1 else ""
         title = (

@@ -117,6 +117,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="likewise: whether it has neuronx-distributed's layer for grouped-query attention (default: yes)",
     )
+    parser.add_argument(
+        "--parity", choices=("block", "file"), help="the new tag survives damaged blocks, or also the loss of a file"
+    )
     parser.add_argument("--trust-pickle", action="store_true", help="load pickled objects, which can run any code")
     options.add_model(parser)
     options.add_max_memory(parser)
@@ -145,6 +148,7 @@ def convert(args: argparse.Namespace) -> int:
         **options.model_of(args),
         pipeline_cuts=args.cut,
         zero1=args.zero1,
+        parity=args.parity,
         max_memory=args.max_memory,
         trust_pickle=args.trust_pickle,
         progress=False if args.json else None,

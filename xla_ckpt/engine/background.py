@@ -15,6 +15,7 @@ from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
 from xla_ckpt.job.call import leave
 from xla_ckpt.snapshot.freezing import Freezing
+from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.orbax_import import ORBAX
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,11 @@ class Saves:
         try:
             self.wait()
         except CheckpointError as error:
-            logger.error("a save in flight at exit failed: %s", error)  # noqa: TRY400  # the message says all
+            # The exit code is that of a program that ended well: no hook of the interpreter can change it.
+            text = (
+                "a save in flight at exit failed, which the exit code does not show (finalize_checkpoint() would): %s"
+            )
+            logger.error(text, error)  # noqa: TRY400  # the message says all
         except BaseException:
             # The interpreter is going down; a traceback is the best that can be left behind.
             logger.exception("a save in flight at exit failed")
@@ -239,5 +244,6 @@ def install_exit_hook() -> None:
     import concurrent.futures.thread  # noqa: F401
 
     _register(leave)
+    _register(LEASES.give_back)
     _register(ORBAX.give_up)  # only when no save in flight needs it any more
     _register(SAVES.at_exit)

@@ -170,6 +170,37 @@ def write_index(directory: Directory, files: Files, parity: Parity, manifest: by
     write_small(directory, INDEX, joined(files, parity, manifest, shares).dump())
 
 
+def write_alone(
+    directory: Directory,
+    files: Files,
+    parity: Parity,
+    manifest: bytes,
+    *,
+    world: int = 1,
+    workers: int,
+    into: Directory | None = None,
+) -> None:
+    """Make all of the parity in one process, durably, as `world` ranks would deal it out.
+
+    Args:
+        directory: Where the files are.
+        files: Path and size (bytes) of each.
+        parity: What the tag is to survive.
+        manifest: The manifest as it is stored.
+        world: Number of ranks.
+        workers: Number of threads.
+        into: Where the parity goes, if not there, too.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    shares = [
+        write_share(directory, files, parity, rank, world, workers=workers, phases=Phases(), into=into).to_json()
+        for rank in range(world)
+    ]
+    write_index(directory if into is None else into, files, parity, manifest, shares)
+
+
 def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]) -> ParityIndex:
     """The index that the shares of all ranks make together.
 

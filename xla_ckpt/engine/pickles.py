@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError, UntrustedObjectError
+from xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    LoadError,
+    UnsupportedStateError,
+    UntrustedObjectError,
+)
 from xla_ckpt.files.pickle_bounds import check
 
 
@@ -40,15 +49,44 @@ class _Refusing(pickle.Unpickler):
         )
 
 
+@contextlib.contextmanager
+def naming_missing() -> Iterator[None]:
+    """Around code that finds modules and classes by name, which a program may not have, or not any more.
+
+    Raises:
+        IncompatibleCheckpointError: It does not. (Not FormatError: the stored bytes are as they were saved.)
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint holds an object that needs what this program does not have: {error}",
+            hint="Define it as it was when the checkpoint was saved: in this script, if it was in __main__, else in "
+            "the module of that name.",
+        ) from error
+
+
 def load(data: bytes, leaf: str, *, trust: bool) -> Any:
-    """The object in a pickle.
+    """The object in a pickle whose bytes are verified.
 
     Raises:
         UntrustedObjectError: It needs a class, and `trust` is False. Nothing of it has run.
         CorruptCheckpointError: It is no pickle, or one that stands for many times its size; `trust` is False.
+        IncompatibleCheckpointError: This program does not have its class; `trust` is True.
+        LoadError: Its own code raised an exception; `trust` is True.
     """
     if trust:
-        return pickle.loads(data)
+        try:
+            with naming_missing():
+                return pickle.loads(data)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Code of the object's class, which may raise anything. A FormatError, which the caller would make of some
+            # of it, would have a load pass the tag over as damaged.
+            raise LoadError(f"a pickled object refuses its stored state: {type(error).__name__}: {error}") from error
     try:
         check(data)
         return _Refusing(data, leaf).load()

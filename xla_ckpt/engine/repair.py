@@ -21,10 +21,8 @@ from xla_ckpt.engine.parity import (
     has_parity,
     read_index,
     reads_as,
-    write_index,
-    write_share,
+    write_alone,
 )
-from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import verify_payload
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NotDurableError, StorageError, UsageError
@@ -329,11 +327,7 @@ def _new_parity(
     workers: int,
 ) -> list[str]:
     """Make all parity files anew in a draft, from files that are sound; the paths of them."""
-    shares = [
-        write_share(directory, files, parity, rank, world, workers=workers, phases=Phases(), into=draft).to_json()
-        for rank in range(world)
-    ]
-    write_index(draft, files, parity, text, shares)
+    write_alone(directory, files, parity, text, world=world, workers=workers, into=draft)
     blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, INDEX))
     return [*file_sizes(blocks, all_places(index)), COPY, INDEX]
 

@@ -17,7 +17,7 @@ from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
 from xla_ckpt.engine.measured import Measured, kept
-from xla_ckpt.engine.parity import covered, write_index, write_share
+from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import IMPORT, SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.report import SaveReport
@@ -50,6 +50,7 @@ from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.tags import commit as tags
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.tags.lease import LEASES
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +221,8 @@ class Save:
             tags.expect(self.store)  # only now: the caller no longer waits
             part = self._ready()
             with self.phases.timed("commit"):
+                self.store.prepare()
+                LEASES.hold(self.store, exchange.timeout * LEAD)
                 draft = tags.begin(self.store, self.tag)
             directory = draft.directory
             exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas, self.parity])
@@ -236,8 +239,8 @@ class Save:
             with collector_paused():
                 text = manifest_json.dump(manifest)
             write_small(directory, MANIFEST, text)
-            if self.parity is not None:
-                self._protect(directory, self.parity, manifest, text)
+            if self._parity is not None:
+                self._parity.lead(directory, manifest, text)
             directory.sync()
             # A reader of another library takes the marks for a finished tag: they come when all else is durable.
             for name, data in part.writing.marks.items():
@@ -249,7 +252,9 @@ class Save:
             if given_up is not None:
                 raise given_up  # another rank, which has told its caller so
             began = time.perf_counter()
+            LEASES.check(self.store, draft.sequence)
             retained = tags.commit(draft, pinned=self.pinned, num_kept=self.num_kept, report=report)
+            LEASES.note(self.store, self.tag, draft.sequence)
             remember(self.store, manifest)
             self.phases.add("commit", time.perf_counter() - began - retained)
             self.phases.add("retain", retained)
@@ -261,8 +266,8 @@ class Save:
                 problem = exchange.decide(problem) or problem
                 if draft is None:
                     exchange.say("begin", error=problem)
-                if self.parity is not None and not exchange.has("parity"):
-                    exchange.say("parity", error=problem)
+                if self._parity is not None:
+                    self._parity.give_up(problem)
                 exchange.say("verdict", error=problem)
                 self._stages.tell_failure(problem)
             if problem is error:
@@ -305,45 +310,20 @@ class Save:
                 raise stray from None
             if isinstance(error, RankFailedError):
                 raise  # it is decided for all, rank 0 included: to wait for its verdict would take the timeout again
-        if self.parity is not None and name:
-            self._help(name, self.parity)
+        if self._parity is not None and name:
+            self._parity.follow(self.store, name)
         with self.phases.timed("meet"):
             sequence = _hear_verdict(exchange)
         return sequence, plan
-
-    def _protect(self, directory: Directory, parity: Parity, manifest: Manifest, text: bytes) -> None:
-        """Rank 0's part of the parity: every file is durable, and each rank makes a share of the sums."""
-        exchange, files = self.exchange, covered(manifest)
-        if exchange.size > 1:
-            exchange.say("parity", files)
-        mine = write_share(directory, files, parity, 0, exchange.size, workers=self.workers, phases=self.phases)
-        deadline = Deadline(exchange.timeout * LEAD)
-        with self.phases.timed("meet"):
-            told = [exchange.hear(f"parity/{rank}", rank, deadline) for rank in range(1, exchange.size)]
-        write_index(directory, files, parity, text, [mine.to_json(), *told])
-
-    def _help(self, name: str, parity: Parity) -> None:
-        """Another rank's part of the parity, in the directory of this name. What fails is told to rank 0."""
-        rank, world = self.exchange.rank, self.exchange.size
-        with self.phases.timed("meet"):
-            files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
-        try:
-            directory = open_shared(self.store, name)
-            try:
-                share = write_share(directory, files, parity, rank, world, workers=self.workers, phases=self.phases)
-                directory.sync()
-            finally:
-                directory.close()
-        except Exception as error:
-            # Raised on all ranks, this one included, as rank 0's verdict.
-            self.exchange.say(f"parity/{rank}", error=as_checkpoint_error(error, "saving", rank))
-        else:
-            self.exchange.say(f"parity/{rank}", share.to_json())
 
     def _ready(self) -> Part:
         if isinstance(self.part, CheckpointError):
             raise self.part
         return self.part
+
+    @property
+    def _parity(self) -> ParityRound | None:
+        return ParityRound(self.exchange, self.parity, self.workers, self.phases) if self.parity is not None else None
 
     @property
     def _stages(self) -> Stages:
@@ -432,13 +412,14 @@ class Save:
             return
         reader = TagReader(draft.directory, self.store.path, self.tag, manifest)
         try:
-            before = stale_since(self.store, draft.newest, reader)
+            found = stale_since(self.store, draft.newest, reader)
         finally:
             reader.close_files()
-        if before is None:
+        if found is None:
             return
+        before, evidence = found
         error = SaveError(
-            f"the model has the same bytes as in tag {before}, although training went on",
+            f"the model has the same bytes as in tag {before}, although training seems to have gone on: {evidence}",
             hint="Is this the model that is trained, and does its optimizer have its parameters? If all is as it "
             "should be, say stale='ignore'.",
         )

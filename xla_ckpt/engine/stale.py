@@ -7,11 +7,11 @@ digests of two tags tell, without reading a byte of an array.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from xla_ckpt.engine.difference import same_digests
 from xla_ckpt.engine.tag_reader import TagReader
@@ -19,7 +19,8 @@ from xla_ckpt.errors import CheckpointError
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directory import TagEntry, open_directory
-from xla_ckpt.tree.schema import MODEL, member_of
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.schema import EXTRAS, MODEL, member_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,13 @@ def remember(store: Store, manifest: Manifest) -> None:
             del _last[next(iter(_last))]
 
 
-def stale_since(store: Store, newest: TagEntry | None, new: TagReader) -> str | None:
-    """The newest tag that is committed, if `new`, which is about to be, repeats its model; else None.
+def stale_since(store: Store, newest: TagEntry | None, new: TagReader) -> tuple[str, str] | None:
+    """The newest tag that is committed, if `new`, which is about to be, repeats its model, and what shows that training
+    went on; else None.
 
-    It does so if all arrays of the model have the same bytes, and something else says that training went on: the number
-    in the tag's name, a plain value such as a step, or another array. The same state under two names is no mistake.
+    All arrays of the model have the same bytes then, and something else has not: the number in the tag's name is
+    higher, or a whole number such as a step, or another array has changed. What only one of the tags has says nothing,
+    nor do extras: random generators move without training. The same state under two names is no mistake.
     """
     if newest is None:
         return None
@@ -55,24 +58,27 @@ def stale_since(store: Store, newest: TagEntry | None, new: TagReader) -> str | 
         known = None  # another job has saved since
     try:
         with TagReader(open_directory(store, newest.tag), store.path, newest.tag, known) as old:
-            return old.tag if _repeats(old, new) else None
+            evidence = _evidence(old, new)
+            return None if evidence is None else (old.tag, evidence)
     except (CheckpointError, OSError) as error:
         # Another job may delete that tag now, or it is damaged. This save has nothing to do with it.
         logger.debug("tag %s was not compared with the one before it: %s", new.tag, error)
         return None
 
 
-def _repeats(old: TagReader, new: TagReader) -> bool:
+def _evidence(old: TagReader, new: TagReader) -> str | None:
+    """What shows that training went on, if the model has not changed."""
     model = _of_model(new.manifest)
-    if not model or model != _of_model(old.manifest) or not _same(old, new, model):
-        return False
-    others = new.manifest.arrays.keys() - set(model)
-    return (
-        _went_on(old.tag, new.tag)
-        or _plain(old.manifest) != _plain(new.manifest)
-        or list(old.manifest.arrays) != list(new.manifest.arrays)
-        or not _same(old, new, others)
-    )
+    if not model or model != _of_model(old.manifest) or any(_differs(old, new, leaf) for leaf in model):
+        return None
+    if (name := _went_on(old.tag, new.tag)) is not None:
+        return name
+    if (number := _grown(old.manifest.skeleton, new.manifest.skeleton, paths.ROOT)) is not None:
+        return number
+    common = new.manifest.arrays.keys() & old.manifest.arrays.keys() - set(model)
+    others = sorted(leaf for leaf in common if member_of(leaf) != EXTRAS)
+    changed = next((leaf for leaf in others if _differs(old, new, leaf)), None)
+    return None if changed is None else f"{changed} has changed"
 
 
 def _of_model(manifest: Manifest) -> list[str]:
@@ -81,21 +87,39 @@ def _of_model(manifest: Manifest) -> list[str]:
     return found or sorted(manifest.arrays)
 
 
-def _plain(manifest: Manifest) -> str:
-    """The plain values of a state. Of two manifests one was read from a file, and has lists for tuples."""
-    return json.dumps(manifest.skeleton, sort_keys=True)
+def _went_on(old: str, new: str) -> str | None:
+    """That a number in the name of a tag is higher, if two are called alike but for their numbers.
 
-
-def _went_on(old: str, new: str) -> bool:
-    """Whether two tags are called alike, but for their numbers.
-
-    >>> _went_on("step_10", "step_20"), _went_on("step_10", "best"), _went_on("best", "best")
-    (True, False, False)
+    >>> _went_on("step_10", "step_20")
+    'the tag is step_20 after step_10'
+    >>> _went_on("step_10", "best"), _went_on("best", "best"), _went_on("run1_step_9", "run1_step_8")
+    (None, None, None)
     """
-    return old != new and re.sub(r"\d+", "#", old) == re.sub(r"\d+", "#", new)
+    numbers = [[int(number) for number in re.findall(r"\d+", tag)] for tag in (old, new)]
+    alike = re.sub(r"\d+", "#", old) == re.sub(r"\d+", "#", new)
+    return f"the tag is {new} after {old}" if alike and numbers[1] > numbers[0] else None
 
 
-def _same(old: TagReader, new: TagReader, leaves: Iterable[str]) -> bool:
-    """Whether arrays are stored in the same pieces, with the same digests. It ends at the first that is not."""
-    pairs = ((old.manifest.arrays[leaf], new.manifest.arrays[leaf]) for leaf in leaves)
-    return all((a.dtype, a.shape) == (b.dtype, b.shape) and same_digests(old, a, new, b) for a, b in pairs)
+def _grown(old: Any, new: Any, path: str) -> str | None:
+    """The first whole number that is higher than it was, in the plain values of a state; not those of model and extras.
+
+    >>> _grown({"user_content": {"step": 10, "lr": 0.5}}, {"user_content": {"step": 11, "lr": 0.25}}, "")
+    'user_content/step went from 10 to 11'
+    """
+    if path in (MODEL, EXTRAS):
+        return None
+    if type(old) is int and type(new) is int:
+        return f"{path} went from {old} to {new}" if new > old else None
+    pairs: Iterable[tuple[str, Any, Any]] = ()
+    if isinstance(old, dict) and isinstance(new, dict):
+        # Marks of the skeleton, such as "$tuple", are no part of the path.
+        pairs = ((path if k.startswith("$") else paths.join(path, k), old[k], new[k]) for k in new if k in old)
+    elif isinstance(old, list | tuple) and isinstance(new, list | tuple):
+        pairs = ((paths.join(path, str(i)), a, b) for i, (a, b) in enumerate(zip(old, new, strict=False)))
+    return next((found for name, a, b in pairs if (found := _grown(a, b, name)) is not None), None)
+
+
+def _differs(old: TagReader, new: TagReader, leaf: str) -> bool:
+    """Whether an array is stored in other pieces than before, or with other digests."""
+    a, b = old.manifest.arrays[leaf], new.manifest.arrays[leaf]
+    return (a.dtype, a.shape) != (b.dtype, b.shape) or not same_digests(old, a, new, b)

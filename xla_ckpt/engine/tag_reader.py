@@ -191,9 +191,12 @@ class TagReader:
             UntrustedObjectError: `trust` is False, and it is no plain value. Nothing of it has run.
             FormatError: There is no such object.
             CorruptCheckpointError: Its bytes are damaged.
+            IncompatibleCheckpointError: It needs a class that this program does not have.
+            LoadError: Its own code raised an exception.
         """
         if self.foreign_objects is not None:
-            return self.foreign_objects[index].load(leaf, trust=trust)
+            with pickles.naming_missing():
+                return self.foreign_objects[index].load(leaf, trust=trust)
         data = self.pickled(index)
         self._given += len(data)
         most = FEW_OBJECT_BYTES + OBJECT_SHARING * sum(self.manifest.files[n].size for n in set(self.manifest.objects))

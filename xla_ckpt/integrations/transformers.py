@@ -26,7 +26,7 @@ from xla_ckpt.api.preemption import PreemptionGuard
 from xla_ckpt.api.save import finalize_checkpoint, save_checkpoint
 from xla_ckpt.api.tags import has_checkpoint
 from xla_ckpt.engine.background import SaveHandle
-from xla_ckpt.errors import FormatError, UsageError
+from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.integrations.random_state import RandomMoment
 from xla_ckpt.storage.door import PathLike
 
@@ -93,7 +93,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
         Raises:
             UsageError: The Trainer has not got this callback, or does what cannot be taken over.
-            FormatError: The tag was not saved by this callback.
+            IncompatibleCheckpointError: The tag was not saved by this callback.
         """
         self._check(trainer)
         self._trainer = trainer
@@ -102,7 +102,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         loaded = load_checkpoint(self._root, tag)
         content = loaded.user_content
         if not isinstance(content, Mapping) or _STATE not in content:
-            raise FormatError(
+            raise IncompatibleCheckpointError(
                 "the tag holds no state of a Trainer",
                 path=str(self._root),
                 tag=loaded.report.tag,

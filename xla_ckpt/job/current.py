@@ -51,8 +51,9 @@ def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: floa
         raise UsageError(
             "the mesh does not fit the job",
             path=root,
-            expected=f"{communicator.size} ranks",
+            expected=f"{communicator.size} rank{'s' * (communicator.size > 1)}",
             found=f"{mesh.size} ({mesh})",
+            hint="Start the job with as many ranks (torchrun, init_process_group), or leave mesh= out.",
         )
     rounds = rounds_over(communicator)
     return Job(rounds.begin(doing, timeout), Placement(communicator.rank, communicator.size, mesh), rounds)

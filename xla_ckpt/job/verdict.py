@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from typing import Any, TypeVar
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, SaveError, StorageError, from_json
 from xla_ckpt.job.communicator import Communicator
+
+logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -35,6 +38,9 @@ def as_checkpoint_error(
 
 LEAD = 0.8
 """The part of the timeout for which rank 0 waits for the others. Its verdict comes before they give up on it."""
+
+PATIENCE = 30.0
+"""Seconds after which a wait for another rank is told of."""
 
 FATE = "fate"
 """The key of how a round ends: the error of the rank that first gave up, or that rank 0 commits. It is put once."""
@@ -187,7 +193,7 @@ class Round:
         began = time.perf_counter()
         try:
             left = self.timeout if deadline is None else deadline.left
-            data = self._reach(lambda: self.communicator.take(f"{self.name}/{key}", left))
+            data = self._reach(lambda: self._take(f"{self.name}/{key}", whose, left))
         except TimeoutError:
             raise _SilentError(whose, self.timeout if deadline is None else deadline.seconds) from None
         finally:
@@ -197,6 +203,23 @@ class Round:
         if "error" in message:
             raise from_json(message["error"])
         return message["value"]
+
+    def _take(self, key: str, whose: int, left: float) -> bytes:
+        """Take a key. A wait that gets long is told of: a rank that never makes the call hangs all others till then."""
+        if left > PATIENCE:
+            try:
+                return self.communicator.take(key, PATIENCE)
+            except TimeoutError:
+                logger.warning(
+                    "rank %d has been waiting for rank %d for %g s, and will for %.0f s more. Do all ranks make "
+                    "this call? It must not stand under `if rank == 0`",
+                    self.rank,
+                    whose,
+                    PATIENCE,
+                    left - PATIENCE,
+                )
+                left -= PATIENCE
+        return self.communicator.take(key, left)
 
     def _reach(self, action: Callable[[], Value]) -> Value:
         try:

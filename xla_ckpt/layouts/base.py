@@ -145,6 +145,9 @@ class Layout:
     pickles: bool = False
     """Whether it stores the structure of a state by pickle, so that a save needs the objects of each rank."""
 
+    takes_apart: bool = False
+    """Whether it has a place for the attributes of objects, which are pickled by others."""
+
     asks: bool = False
     """Whether its files leave open what only a program knows, so that opening one takes `Hints`."""
 

@@ -23,6 +23,7 @@ class Native(Layout):
 
     name = "native"
     saves = True
+    takes_apart = True
 
     def wrote(self, manifest: Manifest) -> bool:
         return True  # a tag that no other layout knows as its own

@@ -7,7 +7,7 @@ rank reports digests of what it should have in common with others, and so undecl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,14 +21,13 @@ from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import renumbered
 
 _UNDECLARED = (
-    "Undeclared tensor parallelism is the likely cause: give the parameter neuronx-distributed's attributes "
-    "(tensor_model_parallel, partition_dim), or pass mesh= and shardings=. If it is meant to be the same everywhere, "
-    "the ranks have drifted apart."
+    "If each rank trains the whole model: they were never made equal (the same seed, or DistributedDataParallel). If "
+    "the array is split over ranks, as tensor parallelism does: give its parameter neuronx-distributed's attributes "
+    "(tensor_model_parallel, partition_dim), or pass mesh= and shardings=."
 )
 DRIFTED = (
-    "If the ranks have really drifted apart, as replicas may that nothing keeps equal: replicas='first' saves one of "
-    "them, the first, and the tag says of which arrays. Parts of an array must not be saved so: only the first part "
-    "would be kept."
+    "If replicas have drifted apart that nothing keeps equal: replicas='first' saves the first of them, and the "
+    "tag says of which arrays. Parts of an array must not be saved so: only the first part would be kept."
 )
 """What a hint says of the way out for replicas that are no longer equal."""
 
@@ -209,7 +208,7 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
         if record.skeleton is not None:
             mine = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = mine if skeleton is None else _united(skeleton, mine, "", record.rank)
-    arrays = {leaf: _array(leaf, fact, [s for _, s in shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
+    arrays = {leaf: _array(leaf, fact, [*shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
     arrays |= {leaf: replace(arrays[leaf], divergent=True) for leaf in divergent if leaf in arrays}
     aliases = {alias: target for alias, target in aliases.items() if alias not in arrays}
     twice = tuple(
@@ -234,17 +233,22 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
     )
 
 
-def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Iterable[Shard]) -> ArrayRecord:
+def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Sequence[tuple[int, Shard]]) -> ArrayRecord:
+    """The record of an array, from its shards, each with the rank that wrote it."""
     dtype, shape, spec = fact
     try:
-        return array_record(dtypes.dtype(dtype), shape, shards, spec)
+        return array_record(dtypes.dtype(dtype), shape, [shard for _, shard in shards], spec)
     except FormatError as error:
+        wrote = [f"  rank {rank} wrote {shard.box}" for rank, shard in shards]
+        more = [f"  ... and {len(wrote) - MAX_NAMED} more"] if len(wrote) > MAX_NAMED else []
         raise SaveError(
-            f"the ranks together did not write this array exactly once: {error.problem}",
+            f"the ranks together did not write this array of shape {list(shape)} exactly once: {error.problem}",
             leaf=leaf,
             expected=error.expected,
             found=error.found,
-            hint="Ranks disagree about who holds what: check mesh, shardings and the calls of all ranks.",
+            hint="Ranks have models of different shapes, or disagree about who holds what: check the model, mesh and "
+            "shardings of all ranks.",
+            details="\n".join([*wrote[:MAX_NAMED], *more]),
         ) from error
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,12 +27,16 @@ from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.sample import windows
 from xla_ckpt.snapshot.shards import HostShard, Look, MemoryShard
 from xla_ckpt.state.members import State
+from xla_ckpt.state.mistakes import check_may_be_pickled
 from xla_ckpt.state.shardings import StateShardings
-from xla_ckpt.state.values import CODEC, resolver
+from xla_ckpt.state.values import APART, CODEC, resolver
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
 from xla_ckpt.tree.skeleton import only, part_at, renumbered
+
+OURS = ("xla_ckpt", "neuron_compat")
+"""Packages whose frames a warning does not show."""
 
 logger = logging.getLogger(__name__)
 
@@ -138,16 +143,25 @@ def describe(
     rules: Rules | None,
     *,
     structure: bool = False,
+    takes_apart: bool = False,
     replicas: Replicas = "equal",
 ) -> Description:
-    """Describe a state. `structure`: with all its objects, for layouts that pickle the structure of a state.
+    """Describe a state.
+
+    Args:
+        state: The state, as this rank has it.
+        placement: Where this rank is.
+        rules: How arrays are split that do not say so themselves.
+        structure: Give all its objects, for layouts that pickle the structure of a state.
+        takes_apart: Take objects of plain classes apart, for layouts that have a place for their attributes.
+        replicas: What is done with replicas that differ.
 
     Raises:
         UnsupportedStateError: Something in it cannot be stored.
         UsageError: A sharding rule makes no sense or does not fit.
     """
     shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone).of_model(state.model)
-    flat = flatten(state.tree, shardings.adapters.kind, CODEC)
+    flat = flatten(state.tree, shardings.adapters.kind, APART if takes_apart else CODEC)
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
             logger.warning("%s", message)
@@ -254,9 +268,18 @@ def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
 
 
 def _pickle(leaf: str, value: Any) -> bytes:
+    check_may_be_pickled(value, leaf)
     warnings.warn(
         f"{leaf}: a {type(value).__module__}.{type(value).__qualname__} is no plain value and will be pickled; "
         "loading it needs trust_pickle=True",
-        stacklevel=5,
+        stacklevel=_frames_of_ours(),
     )
     return pickles.dump(value, leaf)
+
+
+def _frames_of_ours() -> int:
+    """How far up the stack the program's own code is, for a warning that is to show the program's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame, level = frame.f_back, level + 1
+    return level

@@ -17,7 +17,7 @@ from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.state.handover import Handover
 from xla_ckpt.state.shardings import StateShardings
-from xla_ckpt.state.values import CODEC
+from xla_ckpt.state.values import CODEC, checked_members
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
@@ -65,14 +65,18 @@ class Stored:
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
         """The part as a tree; arrays are made by `array` from (leaf path, kind).
 
-        As long as they have not been read, composite tensors are their parts.
+        As long as they have not been read, values that consist of several are their parts.
+
+        Raises:
+            IncompatibleCheckpointError: A class that it takes is gone, or has changed.
+            UntrustedObjectError: It takes what is not loaded without trust.
         """
         return Unflattener(
             array=array,
             codec=CODEC,
             object=self.read_object,
             resolve=self.resolve,
-            compose=(lambda composite: composite.members) if array is ArrayAt else None,
+            compose=(lambda parts: checked_members(parts, self.resolve)) if array is ArrayAt else None,
         ).build(self.skeleton, self.prefix)
 
     def part(self, skeleton: Any, path: str) -> Stored:
@@ -244,20 +248,25 @@ def absent(stored: Stored, what: str) -> Loading:
     return loading
 
 
-def incompatible(problems: Sequence[Problem], *, fits: bool, optional: bool) -> IncompatibleCheckpointError:
+def incompatible(
+    problems: Sequence[Problem], *, fits: bool, optional: bool, ranks: int = 1
+) -> IncompatibleCheckpointError:
     """One error for all the differences.
 
     Args:
         problems: The differences.
         fits: Whether there is anything that fits.
         optional: Whether the call can be told to load only that.
+        ranks: Number of ranks of the job.
     """
     shown = [f"  {p}" for p in problems[:MAX_SHOWN]]
     if len(problems) > MAX_SHOWN:
         shown.append(f"  ... and {len(problems) - MAX_SHOWN} more")
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
-    if any(p.text.startswith("shape") for p in problems):
+    if any(p.text.startswith("shape") or p.text in (ABSENT, UNWANTED) for p in problems):
+        hints.append("Make the model as it was at the save: xla-ckpt show lists what is stored.")
+    if any(p.text.startswith("shape") for p in problems) and ranks > 1:
         hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
     if any(p.castable for p in problems):
         hints.append("cast=True converts floating-point values to the type that is wanted.")
@@ -291,10 +300,10 @@ def _renamed(problems: Sequence[Problem]) -> str | None:
         return None
     if longer is wanted:
         return (
-            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into the member of "
-            "that name."
+            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into the model "
+            f"inside, model.{prefix[:-1]}."
         )
     return (
-        f"The names that are stored begin with {prefix!r}, which those of the target lack: load into a module that has "
-        "the target as its member of that name."
+        f"The names that are stored begin with {prefix!r}, which those of the target lack: a wrapper was saved. Load "
+        f"into a wrapper of the same kind, which has the model as its {prefix[:-1]}."
     )

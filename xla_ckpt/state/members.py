@@ -15,18 +15,20 @@ from typing import Any
 from xla_ckpt.arrays import pytree
 from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
 from xla_ckpt.engine.target import Target
+from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
-from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, stateful, zero1
+from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.handover import Handing, changing
 from xla_ckpt.state.hints import hints_of, hints_of_tree
 from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
 from xla_ckpt.state.registered import schema_of
+from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
-from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model, unwrapped_optimizer
+from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave, children
@@ -130,7 +132,7 @@ class Objects:
         """
         given = [self.model, self.optimizer, self.scheduler, self.user_content, *self.extras.values()]
         mistakes.check_something(given, placement)
-        model, optimizer = unwrapped_model(self.model), unwrapped_optimizer(self.optimizer)
+        model, optimizer = unwrapped_model(self.model), bare_optimizer(self.optimizer)
         mistakes.check_members(model, optimizer)
         rank, world = placement.rank, placement.world
         tree: dict[str, Any] = {}
@@ -143,10 +145,14 @@ class Objects:
             parts.append(schema.MODEL)
         if optimizer is not None:
             names = module.parameter_names(model)
-            held = optimizers.tree_of(optimizer, names)
-            parameters = optimizers.parameters_of(optimizer, model, names, placement)
+            if isinstance(optimizer, Several):
+                held = several.tree_of(optimizer, names)
+                parameters = several.parameters_of(optimizer, names, placement)
+            else:
+                held = optimizers.tree_of(optimizer, names)
+                parameters = optimizers.parameters_of(optimizer, model, names, placement)
             by_name = optimizers.is_by_name(optimizer, held)
-            states = schema_of(optimizer)
+            states = schema_of(optimizer)  # of several, none has any of its own
             if by_name and states.per_rank:
                 held = rank_states.apart(held, states, placement)
                 alone.append(schema.of_rank(schema.own_states(), rank))
@@ -184,7 +190,7 @@ class Objects:
         Raises:
             UsageError: One of them is not what its place is for.
         """
-        model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
+        model, optimizer = unwrapped_model(self.model, loading=True), bare_optimizer(self.optimizer)
         mistakes.check_members(model, optimizer, loading=True)
         return hints_of(model, optimizer, shardings)
 
@@ -198,35 +204,50 @@ class Objects:
         held = stored.at(schema.MODEL)
         names = children(held.skeleton) if held is not None else None
         model = unwrapped_model(self.model, loading=True, stored={paths.unescape(n) for n in names or ()})
-        optimizer = unwrapped_optimizer(self.optimizer)
+        optimizer = bare_optimizer(self.optimizer, stored.at(schema.OPTIMIZER))
         mistakes.check_members(model, optimizer, loading=True)
         stored = replace(stored, shardings=stored.shardings.of_model(model))
         parts = []
         for path, load in self._members(model, optimizer, stored.shardings.placement):
             part = stored.at(path)
-            parts.append(absent(stored, path) if part is None else load(part))
+            parts += [absent(stored, path)] if part is None else load(part)
         content = stored.at(schema.USER_CONTENT)
         if content is None:
             return Loadings(parts, lambda arrays: None)
         fresh = Loading()
+        try:
+            content.build()  # an object that may not be loaded is found out before anything is changed
+        except IncompatibleCheckpointError as error:
+            # A class of the program that saved is missing here. Weights can be loaded without it, if the load is told.
+            fresh.add_problem(error.leaf or content.prefix, f"{error.problem}. {error.hint or ''}".rstrip())
+            return Loadings([*parts, fresh], lambda arrays: None)
         plan_arrays(content, fresh, {})
-        content.build()  # an object that may not be loaded is found out before anything is changed
         return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]))
 
-    def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, Callable[[Stored], Loading]]]:
+    def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, _Load]]:
         """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
-        found: list[tuple[str, Callable[[Stored], Loading]]] = []
+        found: list[tuple[str, _Load]] = []
         if model is not None and not isinstance(model, NamesOnly):
-            found.append((schema.MODEL, lambda part: module.load(part, model)))
-        if optimizer is not None:
-            names = module.parameter_names(model)
-            found.append((schema.OPTIMIZER, lambda part: optimizer_load.load(part, optimizer, names, model)))
+            found.append((schema.MODEL, _one(lambda part: module.load(part, model))))
+        names = module.parameter_names(model) if optimizer is not None else {}
+        if isinstance(optimizer, Several):
+            found.append((schema.OPTIMIZER, lambda part: several.load(part, optimizer, names, model)))
+        elif optimizer is not None:
+            found.append((schema.OPTIMIZER, _one(lambda part: optimizer_load.load(part, optimizer, names, model))))
         if self.scheduler is not None:
-            found.append((schema.SCHEDULER, lambda part: stateful.load(part, self.scheduler)))
+            found.append((schema.SCHEDULER, _one(lambda part: stateful.load(part, self.scheduler))))
         for name, member in self.extras.items():
             load = partial(per_rank.load, member=member, rank=where.rank, world=where.world)
-            found.append((schema.in_extras(name), load))
+            found.append((schema.in_extras(name), _one(load)))
         return found
+
+
+_Load = Callable[[Stored], list[Loading]]
+"""Prepares to load what is stored of a member."""
+
+
+def _one(load: Callable[[Stored], Loading]) -> _Load:
+    return lambda part: [load(part)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
+from xla_ckpt.state.several import members_of
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,11 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     """
     if model is not None:
         _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
-    if optimizer is not None:
-        _check_optimizer(optimizer)
+    for each in members_of(optimizer) if optimizer is not None else ():
+        _check_optimizer(each)
+        _check_consolidated(each, loading=loading)
         if isinstance(model, torch.nn.Module):
-            _check_belongs(optimizer, model)
+            _check_belongs(each, model)
 
 
 def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
@@ -88,7 +90,7 @@ def _check_optimizer(optimizer: Any) -> None:
             leaf=schema.OPTIMIZER,
             expected="one optimizer, or a dict",
             found=f"{len(optimizer)} values",
-            hint="Give further optimizers as members of extras, each by its own name. xla_ckpt.save takes any tree.",
+            hint="Give several as a dict, each by a name. xla_ckpt.save takes any tree.",
         )
     if not all(callable(getattr(optimizer, name, None)) for name in ("state_dict", "load_state_dict")):
         raise UsageError(
@@ -98,6 +100,32 @@ def _check_optimizer(optimizer: Any) -> None:
             found=_kind(optimizer),
             hint=_PLACES,
         )
+
+
+def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
+    """Refuse torch's ZeroRedundancyOptimizer, and others of its kind.
+
+    Each rank has the state of some parameters. Its `state_dict` is that of all, as they were when the ranks last put it
+    together, which they do in a call of their own: a save would store an old state, or fail on some ranks.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if not callable(getattr(optimizer, "consolidate_state_dict", None)):
+        return
+    save = (
+        "On all ranks, call optimizer.consolidate_state_dict(to) for each rank `to`; take optimizer.state_dict() on "
+        "that rank before the next call, and give it to the save in the place of the optimizer."
+    )
+    load = "Load into an empty dict, and give that to optimizer.load_state_dict()."
+    raise UsageError(
+        f"a {type(optimizer).__name__} has the state of each parameter on one rank alone, and puts it together only "
+        "when it is told to",
+        leaf=schema.OPTIMIZER,
+        expected="an optimizer, or a dict",
+        found=type(optimizer).__name__,
+        hint=load if loading else save,
+    )
 
 
 def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:
@@ -116,6 +144,25 @@ def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:
                 found=f"{type(member).__name__} in a {type(held).__name__}",
                 hint=f"Give each of them to extras, by a name of its own: extras={{{names}}}.",
             )
+
+
+def check_may_be_pickled(value: Any, leaf: str) -> None:
+    """Refuse a model or an optimizer in the middle of other state, where it would be one pickle and no arrays.
+
+    What a program gives as user content is its own business, as it is with neuronx-distributed.
+
+    Raises:
+        UnsupportedStateError: It is one.
+    """
+    if leaf.startswith(f"{schema.USER_CONTENT}/"):
+        return
+    if isinstance(value, torch.nn.Module) or _is_optimizer(value):
+        raise UnsupportedStateError(
+            "a model or optimizer inside of other state would be pickled whole, without its arrays being stored",
+            leaf=leaf,
+            found=_kind(value),
+            hint="Give it to save_checkpoint as model=, optimizer= or a member of extras=, or store its state_dict().",
+        )
 
 
 def _in_the_place_of(wanted: str, given: str, value: Any) -> UsageError:
@@ -164,7 +211,8 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     here, there = _homes(theirs), _homes(strangers)
     if not alike or not _was_moved(there, here):
         logger.warning(
-            "no parameter of the optimizer is one of the model: its state is stored by position, not by name"
+            "no parameter of the optimizer is one of the model: was the model made anew after it? Its state goes by "
+            "the position of its parameters (#0.0 is the first of the first group), not by their names"
         )
         return
     raise UsageError(

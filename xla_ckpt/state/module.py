@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from xla_ckpt.arrays.registry import Adapters
+from xla_ckpt.arrays.torch_host import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
 from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import (
@@ -29,7 +30,32 @@ from xla_ckpt.tree.nested import leaves
 
 def tree_of(model: Any) -> Any:
     """The state of a model as a tree: a module's state dict with its own parameters in it, or the dict itself."""
-    return dict(model.state_dict(keep_vars=True)) if isinstance(model, torch.nn.Module) else model
+    if not isinstance(model, torch.nn.Module):
+        return model
+    entries: dict[str, Any] = model.state_dict(keep_vars=True)
+    special = {k: v for k, v in entries.items() if type(v) not in PLAIN and isinstance(v, torch.Tensor)}
+    beside = {k: held for k, v in special.items() if (held := attributes_of(v))}
+    return {**entries, **_bare(entries, beside)} if beside else dict(entries)
+
+
+def _bare(entries: Mapping[str, Any], beside: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, Any]:
+    """The tensors that have others as attributes, without these, where the state dict has all of these itself.
+
+    bitsandbytes' 8-bit weights (`Int8Params`) have their scales as an attribute until the first pass, and its layer
+    saves them beside the weight. Tensors with anything else to lose are refused when they are stored.
+    """
+    adapters = Adapters()
+    saved = {_identity(value, adapters) for value in entries.values()} - {None}
+    return {
+        name: entries[name].detach()
+        for name, held in beside.items()
+        if all(_identity(attribute, adapters) in saved for attribute in held)
+    }
+
+
+def _identity(value: Any, adapters: Adapters) -> Any:
+    adapter = adapters.of(value)
+    return None if adapter is None else adapter.identity(value)
 
 
 def parameter_names(model: Any) -> dict[Any, str]:
@@ -40,10 +66,9 @@ def parameter_names(model: Any) -> dict[Any, str]:
     names: dict[Any, str] = {}
     adapters = Adapters()
     for name, value in named:
-        adapter = adapters.of(value)
-        if adapter is not None:
+        if adapters.of(value) is not None:
             names.setdefault(id(value), name)
-            if (identity := adapter.identity(value)) is not None:
+            if (identity := _identity(value, adapters)) is not None:
                 names.setdefault(identity, name)
     return names
 
@@ -57,8 +82,7 @@ def name_of(parameter: Any, names: Mapping[Any, str]) -> str | None:
     """The name of an optimizer's parameter in a model's `parameter_names`."""
     if (name := names.get(id(parameter))) is not None:
         return name
-    adapter = Adapters().of(parameter)
-    identity = adapter.identity(parameter) if adapter is not None else None
+    identity = _identity(parameter, Adapters())
     return names.get(identity) if identity is not None else None
 
 

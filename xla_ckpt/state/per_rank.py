@@ -82,8 +82,11 @@ def load(stored: Stored, member: Any, rank: int, world: int) -> Loading:
     elif rank in parts:
         return stateful.load(parts[rank], inner)
     else:
-        text = "no state of random generators is stored for rank %d (%d ranks saved): they stay as they are"
-        loading.finish = lambda arrays: logger.warning(text, rank, saved_by)
+        text = (
+            "%s: no state of random generators is stored for rank %d, since %d saved: they stay as they are. Seed them "
+            "by the rank, if ranks are to draw different numbers: torch.manual_seed(seed + rank)"
+        )
+        loading.finish = lambda arrays: logger.warning(text, stored.prefix, rank, saved_by)
     return loading
 
 

@@ -27,7 +27,8 @@ def tree_of(member: Any, name: str) -> Any:
         raise UnsupportedStateError(
             f"a {type(member).__name__} has no state_dict() and load_state_dict()",
             leaf=name,
-            hint="Pass an object that has both, or put plain values into user_content.",
+            hint="Pass an object that has both, or put plain values into user_content. The order of the arguments is "
+            "model, optimizer, scheduler, user_content.",
         )
     return member.state_dict()
 

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch.optim.swa_utils import SWALR
 
-from xla_ckpt.arrays import composite, pytree
-from xla_ckpt.errors import FormatError, UntrustedObjectError
+from xla_ckpt.arrays import composite, instance, pytree
+from xla_ckpt.engine import pickles
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
+from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Composite, Json, Kind, ValueCodec
 from xla_ckpt.tree.flatten import NAMESPACES, Resolve
 
@@ -161,12 +163,38 @@ def _apart(value: Any) -> Composite | None:
     return composite.apart(value) or pytree.apart(value, _PLAIN)
 
 
+def _kind_of(parts: Composite) -> Any:
+    return next((kind for kind in (pytree, instance) if kind.is_name(parts.name)), composite)
+
+
 def _compose(parts: Composite, resolve: Resolve) -> Any:
-    return (pytree if pytree.is_name(parts.name) else composite).compose(parts, resolve)
+    return _kind_of(parts).compose(parts, resolve)
+
+
+def checked_members(parts: Composite, resolve: Resolve) -> Any:
+    """The parts of a value, whose class is there to put it together when they are read.
+
+    Raises:
+        IncompatibleCheckpointError: The class is gone.
+        UntrustedObjectError: It is not imported.
+    """
+    _kind_of(parts).class_of(parts, resolve)
+    return parts.members
 
 
 CODEC = ValueCodec(SHELL_KINDS, _apart, _compose)
 """The plain values of a PyTorch program, its tensors that consist of several, and what jax takes apart."""
+
+_WITH_OBJECTS = ValueCodec(SHELL_KINDS, _apart, _compose, lambda value, _: instance.parts(value))
+
+
+def _attributes(value: Any, path: str) -> Composite | None:
+    return instance.apart(value, _WITH_OBJECTS) if schema.place_of(path).role is schema.Role.STATE else None
+
+
+APART = ValueCodec(SHELL_KINDS, _apart, _compose, _attributes)
+"""The same, and objects of plain classes in the state of an optimizer. Others are the program's own: they are pickled,
+which tells its author that nothing else can store them."""
 
 
 def resolver(trust: bool) -> Any:
@@ -174,6 +202,9 @@ def resolver(trust: bool) -> Any:
 
     Without `trust` only classes of modules that the program has imported itself are found: importing a module that
     a file names would run code. No constructor is called either way, but for the `__tensor_unflatten__` of tensors.
+
+    A class that the program does not have is no damage: a load would take an older tag for it, whose weights are old.
+    So it is an IncompatibleCheckpointError.
     """
 
     def resolve(name: str, base: type) -> Any:
@@ -186,15 +217,31 @@ def resolver(trust: bool) -> Any:
                     f"the checkpoint holds a value of the class {path} of the module {module}, which is not imported",
                     hint=f"Import {module} before loading, or pass trust_pickle=True.",
                 )
-            importlib.import_module(module)
+            with pickles.naming_missing():
+                importlib.import_module(module)
         found: Any = sys.modules[module]
         for part in path.split("."):
             found = getattr(found, part, None)
         if not (isinstance(found, type) and _fits(found, base)):
-            raise FormatError(f"the class {name} has changed or is gone", expected=_EXPECTED[base], found=str(found))
+            raise IncompatibleCheckpointError(
+                f"the checkpoint holds a value of the class {path} of {module}, which has changed or is gone",
+                expected=_EXPECTED[base],
+                found=str(found),
+                hint=_elsewhere(module, path),
+            )
         return found
 
     return resolve
+
+
+def _elsewhere(module: str, path: str) -> str:
+    """What to do about a class that a module does not have."""
+    if module == "__main__":
+        return (
+            f"The script that saved is another one. Define {path} in this one, too; or define it in a module that both "
+            "import, before the save."
+        )
+    return f"Give {module} a class of this name and kind again, before the load."
 
 
 _EXPECTED = {

@@ -7,7 +7,7 @@ what it wraps is left as it is, so that nothing of a state is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,16 @@ _BASE = ".base_layer"
 # Optimizers.
 
 
-def unwrapped_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is."""
+def unwrapped_optimizer(optimizer: Any, shared: Iterable[str] = ()) -> Any:
+    """The optimizer inside of wrappers such as neuronx-distributed's `NxDOptimizer`; any other one as it is.
+
+    Args:
+        optimizer: The optimizer, or its wrapper.
+        shared: Of a tag that is loaded, the keys of the state that belongs to no parameter. A wrapper that has it only
+            after its first step (pytorch_optimizer's TRAC) is otherwise taken for one that adds nothing.
+    """
     if hasattr(type(optimizer), _PLAIN):
-        return unwrapped_optimizer(getattr(optimizer, _PLAIN))
+        return unwrapped_optimizer(getattr(optimizer, _PLAIN), shared)
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
         return optimizer
@@ -45,7 +51,9 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
     # A wrapper with a state of its own (Lookahead's slow weights) would lose it.
     if not shares or getattr(optimizer, schema.STATE, inner.state) is not inner.state or _adds_state(optimizer, inner):
         return optimizer
-    return unwrapped_optimizer(inner)
+    if any(key not in inner.state for key in shared):
+        return optimizer
+    return unwrapped_optimizer(inner, shared)
 
 
 def _adds_state(wrapper: Any, inner: Any) -> bool:
@@ -194,8 +202,8 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
     """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
 
     What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `View`.
-    torch's DistributedDataParallel and torch.compile put a step before all names. It says nothing of the state, and is
-    left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
+    torch's DistributedDataParallel, DataParallel and torch.compile put a step before all names. It says nothing of the
+    state, and is left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
 
     Args:
         model: A module, a dict of modules, or anything else, which is returned as it is.
@@ -226,7 +234,7 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
 
 def _without_step(model: torch.nn.Module) -> torch.nn.Module | None:
     """What is in torch's own wrappers, which only put a step before all names; None for any other module."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         return model._modules["module"]
     compiled = (type(model).__module__, type(model).__name__) == ("torch._dynamo.eval_frame", "OptimizedModule")
     return model._modules["_orig_mod"] if compiled else None

@@ -78,6 +78,12 @@ class Directory(Protocol):
         Its parents are made. Who reads the old file keeps it.
         """
 
+    def replace(self, path: str, data: bytes) -> None:
+        """Have a small file with these bytes, in one step: a reader finds them, or what was there before.
+
+        A loss of power may take it away.
+        """
+
     def open(self, path: str) -> Source:
         """Open a file for reading. FileNotFoundError if there is none."""
 
@@ -141,6 +147,9 @@ class Store(Protocol):
 
     def make(self, name: str) -> Directory:
         """Make a directory, locked as being written until it is closed or the process ends. It must not exist."""
+
+    def held(self, name: str) -> bool | None:
+        """Whether somebody has this directory open with a lock; None where nobody can tell."""
 
     def in_use(self, name: str) -> bool:
         """Whether somebody reads or writes this directory right now, or, where locks fail, may do so."""

@@ -42,7 +42,17 @@ def full_path(path: PathLike) -> str:
     Raises:
         UsageError: As `store_at`.
     """
-    text = os.fspath(path)
+    try:
+        text = os.fspath(path)
+    except TypeError as error:
+        raise UsageError(
+            "this is no path of a directory",
+            expected="a str or os.PathLike",
+            found=type(path).__name__,
+            hint="The order of the arguments is path, tag, and then what is saved or loaded.",
+        ) from error
+    if not isinstance(text, str):
+        raise UsageError("a path is a str, not bytes", found=repr(text))
     scheme, separator, rest = text.partition("://")
     if not (separator and scheme.isalnum()):
         return os.path.abspath(text)

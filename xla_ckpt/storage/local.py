@@ -282,6 +282,17 @@ class LocalDirectory:
                 pass  # another writer of the same save was here first
         return made
 
+    def replace(self, path: str, data: bytes) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(f"{path}.new", flags, 0o666, dir_fd=self._fd)
+        try:
+            written = os.write(fd, data)
+        finally:
+            os.close(fd)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        os.rename(f"{path}.new", path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
     def open(self, path: str) -> LocalSource:
         return LocalSource(self._fd, path, links=self._links)
 
@@ -395,9 +406,16 @@ class LocalStore:
                 return directory
             directory.close()
 
+    def held(self, name: str) -> bool | None:
+        found = _is_locked(self._at(name))
+        return None if isinstance(found, OSError) else found
+
     def in_use(self, name: str) -> bool:
         held = _is_locked(self._at(name))
-        return _is_young(self._at(name)) if held is None else held
+        if isinstance(held, bool):
+            return held
+        _doubt(self._at(name), held)
+        return _is_young(self._at(name))
 
     def rename(self, old: str, new: str) -> None:
         os.rename(self._at(old), self._at(new))
@@ -449,22 +467,20 @@ def _mark(directory: LocalDirectory, how: int) -> None:
         logger.debug("%s is not marked as being in use: %s", directory.path, error)
 
 
-def _is_locked(path: str) -> bool | None:
-    """Whether somebody has marked a directory as being read or written; None if that cannot be found out."""
+def _is_locked(path: str) -> bool | OSError:
+    """Whether somebody has marked a directory as being read or written; or why that cannot be found out."""
     try:
         directory = LocalDirectory(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        _doubt(path, error)
-        return None
+        return error
     try:
         fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system has locks
-        _doubt(path, error)
-        return None
+        return error
     finally:
         directory.close()
     return False

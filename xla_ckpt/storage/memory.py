@@ -191,6 +191,10 @@ class MemoryDirectory:
             file = other._held(path).folder(above).take(name)
             self._held(path).folder(above, make=True).put(name, file)
 
+    def replace(self, path: str, data: bytes) -> None:
+        with _LOCK:
+            self._held(path).put(path, _File(data))
+
     def open(self, path: str) -> MemorySource:
         with _LOCK:
             found = self._held(path).at(path)
@@ -324,9 +328,12 @@ class MemoryStore:
         above, separator, _ = name.rpartition("/")
         return lambda other: self._find(f"{above}{separator}{other}")
 
-    def in_use(self, name: str) -> bool:
+    def held(self, name: str) -> bool | None:
         found = self._find(name)
         return isinstance(found, Folder) and found.users > 0
+
+    def in_use(self, name: str) -> bool:
+        return self.held(name) is True
 
     def rename(self, old: str, new: str) -> None:
         with _LOCK:

@@ -181,6 +181,10 @@ def no_such_tag(store: Store, tag: str | None) -> NoCheckpointError:
     )
 
 
+MAX_LOOKED_INTO = 100
+"""Directories that are looked into for the sake of a hint, at most."""
+
+
 def what_is_there(store: Store) -> str:
     """What a root directory holds in place of the tag that was looked for."""
     try:
@@ -191,5 +195,16 @@ def what_is_there(store: Store) -> str:
     if not store.is_directory(""):
         return "It is a file." if store.has("") else "The directory does not exist."
     if there:
-        return f"Tags there, oldest first: {', '.join(there[-10:])}."
+        return f"Tags there, oldest first: {', '.join(there[-10:])}. Without a tag, the newest is taken."
+    if below := roots_below(store):
+        return f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
     return "No tag was ever committed there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
+
+
+def roots_below(store: Store) -> list[str]:
+    """The directories in a root directory that hold tags of ours, a few of them: somebody left out a part of a path."""
+    try:
+        names = [name for name in store.names()[:MAX_LOOKED_INTO] if is_tag_name(name)]
+        return [name for name in names if any(is_ours(store, f"{name}/{tag}") for tag in store.names(name)[:3])][:3]
+    except OSError:
+        return []  # it is only for a hint

@@ -13,6 +13,9 @@ NEW_PREFIX = ".new-"
 OLD_PREFIX = ".old-"
 """A tag that is just being replaced: complete, and good until its successor is in place."""
 
+LEASE = ".lease"
+"""Who saves to the root directory."""
+
 TRASH = ".trash"
 """Where tags go to be deleted."""
 

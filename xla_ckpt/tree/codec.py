@@ -138,12 +138,15 @@ class ValueCodec:
         shell_kinds: tuple[Kind, ...] = (),
         apart: Callable[[Any], Composite | None] = lambda value: None,
         compose: Callable[[Composite, Callable[[str, type], Any]], Any] | None = None,
+        attributes: Callable[[Any, str], Composite | None] = lambda value, path: None,
     ) -> None:
         kinds = PURE_KINDS + shell_kinds
         self._by_type = {k.type: k for k in kinds}
         self._by_name = {"$" + k.name: k for k in kinds}
         self.apart = apart
         """Takes a value apart that consists of several arrays; None for any other."""
+        self.attributes = attributes
+        """Takes an object apart that would be pickled, given its leaf path; None if it is to be pickled."""
         self._compose = compose
 
     def compose(self, composite: Composite, resolve: Callable[[str, type], Any]) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, FormatError, UnsupportedStateError, naming
+from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError, UnsupportedStateError, naming
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec
 
@@ -168,6 +168,8 @@ class _Flattener:
             return {"$dataclass": [*body, self.visit(content, paths.join(path, CONTENT))]}
         if is_enum_member(value):
             return {"$enum": [name, value.name]}
+        if (parts := self.codec.attributes(value, path)) is not None:
+            return self.composite(parts, path)
         return self.object(value, path)
 
     def composite(self, value: Composite, path: str) -> Json:
@@ -277,6 +279,7 @@ class Unflattener:
 
         Raises:
             FormatError: The skeleton is nothing that `flatten` writes.
+            IncompatibleCheckpointError: A class that it names is another one in this program.
         """
         if depth > MAX_DEPTH:
             raise FormatError(f"the skeleton is nested deeper than {MAX_DEPTH}", leaf=path)
@@ -291,10 +294,11 @@ class Unflattener:
             return self.codec.decode(skeleton)
         make = getattr(self, _CONTAINERS[name])
         try:
-            return make(body, path, depth + 1)
+            with naming(leaf=path):
+                return make(body, path, depth + 1)
+        except CheckpointError:
+            raise
         except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise FormatError(f"broken {name} in the skeleton", leaf=path, found=str(body)[:80]) from error
 
     def _array(self, body: Json, path: str, depth: int) -> Any:
@@ -359,7 +363,9 @@ class Unflattener:
         kind = self.resolve(name, tuple)
         members = self._fields(fields, path, depth)
         if tuple(members) != tuple(kind._fields):
-            raise FormatError(f"the fields of {name} changed", leaf=path, expected=tuple(members), found=kind._fields)
+            raise IncompatibleCheckpointError(
+                f"the fields of {name} have changed", expected=tuple(members), found=kind._fields
+            )
         return tuple.__new__(kind, members.values())
 
     def _dataclass(self, body: Json, path: str, depth: int) -> Any:
@@ -367,7 +373,7 @@ class Unflattener:
         kind = self.resolve(name, object)
         base = _container_below(kind)
         if base is None or len(content) != (base is not object):
-            raise FormatError(f"the class {name} has changed what it extends", leaf=path, found=str(base))
+            raise IncompatibleCheckpointError(f"the class {name} has changed what it extends", found=str(base))
         made = base.__new__(kind)  # no __init__: a file must not be able to call code
         if content:
             held = self.build(content[0], paths.join(path, CONTENT), depth)
@@ -388,12 +394,14 @@ class Unflattener:
         parts = Composite(
             str(name), self._fields(members, path, depth), self.build(about, paths.join(path, ABOUT), depth)
         )
-        with naming(leaf=path):
-            return self.codec.compose(parts, self.resolve) if self.compose is None else self.compose(parts)
+        return self.codec.compose(parts, self.resolve) if self.compose is None else self.compose(parts)
 
     def _enum(self, body: Json, path: str, depth: int) -> Any:
         name, member = body
-        return self.resolve(name, int).__members__[member]
+        members = self.resolve(name, int).__members__
+        if member not in members:
+            raise IncompatibleCheckpointError(f"{name} has no member {member} any more", found=list(members))
+        return members[member]
 
 
 _CONTAINERS = {

@@ -25,6 +25,7 @@ from typing import Any
 
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.skeleton import children
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -127,6 +128,23 @@ def owner_of(path: str) -> str | None:
     """
     place = place_of(path)
     return place.owner if place.role in (Role.STATE, Role.MASTER) else None
+
+
+def shared_state(optimizer: Any) -> set[str]:
+    """Path components of the state that belongs to no parameter, from the skeleton of a stored optimizer.
+
+    >>> sorted(shared_state({"state": {"w": {"step": 1}, "k": 2}, "param_groups": [{"params": ["w"]}]}))
+    ['k']
+    >>> shared_state({"another": "structure"})
+    set()
+    """
+    held = children(optimizer) or {}
+    groups = held.get(GROUPS)
+    if not isinstance(groups, list):
+        return set()
+    named = [(children(group) or {}).get(PARAMS) for group in groups]
+    owners = {component(name) for names in named if isinstance(names, list) for name in names}
+    return set(children(held.get(STATE)) or {}) - owners
 
 
 def parameter_of(path: str) -> str | None:

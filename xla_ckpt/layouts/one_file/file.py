@@ -43,6 +43,9 @@ class SavedFiles:
     def make(self, path: str) -> None:
         raise UsageError("a file of torch.save is only read", file=path)
 
+    def replace(self, path: str, data: bytes) -> None:
+        raise UsageError("a file of torch.save is only read", file=path)
+
     def open(self, path: str) -> Source:
         if path not in self._files:
             raise FileNotFoundError(path)

@@ -1,0 +1,75 @@
+"""The parity of a save of many ranks: every file is durable, and each rank makes a share of the sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xla_ckpt.engine.parity import Files, Share, covered, write_index, write_share
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.shared_directory import open_shared
+from xla_ckpt.errors import CheckpointError
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.parity import Parity
+from xla_ckpt.storage.base import Directory, Store
+
+
+@dataclass(frozen=True, slots=True)
+class ParityRound:
+    """One rank's part of it."""
+
+    exchange: Round
+    parity: Parity
+    """What the tag is to survive."""
+
+    workers: int
+    """Number of threads that read and write."""
+
+    phases: Phases
+
+    def lead(self, directory: Directory, manifest: Manifest, text: bytes) -> None:
+        """Rank 0's part, which ends with the index. `text` is the manifest as it is stored.
+
+        Raises:
+            CheckpointError: What another rank met, or that it did not answer.
+            OSError: The storage refused.
+        """
+        exchange, files = self.exchange, covered(manifest)
+        if exchange.size > 1:
+            exchange.say("parity", files)
+        mine = self._write(directory, files)
+        deadline = Deadline(exchange.timeout * LEAD)
+        with self.phases.timed("meet"):
+            told = [exchange.hear(f"parity/{rank}", rank, deadline) for rank in range(1, exchange.size)]
+        write_index(directory, files, self.parity, text, [mine.to_json(), *told])
+
+    def give_up(self, problem: CheckpointError) -> None:
+        """Tell the others, if they may wait for rank 0 to begin, that it does not."""
+        if not self.exchange.has("parity"):
+            self.exchange.say("parity", error=problem)
+
+    def follow(self, store: Store, name: str) -> None:
+        """Another rank's part, in the directory of this name. What it meets is told to rank 0, which tells all.
+
+        Raises:
+            CheckpointError: Rank 0 does not begin.
+        """
+        rank = self.exchange.rank
+        with self.phases.timed("meet"):
+            files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
+        try:
+            directory = open_shared(store, name)
+            try:
+                share = self._write(directory, files)
+                directory.sync()
+            finally:
+                directory.close()
+        except Exception as error:
+            # Raised on all ranks, this one included, as rank 0's verdict.
+            self.exchange.say(f"parity/{rank}", error=as_checkpoint_error(error, "saving", rank))
+        else:
+            self.exchange.say(f"parity/{rank}", share.to_json())
+
+    def _write(self, directory: Directory, files: Files) -> Share:
+        rank, world = self.exchange.rank, self.exchange.size
+        return write_share(directory, files, self.parity, rank, world, workers=self.workers, phases=self.phases)
