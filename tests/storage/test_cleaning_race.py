@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -106,3 +107,33 @@ def test_the_trash_is_not_removed_with_a_tag_that_has_just_come_into_it(kind: st
     reader.close()
     clean(store)
     assert store.names() == []
+
+
+@pytest.mark.parametrize("how", ["made", "opened"])
+def test_who_looks_at_the_wrong_moment_does_not_leave_a_directory_unmarked(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking whether a directory is in use takes its lock for an instant, in which its owner cannot mark it."""
+    store = LocalStore(str(tmp_path))
+    if how == "opened":
+        store.make("a").close()
+    flock, probes = fcntl.flock, []
+
+    def at_the_wrong_moment(fd: int, operation: int) -> None:
+        if len(probes) < 3:  # somebody else has it, three times
+            other = os.open(tmp_path / "a", os.O_RDONLY)
+            flock(other, fcntl.LOCK_EX)
+            probes.append(other)
+            try:
+                flock(fd, operation)
+            finally:
+                os.close(other)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", at_the_wrong_moment)
+    directory = store.make("a") if how == "made" else store.open("a")
+    monkeypatch.undo()
+    assert len(probes) == 3
+    assert store.in_use("a")
+    directory.close()
+    assert not store.in_use("a")

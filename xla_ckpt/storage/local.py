@@ -48,6 +48,9 @@ OPENINGS = 8
 A file system whose numbers of files change would have it opened for ever.
 """
 
+MARKS = 50
+"""How often it is tried to mark a directory as being in use, a millisecond apart."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _AT_FDCWD = -100
@@ -460,11 +463,20 @@ def is_at(directory: LocalDirectory, path: str) -> bool:
 
 
 def _mark(directory: LocalDirectory, how: int) -> None:
-    try:
-        fcntl.flock(directory.fd, how | fcntl.LOCK_NB)
-    except OSError as error:
-        # Where there are no locks, `in_use` goes by the age of a directory.
-        logger.debug("%s is not marked as being in use: %s", directory.path, error)
+    for _ in range(MARKS):
+        try:
+            fcntl.flock(directory.fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Who asks whether a directory is in use holds it for that instant. Without another try it would be unmarked
+            # from then on, and be removed while it is written or read.
+            time.sleep(0.001)
+        except OSError as error:
+            # Where there are no locks, `in_use` goes by the age of a directory.
+            logger.debug("%s is not marked as being in use: %s", directory.path, error)
+            return
+        else:
+            return
+    logger.debug("%s is not marked as being in use: somebody else has marked it", directory.path)
 
 
 def _is_locked(path: str) -> bool | OSError:
