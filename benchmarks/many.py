@@ -166,7 +166,7 @@ def tags(args: argparse.Namespace, root: str) -> None:
 
     tree = {"w": torch.ones(4)}
     xla_ckpt.save(root, "1", tree)
-    first = Path(root, "1")
+    first = Path(shutil.copytree(f"{root}/1", f"{root}-first"))  # a save below retires the tag itself
     manifest = manifest_json.parse((first / "manifest.json").read_bytes())
     made = 1
     for many in (1_000, 10_000):
@@ -185,6 +185,7 @@ def tags(args: argparse.Namespace, root: str) -> None:
             1,
         )
         command(f"xla-ckpt ls, {many} tags", ["ls", root], 1)
+    row(f"save that retires all but 10 of {made} tags", partial(xla_ckpt.save, root, "y", tree, num_kept_ckpts=10), 1)
 
 
 def imports(args: argparse.Namespace, root: str) -> None:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from xla_ckpt.engine.report import SaveReport as SaveReport
     from xla_ckpt.engine.verify import VerifyReport as VerifyReport
     from xla_ckpt.errors import ChangedStateError as ChangedStateError
+    from xla_ckpt.errors import ChangedTagError as ChangedTagError
     from xla_ckpt.errors import CheckpointError as CheckpointError
     from xla_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
     from xla_ckpt.errors import DivergentReplicasError as DivergentReplicasError
@@ -110,6 +111,7 @@ _HOMES = {
     "engine.verify": ("VerifyReport",),
     "errors": (
         "ChangedStateError",
+        "ChangedTagError",
         "CheckpointError",
         "CorruptCheckpointError",
         "DivergentReplicasError",

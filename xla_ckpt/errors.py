@@ -145,6 +145,10 @@ class StorageError(CheckpointError, OSError):
         return super().to_json() | {k: v for k, v in (("errno", self.errno), ("strerror", self.strerror)) if v}
 
 
+class ChangedTagError(StorageError):
+    """The tag was replaced or removed while it was being read."""
+
+
 class SaveError(CheckpointError, RuntimeError):
     """A save did not commit; the tag is as it was before."""
 
@@ -229,6 +233,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         UnsupportedStateError,
         UntrustedObjectError,
         StorageError,
+        ChangedTagError,
         SaveError,
         RootInUseError,
         NotDurableError,

@@ -84,7 +84,7 @@ def save() -> str:
         line((243, 262), (243, 212), end=True),
         text(20, 280, "the stall: describe, plan, snapshot. The caller waits for this alone.", "soft"),
         line((596, 134), (596, 144)),
-        text(596, 157, "one rename: the tag is there", "soft", "middle"),
+        text(602, 157, "one rename: the tag is there", "soft"),
         line((110, 304), (736, 304), end=True),
         text(110, 322, "time (not to scale)", "soft"),
     ]
@@ -100,10 +100,8 @@ def boxes() -> str:
     """One array over two meshes."""
     parts = [text(20, 28, "One array of 8 rows, saved over one mesh and loaded over another", "text bold")]
     kinds = "abcd"
-    parts.append(text(110, 56, "saved, tp=4", "text", "middle"))
-    for i in range(4):
-        parts.append(rect(50, 68 + 40 * i, 120, 40, kinds[i], f"rank {i}"))
-        parts.append(text(44, 92 + 40 * i, f"{2 * i}:{2 * i + 2}", "soft code", "end"))
+    parts.append(text(95, 56, "saved, tp=4", "text", "middle"))
+    parts += [rect(20, 68 + 40 * i, 150, 40, kinds[i], f"rank {i}: rows {2 * i} to {2 * i + 1}") for i in range(4)]
     parts.append(text(350, 56, "in the tag: boxes and bytes", "text", "middle"))
     for i in range(4):
         parts.append(rect(270, 68 + 40 * i, 160, 40, kinds[i], f"rows {2 * i} to {2 * i + 1}"))
@@ -111,15 +109,15 @@ def boxes() -> str:
     parts.append(text(650, 56, "loaded, dp=2, tp=2", "text", "middle"))
     for d in range(2):
         for t in range(2):
-            x, y = 550 + 104 * d, 68 + 80 * t
+            x, y = 550 + 104 * d, 68 + 86 * t
             parts += [
-                rect(x, y, 96, 40, kinds[2 * t]),
-                rect(x, y + 40, 96, 40, kinds[2 * t + 1]),
-                text(x + 48, y + 25, f"rank {2 * d + t}", "text bold", "middle"),
-                text(x + 48, y + 65, f"rows {4 * t} to {4 * t + 3}", "text", "middle"),
+                rect(x, y, 96, 37, kinds[2 * t]),
+                rect(x, y + 37, 96, 37, kinds[2 * t + 1]),
+                text(x + 48, y + 33, f"rank {2 * d + t}:", "text bold", "middle"),
+                text(x + 48, y + 52, f"rows {4 * t} to {4 * t + 3}", "text", "middle"),
             ]
     for t in range(2):
-        parts.append(line((432, 108 + 80 * t), (546, 108 + 80 * t), end=True))
+        parts.append(line((432, 108 + 80 * t), (546, 108 + 84 * t), end=True))
     parts += [
         text(598, 248, "dp 0", "soft", "middle"),
         text(702, 248, "dp 1", "soft", "middle"),
@@ -139,13 +137,13 @@ def boxes() -> str:
 
 TREE = (
     (0, "runs/lm/", "the root directory: what a program gives as path"),
+    (1, "best/", "a pinned tag: retention leaves it"),
     (1, "step_10/", "a tag: complete, because it has this name"),
     (2, "manifest.json", "which bytes of which file are which box; digests"),
     (2, "model/", "one payload of each rank: safetensors"),
     (2, "optimizer/", "the same for the state of the optimizer"),
-    (2, "_CHECKPOINT_METADATA", "orbax's own"),
-    (1, "step_20/", "the newest tag: what a load without a name takes"),
-    (1, "best/", "a pinned tag: retention leaves it"),
+    (2, "_CHECKPOINT_METADATA", "orbax's own, as is commit_success.txt"),
+    (1, "step_20/", "committed last, the newest: what a load without a name takes"),
 )
 
 
@@ -160,7 +158,7 @@ def tree() -> str:
         parts.append(text(x, y, name, "text code"))
         parts.append(text(300, y, says, "soft"))
     says = "; ".join(f"{name} {meaning}" for _, name, meaning in TREE)
-    return drawing(680, 58 + 26 * len(TREE), "A root directory and its tags", says, parts)
+    return drawing(760, 58 + 26 * len(TREE), "A root directory and its tags", says, parts)
 
 
 NEEDS = (

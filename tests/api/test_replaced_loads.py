@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_all_ranks_refuse_two_versions(
 
     monkeypatch.setattr(api_load, "open_tag", opens_and_replaces)
     targets = [{"w": torch.zeros(4)} for _ in range(2)]
-    with pytest.raises(xla_ckpt.StorageError, match="replaced while the ranks opened it"):
+    with pytest.raises(xla_ckpt.ChangedTagError, match="replaced while the ranks opened it"):
         as_job(
             monkeypatch,
             Mesh(dp=2),
@@ -70,3 +71,31 @@ def test_all_ranks_refuse_two_versions(
         lambda rank: xla_ckpt.load_checkpoint(tmp_path / "now", "a", model=targets[rank]),
     )
     assert [t["w"].tolist() for t in targets] == [[2] * 4] * 2
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tag_of_another_library_that_goes_while_the_ranks_look_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who finds it asks all ranks what the program expects in it, and would wait for those that do not find it."""
+    by_stock(tmp_path, 1.0)
+    find, lock = api_load.find_foreign, threading.Lock()
+
+    def finds_and_removes(*args: Any) -> Any:
+        with lock:
+            found = find(*args)
+            if (tmp_path / "a").exists():
+                shutil.rmtree(tmp_path / "a")
+            return found
+
+    monkeypatch.setattr(api_load, "find_foreign", finds_and_removes)
+    target = {"w": torch.zeros(4)}
+    with pytest.raises(xla_ckpt.NoCheckpointError):
+        as_job(
+            monkeypatch,
+            Mesh(dp=2),
+            "load",
+            lambda rank: xla_ckpt.load_checkpoint(tmp_path, "a", model=target),
+            timeout=5,
+        )
+    assert target["w"].tolist() == [0] * 4

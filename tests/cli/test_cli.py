@@ -40,10 +40,9 @@ def test_ls(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "ls", root)
     assert code == 0
     rows = [line.split("\t") for line in out.splitlines()]
-    assert [r[0] for r in rows[1:]] == ["tag", "best", "step_2"]
-    assert [len(r) for r in rows[2:]] == [8, 8]
-    assert rows[2][-1] == "pinned"
-    assert rows[3][-1] == "newest"
+    assert [r[0] for r in rows] == ["tag", "best", "step_2"]
+    assert [len(r) for r in rows] == [8, 8, 8]
+    assert [r[-1] for r in rows] == ["notes", "pinned", "newest"]
     code, out, _ = call(capsys, "ls", root, "--json")
     found = json.loads(out)
     assert [(t["tag"], t["sequence"], t["pinned"], t["arrays"], t["nbytes"]) for t in found["tags"]] == [
@@ -193,13 +192,13 @@ def test_ls_of_a_directory_above_the_roots(root: Path, tmp_path_factory: pytest.
 LS = {
     60: """\
 /runs/lm
-tag      commit  saved      size
+tag      commit  saved      size  notes
 best          1  ?        1.2 MB  pinned
 step_20      14  ?      123.5 GB  newest, pinned, dcp
 """,
     100: """\
 /runs/lm
-tag      commit  saved  arrays      size  files  ranks
+tag      commit  saved  arrays      size  files  ranks  notes
 best          1  ?          12    1.2 MB      2      1  pinned
 step_20      14  ?        1200  123.5 GB     64     32  newest, pinned, dcp
 """,

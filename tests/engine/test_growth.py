@@ -107,13 +107,19 @@ def retires_five(root: str, tags: int) -> None:
     xla_ckpt.save(root, "new", {"w": torch.ones(1)}, num_kept_ckpts=tags - 4)  # orbax looks at all tags for each
 
 
+def retires_nearly_all(root: str, tags: int) -> None:
+    xla_ckpt.save(root, "new", {"w": torch.ones(1)}, num_kept_ckpts=5)
+    assert len(xla_ckpt.list_tags(root)) == 5
+
+
 @pytest.mark.parametrize(
     ("work", "most"),
     [
         pytest.param(lambda root, tags: xla_ckpt.list_tags(root), 250, id="list"),
         pytest.param(lambda root, tags: xla_ckpt.restore(root), 350, id="the newest is loaded"),
-        pytest.param(adds, 500, id="one more is saved"),
+        pytest.param(adds, 400, id="one more is saved"),
         pytest.param(retires_five, 3000, id="five are retired"),
+        pytest.param(retires_nearly_all, 600, id="all but four are retired"),
     ],
 )
 def test_work_grows_with_the_number_of_tags(tmp_path: Path, work: Callable[[str, int], Any], most: int) -> None:

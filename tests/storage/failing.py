@@ -100,6 +100,9 @@ class FailingDirectory:
     def free(self) -> int | None:
         return self.inner.free()
 
+    def is_at(self, name: str) -> bool:
+        return self.inner.is_at(name)
+
     def close(self) -> None:
         self.inner.close()
 
@@ -154,6 +157,10 @@ class FailingStore:
     def remove(self, name: str) -> None:
         self.faults.change(f"remove {name}", needs_space=False)
         self.inner.remove(name)
+
+    def remove_empty(self, name: str) -> bool:
+        self.faults.change(f"remove {name}", needs_space=False)
+        return self.inner.remove_empty(name)
 
     def sync(self) -> None:
         self.faults.change("sync the root")

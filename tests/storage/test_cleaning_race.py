@@ -1,15 +1,21 @@
-"""A directory that is being made is not removed by a job that cleans up at that moment."""
+"""What other jobs do at the very moment at which one cleans up: nothing of theirs is removed."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.storage.failing import FailingStore, Faults
 from xla_ckpt.storage import local
+from xla_ckpt.storage.base import read_whole, write_small
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.tags.cleaning import clean, move_to_trash
+from xla_ckpt.tags.names import TRASH
 
 
 @pytest.mark.parametrize("instant", ["before it is opened", "before it is locked"])
@@ -35,3 +41,99 @@ def test_a_directory_is_made_again_if_it_was_removed_before_its_lock(
     assert (tmp_path / "a/f").exists()
     assert store.in_use("a")
     directory.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_directory_that_goes_before_its_lock_is_not_read(
+    replaced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes it has asked whether it is in use while it had no lock yet."""
+    store = LocalStore(str(tmp_path))
+    for name in "ab":
+        store.make(name).close()
+    (tmp_path / "b/file").write_bytes(b"new")
+    mark, todo = local._mark, [True]
+
+    def removes_and_marks(directory: local.LocalDirectory, how: int) -> None:
+        if todo and todo.pop():
+            assert not store.in_use("a")
+            store.remove("a")
+            if replaced:
+                os.rename(tmp_path / "b", tmp_path / "a")
+        mark(directory, how)
+
+    monkeypatch.setattr(local, "_mark", removes_and_marks)
+    if not replaced:
+        with pytest.raises(FileNotFoundError):
+            store.open("a")
+        return
+    directory = store.open("a")
+    assert read_whole(directory, "file") == b"new"
+    assert store.in_use("a")
+    directory.close()
+
+
+class RetiresMeanwhile(FailingStore):
+    """A store in which another job moves the tag `a` into the trash at the last moment before that is removed."""
+
+    def remove(self, name: str) -> None:
+        self._retire(name)
+        super().remove(name)
+
+    def remove_empty(self, name: str) -> bool:
+        self._retire(name)
+        return super().remove_empty(name)
+
+    def _retire(self, name: str) -> None:
+        if name == TRASH and self.inner.has("a"):
+            move_to_trash(self.inner, "a")
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_the_trash_is_not_removed_with_a_tag_that_has_just_come_into_it(kind: str, tmp_path: Path) -> None:
+    """The tag may be read still: it goes when nobody reads it any more."""
+    store = store_at(tmp_path / "root" if kind == "local" else f"memory://{tmp_path.name}/root")
+    store.prepare()
+    store.make(TRASH).close()
+    made = store.make("a")
+    write_small(made, "file", b"bytes")
+    made.close()
+    reader = store.open("a")
+    clean(RetiresMeanwhile("root", store, Faults()))
+    assert (store.names(), store.names(TRASH)) == ([TRASH], ["a-0"])
+    assert read_whole(reader, "file") == b"bytes"
+    clean(store)
+    assert read_whole(reader, "file") == b"bytes"
+    reader.close()
+    clean(store)
+    assert store.names() == []
+
+
+@pytest.mark.parametrize("how", ["made", "opened"])
+def test_who_looks_at_the_wrong_moment_does_not_leave_a_directory_unmarked(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking whether a directory is in use takes its lock for an instant, in which its owner cannot mark it."""
+    store = LocalStore(str(tmp_path))
+    if how == "opened":
+        store.make("a").close()
+    flock, probes = fcntl.flock, []
+
+    def at_the_wrong_moment(fd: int, operation: int) -> None:
+        if len(probes) < 3:  # somebody else has it, three times
+            other = os.open(tmp_path / "a", os.O_RDONLY)
+            flock(other, fcntl.LOCK_EX)
+            probes.append(other)
+            try:
+                flock(fd, operation)
+            finally:
+                os.close(other)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", at_the_wrong_moment)
+    directory = store.make("a") if how == "made" else store.open("a")
+    monkeypatch.undo()
+    assert len(probes) == 3
+    assert store.in_use("a")
+    directory.close()
+    assert not store.in_use("a")

@@ -111,6 +111,35 @@ def test_directories_are_made_once(store: Store) -> None:
         store.open("b/file")
 
 
+def test_only_what_is_empty_is_removed_as_empty(store: Store) -> None:
+    fill(store, "a", "file")
+    store.make("b").close()
+    assert [store.remove_empty(name) for name in "ab"] == [False, True]
+    assert (store.names(), store.names("a")) == (["a"], ["file"])
+    with pytest.raises(FileNotFoundError):
+        store.remove_empty("b")
+    with pytest.raises(NotADirectoryError):
+        store.remove_empty("a/file")
+
+
+def test_where_a_directory_is_now(store: Store) -> None:
+    fill(store, "a", "file")
+    fill(store, "b")
+    made, read = store.make("c"), store.open("a")
+    assert [directory.is_at(directory.name) for directory in (made, read)] == [True, True]
+    store.rename("c", "d")
+    store.rename("a", "c")
+    assert [directory.is_at(directory.name) for directory in (made, read)] == [False, False]
+    assert (made.is_at("d"), read.is_at("c"), read.is_at("d"), read.is_at("none")) == (True, True, False, False)
+    store.rename("b", "a")
+    assert not read.is_at("a"), "another one has its name"
+    assert read_whole(read, "file") == b"file"
+    store.remove("c")
+    assert not read.is_at("c")
+    for directory in (made, read):
+        directory.close()
+
+
 def test_files_of_a_directory(store: Store) -> None:
     directory = store.make("a")
     sink = directory.create("sub/deep/file", 6)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import xla_ckpt
 from tests.runs import names_in
+from xla_ckpt.layouts.registry import find_foreign
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.directory import entries, entry_of, open_directory
 
@@ -65,3 +67,35 @@ def test_a_tag_is_listed_while_it_is_replaced(tmp_path: Path, steps: list[tuple[
     found = entry_of(Replaced(str(tmp_path), list(steps)), "best")
     assert found is not None
     assert found.tag == "best"
+
+
+class InPlaceAgain(LocalStore):
+    """A store in which the tag `best` is set aside when its manifest is looked for, and replaced when its files are."""
+
+    over = False
+
+    def has(self, path: str) -> bool:
+        """Whether it is there at this moment."""
+        if path == "best/manifest.json" and not self.over and super().has("best"):
+            self.rename(*ASIDE)
+        return super().has(path)
+
+    def is_directory(self, path: str) -> bool:
+        """Whether it is a directory at this moment."""
+        if path == "best/model" and not super().has("best"):
+            self.rename(*BACK)
+            self.over = True
+        return super().is_directory(path)
+
+
+def test_a_tag_that_is_replaced_is_not_taken_for_one_of_another_library(tmp_path: Path) -> None:
+    """Without the manifest, which has the digests, its bytes would be loaded as they are."""
+    xla_ckpt.save_checkpoint(tmp_path, "best", {"w": torch.ones(3)}, layout="xser")
+    xla_ckpt.finalize_checkpoint()
+    (tmp_path / "best/manifest.json").rename(tmp_path / "manifest.json")
+    (tmp_path / "best/commit_success.txt").unlink()
+    assert find_foreign(LocalStore(str(tmp_path)), "best") is not None, "neuronx-distributed's own looks like it"
+    (tmp_path / "manifest.json").rename(tmp_path / "best/manifest.json")
+    store = InPlaceAgain(str(tmp_path))
+    assert find_foreign(store, "best") is None
+    assert store.over

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.storage.failing import FailingStore, Faults
-from xla_ckpt.errors import NotDurableError
+from xla_ckpt.errors import NotDurableError, SaveError
 from xla_ckpt.storage.base import Store, read_whole, write_small
 from xla_ckpt.storage.door import above, store_at
 from xla_ckpt.tags import replacement
@@ -70,8 +70,11 @@ def test_what_another_writer_still_writes_is_left_alone(store: Store) -> None:
     assert {first.directory.name, second.directory.name} == {".new-a", ".new-a-1"}
     for made, text in ((first, b"1"), (second, b"2")):
         fill(made, text)
-        replacement.commit(made)
-        assert content(store) == text
+    replacement.commit(first)
+    with pytest.raises(SaveError, match="another job has saved this checkpoint meanwhile"):
+        replacement.commit(second)
+    replacement.abandon(second)
+    assert content(store) == b"1"
     assert store.names() == ["a"]
 
 

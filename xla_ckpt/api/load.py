@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from xla_ckpt.api.tags import expect_commit, located
 from xla_ckpt.engine.background import SAVES, install_exit_hook
@@ -18,11 +18,20 @@ from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.restore import Sharing, fill
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, RankFailedError, StorageError, UsageError, naming
+from xla_ckpt.errors import (
+    ChangedTagError,
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadError,
+    NoCheckpointError,
+    RankFailedError,
+    UsageError,
+    naming,
+)
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.shared_reads import SharedReads
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed, agreed_unless_lost
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed, agreed_unless_lost, as_checkpoint_error
 from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -38,6 +47,11 @@ from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tree import path as paths
 
 logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+LOOKS = 8
+"""How often the newest tag is looked for, if the one that was found is always replaced or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +107,8 @@ def load_checkpoint(
             or what a program gave to ``smp.save``, which names all parts: ``checkpoint.pt`` for ``checkpoint.pt_0_0``
             and its peers (``checkpoint.pt_*`` if there is a full file of that name, too).
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
-            and the newest good one is taken instead.
+            and the newest good one is taken instead. If another job replaces or removes it meanwhile, the newest is
+            looked for again.
         model: A module, or a dict: its arrays are overwritten; an empty dict receives everything.
         optimizer: An optimizer (state is matched by parameter name), or a dict of optimizers of this model, or a dict.
         scheduler: A learning rate scheduler, or a dict.
@@ -121,6 +136,7 @@ def load_checkpoint(
         NoCheckpointError: There is no such tag, or none at all.
         IncompatibleCheckpointError: Something does not fit (and `strict`). Nothing was changed.
         CorruptCheckpointError: The tag is damaged. Nothing was changed.
+        ChangedTagError: Another job replaced or removed the tag meanwhile. Nothing was changed.
         LoadError: The `load_state_dict` of an object raised an exception, on some rank. Nothing was changed, but for a
             module that is loaded through code of its own, and what its `details` name.
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False. Nothing was changed.
@@ -188,6 +204,7 @@ def restore(
         NoCheckpointError: There is no such tag, or none at all.
         IncompatibleCheckpointError: `like` names something that is not stored, or has another shape or dtype.
         CorruptCheckpointError: The tag is damaged.
+        ChangedTagError: Another job replaced or removed the tag meanwhile.
         UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
     """
     value, report = _load(
@@ -314,14 +331,23 @@ class _Load:
     phases: Phases
 
     def newest(self) -> tuple[Any, LoadReport]:
-        """Load the newest tag that is not damaged."""
+        """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
         damaged: dict[str, CorruptCheckpointError] = {}
-        for tag in self._newest_first():
+        changed: list[CheckpointError] = []
+        todo = self._newest_first("tags")
+        while todo:
+            tag = todo.pop(0)
             try:
-                value, report = self.one(tag, self.job.exchange.within(tag))
+                value, report = self.one(tag, self.job.exchange.within(f"{len(changed)}/{tag}"))
             except CorruptCheckpointError as error:
                 logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
                 damaged[tag] = error
+            except (ChangedTagError, NoCheckpointError) as error:
+                changed.append(error)
+                if len(changed) == LOOKS:
+                    raise
+                logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
+                todo = [tag for tag in self._newest_first(f"tags/{len(changed)}") if tag not in damaged]
             else:
                 return value, replace(report, corrupt_tags=tuple(damaged))
         if damaged:
@@ -371,18 +397,9 @@ class _Load:
         )
         return value, report
 
-    def _newest_first(self) -> list[str]:
+    def _newest_first(self, key: str) -> list[str]:
         """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
-        exchange = self.job.exchange
-        if exchange.size == 1:
-            return self._listed()
-        if exchange.rank == 0:
-            try:
-                exchange.say("tags", self._listed())
-            except CheckpointError as error:
-                exchange.say("tags", error=error)
-        found: list[str] = exchange.hear("tags", 0)
-        return found
+        return _of_lead(self.job.exchange, key, self._listed)
 
     def _listed(self) -> list[str]:
         found = all_tags(self.store)
@@ -399,8 +416,8 @@ class _Load:
 
     def _open(self, tag: str, exchange: Round) -> TagReader:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
-        found = find_foreign(self.store, tag)
-        if found is None or not found[0].asks:
+        # Ranks that look at different moments may see different tags, and would wait for different messages.
+        if not _of_lead(exchange, "asks", lambda: self._asks(tag)):
             with agreed(exchange, "opening"):
                 return open_tag(self.store, tag)
         with agreed(exchange, "describing"):
@@ -409,11 +426,16 @@ class _Load:
         with agreed(exchange, "opening"):
             return open_tag(self.store, tag, hints)
 
+    def _asks(self, tag: str) -> bool:
+        """Whether the files of a tag do not say everything."""
+        found = find_foreign(self.store, tag)
+        return found is not None and found[0].asks
+
     def _check_version(self, reader: TagReader, exchange: Round) -> None:
         """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded.
 
         Raises:
-            StorageError: They have. All ranks raise it.
+            ChangedTagError: They have. All ranks raise it.
         """
         if exchange.size == 1:
             return
@@ -421,7 +443,7 @@ class _Load:
             exchange.say("version", reader.version)
         with agreed(exchange, "opening the same version"):
             if exchange.hear("version", 0) != reader.version:
-                raise StorageError(
+                raise ChangedTagError(
                     "the tag was replaced while the ranks opened it, and they have found different versions",
                     path=reader.root,
                     tag=reader.tag,
@@ -492,6 +514,20 @@ class _Load:
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))
+
+
+def _of_lead(exchange: Round, key: str, look: Callable[[], Found]) -> Found:
+    """What rank 0 finds; it is told to all, and so is an error that it meets."""
+    if exchange.size == 1:
+        return look()
+    if exchange.rank == 0:
+        try:
+            exchange.say(key, look())
+        except Exception as error:
+            # The others wait for it.
+            exchange.say(key, error=as_checkpoint_error(error, "looking for tags", 0, LoadError))
+    found: Found = exchange.hear(key, 0)
+    return found
 
 
 def _put_together(

@@ -64,7 +64,7 @@ class Rows:
     """A table: as wide as the terminal, or in a pipe one line for each row, with tabs between the cells.
 
     Args:
-        title: The line above it.
+        title: The line above it, on a terminal: a pipe has the names of the columns in its first line.
         columns: Names of the columns. ``>`` before one moves its cells to the right; ``?`` says that the column is left
             out, the last such one first, where the terminal is too narrow for all.
         rows: Plain cells.
@@ -80,7 +80,7 @@ class Rows:
         self.gives_way = [column.startswith("?") for column in columns]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self.title:
+        if self.title and options.is_terminal:
             yield Text(self.title, style="bold")
         if not options.is_terminal:
             lines = "".join("\t".join(row).rstrip("\t") + "\n" for row in (self.names, *self.rows))
@@ -142,7 +142,12 @@ def tag_table(facts: dict[str, Any]) -> RenderableType:
         numbers = (str(t["sequence"] or "?"), when(t["created"]), arrays, size(t["nbytes"]), files, ranks)
         rows.append((t["tag"], *numbers, t["problem"] or ", ".join(marks)))
     red = frozenset(i for i, t in enumerate(facts["tags"]) if t["problem"])
-    return Rows(facts["path"], ("tag", "?>commit", "?saved", "?>arrays", ">size", "?>files", "?>ranks", ""), rows, red)
+    return Rows(
+        facts["path"],
+        ("tag", "?>commit", "?saved", "?>arrays", ">size", "?>files", "?>ranks", "notes"),
+        rows,
+        red,
+    )
 
 
 def tag(facts: dict[str, Any]) -> RenderableType:

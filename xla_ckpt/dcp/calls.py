@@ -83,6 +83,7 @@ def save(
     Raises:
         CheckpointError: The save failed, and there is what was there before; the same error on all ranks. DCP's
             `CheckpointException`, with the errors of all ranks, is its cause.
+        SaveError: For instance, another job has saved the same checkpoint since this save began. That one stays.
     """
     writer = _writer(storage_writer, checkpoint_id, replicas)
     path = _path_of(writer)

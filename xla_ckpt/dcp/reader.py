@@ -38,10 +38,10 @@ from xla_ckpt.dcp.source import Opened, Places, open_source
 from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import (
+    ChangedTagError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
-    StorageError,
     UsageError,
     naming,
     storage_errors,
@@ -161,7 +161,7 @@ class StorageReader(Named, StockReader):
         # A job that saves the same checkpoint anew may have replaced it between two ranks' looks.
         found = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
         if len(found) > 1:
-            raise StorageError(
+            raise ChangedTagError(
                 "the checkpoint was replaced while the ranks opened it, and they have found different versions",
                 path=self._path,
                 hint="Load it again.",

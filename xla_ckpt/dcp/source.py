@@ -15,7 +15,7 @@ import torch
 
 from xla_ckpt.arrays.torch_host import torch_dtype
 from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.tag_reader import DAMAGED, MAX_MANIFEST, TagReader
+from xla_ckpt.engine.tag_reader import DAMAGED, MAX_MANIFEST, TagReader, absent
 from xla_ckpt.errors import (
     CorruptCheckpointError,
     FormatError,
@@ -143,12 +143,14 @@ class Opened:
 
         Raises:
             CorruptCheckpointError: It is missing, or has another size than was saved.
+            ChangedTagError: It is missing, since the checkpoint has been removed.
         """
         if file not in self._ahead:
             try:
                 source = self.directory.open(file)
             except FileNotFoundError:
-                raise CorruptCheckpointError("a file of the checkpoint is missing", file=file, path=self.path) from None
+                problem = "a file of the checkpoint is missing"
+                raise absent(self.directory, problem, file=file, path=self.path) from None
             self._ahead[file] = Ahead(source, file)
             record = None if self.records is None else self.records.get(file)
             if record is not None and source.size != record.size:

@@ -9,7 +9,14 @@ from typing import Any, Protocol
 from xla_ckpt.engine import pickles
 from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.parity import REPAIR, has_parity
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming, storage_errors
+from xla_ckpt.errors import (
+    ChangedTagError,
+    CheckpointError,
+    CorruptCheckpointError,
+    FormatError,
+    naming,
+    storage_errors,
+)
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
@@ -49,6 +56,7 @@ class TagReader:
 
     Raises (on construction):
         CorruptCheckpointError: The manifest is missing or damaged.
+        ChangedTagError: The tag has been removed since its directory was opened.
         UnsupportedVersionError: A newer version wrote it.
     """
 
@@ -98,7 +106,7 @@ class TagReader:
                 source = self.directory.open(MANIFEST)
             except (FileNotFoundError, NotADirectoryError):
                 hint = REPAIR if has_parity(self.directory) else None
-                raise CorruptCheckpointError("the tag has no manifest", hint=hint) from None
+                raise absent(self.directory, "the tag has no manifest", hint=hint) from None
             try:
                 if source.size > MAX_MANIFEST:
                     raise FormatError(
@@ -139,6 +147,7 @@ class TagReader:
 
         Raises:
             CorruptCheckpointError: It is missing, or has another size.
+            ChangedTagError: It is missing, since the tag has been removed.
         """
         with self._lock:
             if (source := self._sources.get(file)) is not None:
@@ -151,7 +160,7 @@ class TagReader:
                 try:
                     source = self.directory.open(record.path)
                 except (FileNotFoundError, NotADirectoryError):
-                    raise CorruptCheckpointError("a payload file is missing", hint=self.hint) from None
+                    raise absent(self.directory, "a payload file is missing", hint=self.hint) from None
             self._sources[file] = source
             if source.size != record.size:
                 raise CorruptCheckpointError(
@@ -227,6 +236,20 @@ class TagReader:
             with naming(path=self.root, tag=self.tag, file=record.path), collector_paused():
                 return payload.parse_header(head)
         return None
+
+
+def absent(directory: Directory, problem: str, **facts: Any) -> CheckpointError:
+    """The error for a file that is not in a directory of a checkpoint, which may have been removed meanwhile.
+
+    Where there are no locks, another job does not see that somebody reads what it removes.
+    """
+    if not directory.is_at(directory.name):
+        return ChangedTagError(
+            "it was replaced or removed while it was being read",
+            hint="Load it again, or another one.",
+            **{k: v for k, v in facts.items() if k != "hint"},
+        )
+    return CorruptCheckpointError(problem, **facts)
 
 
 def head_of(source: Source, record: FileRecord, hint: str) -> bytes:

@@ -28,7 +28,7 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, may_be_foreign, no_such_tag
+from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, is_ours, may_be_foreign, no_such_tag
 from xla_ckpt.tags.directory import open_directory as open_own
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,8 @@ def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
     if may_be_foreign(store, tag):
         for layout in _layouts:
             if (entry := layout.find(store, tag)) is not None:
-                return layout, entry
+                # A tag of ours that was just being replaced, in this layout, has its manifest again.
+                return None if is_ours(store, tag) else (layout, entry)
     return None
 
 

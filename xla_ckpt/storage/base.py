@@ -96,6 +96,9 @@ class Directory(Protocol):
     def free(self) -> int | None:
         """Bytes that this process may still write there; None where nobody can say."""
 
+    def is_at(self, name: str) -> bool:
+        """Whether it has this name now, in the place where it was opened: its own, unless it was moved."""
+
     def close(self) -> None:
         """Release the directory, and the lock that it was opened with."""
 
@@ -117,6 +120,7 @@ class Store(Protocol):
 
         Raises:
             PermissionError: It cannot.
+            OSError: Likewise, because of the storage: it is read-only, for instance.
         """
 
     def names(self, path: str = "") -> list[str]:
@@ -164,6 +168,9 @@ class Store(Protocol):
 
     def remove(self, name: str) -> None:
         """Remove a directory with all that is in it."""
+
+    def remove_empty(self, name: str) -> bool:
+        """Remove a directory if nothing is in it, in one step; whether that was so."""
 
     def sync(self) -> None:
         """Make the names in it durable."""

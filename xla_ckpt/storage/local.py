@@ -42,6 +42,15 @@ A save that is alive writes, or waits for other ranks, and that for no longer th
 caller says otherwise. As much again is left for clocks that differ. A load seldom takes so long.
 """
 
+OPENINGS = 8
+"""How often a directory is opened again that was moved when it got its lock.
+
+A file system whose numbers of files change would have it opened for ever.
+"""
+
+MARKS = 50
+"""How often it is tried to mark a directory as being in use, a millisecond apart."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _AT_FDCWD = -100
@@ -312,6 +321,9 @@ class LocalDirectory:
             return None
         return status.f_bavail * status.f_frsize if status.f_blocks else None  # some network file systems say 0 of 0
 
+    def is_at(self, name: str) -> bool:
+        return is_at(self, os.path.join(os.path.dirname(self.path), name))
+
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
@@ -333,6 +345,8 @@ class LocalStore:
     def prepare(self) -> None:
         os.makedirs(self.path, exist_ok=True)
         if not os.access(self.path, os.W_OK | os.X_OK):
+            if os.statvfs(self.path).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.path)
             raise PermissionError(errno.EACCES, "no permission to write there", self.path)
 
     def names(self, path: str = "") -> list[str]:
@@ -366,9 +380,20 @@ class LocalStore:
             return None
 
     def open(self, name: str, *, lock: bool = True, links: bool = False, write: bool = False) -> LocalDirectory:
+        if not lock:
+            return LocalDirectory(self._at(name), links=links)
+        directory = self._locked(name, links, write)
+        for _ in range(OPENINGS):
+            if directory.is_at(directory.name):
+                break
+            # Between its opening and its lock it was moved, perhaps to be removed, and nobody saw that it is read.
+            directory.close()
+            directory = self._locked(name, links, write)
+        return directory
+
+    def _locked(self, name: str, links: bool, write: bool) -> LocalDirectory:
         directory = LocalDirectory(self._at(name), links=links)
-        if lock:
-            _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
+        _mark(directory, fcntl.LOCK_EX if write else fcntl.LOCK_SH)
         return directory
 
     def make(self, name: str) -> LocalDirectory:
@@ -380,7 +405,7 @@ class LocalStore:
             except FileNotFoundError:
                 continue
             _mark(directory, fcntl.LOCK_EX)
-            if is_at(directory, self._at(name)):
+            if directory.is_at(directory.name):
                 return directory
             directory.close()
 
@@ -412,6 +437,15 @@ class LocalStore:
     def remove(self, name: str) -> None:
         shutil.rmtree(self._at(name))
 
+    def remove_empty(self, name: str) -> bool:
+        try:
+            os.rmdir(self._at(name))
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return False
+        return True
+
     def sync(self) -> None:
         directory = LocalDirectory(self.path)
         try:
@@ -424,16 +458,25 @@ def is_at(directory: LocalDirectory, path: str) -> bool:
     """Whether a directory that was opened is the one that lies at a path."""
     try:
         return os.path.samestat(os.fstat(directory.fd), os.stat(path))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 
 def _mark(directory: LocalDirectory, how: int) -> None:
-    try:
-        fcntl.flock(directory.fd, how | fcntl.LOCK_NB)
-    except OSError as error:
-        # Where there are no locks, `in_use` goes by the age of a directory.
-        logger.debug("%s is not marked as being in use: %s", directory.path, error)
+    for _ in range(MARKS):
+        try:
+            fcntl.flock(directory.fd, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Who asks whether a directory is in use holds it for that instant. Without another try it would be unmarked
+            # from then on, and be removed while it is written or read.
+            time.sleep(0.001)
+        except OSError as error:
+            # Where there are no locks, `in_use` goes by the age of a directory.
+            logger.debug("%s is not marked as being in use: %s", directory.path, error)
+            return
+        else:
+            return
+    logger.debug("%s is not marked as being in use: somebody else has marked it", directory.path)
 
 
 def _is_locked(path: str) -> bool | OSError:

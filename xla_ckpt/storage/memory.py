@@ -136,9 +136,17 @@ class MemorySource:
 class MemoryDirectory:
     """A folder that is open, by default a new one that is in no store."""
 
-    def __init__(self, name: str = "", folder: Folder | None = None, *, lock: bool = False) -> None:
+    def __init__(
+        self,
+        name: str = "",
+        folder: Folder | None = None,
+        *,
+        lock: bool = False,
+        beside: Callable[[str], Folder | _File | None] | None = None,
+    ) -> None:
         self.name = name
         self._folder = Folder() if folder is None else folder
+        self._beside = beside
         self._locked, self._open = lock, True
         if lock:
             self._folder.users += 1
@@ -203,6 +211,9 @@ class MemoryDirectory:
 
     def free(self) -> int | None:
         return None
+
+    def is_at(self, name: str) -> bool:
+        return self._beside is None or self._beside(name) is self._folder
 
     def close(self) -> None:
         with _LOCK:
@@ -300,7 +311,8 @@ class MemoryStore:
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> MemoryDirectory:
         with _LOCK:
-            return MemoryDirectory(name.rpartition("/")[2], self._files.folder(self._at(name)), lock=lock)
+            folder = self._files.folder(self._at(name))
+            return MemoryDirectory(name.rpartition("/")[2], folder, lock=lock, beside=self._beside(name))
 
     def make(self, name: str) -> MemoryDirectory:
         with _LOCK:
@@ -309,7 +321,12 @@ class MemoryStore:
                 raise _error(errno.EEXIST, name)
             made = Folder()
             folder.put(last, made)
-            return MemoryDirectory(last, made, lock=True)
+            return MemoryDirectory(last, made, lock=True, beside=self._beside(name))
+
+    def _beside(self, name: str) -> Callable[[str], Folder | _File | None]:
+        """What finds the names in the directory in which this one lies."""
+        above, separator, _ = name.rpartition("/")
+        return lambda other: self._find(f"{above}{separator}{other}")
 
     def held(self, name: str) -> bool | None:
         found = self._find(name)
@@ -340,6 +357,13 @@ class MemoryStore:
             above, last = self._above(name)
             above.take(last)
             folder.clear()
+
+    def remove_empty(self, name: str) -> bool:
+        with _LOCK:
+            empty = not self._files.folder(self._at(name)).entries
+            if empty:
+                self.remove(name)
+            return empty
 
     def sync(self) -> None:
         """Nothing to sync."""

@@ -39,9 +39,9 @@ def clean(store: Store) -> None:
         with _left_to_others(store, TRASH):
             for doomed in store.names(TRASH):  # orbax moves the tags there that retention gives up
                 remove_unused(store, f"{TRASH}/{doomed}")
-            if not store.names(TRASH):
-                with contextlib.suppress(FileNotFoundError):  # another program that cleans up came first
-                    store.remove(TRASH)
+            with contextlib.suppress(FileNotFoundError):  # another program that cleans up came first
+                # Not `remove`: somebody may move a tag there at this moment, which may still be read.
+                store.remove_empty(TRASH)
 
 
 _told: set[tuple[str, str]] = set()

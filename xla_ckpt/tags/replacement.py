@@ -3,6 +3,9 @@
 What had that name before is there until the new one is complete, and gone afterwards. Whoever looks finds one of the
 two, whatever happens in between. Where the storage cannot exchange two names in one step, the old directory stands
 under ``.old-<name>`` for an instant.
+
+A process may be stopped for long and go on when its job has been restarted elsewhere: what another writer has put there
+since it began stays.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from xla_ckpt.errors import SaveError
 from xla_ckpt.storage.base import Directory, Store, not_durable, rename_durably
 from xla_ckpt.tags.cleaning import remove, remove_unused
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
@@ -25,6 +29,9 @@ class Replacement:
 
     directory: Directory
     """Where its files go. Everything in it must be durable before `commit`."""
+
+    before: Directory | None
+    """What had the name when the writing began."""
 
     ended: bool = False
     """Whether it was committed or abandoned."""
@@ -47,13 +54,22 @@ def begin(store: Store, name: str) -> Replacement:
     """
     store.prepare()
     clean(store, name)
+    before = _what_has(store, name)
     for number in itertools.count():
         try:
             directory = store.make(f"{draft_name(name)}-{number}" if number else draft_name(name))
         except FileExistsError:
             continue  # somebody else writes it, or may do so for all that can be told
-        return Replacement(store=store, name=name, directory=directory)
+        return Replacement(store=store, name=name, directory=directory, before=before)
     raise AssertionError("numbers do not end")
+
+
+def _what_has(store: Store, name: str) -> Directory | None:
+    """The directory of this name. Without a lock: nobody needs its files."""
+    try:
+        return store.open(name, lock=False)
+    except FileNotFoundError:
+        return None
 
 
 def clean(store: Store, name: str) -> None:
@@ -86,14 +102,25 @@ def commit(made: Replacement) -> None:
     """Have the directory take its name. What had the name before is removed, unless somebody reads it.
 
     Raises:
+        SaveError: Another writer has put a directory there since this one began; it has the name.
         OSError: The storage refused; the name has what it had before.
         NotDurableError: The name has the new directory, and a loss of power may undo that.
     """
     store, name, draft = made.store, made.name, made.directory.name
     if not store.has(name):
-        rename_durably(store, draft, name)
+        try:
+            rename_durably(store, draft, name)
+        except OSError as error:
+            if store.has(name):
+                raise _overtaken(name) from error
+            raise
         made.ended = True
+    elif not _was_there(made, name):
+        raise _overtaken(name)
     elif store.exchange(draft, name):
+        if not _was_there(made, draft):  # another writer was faster by less than the look before
+            store.exchange(draft, name)
+            raise _overtaken(name)
         try:
             store.sync()
         except OSError as refused:
@@ -112,13 +139,34 @@ def commit(made: Replacement) -> None:
             remove(store, old)
         store.rename(name, old)
         try:
+            if not _was_there(made, old):
+                raise _overtaken(name)
             rename_durably(store, draft, name)
-        except OSError:
+        except (OSError, SaveError):
             store.rename(old, name)
             raise
         made.ended = True
         remove_unused(store, old)
+    _close(made)
+
+
+def _was_there(made: Replacement, name: str) -> bool:
+    """Whether what has this name is what had the name of the new directory when the writing began."""
+    return made.before is not None and made.before.is_at(name)
+
+
+def _overtaken(name: str) -> SaveError:
+    return SaveError(
+        "another job has saved this checkpoint meanwhile",
+        found=name,
+        hint="That version stays. Two jobs that save at the same time need different directories.",
+    )
+
+
+def _close(made: Replacement) -> None:
     made.directory.close()
+    if made.before is not None:
+        made.before.close()
 
 
 def abandon(made: Replacement) -> None:
@@ -126,6 +174,6 @@ def abandon(made: Replacement) -> None:
     if made.ended:
         return
     made.ended = True
-    made.directory.close()
+    _close(made)
     if made.store.has(made.directory.name):
         remove(made.store, made.directory.name)

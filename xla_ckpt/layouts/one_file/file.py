@@ -60,6 +60,9 @@ class SavedFiles:
     def free(self) -> int | None:
         return self._directory.free()
 
+    def is_at(self, name: str) -> bool:
+        return self._directory.is_at(self._directory.name if name == self.name else name)
+
     def close(self) -> None:
         self._directory.close()
 
