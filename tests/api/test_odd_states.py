@@ -263,10 +263,11 @@ def test_a_dict_of_modules_is_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["optimizer", "scheduler", "extras"])
-def test_a_dict_of_optimizers_is_refused_with_a_way_out(tmp_path: Path, place: str) -> None:
+def test_a_dict_of_objects_is_refused_with_a_way_out(tmp_path: Path, place: str) -> None:
     """They would be pickled, and a load would return without reaching the program's own."""
     model = torch.nn.Linear(2, 2)
-    several = {"adam": torch.optim.Adam(model.parameters()), "sgd": torch.optim.SGD([model.bias])}
+    adam = torch.optim.Adam(model.parameters())
+    several = {"adam": adam, "schedule": torch.optim.lr_scheduler.StepLR(adam, 1)}
     given: dict[str, Any] = {"extras": {"both": several}} if place == "extras" else {place: several}
     with pytest.raises(UsageError, match=r"a state of its own: 'adam'.*extras=\{\"adam\": ...") as caught:
         xla_ckpt.save_checkpoint(tmp_path, "a", model, **given)
