@@ -187,6 +187,16 @@ def test_a_round_is_closed_when_all_have_closed_it() -> None:
     rounds[0].wait_closed(Deadline(0.05))
 
 
+def test_a_rank_that_does_not_close_a_failed_round_is_told_as_that() -> None:
+    """Found by `make soak`: the end of a program raised the error of a save that it had been told of long before."""
+    board = Board(2)
+    rounds = [Round(board.peer(rank), "save/1", 30) for rank in range(2)]
+    assert rounds[0].decide(StorageError("no room", rank=0)) is not None
+    rounds[0].close()
+    with pytest.raises(RankFailedError, match="rank 1"):
+        rounds[0].wait_closed(Deadline(0.05))
+
+
 def test_a_store_that_is_gone_is_no_rank_that_is() -> None:
     made = Round(Lost(1, 3), "save/1", 60)
     for ask in (lambda: made.hear("k", 0), lambda: made.has("k"), made.is_closed):

@@ -253,7 +253,10 @@ class Round:
             RankFailedError: One of them has not in time.
         """
         for rank in range(self.size):
-            self.hear(f"closed/{rank}", rank, deadline)
+            try:
+                self._hear(f"closed/{rank}", rank, deadline)
+            except _SilentError as error:
+                raise error.as_failure() from None  # how the round ended was decided before
 
     def forget(self) -> None:
         """Remove what this rank has put. Nobody may ask for it again."""
