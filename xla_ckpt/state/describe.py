@@ -35,8 +35,8 @@ from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
 from xla_ckpt.tree.skeleton import only, part_at, renumbered
 
-OURS = ("xla_ckpt", "neuron_compat")
-"""Packages whose frames a warning does not show."""
+OURS = __name__.partition(".")[0]
+"""The package whose frames a warning does not show."""
 
 logger = logging.getLogger(__name__)
 
@@ -280,6 +280,6 @@ def _pickle(leaf: str, value: Any) -> bytes:
 def _frames_of_ours() -> int:
     """How far up the stack the program's own code is, for a warning that is to show the program's line."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == OURS:
         frame, level = frame.f_back, level + 1
     return level
