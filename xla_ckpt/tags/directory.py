@@ -9,6 +9,7 @@ them.)
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,9 @@ COMMITTED = "commit_success.txt"
 
 ORBAX_METADATA = "_CHECKPOINT_METADATA"
 """orbax's own file in a tag. Nothing depends on it, but a damaged tag keeps its place in the order by it."""
+
+LOOKS = 4
+"""How often a tag is looked for under both of its names."""
 
 MAX_ORBAX_METADATA = 1 << 20
 """A larger one is not read (bytes): orbax writes a few hundred."""
@@ -81,9 +85,22 @@ def entry_of(store: Store, tag: str) -> TagEntry | None:
 
 
 def _found(store: Store, tag: str) -> TagEntry | None:
-    """A tag, wherever it is now: without the third look, one whose replacement ends between two looks is missed."""
-    looks = (_entry(store, name, tag) for name in (tag, OLD_PREFIX + tag, tag))
+    """A tag, wherever it is now."""
+    looks = (_entry(store, name, tag) for name in _places(store, tag))
     return next((entry for entry in looks if entry is not None), None)
+
+
+def _places(store: Store, tag: str) -> Iterator[str]:
+    """The names under which a tag is looked for, one after the other.
+
+    While it is replaced it moves from its name to the other one, and a new version comes to its name. Who looks between
+    two steps of that finds it under neither, and again if it is replaced once more before the next look.
+    """
+    for _ in range(LOOKS):
+        yield tag
+        yield OLD_PREFIX + tag
+        if store.is_directory(tag) and not is_ours(store, tag) and store.is_directory(tag):
+            return  # it is another library's: had one of ours moved away between the first two, it would not be there
 
 
 def names_in(store: Store) -> list[str]:
@@ -159,7 +176,7 @@ def open_directory(store: Store, tag: str) -> Directory:
         InvalidTagError: `tag` cannot be one.
     """
     check_tag(tag, store.path)
-    for name in (tag, OLD_PREFIX + tag, tag):  # it may move from the first name to the second, or be replaced
+    for name in _places(store, tag):
         if not is_ours(store, name):
             continue
         try:
