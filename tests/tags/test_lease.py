@@ -414,3 +414,20 @@ def test_readers_and_calls_on_single_tags_need_no_lease(root: Path, tmp_path: Pa
     xla_ckpt.pin_tag(root, "first")
     xla_ckpt.convert(root, tmp_path / "out.pt", tag="first", to="torch")
     assert first.go_on() == ""
+
+
+def saves_to_many(root: Path) -> tuple[int, list[bool]]:
+    """How many more descriptors are open after saves to many directories, and which of these have a lease."""
+    save(root / "0", "a")
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(1, 40):
+        xla_ckpt.save(root / str(number), "a", {"x": number})
+        save(root / "0", "a")
+    xla_ckpt.finalize_checkpoint()
+    return len(os.listdir("/proc/self/fd")) - before, [(root / str(n) / ".lease").exists() for n in range(40)]
+
+
+def test_a_program_that_saves_to_many_directories_keeps_the_last_leases(root: Path) -> None:
+    more, leases = run_alone(saves_to_many, root)
+    assert more < 20
+    assert leases == [True] + [False] * 24 + [True] * 15

@@ -285,7 +285,7 @@ def _renamed(problems: Sequence[Problem]) -> str | None:
     """What to do where all names that are wanted are those that are stored, but for a prefix; None if they are not.
 
     >>> _renamed([Problem("model/module.w", ABSENT), Problem("model/w", UNWANTED)])
-    "The names of the target begin with 'module.', which those that are stored lack: load into the member of that name."
+    "The names of the target begin with 'module.', which those that are stored lack: load into model.module."
     """
     wanted = sorted(p.leaf for p in problems if p.text == ABSENT)
     stored = sorted(p.leaf for p in problems if p.text == UNWANTED)
@@ -300,8 +300,8 @@ def _renamed(problems: Sequence[Problem]) -> str | None:
         return None
     if longer is wanted:
         return (
-            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into the model "
-            f"inside, model.{prefix[:-1]}."
+            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into "
+            f"model.{prefix[:-1]}."
         )
     return (
         f"The names that are stored begin with {prefix!r}, which those of the target lack: a wrapper was saved. Load "

@@ -37,6 +37,9 @@ A program may keep its threads from running for some seconds, while it compiles 
 LOOK = 0.2
 """Seconds between two looks at a lease that is watched."""
 
+KEPT = 16
+"""Root directories whose leases a process has at a time. Each takes a descriptor."""
+
 OWNER = "owner.json"
 """The file in it that says whose it is."""
 
@@ -125,6 +128,9 @@ class Leases:
             sight = self._look(store)
             verdict = decide(sight, silence=SILENCE, lost=store.path in self._lost, by_force=orders == "take")
             if verdict == "share":
+                with self._lock:
+                    if (held := self._held.pop(store.path, None)) is not None:
+                        self._held[store.path] = held  # the last one to be given back
                 return
             if verdict == "take":
                 if self._take(store):
@@ -165,11 +171,7 @@ class Leases:
         with self._lock:
             leases, self._held = list(self._held.values()), {}
         for held in leases:
-            held.end()
-            try:
-                _move_away(held.store, held.owner.token)
-            except OSError as error:
-                logger.debug("%s: the lease stays, for others to take over: %s", held.store.path, error)
+            _give_back(held)
 
     def forked(self) -> None:
         """What a forked process does first: the leases are those of its parent, and so is their heartbeat."""
@@ -216,12 +218,15 @@ class Leases:
         with self._lock:
             gone = self._held.pop(store.path, None)  # somebody has removed the root directory, and that lease with it
             self._held[store.path] = _Held(store, directory, owner)
+            too_many = [self._held.pop(path) for path in list(self._held)[:-KEPT]]
             self._lost.pop(store.path, None)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._beat, name="xla_ckpt-lease", daemon=True)
                 self._thread.start()
         if gone is not None:
             gone.end()
+        for held in too_many:
+            _give_back(held)
         return True
 
     def _take_over(self, store: Store, sight: Sight) -> bool:
@@ -287,6 +292,14 @@ class Leases:
                     held.beat()
                 except OSError as error:
                     logger.debug("%s: no sign of life could be written: %s", held.store.path, error)
+
+
+def _give_back(held: _Held) -> None:
+    held.end()
+    try:
+        _move_away(held.store, held.owner.token)
+    except OSError as error:
+        logger.debug("%s: the lease stays, for others to take over: %s", held.store.path, error)
 
 
 def _read(store: Store, name: str) -> bytes | None:
