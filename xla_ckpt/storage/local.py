@@ -250,6 +250,8 @@ class LocalDirectory:
         self.name = os.path.basename(self.path)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._touched = {""}
+        self._locked_by = 0
+        """Which process has locked it with this descriptor; 0 if none has."""
 
     @property
     def fd(self) -> int:
@@ -324,10 +326,23 @@ class LocalDirectory:
     def is_at(self, name: str) -> bool:
         return is_at(self, os.path.join(os.path.dirname(self.path), name))
 
+    def lock(self, how: int) -> None:
+        """Lock it until it is closed; raises `BlockingIOError` where somebody else has."""
+        fcntl.flock(self._fd, how | fcntl.LOCK_NB)
+        self._locked_by = os.getpid()
+
     def close(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            try:
+                if self._locked_by == os.getpid():
+                    # A process that was forked meanwhile, such as a data loader's worker, has a copy of the descriptor.
+                    # It would keep the lock as long as it runs, and retention would leave the directory alone.
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+            except OSError as error:
+                logger.debug("%s: its lock goes with its last descriptor: %s", self.path, error)
+            finally:
+                os.close(fd)
 
 
 class LocalStore:
@@ -465,7 +480,7 @@ def is_at(directory: LocalDirectory, path: str) -> bool:
 def _mark(directory: LocalDirectory, how: int) -> None:
     for _ in range(MARKS):
         try:
-            fcntl.flock(directory.fd, how | fcntl.LOCK_NB)
+            directory.lock(how)
         except BlockingIOError:
             # Who asks whether a directory is in use holds it for that instant. Without another try it would be unmarked
             # from then on, and be removed while it is written or read.
@@ -488,7 +503,7 @@ def _is_locked(path: str) -> bool | OSError:
     except OSError as error:
         return error
     try:
-        fcntl.flock(directory.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        directory.lock(fcntl.LOCK_EX)
     except BlockingIOError:
         return True
     except OSError as error:  # ENOTSUP, ENOLCK, ENOSYS: not every file system has locks
