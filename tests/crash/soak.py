@@ -1,6 +1,6 @@
 """A soak: jobs of four ranks save, are killed and start again on a small disk that fills up, while others read.
 
-    python -m tests.crash.soak [--minutes 30] [--seed 0] [--disk 64] [--json FILE] [--write]
+    python -m tests.crash.soak [--minutes 30] [--kills 0] [--seed 0] [--disk 64] [--json FILE] [--write]
 
 One job lives for one round: it makes the saves of its script, is killed at some instant or comes to its end, and what
 is there then is judged. Another job, with a root of its own, and a reader of both roots live as long as the soak, and
@@ -112,8 +112,8 @@ class Soak:
         self._found: judge.Found = []
         self._roots = (places.disk / "lives", places.disk / "lasts")
 
-    def run(self, seconds: float) -> Result:
-        """Soak for so long, and judge."""
+    def run(self, seconds: float, kills: int) -> Result:
+        """Soak for so long, and until so many jobs were killed, and judge."""
         folder = self._places.folder
         lasting = start_on_ranks(
             soak_ranks.lasts, RANKS, folder, self._roots[1], f"{self._seed}/lasting", PATIENCE, env=self._env
@@ -123,7 +123,7 @@ class Soak:
         )
         self._reach(lasting, folder, 0)  # before that another job may be given the port that it is to bind
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not self._problems:
+        while (time.monotonic() < end or self._kills() < kills) and not self._problems:
             self._live(random.Random(f"{self._seed}/{len(self._lives)}"))
             if any(process.has_ended() for process in (*lasting, reader)):
                 self._problems.append("a process that is to last has ended")
@@ -139,6 +139,9 @@ class Soak:
             lives=tuple(self._lives), lasting=self._said(folder), asked=tuple(self._asked()), loads=loads,
             fills=self._disk.fills, small=self._places.small, trends=self._trends(), problems=tuple(self._problems),
         )  # fmt: skip
+
+    def _kills(self) -> int:
+        return sum(life.ending != "orderly" for life in self._lives)
 
     # --- one life --------------------------------------------------------------------------------------------------
 
@@ -276,6 +279,7 @@ def main(arguments: Sequence[str]) -> int:
     """Soak; 1 if there were problems."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--kills", type=int, default=0, help="go on until so many jobs were killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--disk", type=int, default=64, help="size of the small disk (MiB)")
     parser.add_argument("--json", type=Path, help="a file for the result")
@@ -297,7 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     places = Places(given.folder / "said", given.folder / "disk", given.small, given.folder / "temporary")
     began = time.monotonic()
     try:
-        result = Soak(places, given.seed).run(given.minutes * 60)
+        result = Soak(places, given.seed).run(given.minutes * 60, given.kills)
     finally:
         end_all()
     seconds = time.monotonic() - began
