@@ -158,6 +158,10 @@ class FailingStore:
         self.faults.change(f"remove {name}", needs_space=False)
         self.inner.remove(name)
 
+    def remove_unused(self, name: str) -> bool:
+        self.faults.change(f"remove {name}", needs_space=False)
+        return self.inner.remove_unused(name)
+
     def remove_empty(self, name: str) -> bool:
         self.faults.change(f"remove {name}", needs_space=False)
         return self.inner.remove_empty(name)

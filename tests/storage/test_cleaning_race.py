@@ -11,9 +11,9 @@ import pytest
 
 from tests.storage.failing import FailingStore, Faults
 from xla_ckpt.storage import local
-from xla_ckpt.storage.base import read_whole, write_small
+from xla_ckpt.storage.base import Directory, read_whole, write_small
 from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.local import LocalDirectory, LocalStore
 from xla_ckpt.tags.cleaning import clean, move_to_trash
 from xla_ckpt.tags.names import TRASH
 
@@ -71,6 +71,34 @@ def test_a_directory_that_goes_before_its_lock_is_not_read(
     assert read_whole(directory, "file") == b"new"
     assert store.in_use("a")
     directory.close()
+
+
+@pytest.mark.parametrize("instant", ["before it is locked", "before it is removed"])
+def test_of_two_programs_that_clean_up_neither_removes_what_a_third_one_fills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, instant: str
+) -> None:
+    """What a killed save has left has the name that the next save of that tag takes."""
+    ours, other = LocalStore(str(tmp_path)), LocalStore(str(tmp_path))
+    ours.make("draft").close()
+    filled: list[Directory] = []
+
+    def other_programs_are_faster() -> None:
+        if not filled:
+            filled.append(ours.make("never"))
+            if other.remove_unused("draft"):
+                filled[0] = other.make("draft")
+
+    lock, rmtree = LocalDirectory.lock, shutil.rmtree
+    if instant == "before it is locked":
+        monkeypatch.setattr(LocalDirectory, "lock", lambda at, how: (other_programs_are_faster(), lock(at, how)))
+        with pytest.raises(FileNotFoundError, match="another program removed it"):
+            ours.remove_unused("draft")
+        assert ours.in_use("draft")
+    else:
+        monkeypatch.setattr(shutil, "rmtree", lambda path: (other_programs_are_faster(), rmtree(path)))
+        assert ours.remove_unused("draft")
+        assert filled[0].name == "never", "the other one was told that it is in use"
+    filled[0].close()
 
 
 class RetiresMeanwhile(FailingStore):

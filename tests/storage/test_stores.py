@@ -203,6 +203,18 @@ def test_who_uses_a_directory(store: Store) -> None:
     assert not store.in_use("b/file")
 
 
+def test_what_is_used_is_not_removed(store: Store) -> None:
+    fill(store, "a", "x", "sub/y")
+    reader = store.open("a")
+    assert not store.remove_unused("a")
+    assert read_whole(reader, "sub/y") == b"sub/y"
+    reader.close()
+    assert store.remove_unused("a")
+    assert store.names() == []
+    with pytest.raises(FileNotFoundError):
+        store.remove_unused("a")
+
+
 def test_renaming(store: Store) -> None:
     fill(store, "a", "x", "sub/y")
     reader = store.open("a")

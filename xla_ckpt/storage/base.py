@@ -169,6 +169,14 @@ class Store(Protocol):
     def remove(self, name: str) -> None:
         """Remove a directory with all that is in it."""
 
+    def remove_unused(self, name: str) -> bool:
+        """Remove a directory unless somebody uses it, as `in_use` says; whether it was removed.
+
+        Raises:
+            FileNotFoundError: There is none, or somebody else has removed it meanwhile.
+            OSError: The storage refused.
+        """
+
     def remove_empty(self, name: str) -> bool:
         """Remove a directory if nothing is in it, in one step; whether that was so."""
 

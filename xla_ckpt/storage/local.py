@@ -430,9 +430,11 @@ class LocalStore:
 
     def in_use(self, name: str) -> bool:
         held = _is_locked(self._at(name))
-        if isinstance(held, bool):
-            return held
-        _doubt(self._at(name), held)
+        return held if isinstance(held, bool) else self._may_be_in_use(name, held)
+
+    def _may_be_in_use(self, name: str, error: OSError) -> bool:
+        """Whether somebody may use a directory, where that error is all that its lock says."""
+        _doubt(self._at(name), error)
         return _is_young(self._at(name))
 
     def rename(self, old: str, new: str) -> None:
@@ -451,6 +453,25 @@ class LocalStore:
 
     def remove(self, name: str) -> None:
         shutil.rmtree(self._at(name))
+
+    def remove_unused(self, name: str) -> bool:
+        directory = LocalDirectory(self._at(name))
+        try:
+            try:
+                # Kept until it is removed: what is removed goes by its name, and without the lock another program could
+                # remove it first and fill a new directory of that name.
+                directory.lock(fcntl.LOCK_EX)
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                if self._may_be_in_use(name, error):
+                    return False
+            if not directory.is_at(directory.name):
+                raise FileNotFoundError(errno.ENOENT, "another program removed it", directory.path)
+            self.remove(name)
+        finally:
+            directory.close()
+        return True
 
     def remove_empty(self, name: str) -> bool:
         try:

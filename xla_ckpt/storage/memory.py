@@ -358,6 +358,13 @@ class MemoryStore:
             above.take(last)
             folder.clear()
 
+    def remove_unused(self, name: str) -> bool:
+        with _LOCK:
+            unused = not self.in_use(name)
+            if unused:
+                self.remove(name)
+            return unused
+
     def remove_empty(self, name: str) -> bool:
         with _LOCK:
             empty = not self._files.folder(self._at(name)).entries

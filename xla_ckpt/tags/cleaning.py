@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
@@ -85,19 +85,19 @@ def move_to_trash(store: Store, name: str) -> str:
 
 
 def remove_unused(store: Store, name: str) -> None:
-    """Remove a directory, unless somebody writes or reads it."""
-    try:
-        unused = store.is_directory(name) and not store.in_use(name)
-    except FileNotFoundError:
-        return  # another program that cleans up came first
-    if unused:
-        remove(store, name)
+    """Remove a directory, unless somebody writes or reads it; that it cannot be removed is logged."""
+    if store.is_directory(name):
+        _remove(store, name, store.remove_unused)
 
 
 def remove(store: Store, name: str) -> None:
     """Remove a directory; that it cannot be removed is logged."""
+    _remove(store, name, store.remove)
+
+
+def _remove(store: Store, name: str, how: Callable[[str], object]) -> None:
     try:
-        store.remove(name)
+        how(name)
     except FileNotFoundError:
         logger.debug("%s in %s: another program removed it", name, store.path)
     except OSError as error:
