@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import torch
@@ -15,11 +16,16 @@ import xla_ckpt
 TIMEOUT = 120.0
 """Seconds that a save waits for other ranks: far more than a refusal takes."""
 
+_LOCK = threading.Lock()
+"""The group is one for all threads, and torch refuses the second one that makes it, unless both do so at once."""
+
 
 def train(index: int, folder: str, init_method: str | None) -> None:
     """Save, load and look, and write down what came of it."""
     if init_method is not None:
-        torch.distributed.init_process_group("xla", init_method=init_method)
+        with _LOCK:
+            if not torch.distributed.is_initialized():
+                torch.distributed.init_process_group("xla", init_method=init_method)
     root, began = os.path.join(folder, "ckpt"), time.monotonic()
     with open(os.path.join(folder, f"said.{index}"), "w") as said:
         try:
