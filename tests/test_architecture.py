@@ -196,6 +196,7 @@ FILE_SYSTEM = {"os", "shutil", "fcntl", "pathlib", "tempfile", "glob", "stat"}
 OPENERS = {"open", "io.open", "io.FileIO", "np.load", "np.save", "np.fromfile", "np.memmap", "codecs.open"}
 TOUCHES_FILES = {  # module: what it uses of them; None is all
     "storage/local.py": None,
+    "storage/local_file.py": None,
     "tags/orbax_dir.py": {"os.fspath", "os.path", "os.rename", "os.listdir", "os.open", "os.fsync", "os.close",
                           "os.O_RDONLY", "os.O_CLOEXEC"},  # orbax works on paths
     "storage/door.py": {"os.PathLike", "os.fspath", "os.path"},

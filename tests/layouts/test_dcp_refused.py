@@ -419,7 +419,7 @@ def test_too_scattered_a_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_opening_reads_no_tensor_and_few_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from xla_ckpt.storage.local import LocalSource
+    from xla_ckpt.storage.local_file import LocalSource
 
     state = {f"big{i}": torch.zeros(1 << 20) for i in range(4)} | {f"n{i}": i for i in range(500)}
     path = save({**state, "m": {"w.x": torch.zeros(2)}}, tmp_path / "c")

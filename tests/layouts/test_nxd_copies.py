@@ -19,7 +19,7 @@ from tests.layouts.writing import LAYOUTS, State, Zero1, as_job, save_as_job
 from tests.runs import names_in
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
-from xla_ckpt.storage.local import LocalSource
+from xla_ckpt.storage.local_file import LocalSource
 
 FUSED = pytest.mark.parametrize(("case", "tag"), cases(fused=True))
 QKV = "model.layers.0.self_attn.qkv_proj.weight_qkv"

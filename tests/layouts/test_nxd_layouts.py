@@ -14,7 +14,7 @@ import torch
 import xla_ckpt
 from tests.layouts.gold import Gold, Target
 from xla_ckpt import Mesh
-from xla_ckpt.storage.local import LocalSource
+from xla_ckpt.storage.local_file import LocalSource
 
 
 def rank_file(folder: Path, content: Any, **at: int) -> None:

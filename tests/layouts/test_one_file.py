@@ -31,7 +31,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.cli.main import main
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
-from xla_ckpt.storage import local
+from xla_ckpt.storage.local_file import LocalSource
 
 HYPER = {"lr": 0.25, "weight_decay": 0.5}
 
@@ -391,13 +391,13 @@ def test_any_name_and_links_and_memory(tmp_path: Path) -> None:
 def test_no_tensor_is_read_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"model": {f"w{i}": torch.zeros(1 << 18) for i in range(8)}}, tmp_path / "c.pt")
     counts: list[int] = []
-    read = local.LocalSource.read_into
+    read = LocalSource.read_into
 
     def counting(self: Any, buffer: memoryview, offset: int) -> int:
         counts.append(len(buffer))
         return read(self, buffer, offset)
 
-    monkeypatch.setattr(local.LocalSource, "read_into", counting)
+    monkeypatch.setattr(LocalSource, "read_into", counting)
     assert xla_ckpt.explain(tmp_path / "c.pt", mesh="dp=2").ok
     assert main(["show", str(tmp_path / "c.pt"), "--json"]) == 0
     assert sum(counts) < 1 << 20

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xla_ckpt.storage import local
+from xla_ckpt.storage import local_file
 from xla_ckpt.storage.base import BLOCK, Source
-from xla_ckpt.storage.local import CACHED_READS, DIRECT_BYTES, LocalDirectory
+from xla_ckpt.storage.local import LocalDirectory
+from xla_ckpt.storage.local_file import CACHED_READS, DIRECT_BYTES
 
 SIZE = DIRECT_BYTES + 3 * BLOCK + 77
 
@@ -92,7 +93,7 @@ def test_it_can_be_switched_off(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("refuses", ["to open", "to read"])
 def test_a_file_system_without_direct_reads(file: Path, refuses: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = local.os.open, local.os.preadv
+    real = local_file.os.open, local_file.os.preadv
     direct: set[int] = set()
 
     def opening(path: str, flags: int, *rest: int, **named: int) -> int:

@@ -1,8 +1,7 @@
 """Directories of the local (or a network) file system.
 
 Everything goes through the descriptor of the directory, so that a writer or reader keeps *its* directory when a
-rename puts another one in its place. Large files are written with O_DIRECT where the file system allows it, and what is
-read once and is not in the page cache is read with it: on these paths the page cache costs more than the disk.
+rename puts another one in its place. A lock on that descriptor says that it is in use.
 """
 
 from __future__ import annotations
@@ -11,29 +10,14 @@ import ctypes
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import shutil
-import stat
-import threading
 import time
 
-import numpy as np
-import numpy.typing as npt
-
-from xla_ckpt.errors import NotAFileError
-from xla_ckpt.storage.base import BLOCK, Directory
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.local_file import LocalSink, LocalSource, open_regular
 
 logger = logging.getLogger(__name__)
-
-DIRECT_BYTES = 1 << 20
-"""Files from this size on are written around the page cache, and read around it if they are not in it."""
-
-CACHED_READS = "XLA_CKPT_CACHED_READS"
-"""Environment variable: ``1`` has all reads go through the page cache.
-
-That is better where many processes of a machine load the same files and are not one job.
-"""
 
 UNLOCKED_AGE = 3600.0
 """Seconds without a change after which a directory counts as unused, where the file system has no locks.
@@ -56,189 +40,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 """Arguments of Linux's `renameat2`, which python has no function for."""
-
-
-def _allocate(fd: int, size: int) -> None:
-    """Reserve the blocks of a file where the file system can: a full disk is found out before anything is written.
-
-    (Not `os.posix_fallocate`, which writes every block by hand where the file system cannot.)
-    """
-    if size and hasattr(_libc, "fallocate"):
-        failed = _libc.fallocate(fd, 0, ctypes.c_longlong(0), ctypes.c_longlong(size))
-        code = ctypes.get_errno() if failed else 0
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise OSError(code, os.strerror(code))
-
-
-class LocalSink:
-    """A file being written, through O_DIRECT or the page cache."""
-
-    def __init__(self, directory: int, path: str, size: int) -> None:
-        self._size = size
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(path, flags, 0o666, dir_fd=directory)
-        try:
-            _allocate(self._fd, size)
-        except OSError:
-            os.close(self._fd)
-            raise
-        if size >= DIRECT_BYTES:
-            self._set_direct(True)
-
-    def _set_direct(self, on: bool) -> None:
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        self.direct = on
-        try:
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-        except OSError:
-            self.direct = False  # tmpfs and others have no direct I/O: the page cache it is
-
-    direct = False
-    """Whether writes go around the page cache."""
-
-    def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
-        while nbytes > 0:
-            wanted = -(-nbytes // BLOCK) * BLOCK if self.direct else nbytes
-            try:
-                done = os.pwrite(self._fd, buffer[:wanted], offset)
-            except OSError as error:
-                if error.errno == errno.EINVAL and self.direct:  # refused only now: some network file systems do
-                    self._set_direct(False)
-                    continue
-                raise
-            if done % BLOCK and done < nbytes:  # a short write off the grid cannot go on with O_DIRECT
-                self._set_direct(False)
-            buffer, nbytes, offset = buffer[done:], nbytes - done, offset + done
-
-    def patch(self, data: bytes | memoryview, offset: int) -> None:
-        if self.direct:
-            self._set_direct(False)
-        self.write(memoryview(data), len(data), offset)
-
-    def commit(self) -> None:
-        try:
-            os.ftruncate(self._fd, self._size)
-            os.fsync(self._fd)
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-
-
-def open_regular(path: str, directory: int | None = None, *, links: bool = False) -> tuple[int, int]:
-    """A descriptor that reads a file, and the size of the file (bytes). All files of checkpoints are opened here.
-
-    With `links` it may be a link to a file elsewhere.
-
-    Raises:
-        NotAFileError: It is a pipe, a device, a directory or a link.
-        OSError: The storage refused; FileNotFoundError if there is none.
-    """
-    # A pipe would block the opening until somebody writes to it.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
-    try:
-        fd = os.open(path, flags, dir_fd=directory)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _no_file(path, "a link") from error
-        raise
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise _no_file(path, "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or a device")
-    return fd, status.st_size
-
-
-def _no_file(path: str, found: str) -> NotAFileError:
-    return NotAFileError(
-        "not a regular file: it is not read",
-        file=path,
-        found=found,
-        hint="A checkpoint has no such thing. Restore the file from a copy, or load another tag.",
-    )
-
-
-class LocalSource:
-    """A file being read."""
-
-    def __init__(self, directory: int, path: str, *, links: bool = False) -> None:
-        self._lock = threading.Lock()
-        self._direct_fd: int | None = None
-        """Descriptor for reads around the page cache; -1 where there is none."""
-        self._pages: npt.NDArray[np.uint8] | None = None
-        self._fd, self.size = open_regular(path, directory, links=links)
-
-    def read_into(self, buffer: memoryview, offset: int) -> int:
-        done = 0
-        while done < len(buffer):
-            got = os.preadv(self._fd, [buffer[done:]], offset + done)
-            if got == 0:
-                break
-            done += got
-        return done
-
-    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
-        fd = self._direct()
-        if fd < 0 or self._mostly_cached(offset, len(buffer)):
-            return self.read_into(buffer, offset)
-        target = np.frombuffer(buffer, np.uint8)
-        step = len(scratch) // BLOCK * BLOCK
-        done = 0
-        while done < len(buffer):
-            # Both ends of what is wanted may lie inside of a block, which is read whole.
-            at = offset + done
-            skip = at % BLOCK
-            wanted = min(step, -(-(skip + len(buffer) - done) // BLOCK) * BLOCK)
-            try:
-                got = os.preadv(fd, [scratch[:wanted]], at - skip) - skip
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                got = 0  # blocks of another size than ours, or a file system that refuses only now
-            if got <= 0:
-                return done + self.read_into(buffer[done:], at)
-            got = min(got, len(buffer) - done)
-            np.copyto(target[done : done + got], np.frombuffer(scratch, np.uint8)[skip : skip + got])
-            done += got
-        return done
-
-    def _mostly_cached(self, offset: int, nbytes: int) -> bool:
-        """Whether more than half of a range of the file lies in the page cache."""
-        # Not by a read with RWF_NOWAIT: it begins to read ahead, and the disk would read everything twice.
-        assert self._pages is not None
-        first, last = offset // mmap.PAGESIZE, -(-min(offset + nbytes, self.size) // mmap.PAGESIZE)
-        held = (ctypes.c_ubyte * max(last - first, 0))()
-        begin = self._pages.ctypes.data + first * mmap.PAGESIZE
-        if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(held) * mmap.PAGESIZE), held):
-            return True  # unknown: a read through the page cache is never wrong
-        return int(np.count_nonzero(np.frombuffer(memoryview(held), np.uint8) & 1)) * 2 > len(held)
-
-    def _direct(self) -> int:
-        """A descriptor of the same file that goes around the page cache; -1 where that is impossible or unwanted."""
-        with self._lock:
-            if self._direct_fd is None:
-                self._direct_fd = -1
-                if self.size >= DIRECT_BYTES and os.environ.get(CACHED_READS, "0") != "1":
-                    self._open_direct()
-            return self._direct_fd
-
-    def _open_direct(self) -> None:
-        try:
-            # Nothing is read through the mapping: it is what the system is asked about.
-            self._pages = np.frombuffer(mmap.mmap(self._fd, self.size, prot=mmap.PROT_READ), np.uint8)
-            # Not by its name, which another file may have by now.
-            self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except (OSError, ValueError, AttributeError):
-            self._pages = None  # tmpfs and others have no direct I/O, some systems no /proc
-
-    def close(self) -> None:
-        for fd in (self._fd, self._direct_fd):
-            if fd is not None and fd >= 0:
-                os.close(fd)
-        self._fd, self._direct_fd, self._pages = -1, -1, None
 
 
 class LocalDirectory:
