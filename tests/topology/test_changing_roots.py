@@ -112,7 +112,7 @@ def reads(rank: int, folder: Path, cases: Sequence[Case], locks: bool) -> list[O
 
 
 def _load(root: Path, case: Case, tag: str | None) -> Outcome:
-    from xla_ckpt.api import load as api_load
+    from xla_ckpt.api import load_steps
 
     todo = [case.instant]
 
@@ -136,11 +136,11 @@ def _load(root: Path, case: Case, tag: str | None) -> Outcome:
         stop(OPENED)
         return fill(*args, **options)
 
-    open_tag, fill = api_load.open_tag, api_load.fill
+    open_tag, fill = load_steps.open_tag, load_steps.fill
     target = {"w": torch.zeros(8)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api_load, "open_tag", opens)
-        patch.setattr(api_load, "fill", fills)
+        patch.setattr(load_steps, "open_tag", opens)
+        patch.setattr(load_steps, "fill", fills)
         try:
             told = xla_ckpt.load_checkpoint(root / "tags", tag, model=target, timeout=20).report.tag
         except xla_ckpt.CheckpointError as error:

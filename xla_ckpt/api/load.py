@@ -4,54 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
+from xla_ckpt.api.load_steps import Load
 from xla_ckpt.api.tags import expect_commit, located
 from xla_ckpt.engine.background import SAVES, install_exit_hook
-from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
-from xla_ckpt.engine.restore import Sharing, fill
-from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import (
-    ChangedTagError,
-    CheckpointError,
-    CorruptCheckpointError,
-    LoadError,
-    NoCheckpointError,
-    RankFailedError,
-    UsageError,
-    naming,
-)
-from xla_ckpt.job.call import Job
+from xla_ckpt.errors import UsageError, naming
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.shared_reads import SharedReads
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed, agreed_unless_lost, as_checkpoint_error
-from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
-from xla_ckpt.plan.hints import Hints
+from xla_ckpt.job.verdict import agreed
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.rules import Parsed, Rules, parse_rules
+from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.state.guard import GUARD
-from xla_ckpt.state.loading import Problem, Stored, incompatible
-from xla_ckpt.state.members import Like, Loadings, Objects
-from xla_ckpt.state.shardings import StateShardings
-from xla_ckpt.state.values import resolver
-from xla_ckpt.storage.base import Store
+from xla_ckpt.state.members import Like, Objects
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.storage.trace_file import trace_file
-from xla_ckpt.tree import path as paths
 
 logger = logging.getLogger(__name__)
-
-Found = TypeVar("Found")
-
-LOOKS = 8
-"""How often the newest tag is looked for, if the one that was found is always replaced or removed meanwhile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +229,7 @@ def _load(
     if file is not None:
         traced = Trace(file=file, doing="load", rank=job.exchange.rank, world=job.exchange.size)
         job.exchange.waited = phases.waited
-    load = _Load(
+    load = Load(
         store=store,
         job=job,
         content=content,
@@ -301,260 +276,3 @@ def _end(report: LoadReport, phases: Phases, trace: Trace | None) -> LoadReport:
         )
     end(report, phases, trace)
     return report
-
-
-def _loaded_without(lost: RankFailedError, reader: TagReader) -> RankFailedError:
-    """The error for a rank that was lost when this one had all that it needs: its objects are not left in between."""
-    return RankFailedError(
-        f"{lost.problem}; this rank's objects have the values of tag {reader.tag}, all of them verified",
-        path=reader.root,
-        tag=reader.tag,
-        rank=lost.rank,
-        hint=lost.hint,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Load:
-    """One load on one rank."""
-
-    store: Store
-    job: Job
-    content: Objects | Like
-    rules: Parsed
-    strict: bool
-    cast: bool
-    workers: int
-    trust: bool
-    shown: bool | None
-    sharing: Sharing | None
-    phases: Phases
-
-    def newest(self) -> tuple[Any, LoadReport]:
-        """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
-        damaged: dict[str, CorruptCheckpointError] = {}
-        changed: list[CheckpointError] = []
-        todo = self._newest_first("tags")
-        while todo:
-            tag = todo.pop(0)
-            try:
-                value, report = self.one(tag, self.job.exchange.within(f"{len(changed)}/{tag}"))
-            except CorruptCheckpointError as error:
-                logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
-                damaged[tag] = error
-            except (ChangedTagError, NoCheckpointError) as error:
-                changed.append(error)
-                if len(changed) == LOOKS:
-                    raise
-                logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
-                todo = [tag for tag in self._newest_first(f"tags/{len(changed)}") if tag not in damaged]
-            else:
-                return value, replace(report, corrupt_tags=tuple(damaged))
-        if damaged:
-            raise next(iter(damaged.values()))
-        raise no_tag(self.store, None)
-
-    def one(self, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
-        """Load one tag: open it, check it against the targets, plan, read and verify, install."""
-        with self.phases.timed("open"):
-            reader = self._open(tag, exchange)
-        with reader:
-            self._check_version(reader, exchange)
-            with self.phases.timed("check"):
-                with agreed(exchange, "checking"), naming(path=reader.root, tag=reader.tag), collector_paused():
-                    loadings = self.content.loadings(self._stored(reader))
-                unwanted = self._unwanted(loadings, exchange)
-                fits = self._anything_fits(loadings, exchange)
-                with agreed(exchange, "comparing"):
-                    skipped = self._compare(reader, loadings, unwanted, fits=fits)
-                self._tell_divergent(reader, loadings)
-            lost: list[RankFailedError] = []
-            with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
-                needed, read = fill(
-                    reader,
-                    loadings.targets,
-                    exchange,
-                    self.phases,
-                    hand_over=hand_over,
-                    alone=loadings.alone,
-                    sharing=self.sharing,
-                    workers=self.workers,
-                    shown=self.shown,
-                    lost=lost,
-                )
-                ending = agreed_unless_lost(exchange, "installing", lost)
-                with self.phases.timed("install"), ending, collector_paused():
-                    value = loadings.install()
-            if lost:
-                raise _loaded_without(lost[0], reader)
-        report = LoadReport(
-            path=self.store.path,
-            tag=tag,
-            skipped=skipped,
-            arrays=len(loadings.targets),
-            needed_bytes=needed,
-            read_bytes=read,
-        )
-        return value, report
-
-    def _newest_first(self, key: str) -> list[str]:
-        """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
-        return _of_lead(self.job.exchange, key, self._listed)
-
-    def _listed(self) -> list[str]:
-        found = all_tags(self.store)
-        if (newer := passed_over(found)) is not None:
-            logger.warning(
-                "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
-                "not",
-                self.store.path,
-                newer[0],
-                newer[1],
-                found[-1][1].tag,
-            )
-        return [entry.tag for _, entry in found][::-1]
-
-    def _open(self, tag: str, exchange: Round) -> TagReader:
-        """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
-        # Ranks that look at different moments may see different tags, and would wait for different messages.
-        if not _of_lead(exchange, "asks", lambda: self._asks(tag)):
-            with agreed(exchange, "opening"):
-                return open_tag(self.store, tag)
-        with agreed(exchange, "describing"):
-            hints = self.content.hints(StateShardings(self.job.placement, self.rules))
-        hints = self._of_all_stages(hints, exchange)
-        with agreed(exchange, "opening"):
-            return open_tag(self.store, tag, hints)
-
-    def _asks(self, tag: str) -> bool:
-        """Whether the files of a tag do not say everything."""
-        found = find_foreign(self.store, tag)
-        return found is not None and found[0].asks
-
-    def _check_version(self, reader: TagReader, exchange: Round) -> None:
-        """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded.
-
-        Raises:
-            ChangedTagError: They have. All ranks raise it.
-        """
-        if exchange.size == 1:
-            return
-        if exchange.rank == 0:
-            exchange.say("version", reader.version)
-        with agreed(exchange, "opening the same version"):
-            if exchange.hear("version", 0) != reader.version:
-                raise ChangedTagError(
-                    "the tag was replaced while the ranks opened it, and they have found different versions",
-                    path=reader.root,
-                    tag=reader.tag,
-                    hint="Load it again.",
-                )
-
-    def _of_all_stages(self, hints: Hints, exchange: Round) -> Hints:
-        """The same, with the optimizer's groups of all pipeline stages: foreign optimizers number their parameters."""
-        mesh = self.job.placement.mesh
-        if mesh.pp == 1 or exchange.size == 1:
-            return hints
-        first = [mesh.rank({"pp": stage}) for stage in range(mesh.pp)]
-        groups = None if hints.groups is None else [list(g) for g in hints.groups]
-        return replace(hints, groups=_put_together(exchange, "groups", groups, united, first))
-
-    def _stored(self, reader: TagReader) -> Stored:
-        return Stored(
-            manifest=reader.manifest,
-            prefix=paths.ROOT,
-            skeleton=reader.manifest.skeleton,
-            read_object=partial(reader.object, trust=self.trust),
-            resolve=resolver(self.trust),
-            shardings=StateShardings(self.job.placement, self.rules),
-            cast=self.cast,
-        )
-
-    def _unwanted(self, loadings: Loadings, exchange: Round) -> list[Problem]:
-        """What is stored and not wanted here; over pipeline stages, what none of them wants."""
-        mine = {p.leaf: p for part in loadings.parts for p in part.unwanted}
-        if self.job.placement.mesh.pp == 1 or exchange.size == 1:
-            return list(mine.values())
-
-        def by_nobody(told: list[list[str]]) -> list[list[str]]:
-            everywhere = set(mine).intersection(*told)
-            return [[p.leaf, p.text] for leaf, p in mine.items() if leaf in everywhere]
-
-        found = _put_together(exchange, "unwanted", list(mine), by_nobody, range(exchange.size))
-        return [Problem(leaf, text) for leaf, text in found]
-
-    def _anything_fits(self, loadings: Loadings, exchange: Round) -> bool:
-        """Whether an array of some rank fits."""
-        mine = bool(loadings.targets)
-        if self.strict or exchange.size == 1:
-            return mine
-        return bool(_put_together(exchange, "fits", mine, any, range(exchange.size)))
-
-    def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
-        """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
-        placement = self.job.placement
-        at = placement.mesh.coordinates(placement.rank)
-        told = reader.manifest.divergence(loadings.targets)
-        if told is not None and not any(place for axis, place in at.items() if axis != "pp"):
-            logger.warning("tag %s: %s", reader.tag, told)
-
-    def _compare(
-        self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem], *, fits: bool
-    ) -> tuple[str, ...]:
-        """What does not fit, and is left alone.
-
-        Raises:
-            IncompatibleCheckpointError: Something does not, and the load is strict; or no array does.
-        """
-        problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
-        if problems and (self.strict or (not fits and reader.manifest.arrays)):
-            optional = isinstance(self.content, Objects)
-            error = incompatible(problems, fits=fits, optional=optional, ranks=self.job.placement.world)
-            raise error.at(path=self.store.path, tag=reader.tag)
-        for problem in problems:
-            logger.warning("tag %s: not loaded: %s", reader.tag, problem)
-        return tuple(map(str, problems))
-
-
-def _of_lead(exchange: Round, key: str, look: Callable[[], Found]) -> Found:
-    """What rank 0 finds; it is told to all, and so is an error that it meets."""
-    if exchange.size == 1:
-        return look()
-    if exchange.rank == 0:
-        try:
-            exchange.say(key, look())
-        except Exception as error:
-            # The others wait for it.
-            exchange.say(key, error=as_checkpoint_error(error, "looking for tags", 0, LoadError))
-    found: Found = exchange.hear(key, 0)
-    return found
-
-
-def _put_together(
-    exchange: Round, name: str, mine: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
-) -> Any:
-    """What rank 0 makes, by `unite`, of what some ranks say, in their order; it is told to all."""
-    if exchange.rank in ranks:
-        exchange.say(f"{name}/{exchange.rank}", mine)
-    if exchange.rank == 0:
-        deadline = Deadline(exchange.timeout * LEAD)
-        exchange.say(name, unite([exchange.hear(f"{name}/{rank}", rank, deadline) for rank in ranks]))
-    return exchange.hear(name, 0)
-
-
-def united(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:
-    """The groups of an optimizer's parameters over all pipeline stages: group by group, each name once.
-
-    None if a stage does not know its own.
-
-    >>> united([[["a", "tied"], ["b"]], [["tied", "c"]]])
-    [['a', 'tied', 'c'], ['b']]
-    """
-    known = [groups for groups in stages if groups is not None]
-    if len(known) < len(stages):
-        return None
-    merged: list[list[str]] = [[] for _ in range(max(map(len, known), default=0))]
-    for groups in known:
-        for n, names in enumerate(groups):
-            merged[n] += [name for name in names if name not in merged[n]]
-    return merged
