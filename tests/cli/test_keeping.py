@@ -30,9 +30,12 @@ class Terminal:
     def __init__(self, *words: object) -> None:
         self.fd, end = pty.openpty()
         command = [sys.executable, "-m", "xla_ckpt", *map(str, words)]
+        # A shell that runs the tests in the background has them ignore Ctrl-C, and so would what they start.
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             command, stdin=end, stdout=end, stderr=end, env=environment(), start_new_session=True
         )
+        signal.signal(signal.SIGINT, handler)
         os.close(end)
         self.shown = ""
 

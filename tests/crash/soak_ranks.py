@@ -278,10 +278,11 @@ def _any_tag(root: Path, dice: random.Random, newest: int) -> int:
 
 
 def _newest_tag(root: Path, dice: random.Random, newest: int) -> int:
-    tree = xla_ckpt.restore(root, num_workers=dice.choice((1, 4))).tree
-    number, _ = tree["user_content"]
+    restored = xla_ckpt.restore(root, num_workers=dice.choice((1, 4)))
+    number, tag = restored.tree["user_content"]
     if number < newest:
-        raise Lost(f"the newest tag has the number {number}, and had {newest} before")
+        passed = f"; damaged: {restored.report.corrupt_tags}" if restored.report.corrupt_tags else ""
+        raise Lost(f"the newest tag, {tag}, has the number {number}, and had {newest} before{passed}")
     return int(number)
 
 

@@ -69,6 +69,53 @@ def test_a_tag_is_listed_while_it_is_replaced(tmp_path: Path, steps: list[tuple[
     assert found.tag == "best"
 
 
+class Retired(LocalStore):
+    """A store in which others save tags, and retire the one before, as soon as the root directory has been listed."""
+
+    todo = 0
+
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        """What others do, then the bytes."""
+        if self.todo and path.startswith("step_") and self.has(path):
+            self.todo -= 1
+            number = int(path.split("/")[0].removeprefix("step_"))
+            xla_ckpt.save(self.path, f"step_{number + 1}", {"value": number + 1})
+            xla_ckpt.delete_tag(self.path, f"step_{number}")
+        return super().start_of(path, nbytes, links=links)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_tag_that_came_while_others_were_retired_is_listed(tmp_path: Path, times: int) -> None:
+    """Without it the newest tag is one that was never the newest in that time (found by `make soak`)."""
+    for tag in ("best", "step_1"):
+        xla_ckpt.save(tmp_path, tag, {"value": 1})
+    (tmp_path / "logs").mkdir()
+    store = Retired(str(tmp_path))
+    store.todo = times
+    assert [entry.tag for entry in entries(store)] == ["best", f"step_{1 + times}"]
+    assert store.todo == 0
+
+
+def test_a_new_version_that_comes_between_two_looks_is_not_damaged(tmp_path: Path) -> None:
+    """Its manifest was looked for when it was not there yet, and the mark of its commit when it was."""
+    xla_ckpt.save(tmp_path, "best", {"value": 1})
+    xla_ckpt.finalize_checkpoint()
+    store = BackBetween(str(tmp_path))
+    store.rename(*ASIDE)
+    assert [(entry.tag, entry.damage) for entry in entries(store)] == [("best", None)]
+    assert names_in(tmp_path) == ["best"]
+
+
+class BackBetween(LocalStore):
+    """A store in which the tag `best` comes to its name when the mark of its commit is looked for."""
+
+    def has(self, path: str) -> bool:
+        """Whether it is there at this moment."""
+        if path == "best/commit_success.txt" and not super().has("best"):
+            self.rename(*BACK)
+        return super().has(path)
+
+
 class InPlaceAgain(LocalStore):
     """A store in which the tag `best` is set aside when its manifest is looked for, and replaced when its files are."""
 

@@ -28,7 +28,7 @@ ORBAX_METADATA = "_CHECKPOINT_METADATA"
 """orbax's own file in a tag. Nothing depends on it, but a damaged tag keeps its place in the order by it."""
 
 LOOKS = 4
-"""How often a tag is looked for under both of its names."""
+"""How often a tag is looked for under both of its names, and the root directory for those that came meanwhile."""
 
 MAX_ORBAX_METADATA = 1 << 20
 """A larger one is not read (bytes): orbax writes a few hundred."""
@@ -68,10 +68,28 @@ def entries(store: Store) -> list[TagEntry]:
     Raises:
         StorageError: The directory cannot be read.
     """
+    found: dict[str, TagEntry] = {}
+    listed = _listed(store)
+    for _ in range(LOOKS):
+        for tag in listed - found.keys():
+            if (entry := _found(store, tag)) is not None:
+                found[tag] = entry
+        missing = listed - found.keys()
+        if not missing:
+            break
+        listed = _listed(store)
+        if missing <= listed:
+            break  # they are no tags of ours, and have not gone
+        # Retention has removed a tag since it was listed, so a newer one has come. Without it the newest of those that
+        # were found may be older than the newest that there was all the time.
+    return sorted(found.values(), key=lambda e: (e.sequence, e.tag))
+
+
+def _listed(store: Store) -> set[str]:
+    """What may be a tag, of all that lies in a root directory."""
     # POSIX lets a listing miss a name that is changed meanwhile: a tag that is being replaced is in the next one.
-    tags = {name.removeprefix(OLD_PREFIX) for name in (*names_in(store), *names_in(store))}
-    found = [entry for tag in tags if is_tag_name(tag) and (entry := _found(store, tag)) is not None]
-    return sorted(found, key=lambda e: (e.sequence, e.tag))
+    names = {name.removeprefix(OLD_PREFIX) for name in (*names_in(store), *names_in(store))}
+    return {name for name in names if is_tag_name(name)}
 
 
 def entry_of(store: Store, tag: str) -> TagEntry | None:
@@ -99,8 +117,22 @@ def _places(store: Store, tag: str) -> Iterator[str]:
     for _ in range(LOOKS):
         yield tag
         yield OLD_PREFIX + tag
-        if store.is_directory(tag) and not is_ours(store, tag) and store.is_directory(tag):
-            return  # it is another library's: had one of ours moved away between the first two, it would not be there
+        if _is_foreign(store, tag):
+            return
+
+
+def _is_foreign(store: Store, name: str) -> bool:
+    """Whether something lies there that is no tag of ours, and is none that has just moved away either."""
+    try:
+        directory = store.open(name, lock=False)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # a file, or another user's: what was looked for in it would have been refused, too
+    try:
+        return not is_ours(store, name) and directory.is_at(name)
+    finally:
+        directory.close()
 
 
 def names_in(store: Store) -> list[str]:
@@ -124,8 +156,8 @@ def _entry(store: Store, name: str, tag: str) -> TagEntry | None:
     try:
         head = manifest_json.parse_head(store.start_of(f"{name}/{MANIFEST}", manifest_json.HEAD_BYTES, links=False))
     except (FileNotFoundError, NotADirectoryError):
-        if not _was_committed(store, name):
-            return None
+        if not _was_committed(store, name) or store.has(f"{name}/{MANIFEST}"):
+            return None  # no tag of ours; or it has moved away, and a new version has come to its name just now
         damage = CorruptCheckpointError("the tag has no manifest")
     except CheckpointError as error:
         damage = error
