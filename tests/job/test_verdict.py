@@ -138,6 +138,24 @@ def test_without_rank_0_the_others_give_it_up() -> None:
     assert "rank 0 did not answer within 0.2 s" in str(told[1])
 
 
+def test_who_has_waited_for_rank_0_in_vain_does_not_wait_for_its_verdict() -> None:
+    """The call would take the timeout twice (found by `make crash-ranks`)."""
+    timeout, full_waits = 1.0, list[int]()
+
+    def call(made: Round) -> None:
+        def waited(whose: int, began: float) -> None:
+            if time.perf_counter() - began >= timeout:
+                full_waits.append(made.rank)
+
+        made.waited = waited
+        if made.rank:
+            agree(made, "doing", lambda: made.hear("its word", 0))
+
+    told = on_all(Board(3), call, timeout)
+    assert [(type(e), e.rank) for e in told[1:]] == [(RankFailedError, 0)] * 2
+    assert sorted(full_waits) == [1, 2]
+
+
 def test_one_deadline_is_for_all_waits_together() -> None:
     made, deadline = Round(Board(9), "save/1", 60), Deadline(0.3)
     began = time.monotonic()

@@ -283,6 +283,9 @@ def agreed(exchange: Round, what: str) -> Iterator[None]:
     exchange.say(f"{what}/{exchange.rank}", error=mine)
     if exchange.rank == 0:
         exchange.settle(f"{what}/verdict", _first_error(exchange, what))
+    elif isinstance(mine, RankFailedError) and mine.rank == 0:
+        # The verdict is rank 0's to give, and this rank has waited for it as long as it may: not once more.
+        exchange.settle(f"{what}/verdict", mine)
     try:
         exchange.hear_settled(f"{what}/verdict", 0)
     except CheckpointError as verdict:
