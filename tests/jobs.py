@@ -5,8 +5,10 @@ tests/README.md shows how to write one.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import random
 import selectors
 import signal
 import socket
@@ -22,6 +24,9 @@ from tests.nursery import Born, Call, ProcessError, Program, bear, function_of
 from tests.runs import environment
 
 Value = TypeVar("Value")
+
+LOWEST_PORT = 10_000
+"""Below lie the ports of well-known services."""
 
 
 def run_on_ranks(
@@ -162,10 +167,24 @@ def read_values(folder: Path, world: int) -> list[Any]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, for a process that binds it later.
+
+    It lies below those that the kernel gives to whoever names none: gloo and every connection take such ports, and one
+    of them may do so before rank 0 binds, for which the other ranks then wait in vain.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(LOWEST_PORT, first_given) or range(LOWEST_PORT, 1 << 16)
+    dice = random.SystemRandom()  # a seed of the caller's would give all his jobs one port
+    while True:
+        port = dice.choice(ports)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+        return port
 
 
 # --- programs in text, for tests that are not yet functions --------------------------------------------------------

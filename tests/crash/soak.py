@@ -36,7 +36,7 @@ RANKS = 4
 TIMEOUT = 20.0
 """How long a rank waits for one that was killed (seconds)."""
 
-PATIENCE = 240.0
+PATIENCE = 100.0
 """After this time a process hangs; the timeout of the job that is never killed, too (seconds)."""
 
 ENDINGS = ("kill all", "kill all", "kill one", "kill one", "orderly")
@@ -121,17 +121,19 @@ class Soak:
         reader = bear(
             Call.of(soak_ranks.reads, folder, self._roots, f"{self._seed}/reader"), env=environment(self._env)
         )
-        self._reach(lasting, folder, 0)  # before that another job may be given the port that it is to bind
+        if not self._reach(lasting, folder, 0):
+            self._problems.append("the job that is to last has not begun to save")
         end = time.monotonic() + seconds
         while (time.monotonic() < end or self._kills() < kills) and not self._problems:
             self._live(random.Random(f"{self._seed}/{len(self._lives)}"))
             if any(process.has_ended() for process in (*lasting, reader)):
                 self._problems.append("a process that is to last has ended")
-        self._live(random.Random(f"{self._seed}/last"), last=True)
         (folder / "stop").touch()
         self._wait([*lasting, reader], "at the end")
         if any(process.returncode == -signal.SIGKILL for process in (*lasting, reader)):
             self._problems.append("a process that is to last was killed, and not by the soak")
+        # What somebody reads when it is retired stays for the next save to remove: so nobody reads any more.
+        self._live(random.Random(f"{self._seed}/last"), last=True)
         loads = reader.value() if reader.returncode == 0 else 0
         self._judge_lasting()
         self._judge_rest()
@@ -177,7 +179,8 @@ class Soak:
         self._problems += [f"life {number} ({ending}): {text}" for text in wrong]
         self._lives.append(Life(ending=ending if killed else "orderly", asked=tuple(asked), became=became))
         if last and found is not None and (litter := set(names_in(root)) - {tag for tag, _ in found}):
-            self._problems.append(f"left in the directory: {sorted(litter)}")
+            inside = {name: sorted(os.listdir(root / name)) for name in sorted(litter) if (root / name).is_dir()}
+            self._problems.append(f"left in the directory: {sorted(litter)}, and in it {inside}")
         shutil.rmtree(folder)
 
     def _kill(self, ranks: Sequence[Born], ending: str, folder: Path, dice: random.Random, saves: int) -> None:
@@ -191,13 +194,15 @@ class Soak:
             self._pass(ranks, dice.uniform(0, 3))
             _kill_all(ranks)
 
-    def _reach(self, ranks: Sequence[Born], folder: Path, number: int) -> None:
-        """Wait until rank 0 has begun more saves than this, or the job has ended."""
-        while not all(rank.has_ended() for rank in ranks):
+    def _reach(self, ranks: Sequence[Born], folder: Path, number: int) -> bool:
+        """Wait until rank 0 has begun more saves than this; False if the job has ended, or hangs."""
+        end = time.monotonic() + PATIENCE
+        while not all(rank.has_ended() for rank in ranks) and time.monotonic() < end:
             events = judge.read_lines(folder / "journal.0", judge.Event)
             if sum(event.word == "begun" for event in events) > number:
-                return
+                return True
             self._pass(ranks, 0.02)
+        return False
 
     def _pass(self, ranks: Sequence[Born], seconds: float) -> None:
         """Let time pass, while any rank lives."""

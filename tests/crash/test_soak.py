@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash.soak import PATIENCE
 from tests.crash.soak_judge import Ask, Event, Found, Sample, lost, outcomes, said_wrongly, trend
 from tests.runs import environment, names_in
 
 SEED = "23"
 """With this one the disk is full in the first life, and all ranks are killed then, unless the job was faster."""
+
+TIMEOUT = 4 * PATIENCE
+"""The soak itself sees what hangs, and shows where: it waits for a job's first save, for a life and for the end."""
 
 
 @pytest.mark.crash
@@ -21,7 +25,7 @@ def test_some_seconds_of_the_soak(tmp_path: Path) -> None:
     file = tmp_path / "result"
     done = subprocess.run(
         [sys.executable, "-m", "tests.crash.soak", *f"--minutes 0.2 --kills 1 --seed {SEED} --json".split(), str(file)],
-        env=environment({"TMPDIR": str(tmp_path)}), capture_output=True, text=True, timeout=280, check=False,
+        env=environment({"TMPDIR": str(tmp_path)}), capture_output=True, text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())
