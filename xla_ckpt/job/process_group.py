@@ -205,24 +205,33 @@ class StoreCommunicator:
     def take(self, key: str, timeout: float) -> bytes:
         end = time.monotonic() + timeout
 
-        def wait(store: Any) -> bytes:
+        def wait(store: Any) -> bytes | None:
             if self._clones:
-                store.wait([key], datetime.timedelta(seconds=max(end - time.monotonic(), 0.001)))
+                try:
+                    store.wait([key], datetime.timedelta(seconds=max(end - time.monotonic(), 0.001)))
+                except torch.distributed.DistStoreError:
+                    if time.monotonic() < end:
+                        raise
+                    # The store has confirmed that the wait is over. The connection is kept: for a new one torch asks
+                    # the name server, which takes five seconds where none answers, and others wait for what comes next.
+                    return None
             while not self._clones and not store.check([key]):
                 if time.monotonic() > end:
-                    raise TimeoutError(key)
+                    return None
                 time.sleep(POLL)
             return bytes(store.get(key))
 
         try:
-            value: bytes = self._ask(wait, timeout + GRACE)
+            value: bytes | None = self._ask(wait, timeout + GRACE)
         except (RuntimeError, LookupError, TimeoutError) as error:
-            # torch has no error of its own for a wait that ran out (LookupError, DistStoreError, RuntimeError).
+            # Not every store of torch's has that error for a wait that ran out (LookupError, RuntimeError).
             if time.monotonic() >= end:
-                # A store that works ends the wait itself, with an error of torch's.
+                # A store that works ends the wait itself.
                 self._silent = type(error) is TimeoutError and self._clones
                 raise TimeoutError(key) from error
             raise ConnectionError(str(error)) from error
+        if value is None:
+            raise TimeoutError(key)
         return value
 
     def has(self, *keys: str) -> bool:

@@ -1,0 +1,40 @@
+"""The job's store as the place where ranks meet: what is waited for in vain costs its timeout, and nothing after it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.jobs import run_on_ranks
+from xla_ckpt.job.process_group import communicator
+
+TURNS = 5
+
+
+def waits_in_vain(rank: int) -> dict[str, Any]:
+    """Rank 1 waits for what comes too late, and takes it then; rank 0 sends it when the wait is over."""
+    line = communicator()
+    taken = []
+    for turn in range(TURNS):
+        if rank == 1:
+            with pytest.raises(TimeoutError):
+                line.take(f"late/{turn}", 0.05)
+        dist.barrier()
+        if rank == 0:
+            line.put(f"late/{turn}", str(turn).encode())
+            taken.append(line.take(f"heard/{turn}", 60))
+        else:
+            taken.append(line.take(f"late/{turn}", 60))
+            line.put(f"heard/{turn}", b"heard %d" % turn)
+    return {"taken": taken, "connections": sum(t.name == "xla_ckpt-store" for t in threading.enumerate())}
+
+
+def test_who_has_waited_in_vain_keeps_its_connection() -> None:
+    first, second = run_on_ranks(waits_in_vain, 2)
+    assert first["taken"] == [b"heard %d" % turn for turn in range(TURNS)]
+    assert second["taken"] == [b"%d" % turn for turn in range(TURNS)]
+    # A new connection may take five seconds where no name server answers.
+    assert first["connections"] == second["connections"] == 1
