@@ -514,6 +514,28 @@ def test_addresses_of_object_stores_are_no_directories(tmp_path: Path, monkeypat
     assert names_in(tmp_path) == []
 
 
+def test_a_home_directory_that_no_shell_has_put_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("~/run", "~"):
+        with pytest.raises(xla_ckpt.UsageError, match="only a shell takes ~"):
+            xla_ckpt.save(path, "a", {"x": 1})
+        with pytest.raises(xla_ckpt.UsageError, match="os.path.expanduser"):
+            xla_ckpt.restore(path)
+    assert names_in(tmp_path) == []
+    for path in ("./~/run", "~run"):
+        xla_ckpt.save(path, "a", {"x": 1})
+        assert xla_ckpt.restore(path).tree == {"x": 1}
+    assert names_in(tmp_path) == ["~", "~run"]
+
+
+def test_a_report_is_short_to_look_at(tmp_path: Path) -> None:
+    saved = xla_ckpt.save(tmp_path, "a", {"x": torch.ones(3)}).report
+    loaded = xla_ckpt.restore(tmp_path).report
+    for report in (saved, loaded):
+        assert report.phases
+        assert len(repr(report)) < 300 + len(str(tmp_path))
+
+
 def test_a_scripted_model(tmp_path: Path) -> None:
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))

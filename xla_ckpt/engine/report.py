@@ -29,8 +29,8 @@ class SaveReport:
     stall: float = 0.0
     """Seconds that the caller waited for the snapshot, and the program's writers for it afterwards."""
 
-    phases: Mapping[str, Phase] = field(default_factory=dict)
-    """Where the time went (see `xla_ckpt.engine.phases.SAVE_PHASES`)."""
+    phases: Mapping[str, Phase] = field(default_factory=dict, repr=False)
+    """Where the time went (see `xla_ckpt.engine.phases.SAVE_PHASES`); `repr` leaves it out."""
 
     error: Exception | None = None
     """Why the save failed, in the report that `on_report` has of it. Then `sequence` is 0."""
@@ -62,8 +62,8 @@ class LoadReport:
     seconds: float = 0.0
     """From the call to its end."""
 
-    phases: Mapping[str, Phase] = field(default_factory=dict)
-    """Where the time went (see `xla_ckpt.engine.phases.LOAD_PHASES`)."""
+    phases: Mapping[str, Phase] = field(default_factory=dict, repr=False)
+    """Where the time went (see `xla_ckpt.engine.phases.LOAD_PHASES`); `repr` leaves it out."""
 
     error: Exception | None = None
     """Why the load failed, in the report that `on_report` has of it."""

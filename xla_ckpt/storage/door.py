@@ -53,6 +53,14 @@ def full_path(path: PathLike) -> str:
         ) from error
     if not isinstance(text, str):
         raise UsageError("a path is a str, not bytes", found=repr(text))
+    if text.split("/")[0] == "~":
+        # Checkpoints in a directory of that name, wherever the program ran, are not found again.
+        raise UsageError(
+            "only a shell takes ~ for the home directory",
+            expected="the full path of a directory",
+            found=text,
+            hint=f"Give os.path.expanduser({text!r}); a directory that has this name is ./~.",
+        )
     scheme, separator, rest = text.partition("://")
     if not (separator and scheme.isalnum()):
         return os.path.abspath(text)
