@@ -32,6 +32,21 @@ def waits_in_vain(rank: int) -> dict[str, Any]:
     return {"taken": taken, "connections": sum(t.name == "xla_ckpt-store" for t in threading.enumerate())}
 
 
+def waits_shortly(rank: int) -> list[str]:
+    """How waits for what never comes end, if they are no whole number of milliseconds."""
+    line, ends = communicator(), []
+    for n in range(100):
+        try:
+            line.take("never", 0.01 + n * 9e-6)
+        except (TimeoutError, ConnectionError) as error:
+            ends.append(type(error).__name__)
+    return ends
+
+
+def test_a_wait_that_ran_out_is_no_broken_store() -> None:
+    assert set(run_on_ranks(waits_shortly, 1)[0]) == {"TimeoutError"}
+
+
 def test_who_has_waited_in_vain_keeps_its_connection() -> None:
     first, second = run_on_ranks(waits_in_vain, 2)
     assert first["taken"] == [b"heard %d" % turn for turn in range(TURNS)]

@@ -7,6 +7,7 @@ process groups of its own.
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import queue
 import sys
@@ -208,7 +209,9 @@ class StoreCommunicator:
         def wait(store: Any) -> bytes | None:
             if self._clones:
                 try:
-                    store.wait([key], datetime.timedelta(seconds=max(end - time.monotonic(), 0.001)))
+                    # torch cuts it to milliseconds: a wait that ended before `end` would be taken for a broken store.
+                    left = max(math.ceil((end - time.monotonic()) * 1000), 1)
+                    store.wait([key], datetime.timedelta(milliseconds=left))
                 except torch.distributed.DistStoreError:
                     if time.monotonic() < end:
                         raise
