@@ -10,6 +10,7 @@ Nothing else is done before the fork: no thread runs, no device is open.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import gc
@@ -170,7 +171,8 @@ class Born:
     def send_signal(self, number: int) -> None:
         """Signal it, if it has not ended."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has, and nobody has waited for it yet
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import sys
 from pathlib import Path
@@ -85,6 +86,14 @@ def test_a_rank_that_dies() -> None:
     ranks = start_on_ranks(dies, 2)
     assert [code for code, _, _ in finish(ranks)] == [0, -signal.SIGKILL]
     assert ranks[0].value() == "lives"
+
+
+def test_a_signal_to_who_has_ended_already() -> None:
+    ended = bear(Program("raise SystemExit(3)"))
+    select.select([ended], [], [])
+    ended.kill()
+    assert ended.communicate() == ("", "")
+    assert ended.returncode == 3
 
 
 def test_a_function_that_no_other_process_finds() -> None:

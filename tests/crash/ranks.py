@@ -10,7 +10,6 @@ python -m tests.crash.ranks [--mesh dp=2 ...] [--operation NAME ...] [--fault NA
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import errno
 import functools
@@ -303,8 +302,7 @@ def outcome_of(case: Case, root: Path) -> Outcome:
         ranks[case.victim].kill()  # it may be stopped, and nobody would ever let it go on
         raise
     if case.fault == STOPPED:
-        with contextlib.suppress(ProcessLookupError):  # it made fewer messages than that, and has ended
-            ranks[case.victim].send_signal(signal.SIGCONT)
+        ranks[case.victim].send_signal(signal.SIGCONT)
     ((code, _, _),) = finish([ranks[case.victim]], timeout=LONG)
     told: list[Told] = [process.value() for process in others]
     victim: Told | None = None if code == -signal.SIGKILL else ranks[case.victim].value()

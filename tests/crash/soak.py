@@ -10,7 +10,6 @@ show whether anything leaks. The seed decides scripts and kills; how processes i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -89,10 +88,8 @@ class Disk:
 
 
 def _kill_all(ranks: Sequence[Born]) -> None:
-    """Kill processes, some of which may have ended just now."""
     for rank in ranks:
-        with contextlib.suppress(ProcessLookupError):
-            rank.kill()
+        rank.kill()
 
 
 def _free(path: Path) -> int:
