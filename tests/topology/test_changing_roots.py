@@ -218,3 +218,22 @@ def test_all_ranks_have_the_same_whole_tag_or_the_same_error(
         for what, outcome in (("no name", case.loaded), ("named", case.named))
     }
     assert found == wanted
+
+
+def misses_a_tag(rank: int, root: Path) -> tuple[str, list[str]]:
+    """Rank 1 asks for a tag that is not there; what the load raised, and the tags after a save that keeps one."""
+    put(root, "old", 1)
+    try:
+        xla_ckpt.restore(root, "old" if rank == 0 else "none", timeout=60)
+    except xla_ckpt.CheckpointError as error:
+        raised = type(error).__name__
+    else:
+        raised = "nothing"
+    put(root, "new", 2, num_kept_ckpts=1)
+    dist.barrier()
+    return raised, xla_ckpt.list_tags(root)
+
+
+def test_a_tag_that_another_rank_did_not_find_is_not_held(tmp_path: Path) -> None:
+    """Retention leaves a tag alone that is read: it would be left as long as the job runs."""
+    assert run_on_ranks(misses_a_tag, 2, tmp_path) == [("NoCheckpointError", ["new"])] * 2

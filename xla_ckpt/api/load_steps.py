@@ -5,6 +5,7 @@ All ranks take each step together, and the error of one of them is raised on all
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -148,14 +149,17 @@ class Load:
     def _open(self, tag: str, exchange: Round) -> TagReader:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
         # Ranks that look at different moments may see different tags, and would wait for different messages.
-        if not _of_lead(exchange, "asks", lambda: self._asks(tag)):
+        hints: Hints | None = None
+        if _of_lead(exchange, "asks", lambda: self._asks(tag)):
+            with agreed(exchange, "describing"):
+                hints = self.content.hints(StateShardings(self.job.placement, self.rules))
+            hints = self._of_all_stages(hints, exchange)
+        with contextlib.ExitStack() as unless_all_have:
             with agreed(exchange, "opening"):
-                return open_tag(self.store, tag)
-        with agreed(exchange, "describing"):
-            hints = self.content.hints(StateShardings(self.job.placement, self.rules))
-        hints = self._of_all_stages(hints, exchange)
-        with agreed(exchange, "opening"):
-            return open_tag(self.store, tag, hints)
+                reader = unless_all_have.enter_context(open_tag(self.store, tag, hints))
+            unless_all_have.pop_all()
+        # Where another rank could not open it, it is closed: retention leaves a tag alone that is open.
+        return reader
 
     def _asks(self, tag: str) -> bool:
         """Whether the files of a tag do not say everything."""
