@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from xla_ckpt.api.taking import Taking
 from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
+from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import STALL, WAIT, Phases
@@ -17,6 +18,7 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
+from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
@@ -253,65 +255,76 @@ class _Options:
             raise UsageError(f"there is no such choice for {name}", expected=known, found=repr(choice))
         self.taking.check()
 
+    def shown(self, job: Job) -> bool | None:
+        """Whether this rank shows a progress bar; None decides by itself."""
+        return False if not self.taking.waits and self.progress is None else job.shows(self.progress)
+
 
 def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) -> SaveHandle:
-    """A save, from the call to the thread that writes: freeze the state, then start."""
+    """A save, from the call to the thread that writes: freeze the state, then start.
+
+    Whatever is raised from here, by this library or by a signal handler, the save has ended or is given up, and reads
+    none of the program's memory.
+    """
     began = time.perf_counter()
     store, file = store_at(path), trace_file(options.trace)
     phases = Phases(keep=file is not None)
     install_exit_hook()
-    with SAVES.turn(store.path) as untold, ORBAX.resting():
-        phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
-        job = current_job(store.path, options.mesh, doing="save", timeout=options.timeout)
-        rank, world = job.exchange.rank, job.exchange.size
-        traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
-        part: Part | CheckpointError
-        refused: Exception | None = None
-        try:
-            if untold is not None:
-                raise untold
-            check_tag(tag, store.path)
-            check_keep(options.num_kept)
-            with phases.timed("describe"), collector_paused():
-                state = content.state(job.placement)  # mistakes are found before the root directory is made
-            if rank == 0:
-                _prepare(store)
-            with collector_paused():
-                part = _freeze(state, job.placement, phases, options)
-        except Exception as error:
-            # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-            part = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
-            if world == 1 and (options.on_error == "raise" or isinstance(part, MISTAKES)):
-                refused = error
-        stall = _stalled(phases, began)
-        if refused is None:
-            save = Save(
-                store=store,
-                tag=tag,
-                job=job,
-                part=part,
-                pinned=options.pinned,
-                num_kept=options.num_kept,
-                replicas=options.replicas,
-                stale=options.stale,
-                parity=options.parity,
-                workers=max(1, options.workers),
-                shown=False if not options.taking.waits and options.progress is None else job.shows(options.progress),
-                phases=phases,
-                stall=stall,
-                trace=traced,
-            )
-            handle = SAVES.start(save, options.on_error)
-    if refused is not None:
-        # Only now: a function of the program that hears of it may save on the same path.
-        end(_refused(store, tag, stall, phases, refused), phases, traced)
-        try:
+    cancellation = Cancellation()
+    handle = SaveHandle(store.path, tag, cancellation)
+    refused: BaseException | None = None
+    try:
+        with SAVES.turn(store.path), ORBAX.resting():
+            untold = SAVES.before(store.path)
+            phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
+            job = current_job(store.path, options.mesh, doing="save", timeout=options.timeout)
+            rank, world = job.exchange.rank, job.exchange.size
+            traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
+            part: Part | CheckpointError
+            try:
+                if untold is not None:
+                    raise untold
+                part = _part(store, tag, content, job.placement, phases, options)
+            except BaseException as error:
+                # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
+                part = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
+                if not isinstance(error, Exception) or (
+                    world == 1 and (options.on_error == "raise" or isinstance(part, MISTAKES))
+                ):
+                    refused = error
+            stall = _stalled(phases, began)
+            if refused is None or world > 1:
+                save = Save(
+                    store=store,
+                    tag=tag,
+                    job=job,
+                    part=part,
+                    pinned=options.pinned,
+                    num_kept=options.num_kept,
+                    replicas=options.replicas,
+                    stale=options.stale,
+                    parity=options.parity,
+                    workers=max(1, options.workers),
+                    shown=options.shown(job),
+                    phases=phases,
+                    stall=stall,
+                    trace=traced,
+                    cancellation=cancellation,
+                )
+                SAVES.start(handle, save, options.on_error)
+        if refused is not None:
+            if world == 1:
+                # Only now: a function of the program that hears of it may save on the same path.
+                end(_refused(store, tag, stall, phases, refused), phases, traced)
             raise refused
-        finally:
-            del refused, part  # or this frame and the error's traceback would keep each other, and the state, in memory
-    if options.taking.waits:
-        handle.finish()
-    return handle
+        if options.taking.waits:
+            handle.finish()
+        return handle
+    except BaseException as error:
+        handle.give_up(error)
+        raise
+    finally:
+        del refused  # or this frame and the error's traceback would keep each other, and the state, in memory
 
 
 def _stalled(phases: Phases, began: float) -> float:
@@ -321,7 +334,7 @@ def _stalled(phases: Phases, began: float) -> float:
     return now - began
 
 
-def _refused(store: Store, tag: str, stall: float, phases: Phases, error: Exception) -> SaveReport:
+def _refused(store: Store, tag: str, stall: float, phases: Phases, error: BaseException) -> SaveReport:
     """The report of a save that was not even begun."""
     return SaveReport(
         path=store.path,
@@ -348,6 +361,20 @@ def _prepare(store: Store) -> None:
         made = StorageError.of(error, "making the root directory", path=store.path)
         made.hint = "Nothing was written. Pass a directory in which this user may make files."
         raise made from error
+
+
+def _part(
+    store: Store, tag: str, content: Objects | Tree, placement: Placement, phases: Phases, options: _Options
+) -> Part:
+    """What this rank saves. Mistakes of the program are found before the root directory is made."""
+    check_tag(tag, store.path)
+    check_keep(options.num_kept)
+    with phases.timed("describe"), collector_paused():
+        state = content.state(placement)
+    if placement.rank == 0:
+        _prepare(store)
+    with collector_paused():
+        return _freeze(state, placement, phases, options)
 
 
 def _freeze(state: State, placement: Placement, phases: Phases, options: _Options) -> Part:

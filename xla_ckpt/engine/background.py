@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal
 
+from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
@@ -31,12 +31,20 @@ MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
 class SaveHandle:
     """A save that may still be in flight."""
 
-    def __init__(self, path: str, tag: str, freezing: Freezing | None = None) -> None:
-        self._freezing = freezing
+    def __init__(self, path: str, tag: str, cancellation: Cancellation) -> None:
+        self._cancellation = cancellation
+        self._freezing: Freezing | None = None
         self.path = path
         """Root directory."""
         self.tag = tag
+        self._begun = threading.Lock()
+        """Who has it runs the save. Nobody gives it back."""
+        self._go = threading.Event()
+        """The caller is ready for the save to run beside it."""
         self._settled = threading.Event()
+        """The outcome is known."""
+        self._tidied = threading.Event()
+        """What the save left behind is removed."""
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._told = False
@@ -104,6 +112,26 @@ class SaveHandle:
         if not self._told:
             self.result()
 
+    def give_up(self, cause: BaseException) -> None:
+        """End the save without a tag, because its caller met an exception, which it raises next.
+
+        If it is too late for that, this waits until the save has ended. A second exception from outside ends the wait
+        only when the save no longer reads the program's memory. Does nothing if the save has ended.
+        """
+        too_late = False
+        while not self.done():
+            try:
+                self._go.set()  # the exception may have come before the thread of the save was told to go on
+                if self._cancellation.request(cause):
+                    self._told = True  # the caller has the cause, and nobody else is to be told of it
+                    return
+                too_late = True
+                self._settled.wait()
+            except BaseException:
+                # Somebody presses Ctrl-C once more. As long as its memory is read, the program must not go on.
+                if too_late:
+                    raise
+
     def tidied(self) -> SaveReport:
         """As `result`; and wait until the older tags are deleted that the save has given up.
 
@@ -111,9 +139,14 @@ class SaveHandle:
             CheckpointError: The save failed; the same error on every rank.
         """
         report = self.result()
+        self._join()
+        return report
+
+    def _join(self) -> None:
+        """Wait until the thread of the save has ended."""
+        self._tidied.wait()
         assert self._thread is not None
         self._thread.join()
-        return report
 
     @property
     def report(self) -> SaveReport | None:
@@ -129,52 +162,69 @@ class Saves:
         self._latest: dict[str, SaveHandle] = {}
         self._turns: dict[str, threading.Lock] = {}
 
-    @contextlib.contextmanager
-    def turn(self, path: str) -> Iterator[CheckpointError | None]:
-        """The turn to begin a save on `path`: waits for the save in flight there, and for other threads.
-
-        Yields the error of that save if it failed and nobody has been told yet. Whoever has the turn raises it, on all
-        ranks: one that was told before would else go on to a save for which the others do not come.
-        """
+    def turn(self, path: str) -> threading.Lock:
+        """The lock of who begins a save on `path`."""
+        # A lock itself, which is taken and given back in one instruction each: an exception of a signal handler that
+        # arrived between a context manager of ours and its `with` would keep it for ever.
         with self._lock:
-            lock = self._turns.setdefault(path, threading.Lock())
-        with lock:
-            untold: CheckpointError | None = None
-            try:
-                self.wait(path)
-            except CheckpointError as error:
-                untold = error
-            yield untold
+            return self._turns.setdefault(path, threading.Lock())
 
-    def start(self, save: Save, on_error: OnError = "raise") -> SaveHandle:
-        """Run a save in the background. The caller has the `turn`. `on_error` hears of its error before all others."""
-        handle = SaveHandle(save.store.path, save.tag, save.freezing)
-        go = threading.Event()
+    def before(self, path: str) -> CheckpointError | None:
+        """The error of the last save on `path`, if nobody has been told yet; waits until that save has ended.
+
+        Whoever has the `turn` raises it, on all ranks: one that was told before would else go on to a save for which
+        the others do not come.
+        """
+        try:
+            self.wait(path)
+        except CheckpointError as error:
+            return error
+        return None
+
+    def start(self, handle: SaveHandle, save: Save, on_error: OnError = "raise") -> None:
+        """Run a save in the background, unless `handle` has one already. The caller has the `turn`.
+
+        What a signal handler raises meanwhile is raised when the save has begun.
+
+        Args:
+            handle: Of the save.
+            save: Is run.
+            on_error: Hears of its error before all others.
+        """
 
         def work() -> None:
+            if not handle._begun.acquire(blocking=False):
+                return  # the start was interrupted, and done again
             # A fresh thread holds the interpreter lock for its whole slice (5 ms); this one lets its caller go first.
-            go.wait()
+            handle._go.wait()
+            handle._thread = threading.current_thread()
             try:
                 handle._report = save.run()
             except BaseException as error:
                 # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
-                handle._told = _tell(on_error, error)
+                handle._told = handle._told or _tell(on_error, error)
                 handle._error = error
             finally:
                 handle._settled.set()
                 save.tidy()
+                handle._tidied.set()
 
-        # Not a daemon: the interpreter must not end under a save.
-        handle._thread = threading.Thread(target=work, name=f"xla_ckpt-save-{save.tag}", daemon=False)
-        try:
-            handle._thread.start()
-        except RuntimeError:  # no further thread is to be had
-            save.release()
-            raise
-        with self._lock:
-            self._latest[handle.path] = handle
-        go.set()
-        return handle
+        interruption: BaseException | None = None
+        while not handle._go.is_set():
+            try:
+                handle._freezing = handle._freezing or save.freezing
+                # Not a daemon: the interpreter must not end under a save.
+                threading.Thread(target=work, name=f"xla_ckpt-save-{save.tag}", daemon=False).start()
+                with self._lock:
+                    self._latest[handle.path] = handle
+                handle._go.set()
+            except BaseException as error:
+                if type(error) is RuntimeError and handle._begun.acquire(blocking=False):
+                    save.release()  # no further thread is to be had
+                    raise
+                interruption = error
+        if interruption is not None:
+            raise interruption
 
     def wait(self, path: str | None = None) -> None:
         """Wait for the save in flight on `path` (None: on all paths).
@@ -185,8 +235,7 @@ class Saves:
         with self._lock:
             handles = [h for p, h in self._latest.items() if path is None or p == path]
         for handle in handles:
-            assert handle._thread is not None
-            handle._thread.join()
+            handle._join()
             with self._lock:
                 if self._latest.get(handle.path) is handle:
                     del self._latest[handle.path]

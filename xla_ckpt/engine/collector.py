@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _lock = threading.Lock()
-_pauses = 0
+_pauses: set[object] = set()
 _was_enabled = False
 
 
@@ -31,16 +31,18 @@ def collector_paused() -> Iterator[None]:
     >>> gc.isenabled()
     True
     """
-    global _pauses, _was_enabled  # noqa: PLW0603  # the collector is one for the process, and so is this count
-    with _lock:
-        if _pauses == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _pauses += 1
+    global _was_enabled  # noqa: PLW0603  # the collector is one for the process
+    pause = object()
     try:
+        # Within the block that ends it: else an exception of a signal handler could leave the collector disabled.
+        with _lock:
+            if not _pauses:
+                _was_enabled = gc.isenabled()
+            _pauses.add(pause)
+            gc.disable()
         yield
     finally:
         with _lock:
-            _pauses -= 1
-            if _pauses == 0 and _was_enabled:
+            _pauses.discard(pause)
+            if not _pauses and _was_enabled:
                 gc.enable()

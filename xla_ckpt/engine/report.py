@@ -32,7 +32,7 @@ class SaveReport:
     phases: Mapping[str, Phase] = field(default_factory=dict, repr=False)
     """Where the time went (see `xla_ckpt.engine.phases.SAVE_PHASES`); `repr` leaves it out."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
     """Why the save failed, in the report that `on_report` has of it. Then `sequence` is 0."""
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.index import Index, indexed
@@ -134,6 +135,9 @@ class Save:
     trace: Trace | None = None
     """Where a trace goes, if one is wanted."""
 
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    """How the caller gives it up."""
+
     @property
     def freezing(self) -> Freezing | None:
         """When the program may write to what is saved; None if it could not be prepared."""
@@ -248,6 +252,7 @@ class Save:
                 write_small(directory, name, data)
             directory.sync()
             self._await_orbax()
+            self.cancellation.close()
             report = kept([self._measured(plan), *(measured for _, measured in told)])
             given_up = exchange.decide() if exchange.size > 1 else None
             if given_up is not None:
@@ -298,6 +303,7 @@ class Save:
                 directory.sync()
             finally:
                 directory.close()
+            self.cancellation.close()  # rank 0 may commit as soon as it has this
             exchange.say(f"record/{exchange.rank}", [record.to_json(), self._measured(plan).to_json()])
         except Exception as error:
             # A verdict that is there before this rank has said its word is that of a call which it never made. One that
@@ -338,16 +344,22 @@ class Save:
         """Write this rank's files; the record of what is in them."""
         rank, world = self.exchange.rank, self.exchange.size
         check_space(directory, plan)
-        with Progress(f"save {self.tag}", plan.nbytes, self.shown) as bar:
+        with self.cancellation.reading(), Progress(f"save {self.tag}", plan.nbytes, self.shown) as bar:
+
+            def dealt(nbytes: int) -> None:
+                self.cancellation.check()
+                bar(nbytes)
+
             written = write_files(
                 directory,
                 plan,
                 part.snapshot.memory,
                 workers=self.workers,
-                progress=bar,
+                progress=dealt,
                 phases=self.phases,
                 budget=part.snapshot.budget,
             )
+            samples = part.snapshot.samples() if world > 1 else {}
         files = (*written.files, *write_objects(directory, part.objects, rank, world))
         return Record(
             rank=rank,
@@ -359,7 +371,7 @@ class Save:
             aliases={alias: target for alias, target in part.aliases.items() if part.reports(alias)},
             skeleton=part.skeleton,
             objects=tuple(range(len(written.files), len(files))),
-            samples=part.snapshot.samples() if world > 1 else {},
+            samples=samples,
             parts=part.parts,
         )
 

@@ -60,6 +60,10 @@ class Snapshot:
     loose: frozenset[str] = frozenset()
     """Leaves whose replicas need not be equal (buffers)."""
 
+    def __del__(self) -> None:
+        # What a signal handler raises may take a snapshot from who has just made it, before anybody can release it.
+        self.release()
+
     def samples(self) -> dict[str, tuple[Sample, ...]]:
         """Samples of the leaves that other ranks hold, too, by leaf path."""
         return self.sampled | _samples(self.unsampled, self.loose)
