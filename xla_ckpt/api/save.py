@@ -18,6 +18,7 @@ from xla_ckpt.engine.save import Part, Save, Stale, Writing
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
 from xla_ckpt.job.current import TIMEOUT, current_job
+from xla_ckpt.job.opening import Call
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import named, saved
@@ -253,6 +254,24 @@ class _Options:
             raise UsageError(f"there is no such choice for {name}", expected=known, found=repr(choice))
         self.taking.check()
 
+    def call(self, store: Store, tag: str, content: Objects | Tree, mesh: Mesh) -> Call:
+        """The save as far as all ranks have to ask for the same."""
+        return Call.of(
+            "save_checkpoint" if isinstance(content, Objects) else "save",
+            path=store.path,
+            tag=tag,
+            mesh=str(mesh),
+            objects=content.given,
+            layout=", ".join(layout.name for layout in self.layouts),
+            num_kept_ckpts=self.num_kept,
+            pinned=self.pinned,
+            async_save=not self.taking.waits,
+            replicas=self.replicas,
+            parity=self.parity,
+            stale=self.stale,
+            on_error="a function" if callable(self.on_error) else self.on_error,
+        )
+
 
 def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) -> SaveHandle:
     """A save, from the call to the thread that writes: freeze the state, then start."""
@@ -290,6 +309,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
                 tag=tag,
                 job=job,
                 part=part,
+                call=options.call(store, tag, content, job.placement.mesh),
                 pinned=options.pinned,
                 num_kept=options.num_kept,
                 replicas=options.replicas,
