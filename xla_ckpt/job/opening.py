@@ -132,6 +132,8 @@ def difference(calls: Sequence[Call]) -> UsageError | None:
     first, *more = differing
     return UsageError(
         DIFFERENT,
+        path=calls[0].path or None,
+        tag=calls[0].tag,
         rank=first.rank,
         expected=first.expected,
         found=first.found,
