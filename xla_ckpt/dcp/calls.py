@@ -29,13 +29,14 @@ from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 
 from xla_ckpt.arrays.registry import local_lanes
 from xla_ckpt.dcp.failures import one_error
-from xla_ckpt.dcp.groups import is_distributed, meeting, timeout_of
+from xla_ckpt.dcp.groups import check_same, is_distributed, meeting, timeout_of
 from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json
+from xla_ckpt.job.opening import Call
 from xla_ckpt.job.process_group import check_ranks
 from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
 from xla_ckpt.plan.merge import Replicas
@@ -91,8 +92,11 @@ def save(
     path = _path_of(writer)
     _check(path, no_dist)
     _wait_for(path)
+    group = None
     with one_error("saving", SaveError, path):
-        group = meeting(process_group, "call") if is_distributed(no_dist) else None
+        if is_distributed(no_dist):
+            group = meeting(process_group, "call")
+            check_same(_saving(path, writer), group)
     states, problem = _states(state_dict, _rank(group, no_dist), SaveError)
     return _save(
         states, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
@@ -163,6 +167,9 @@ def async_save(
     def work() -> Metadata:
         try:
             ready = staged.result() if isinstance(staged, Future) else staged
+            if distributed:
+                with one_error("saving", SaveError, path):
+                    check_same(_saving(path, writer), group)
             return _save(
                 ready, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
             )
@@ -222,8 +229,11 @@ def load(
     _check(path, no_dist)
     _wait_for(path)
     distributed = is_distributed(no_dist)
+    group = None
     with one_error("loading", LoadError, path):
-        group = meeting(process_group, "call") if distributed else None
+        if distributed:
+            group = meeting(process_group, "call")
+            check_same(Call.of("dcp.load", path or "", trust_pickle=trust_pickle), group)
     states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist), LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
         reader.read_once = _mostly_on_devices(states)
@@ -248,6 +258,13 @@ def load(
                 raise from_json(first) from mine
         elif mine is not None:
             raise mine
+
+
+def _saving(path: str | None, writer: StockWriter) -> Call:
+    """A save as far as all ranks have to ask for the same."""
+    if not isinstance(writer, StorageWriter):
+        return Call.of("dcp.save", path or "")
+    return Call.of("dcp.save", path or "", replicas=writer.replicas, overwrite=writer.overwrite)
 
 
 def _save(
