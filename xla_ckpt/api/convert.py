@@ -34,6 +34,7 @@ from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import find_foreign, named, tag_names
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.options import known_options
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.place import parameters_in
@@ -68,6 +69,7 @@ class ConvertReport:
     seconds: float
 
 
+@known_options
 def convert(
     source: PathLike,
     destination: PathLike,

@@ -16,10 +16,11 @@ from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.errors import naming
 from xla_ckpt.job.current import TIMEOUT, current_job
 from xla_ckpt.job.opening import Call
 from xla_ckpt.job.shared_reads import SharedReads
+from xla_ckpt.options import check_choice, known_options
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.state.guard import GUARD
@@ -52,6 +53,7 @@ class Restored:
     """Which tag it was, and where the time went."""
 
 
+@known_options
 def load_checkpoint(
     path: PathLike,
     tag: str | None = None,
@@ -137,6 +139,7 @@ def load_checkpoint(
     return Loaded(user_content=value, report=report)
 
 
+@known_options
 def restore(
     path: PathLike,
     tag: str | None = None,
@@ -222,8 +225,7 @@ def _load(
     file = trace_file(trace)
     phases = Phases(LOAD_PHASES, keep=file is not None)
     store, tag = located(path, tag)
-    if replica_read not in ("each", "share"):
-        raise UsageError("replica_read is 'each' or 'share'", found=repr(replica_read))
+    check_choice("replica_read", replica_read, ("each", "share"))
     install_exit_hook()
     job = current_job(store.path, mesh, doing="load", timeout=timeout)
     call = Call.of(

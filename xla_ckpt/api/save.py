@@ -24,6 +24,7 @@ from xla_ckpt.job.opening import Call
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import named, saved
+from xla_ckpt.options import check_choice, known_options
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.sharding.mesh import Mesh
@@ -44,6 +45,7 @@ from xla_ckpt.tags.retention import check_keep
 logger = logging.getLogger(__name__)
 
 
+@known_options
 def save_checkpoint(
     path: PathLike,
     tag: str,
@@ -165,6 +167,7 @@ def save_checkpoint(
     )
 
 
+@known_options
 def save(
     path: PathLike,
     tag: str,
@@ -248,12 +251,10 @@ class _Options:
             ("replicas", self.replicas, get_args(Replicas)),
             ("stale", self.stale, get_args(Stale)),
             ("parity", self.parity, (None, *get_args(Parity))),
-            ("on_error", self.on_error, ("raise", "warn")),
         ):
-            if choice in choices or (name == "on_error" and callable(choice)):
-                continue
-            known = " or ".join(map(repr, choices)) + (" or a function" if name == "on_error" else "")
-            raise UsageError(f"there is no such choice for {name}", expected=known, found=repr(choice))
+            check_choice(name, choice, choices)
+        if not callable(self.on_error):
+            check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
         self.taking.check()
 
     def shown(self, job: Job) -> bool | None:

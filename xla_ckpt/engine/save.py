@@ -54,6 +54,7 @@ from xla_ckpt.tags import commit as tags
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
 
@@ -378,6 +379,7 @@ class Save:
                 budget=part.snapshot.budget,
             )
             samples = part.snapshot.samples() if world > 1 else {}
+        self._tell_torn(part.snapshot)
         files = (*written.files, *write_objects(directory, part.objects, rank, world))
         return Record(
             rank=rank,
@@ -390,6 +392,17 @@ class Save:
             samples=samples,
             parts=part.parts,
         )
+
+    def _tell_torn(self, snapshot: Snapshot) -> None:
+        """Say which arrays another thread of the program wrote to meanwhile."""
+        snapshot.end_watch()
+        if snapshot.torn:
+            logger.warning(
+                "tag %s: the program wrote to %s while the save read it: the tag may hold values of several "
+                "instants. No thread may write to a state before save returns",
+                self.tag,
+                listed(list(snapshot.torn)),
+            )
 
     def _hear_records(self) -> list[tuple[Record, Measured]]:
         deadline = Deadline(self.exchange.timeout * LEAD)
