@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
+from torch.distributed.checkpoint.utils import _api_bc_check
 
 from xla_ckpt.arrays.registry import local_lanes
 from xla_ckpt.dcp.failures import one_error
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 CheckpointId = PathLike | None
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+_Storage = TypeVar("_Storage", StockReader, StockWriter)
+
 _lock = threading.Lock()
 _in_flight: dict[str, Future[Any]] = {}
 """The last save in the background of each directory."""
@@ -57,6 +61,13 @@ def _background() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="xla_ckpt-dcp")
 
 
+def _takes_storage_second(call: _Call) -> _Call:
+    """Take a writer or reader as the second argument, too, with a warning: stock does, for programs of torch 2.2."""
+    made: _Call = _api_bc_check(call)  # type: ignore[no-untyped-call]
+    return made
+
+
+@_takes_storage_second
 def save(
     state_dict: dict[str, Any],
     *,
@@ -84,8 +95,8 @@ def save(
         replicas: As for `StorageWriter`.
 
     Raises:
-        CheckpointError: The save failed, and there is what was there before; the same error on all ranks. DCP's
-            `CheckpointException`, with the errors of all ranks, is its cause.
+        CheckpointError: The save failed, and there is what was there before; the same error on all ranks. It is also
+            DCP's `CheckpointException`, whose `failures` are the errors of all ranks.
         SaveError: For instance, another job has saved the same checkpoint since this save began. That one stays.
     """
     writer = _writer(storage_writer, checkpoint_id, replicas)
@@ -188,6 +199,7 @@ def async_save(
     return AsyncSaveResponse(staging_completion=staging, upload_completion=done)  # type: ignore[arg-type]
 
 
+@_takes_storage_second
 def load(
     state_dict: dict[str, Any],
     *,
@@ -220,11 +232,10 @@ def load(
         UntrustedObjectError: A value is of a class that is not loaded without `trust_pickle`. Nothing was changed.
         LoadError: An object did not take its state.
     """
-    reader = storage_reader
-    if reader is None:
-        reader = StorageReader(_required(checkpoint_id), trust_pickle=trust_pickle)
-    elif checkpoint_id is not None:
-        reader.reset(checkpoint_id)
+    if storage_reader is None:
+        reader: StockReader = StorageReader(_required(checkpoint_id), trust_pickle=trust_pickle)
+    else:
+        reader = _given(storage_reader, checkpoint_id)
     path = _path_of(reader)
     _check(path, no_dist)
     _wait_for(path)
@@ -289,7 +300,7 @@ def _save(
             )
             return told
     except CheckpointError as error:
-        if isinstance(error.__cause__, CheckpointException) or not isinstance(writer, StorageWriter):
+        if isinstance(error, CheckpointException) or not isinstance(writer, StorageWriter):
             raise  # DCP has told all ranks
         seconds = timeout_of(group).total_seconds() if is_distributed(no_dist) else 0.0
         writer.ended(error, seconds * (1 - LEAD))
@@ -377,9 +388,18 @@ def _mostly_on_devices(value: Any) -> bool:
 def _writer(given: StockWriter | None, checkpoint_id: CheckpointId, replicas: Replicas) -> StockWriter:
     if given is None:
         return StorageWriter(_required(checkpoint_id), replicas=replicas)
+    return _given(given, checkpoint_id)
+
+
+def _given(storage: _Storage, checkpoint_id: CheckpointId) -> _Storage:
+    """A writer or reader of the program's, for this directory."""
+    if isinstance(storage, str) or hasattr(storage, "__fspath__"):
+        raise UsageError("a path stands in the place of a writer or reader", found=str(storage),
+            hint="Pass it by its name: checkpoint_id=.",
+        )  # fmt: skip
     if checkpoint_id is not None:
-        given.reset(checkpoint_id)
-    return given
+        storage.reset(checkpoint_id)
+    return storage
 
 
 def _required(checkpoint_id: CheckpointId) -> PathLike:
