@@ -176,7 +176,7 @@ class Adapted(View):
         held = {names.get(n, n): v for n, v in state_dict.items() if n != _LORA_CONFIG}
         mine, theirs = self._entries[_LORA_CONFIG], state_dict.get(_LORA_CONFIG)
         if isinstance(theirs, Mapping):
-            differing = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
+            differing = sorted(k for k in mine if k in theirs and mine[k] != theirs[k])
             if differing:
                 logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
         return self._put(held) if held else None
@@ -223,7 +223,7 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
         return model if own and all(name in stored for name in own) and own[0] not in _names_of(found) else found
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
-    inner = dict(model.named_children()).get("module")  # `_modules` of a scripted module is no dict
+    inner = dict(torch.nn.Module.named_children(model)).get("module")  # `_modules` of a scripted module is no dict
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
         return model
     if _LORA_CONFIG in vars(model):
@@ -283,15 +283,22 @@ def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
     base = unwrapped_model(inner, loading=loading)
     live = base.state_dict(keep_vars=True)
     entries = dict(live) if loading else _live_of(model.state_dict(), live)
-    config = model.lora_config
-    if loading:
-        entries[_LORA_CONFIG] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
+    # Adapters mean nothing without their configuration, and neuronx-distributed leaves it out unless told otherwise.
+    if loading or any(_ADAPTER in name for name in entries):
+        entries[_LORA_CONFIG] = _fields(model.lora_config)
     return Adapted(
         entries,
         parameters=list(base.named_parameters(remove_duplicate=False)),
         parts=[base],
         put=lambda state_dict: base.load_state_dict(state_dict, strict=False),
     )
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """What the configuration of adapters says of a checkpoint of them."""
+    fields: dict[str, Any] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
+    # neuronx-distributed makes lists of sets, whose order is another one on each rank.
+    return {k: sorted(v) if isinstance(v, set | list) else v for k, v in fields.items()}
 
 
 def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
