@@ -33,6 +33,12 @@ SCHEDULER = "scheduler"
 EXTRAS = "extras"
 USER_CONTENT = "user_content"
 
+LORA_CONFIG = "lora_config"
+"""What neuronx-distributed calls the configuration of adapters in the state of a model."""
+
+ADAPTER = "lora_"
+"""What the names of adapters' weights contain, and no other names."""
+
 MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT)
 """Members of the tree of a training state."""
 
