@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.layouts.same import unequal
+from tests.layouts.test_gqa import KEYS, QUERIES, Attention
 from tests.layouts.test_layers import adapted, saves_adapters, state
 from tests.neuron.standins import LoraConfig, LoraModel, NxDModel
 from xla_ckpt import Mesh
@@ -106,23 +107,26 @@ def test_adapters_over_tp_and_onto_it(tmp_path: Path) -> None:
     assert torch.equal(part["1.lora_A.weight"], wanted.module[1].lora_A.weight[:, 4:])
 
 
-def as_nxd(root: Path, *, optimizer: bool = True) -> Any:
-    """A tag of TP 2 as LoraModel writes it by default: joined adapters, states of each rank, no configuration."""
-    (root / "lora/model").mkdir(parents=True)
-    (root / "lora/optim").mkdir()
-    whole = adapted(0, Mesh(), 0)
-    for rank in range(2):
-        _, mine = adapted(0, Mesh(tp=2), rank)
-        name = f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt"
-        torch.save(adapters(whole[0]), root / "lora/model" / name)
-        torch.save(mine.state_dict(), root / "lora/optim" / name)
+def as_nxd(tag: Path, **held: list[Any]) -> None:
+    """A tag of neuronx-distributed's: what each tp rank has in the files of each kind."""
+    for kind, of_ranks in held.items():
+        (tag / kind).mkdir(parents=True)
+        for rank, content in enumerate(of_ranks):
+            torch.save(content, tag / kind / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
     for mark in ("checkpoint", "done"):
-        (root / "lora" / mark).write_text("1")
+        (tag / mark).write_text("1")
+
+
+def joined(root: Path) -> Any:
+    """A tag of TP 2 as LoraModel writes it by default: joined adapters, states of each rank, no configuration."""
+    whole = adapted(0, Mesh(), 0)
+    states = [adapted(0, Mesh(tp=2), rank)[1].state_dict() for rank in range(2)]
+    as_nxd(root / "lora", model=[adapters(whole[0])] * 2, optim=states)
     return whole
 
 
 def test_joined_adapters_of_neuronx_distributed_load_with_their_optimizer(tmp_path: Path) -> None:
-    wanted = as_nxd(tmp_path)
+    wanted = joined(tmp_path)
     fresh = adapted(1, Mesh(), 0)
     xla_ckpt.load_checkpoint(tmp_path, "lora", *fresh)
     assert unequal(adapters(fresh[0]), adapters(wanted[0])) == []
@@ -131,8 +135,36 @@ def test_joined_adapters_of_neuronx_distributed_load_with_their_optimizer(tmp_pa
     assert unequal(*states) == []
 
 
+@pytest.mark.parametrize("equal", ["joined", "first part", "zeros", "none"])
+def test_joined_adapters_of_queries_keys_and_values(tmp_path: Path, equal: str) -> None:
+    model = torch.nn.Module()
+    model.qkv = torch.nn.Module()
+    model.qkv.lora_B = Attention(Mesh(), 0, copies=1)
+    whole = torch.randn_like(model.qkv.lora_B.weight_qkv)
+    sections = whole.split((QUERIES, KEYS, KEYS))
+    parts = [torch.cat([s.chunk(2)[rank] for s in sections]) for rank in range(2)]
+    files = {"joined": [torch.cat(parts)] * 2, "first part": [parts[0]] * 2, "none": parts}
+    of_ranks = files.get(equal, [torch.zeros_like(parts[0])] * 2)
+    as_nxd(tmp_path / "a", model=[{"qkv.lora_B.weight_qkv": held} for held in of_ranks])
+    if equal in ("joined", "first part"):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="joined the adapters of all ranks") as caught:
+            xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
+        assert "merge_sharded_lora=False" in str(caught.value)
+        return
+    xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
+    assert torch.equal(model.qkv.lora_B.weight_qkv, whole if equal == "none" else torch.zeros_like(whole))
+
+
+def test_lists_of_the_configuration_may_be_in_another_order_on_each_rank(tmp_path: Path) -> None:
+    configs = [{"r": 2, "target_modules": order} for order in (["0", "1", "2"], ["2", "0", "1"])]
+    as_nxd(tmp_path / "a", model=[{**adapters(lora(0)), "lora_config": config} for config in configs])
+    model = lora(1)
+    xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
+    assert unequal(adapters(model), adapters(lora(0))) == []
+
+
 def test_the_configuration_beside_the_tags_of_neuronx_distributed(tmp_path: Path) -> None:
-    wanted, _ = as_nxd(tmp_path)
+    wanted, _ = joined(tmp_path)
     with pytest.raises(xla_ckpt.UsageError, match="nothing says by what the adapters are scaled") as caught:
         xla_ckpt.convert(tmp_path, tmp_path / "peft", "lora", to="peft", model=wanted)
     assert CONFIG in str(caught.value)

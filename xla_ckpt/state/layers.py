@@ -72,14 +72,17 @@ def _of_layer(prefix: str, layer: Any, mesh: Mesh) -> _Of:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
-    """What a layer knows of a parameter, in the words of the attributes that neuronx-distributed gives it."""
+    """A parameter with the attributes that neuronx-distributed gives it, as its layer knows them."""
 
-    shape: tuple[int, ...]
+    parameter: Any
     partition_dim: int
     partition_stride: int
     num_partitions: int | None
     expert_model_parallel: bool
     tensor_model_parallel: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parameter, name)
 
 
 def _of_other(prefix: str, layer: Any, dim: int, mesh: Mesh) -> _Of:
@@ -92,7 +95,7 @@ def _of_other(prefix: str, layer: Any, dim: int, mesh: Mesh) -> _Of:
         if getattr(parameter, "tensor_model_parallel", False):
             continue  # it says so itself, and what a program has set on it by hand counts
         said = _Said(
-            shape=tuple(parameter.shape),
+            parameter=parameter,
             partition_dim=dims[name],
             partition_stride=_number(layer, "stride") or 1,
             num_partitions=_ranks(layer, "tensor_parallel_group") or _ranks(layer, "tensor_model_parallel_group"),

@@ -172,7 +172,8 @@ class Adapted(View):
         held = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
         mine, theirs = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
         if isinstance(theirs, Mapping):
-            differing = sorted(k for k in mine if k in theirs and mine[k] != _ordered(theirs[k]))
+            stored = schema.lora_fields(theirs)
+            differing = sorted(k for k in mine if k in stored and mine[k] != stored[k])
             if differing:
                 logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
         return self._put(held) if held else None
@@ -294,12 +295,7 @@ def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
 def _fields(config: Any) -> dict[str, Any]:
     """What the configuration of adapters says of a checkpoint of them."""
     fields: dict[str, Any] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
-    return {k: _ordered(v) for k, v in fields.items()}
-
-
-def _ordered(value: Any) -> Any:
-    """A list in order: neuronx-distributed makes some of sets, whose order is another one in each process."""
-    return sorted(value) if isinstance(value, set | list) else value
+    return schema.lora_fields(fields)
 
 
 def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ Everything else is a tree of the caller's own (`xla_ckpt.save`), or state of an 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,3 +262,12 @@ def _below(path: str, *keys: Any) -> str:
     for key in keys:
         path = paths.join(path, component(key))
     return path
+
+
+def lora_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of adapters with its lists in order: some are made of sets, and differ between ranks.
+
+    >>> lora_fields({"r": 8, "target_modules": ["v", "q"]})
+    {'r': 8, 'target_modules': ['q', 'v']}
+    """
+    return {k: sorted(v, key=str) if isinstance(v, set | list) else v for k, v in config.items()}
