@@ -85,6 +85,53 @@ def saves_and_loads(rank: int, root: str, base: bool, joined: bool) -> dict[str,
     return told
 
 
+def joins_queries(rank: int, root: str, fused: bool, copies: int, joined: bool) -> dict[str, str]:
+    """What a load says of adapters of queries, keys and values in one layer, by who saved them; "" if all are right."""
+    import neuronx_distributed as nxd
+    from neuronx_distributed.modules.lora import LoraConfig
+    from neuronx_distributed.modules.qkv_linear import GQAQKVColumnParallelLinear
+
+    import neuron_compat.nxd as lib
+    import xla_ckpt
+
+    def build(seed: int) -> Any:
+        config = LoraConfig(lora_rank=4, target_modules=["qkv"], lora_save_dir=root, merge_sharded_lora=joined)
+        setup = nxd.neuronx_distributed_config(tensor_parallel_size=2, lora_config=config)
+
+        def module() -> torch.nn.Module:
+            made = torch.nn.Module()
+            made.qkv = GQAQKVColumnParallelLinear(
+                8, [16, 8], bias=False, gather_output=False, kv_size_multiplier=copies, fuse_qkv=fused
+            )
+            return made
+
+        model = nxd.initialize_parallel_model(setup, module)
+        generator = torch.Generator().manual_seed(seed)
+        whole = {"q": torch.randn(16, 4, generator=generator)}
+        whole |= {part: torch.randn(8, 4, generator=generator).repeat(copies, 1) for part in "kv"}
+        own = {part: value.chunk(2)[rank] for part, value in whole.items()}
+        own["qkv"] = torch.cat([own[part] for part in "qkv"])
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.data = own[name.rpartition("_")[2]].to(p.device)
+        return model
+
+    model = build(0)
+    nxd.save_checkpoint(f"{root}/theirs", tag="a", model=model)
+    lib.save_checkpoint(f"{root}/ours", tag="a", model=model)
+    wanted = {n: p.detach().cpu() for n, p in model.named_parameters() if "lora_" in n}
+    told = {}
+    for name in ("theirs", "ours"):
+        fresh = build(7)
+        try:
+            lib.load_checkpoint(f"{root}/{name}", "a", model=fresh)
+            got = {n: p.detach().cpu() for n, p in fresh.named_parameters() if "lora_" in n}
+            told[name] = " ".join(differing(got, wanted))
+        except xla_ckpt.IncompatibleCheckpointError as error:
+            told[name] = str(error)
+    return told
+
+
 def reads_ours(rank: int, root: str) -> list[str]:
     """What differs after neuronx-distributed itself has loaded adapters from files of this library."""
     import neuronx_distributed as nxd

@@ -87,7 +87,7 @@ def mixed_adapters(scan: Scan, copies: Copies, mesh: Mesh, wish: ArrayHint) -> U
         return None
     first, *others = copies.values()
     if first.shape == wish.shape:
-        spoilt = len(split.sections) > 1 or any(s.adjacent for s in split.sections)
+        spoilt = len(split.sections) > 1 or any(s.adjacent and s.copies < mesh.tp for s in split.sections)
         found = "the rows of each rank one behind the other, and not all queries first"
     else:
         parted = any(s.copies < mesh.tp for s in split.sections)
