@@ -141,7 +141,9 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
 
     plain = [k for k in entries if k in held and (is_extra(k) or not isinstance(held[k], ArrayAt))]
     if not direct:
-        loading.handover = Handover(leaf=stored.prefix, take=take, keep=None)
+        loading.handover = Handover(
+            leaf=stored.prefix, take=take, keep=None, arrays=lambda: module.state_dict(keep_vars=True).values()
+        )
     elif plain:
         loading.handover = Handover(
             leaf=stored.prefix,
