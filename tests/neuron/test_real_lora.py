@@ -32,11 +32,11 @@ def test_adapters_resume_with_their_optimizer(tmp_path: Path, base: bool, joined
     assert tuple(held["base_model.model.down.lora_A.weight"].shape) == (4, 12)
 
 
-@pytest.mark.parametrize(
-    ("fused", "copies", "lost"), [(True, 1, True), (True, 2, True), (False, 2, True), (False, 1, False)]
-)
-def test_joined_adapters_of_queries_keys_and_values(tmp_path: Path, fused: bool, copies: int, lost: bool) -> None:
-    for told in run_on_nxd(lora.joins_queries, 2, tmp_path, fused, copies):
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize(("fused", "copies"), [(True, 1), (True, 2), (False, 2), (False, 1)])
+def test_joined_adapters_of_queries_keys_and_values(tmp_path: Path, fused: bool, copies: int, joined: bool) -> None:
+    lost = joined and (fused or copies > 1)
+    for told in run_on_nxd(lora.joins_queries, 2, tmp_path, fused, copies, joined):
         assert told["ours"] == ""
         assert ("has joined the adapters of all ranks" in told["theirs"]) is lost
         assert lost or told["theirs"] == ""
