@@ -72,7 +72,7 @@ def outcomes(sources: Path, folder: Path, *, swapped: bool, arguments: list[str]
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "pytest.ini").write_text("[pytest]\n")
     report = folder / "report.xml"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "60"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "300"}
     environment["PYTHONPATH"] = os.pathsep.join([str(folder), *map(os.path.abspath, sys.path)])
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments],
