@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import add
@@ -39,7 +39,6 @@ from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import (
     ChangedTagError,
-    CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     UsageError,
@@ -53,6 +52,7 @@ from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.undisturbed import undisturbed
 
 
 class StorageReader(Named, StockReader):
@@ -84,9 +84,11 @@ class StorageReader(Named, StockReader):
         self.trust_pickle = trust_pickle
         self.read_once = read_once
         self.num_workers = num_workers
+        self.overwriting: Callable[[], None] = lambda: None
+        """Called when every byte that this rank needs is verified, and no tensor of the program is changed yet."""
         self._opened: Opened | None = None
         self._places: Places | None = None
-        self._failure: CheckpointError | None = None
+        self._failure: BaseException | None = None
         self._values: dict[str, bytes] = {}
         self._kept: dict[_Destination, _Kept] = {}
         self.reset(checkpoint_id)
@@ -125,7 +127,7 @@ class StorageReader(Named, StockReader):
                 raise UsageError("nobody has said where the checkpoint is", hint="Give checkpoint_id, the directory.")
             with storage_errors("opening a checkpoint", path=self._path), naming(path=self._path):
                 self._opened = open_source(self._path)
-        except CheckpointError as error:
+        except BaseException as error:
             self._failure = error
             raise
         return _described(self._opened.contents, self._path)
@@ -172,6 +174,15 @@ class StorageReader(Named, StockReader):
         places = self._places
         assert places is not None, "prepare_local_plan comes first"
         GUARD.wait()  # a save of this library may not have copied yet what is overwritten now
+        self.overwriting()
+        with undisturbed():
+            self._overwrite(places, plan, planner)
+        self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _overwrite(self, places: Places, plan: LoadPlan, planner: LoadPlanner) -> None:
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn]))
@@ -190,10 +201,6 @@ class StorageReader(Named, StockReader):
             for filling in fillings:
                 filling.finish(planner)
             _put_kept(self._kept, tensors, planner)
-        self.close()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _ready(self) -> Opened:
         if self._opened is None:
