@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
 .PHONY: help setup demo test test-latest test-objects test-trainers check bench bench-short bench-check
-.PHONY: crash crash-ranks fuzz soak docs lock clean
+.PHONY: crash crash-ranks interrupts fuzz soak docs lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -78,6 +78,9 @@ crash: $(READY) ## faults at every system call of every save; writes docs/reliab
 
 crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and loads, N=6 of each; writes docs/reliability.md
 	$(BIN)/python -m tests.crash.ranks --write --each $(or $(N),6)
+
+interrupts: $(READY) ## Ctrl-C and other exceptions of handlers, at N=300 instants of each call; writes docs/reliability.md
+	$(BIN)/python -m tests.crash.interrupts --write --each $(or $(N),300)
 
 fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write

@@ -106,11 +106,11 @@ class Fork:
         os.close(write)
         return cls(pid, read, printed)
 
-    def wait(self) -> tuple[int, Any]:
+    def wait(self, seconds: float = SECONDS) -> tuple[int, Any]:
         """The exit code (negative: a signal), and what the function returned; if it hangs, the members of an `End`."""
         end = os.pidfd_open(self.pid)
         try:
-            hangs = not select.select([end], [], [], SECONDS)[0]
+            hangs = not select.select([end], [], [], seconds)[0]
             if hangs:
                 os.kill(self.pid, signal.SIGABRT)
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,8 +164,13 @@ def one(
     )  # fmt: skip
 
 
-def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> list[Result]:
-    """The results of some operations, on several processes; each takes the next operation when it has done one."""
+def run_all(
+    names: Sequence[str], run: Callable[[str, Path], Iterator[object]], workers: int, folder: Path
+) -> list[str]:
+    """The results of some operations, as lines of JSON, on several processes; each takes the next when it has done one.
+
+    `run` gives the results of an operation, each a dataclass; it has a directory of its own.
+    """
     queue, fill = os.pipe()
     os.write(fill, bytes(range(len(names))))
     os.close(fill)
@@ -176,8 +181,8 @@ def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> l
             try:
                 with open(folder / f"results.{worker}", "w") as file:
                     while byte := os.read(queue, 1):
-                        for result in run_operation(names[byte[0]], folder / f"of.{byte[0]}", share):
-                            print(json.dumps(asdict(result)), file=file, flush=True)
+                        for result in run(names[byte[0]], folder / f"of.{byte[0]}"):
+                            print(json.dumps(asdict(result)), file=file, flush=True)  # type: ignore[call-overload]
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -188,8 +193,7 @@ def run_all(names: Sequence[str], share: float, workers: int, folder: Path) -> l
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
         raise SystemExit(f"a worker has failed: {codes}")
-    lines = [line for worker in range(workers) for line in (folder / f"results.{worker}").read_text().splitlines()]
-    return [result_of(line) for line in lines]
+    return [line for worker in range(workers) for line in (folder / f"results.{worker}").read_text().splitlines()]
 
 
 def result_of(line: str) -> Result:
@@ -204,7 +208,7 @@ def ready(*, xla: bool) -> None:
     """Import what the forks need. A process with threads must not fork."""
     from tests.nursery import LIGHT, _import_all
 
-    crash = [f"tests.crash.{name}" for name in ("operations", "injection", "power", "peers")]
+    crash = [f"tests.crash.{name}" for name in ("operations", "injection", "power", "peers", "scenes")]
     _import_all((*LIGHT, *(("torch_xla",) if xla else ()), "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", *crash))
     gc.collect()
     gc.freeze()
@@ -236,7 +240,8 @@ def main(arguments: Sequence[str]) -> int:
     peers = [name for name in PEERS if HAS_XLA or not name.startswith("torch_xla")]
     names = given.operation or (peers if given.peers else list(OPERATIONS))
     with tempfile.TemporaryDirectory(prefix="crash-") as folder:
-        results = run_all(names, given.share, given.workers, Path(folder))
+        run = functools.partial(run_operation, share=given.share)
+        results = [result_of(line) for line in run_all(names, run, given.workers, Path(folder))]
     if given.json:
         given.json.write_text("\n".join(json.dumps(asdict(result)) for result in results))
     problems = report.problems(results)

@@ -52,6 +52,10 @@ class Operation:
     """Whether another library does it: nothing is asked of the class of its errors, and of what it leaves."""
 
 
+LIVE: list[torch.Tensor] = []
+"""The program's tensors that the call was given. A program that goes on after it changes them."""
+
+
 def module(number: float) -> torch.nn.Module:
     """A model all of whose parameters have one value."""
     made = torch.nn.Linear(3, 4)
@@ -71,10 +75,15 @@ def momentum_of(made: torch.nn.Module, number: float) -> torch.optim.Optimizer:
 
 def saves(root: Path, tag: str, number: int, **options: Any) -> None:
     """Save a training state."""
-    made = module(number)
-    xla_ckpt.save_checkpoint(
-        root, tag, made, momentum_of(made, number), user_content=number, num_workers=1, **options
-    ).result()
+    handle_of_save(root, tag, number, **options).result()
+
+
+def handle_of_save(root: Path, tag: str, number: int, *, device: str = "cpu", **options: Any) -> xla_ckpt.SaveHandle:
+    """The same, and what the call returned."""
+    made = module(number).to(device)
+    optimizer = momentum_of(made, number)
+    LIVE.extend(arrays_of([dict(made.named_parameters()), *map(dict, optimizer.state.values())]))
+    return xla_ckpt.save_checkpoint(root, tag, made, optimizer, user_content=number, num_workers=1, **options)
 
 
 def tags_in(root: Path) -> Found:
@@ -316,22 +325,24 @@ def _load_safetensors(path: Path) -> Any:
 # --- the calls of torch.distributed.checkpoint ---------------------------------------------------------------------
 
 
-def _dcp_state(number: float) -> dict[str, Any]:
+def dcp_state(number: float) -> dict[str, Any]:
     return {**module(number).state_dict(), "n": int(number)}
 
 
 def _dcp_save(path: Path, number: int) -> None:
-    xla_ckpt.dcp.save(_dcp_state(number), checkpoint_id=path)
+    state = dcp_state(number)
+    LIVE.extend(arrays_of(state))
+    xla_ckpt.dcp.save(state, checkpoint_id=path)
 
 
-def _dcp_read(root: Path) -> Found:
+def dcp_read(root: Path) -> Found:
     """Through this library, which verifies, wherever a reader finds the checkpoint; and through stock DCP."""
     import torch.distributed.checkpoint as stock
 
     found: Found = {}
     there = {name.removeprefix(".old-") for name in listed(root) if not name.startswith(".new-")}
     for name in sorted(there):
-        ours, theirs = _dcp_state(-1), _dcp_state(-1)
+        ours, theirs = dcp_state(-1), dcp_state(-1)
         try:
             xla_ckpt.dcp.load(ours, checkpoint_id=root / name)
             if (root / name).exists():
@@ -361,7 +372,7 @@ def dcp_saving(name: str, before: Found) -> Operation:
         name=name,
         prepare=prepare,
         run=lambda root: _dcp_save(root / "step", 7),
-        read=_dcp_read,
+        read=dcp_read,
         again=again,
         before=before,
         after={**before, "step": 7},

@@ -10,6 +10,7 @@ python -m tests.crash.ranks [--mesh dp=2 ...] [--operation NAME ...] [--fault NA
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import errno
 import functools
@@ -19,6 +20,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -55,7 +57,14 @@ LONG = 60.0
 BEGAN = "began to commit"
 """What the error says if nobody can know whether the tag is there."""
 
-KILLED, STOPPED, NAPS, RAISES, FULL = FAULTS = ("killed", "stopped", "slow", "raises", "disk full")
+KILLED, STOPPED, NAPS, RAISES, FULL, CTRL_C, ALL_CTRL_C = FAULTS = (
+    "killed", "stopped", "slow", "raises", "disk full", "Ctrl-C", "Ctrl-C on all",
+)  # fmt: skip
+INTERRUPTS = (CTRL_C, ALL_CTRL_C)
+"""The program goes on afterwards, with other weights."""
+
+HANDLES = 1.0
+"""Seconds that a thread waits, at most, until the main one has handled the signal that it was sent."""
 
 MESHES = ("dp=2", "pp=2", "pp=2,dp=2")
 
@@ -257,6 +266,8 @@ def _strike(case: Case) -> tuple[_Clock, _Clock]:
             time.sleep(SLOW * case.timeout)
         elif case.fault == RAISES:
             raise MemoryError("no memory is left")
+        elif case.fault in INTERRUPTS:
+            interrupt()
         elif case.fault != FULL:
             os.kill(os.getpid(), signal.SIGKILL if case.fault == KILLED else signal.SIGSTOP)
 
@@ -264,9 +275,24 @@ def _strike(case: Case) -> tuple[_Clock, _Clock]:
         if case.fault == FULL and number >= case.at > 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
+    signal.signal(signal.SIGINT, _handle)
     messages: list[tuple[Any, str]] = [(StoreCommunicator, name) for name in ("put", "put_once", "take", "has")]
     messages += [(torch.distributed, name) for name in COLLECTIVES]
     return _Clock(messages, at_message), _Clock([(LocalDirectory, "create"), (LocalStore, "make")], at_file)
+
+
+def interrupt() -> None:
+    """Have Ctrl-C come to the main thread, whichever thread this is."""
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    _HANDLED.wait(HANDLES)
+
+
+_HANDLED = threading.Event()
+
+
+def _handle(number: int, frame: object) -> None:
+    _HANDLED.set()
+    raise KeyboardInterrupt
 
 
 def takes_part(rank: int, root: Path, case: Case) -> Told:
@@ -274,16 +300,26 @@ def takes_part(rank: int, root: Path, case: Case) -> Told:
     operation = OPERATIONS[case.operation]
     operation.prepare(root, operation.old, model_of(1), case.mesh, LONG)
     xla_ckpt.finalize_checkpoint()
-    clocks = _strike(case) if rank == case.victim or case.at == 0 else None
+    clocks = _strike(case) if rank == case.victim or case.at == 0 or case.fault == ALL_CTRL_C else None
     model, told, began = model_of(2), Told(error=None, text=""), time.monotonic()
     try:
         operation.call(root, operation.old if operation.loads else operation.new, model, case.mesh, case.timeout)
     except xla_ckpt.CheckpointError as error:
         told |= {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
-    except MemoryError as error:
+    except (MemoryError, KeyboardInterrupt) as error:
         told |= {"error": type(error).__name__, "rank": rank, "text": str(error)}
     told |= {"self": rank, "seconds": time.monotonic() - began, "numbers": numbers_in(model)}
+    if case.fault in INTERRUPTS and not operation.loads:
+        _goes_on(model)
     return told | {"clocks": [clock.count for clock in clocks] if clocks else [0, 0]}
+
+
+def _goes_on(model: torch.nn.Module) -> None:
+    """What a program does that was interrupted, or whose peers were: it trains, and waits for its saves."""
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 9)
+    with contextlib.suppress(xla_ckpt.CheckpointError):
+        xla_ckpt.finalize_checkpoint()
 
 
 # --- outside of them -----------------------------------------------------------------------------------------------
@@ -306,7 +342,7 @@ def outcome_of(case: Case, root: Path) -> Outcome:
     ((code, _, _),) = finish([ranks[case.victim]], timeout=LONG)
     told: list[Told] = [process.value() for process in others]
     victim: Told | None = None if code == -signal.SIGKILL else ranks[case.victim].value()
-    happened = victim is None or victim["clocks"][case.fault == FULL] >= case.at
+    happened = victim is None or victim["clocks"][case.fault == FULL] >= case.at > 0
     everyone = told if victim is None else [*told, victim]
     return Outcome(
         happened,
@@ -317,6 +353,8 @@ def outcome_of(case: Case, root: Path) -> Outcome:
 
 def _of_errors(case: Case, told: list[Told], victim: Told | None) -> list[str]:
     same = [*told, victim] if victim is not None and case.fault in (NAPS, FULL) else told
+    if case.fault == ALL_CTRL_C:
+        same = [t for t in same if t["error"] != "KeyboardInterrupt"]
     if len({(t["error"], t.get("rank"), BEGAN in t["text"]) for t in same}) > 1:
         return [f"the ranks say different things: {same}"]
     if case.fault == NAPS and told[0]["error"] is not None:
@@ -339,7 +377,7 @@ def _of_directory(operation: Operation, root: Path, told: list[Told]) -> list[st
     if operation.loads:
         wrong += [f"a torn model: {t}" for t in told if len(t["numbers"]) > 1]
         return wrong + [f"loaded, and has other numbers: {t}" for t in told if not t["error"] and t["numbers"] != [1]]
-    known = [t for t in told if BEGAN not in t["text"] and t["error"] != "MemoryError"]
+    known = [t for t in told if BEGAN not in t["text"] and t["error"] not in ("MemoryError", "KeyboardInterrupt")]
     wrong += [f"tags {tags}, and a rank says: {t}" for t in known if (t["error"] is None) != (operation.new in tags)]
     operation.prepare(root, operation.new, model_of(3), "dp=1", LONG)  # the next job
     xla_ckpt.finalize_checkpoint()

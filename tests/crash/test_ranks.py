@@ -16,7 +16,9 @@ import torch
 
 import xla_ckpt
 from tests.crash.ranks import (
+    ALL_CTRL_C,
     BEGAN,
+    CTRL_C,
     FULL,
     KILLED,
     LONG,
@@ -48,8 +50,14 @@ SAMPLE = [
     Case("dcp.save", 1, KILLED, 3, "dp=3", SHORT),
     Case("dcp.async_save", 0, STOPPED, 2, "dp=3", SHORT),
     Case("dcp.load", 2, KILLED, 2, "dp=3", SHORT),
+    Case("load", 2, CTRL_C, 3, "dp=3", SHORT),
+    Case("load", 0, ALL_CTRL_C, 4, "dp=4", SHORT),
+    Case("dcp.load", 1, CTRL_C, 2, "dp=3", SHORT),
 ]
-ERRORS = {KILLED: "RankFailedError", STOPPED: "RankFailedError", NAPS: None, FULL: "StorageError"}
+ERRORS = {
+    KILLED: "RankFailedError", STOPPED: "RankFailedError", NAPS: None, FULL: "StorageError", CTRL_C: "RankFailedError",
+    ALL_CTRL_C: "KeyboardInterrupt",
+}  # fmt: skip
 
 
 @pytest.mark.crash

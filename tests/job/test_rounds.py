@@ -73,3 +73,16 @@ def test_an_error_in_a_call_is_what_the_call_raises_though_nobody_can_be_told() 
     made = rounds.begin("call", 1)
     with pytest.raises(CheckpointError, match="mine"), rounds.taking_part(made):
         raise UsageError("mine")
+
+
+def test_a_rank_that_is_interrupted_tells_the_others_which_do_not_wait_for_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("xla_ckpt.job.verdict.PATIENCE", 0.05)
+    solo = Solo(0, 2, {})
+    ranks = [Rounds(solo.peer(rank)) for rank in range(2)]
+    made = [rounds.begin("load", 300) for rounds in ranks]
+    with pytest.raises(KeyboardInterrupt), ranks[1].taking_part(made[1]):
+        raise KeyboardInterrupt
+    with pytest.raises(RankFailedError, match="rank 1 was interrupted by KeyboardInterrupt"):
+        agree(made[0].within("a"), "reading", lambda: None)

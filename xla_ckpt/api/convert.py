@@ -346,8 +346,7 @@ def _write_tag(
     objects = stored.objects()  # one that is not trusted is found out before anything is written
     files = [file for of_rank in made.files for file in of_rank]
     old = stored.manifest
-    draft = tags.begin(target, tag)
-    try:
+    with tags.Filling(target, tag) as draft:
         written = stream_files(
             stored.reader, draft.directory, files, max_memory=max_memory, workers=workers, progress=progress
         )
@@ -374,5 +373,3 @@ def _write_tag(
             write_small(draft.directory, name, data)
         draft.directory.sync()
         tags.commit(draft, pinned=False, num_kept=None)
-    finally:
-        tags.abandon(draft)

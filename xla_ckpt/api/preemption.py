@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
@@ -72,8 +73,13 @@ class PreemptionGuard:
         self._noticed: str | None = None
         self._agreed: str | None = None
         self._former: dict[signal.Signals, Any] = {}
-        for number in signals:
-            self._former[number] = signal.signal(number, self._receive)
+        try:
+            for number in signals:
+                self._former[number] = signal.getsignal(number)
+                signal.signal(number, self._receive)
+        except BaseException:
+            self.close()  # nobody else can: who is interrupted here, for instance, never gets this object
+            raise
 
     def __enter__(self) -> PreemptionGuard:
         return self
@@ -106,10 +112,11 @@ class PreemptionGuard:
 
     def close(self) -> None:
         """Give the signals their former handlers back."""
-        while self._former:
-            number, handler = self._former.popitem()
-            # A handler that was not set from python cannot be given back by python.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        with contextlib.ExitStack() as ending:  # the others are given back, too, if an interrupt comes after one
+            for number, handler in self._former.items():
+                # A handler that was not set from python cannot be given back by python.
+                ending.callback(signal.signal, number, signal.SIG_DFL if handler is None else handler)
+            self._former = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # Nothing but a note: this runs between any two instructions, also while a lock is held.

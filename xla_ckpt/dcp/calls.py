@@ -42,6 +42,7 @@ from xla_ckpt.job.process_group import check_ranks
 from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.storage.door import PathLike, full_path
+from xla_ckpt.storage.undisturbed import Undisturbed, undisturbed
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +189,11 @@ def async_save(
             logger.error("the save of %s in the background failed: %s", path, error)  # noqa: TRY400  # it says all
             raise
 
-    done: Future[Metadata] = _background().submit(work)
-    if path is not None:
-        with _lock:
-            _in_flight[path] = done
+    with undisturbed():  # half started, its thread would keep the process from ending, or the next save from waiting
+        done: Future[Metadata] = _background().submit(work)
+        if path is not None:
+            with _lock:
+                _in_flight[path] = done
     if not isinstance(staged, Future):
         return done
     staging: Future[None] = Future()
@@ -248,7 +250,10 @@ def load(
     states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist), LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
         reader.read_once = _mostly_on_devices(states)
-    with one_error("loading", LoadError, path):
+    # From the first tensor that is overwritten to the last value, no signal handler of the program comes between.
+    with one_error("loading", LoadError, path), Undisturbed() as calm:
+        if isinstance(reader, StorageReader):
+            reader.overwriting = calm.begin
         try:
             state_dict_loader.load(
                 states,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import add
@@ -40,7 +40,6 @@ from xla_ckpt.engine.read import READERS, check_reads, read_into
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import (
     ChangedTagError,
-    CheckpointError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
     UsageError,
@@ -54,6 +53,7 @@ from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.undisturbed import undisturbed
 
 
 class StorageReader(Named, StockReader):
@@ -80,7 +80,9 @@ class StorageReader(Named, StockReader):
     read_once: bool | None = None
     _opened: Opened | None = None
     _places: Places | None = None
-    _failure: CheckpointError | None = None
+    _failure: BaseException | None = None
+    overwriting: Callable[[], None] | None = None
+    """Called when every byte that this rank needs is verified, and no tensor of the program is changed yet."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class StorageReader(Named, StockReader):
                 raise UsageError("nobody has said where the checkpoint is", hint="Give checkpoint_id, the directory.")
             with storage_errors("opening a checkpoint", path=self._path), naming(path=self._path):
                 self._opened = open_source(self._path)
-        except CheckpointError as error:
+        except BaseException as error:
             self._failure = error
             raise
         return _described(self._opened.contents, self._path, self.load_id)
@@ -178,6 +180,16 @@ class StorageReader(Named, StockReader):
         places = self._places
         assert places is not None, "prepare_local_plan comes first"
         GUARD.wait()  # a save of this library may not have copied yet what is overwritten now
+        if self.overwriting is not None:
+            self.overwriting()
+        with undisturbed():
+            self._overwrite(places, plan, planner)
+        self.close()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _overwrite(self, places: Places, plan: LoadPlan, planner: LoadPlanner) -> None:
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn]))
@@ -196,10 +208,6 @@ class StorageReader(Named, StockReader):
             for filling in fillings:
                 filling.finish(planner)
             _put_kept(self._kept, tensors, planner)
-        self.close()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     def _ready(self) -> Opened:
         if self._opened is None:

@@ -17,6 +17,7 @@ from xla_ckpt.errors import (
     UntrustedObjectError,
 )
 from xla_ckpt.files.pickle_bounds import check
+from xla_ckpt.storage.undisturbed import undisturbed
 
 
 def dump(value: Any, leaf: str) -> bytes:
@@ -87,11 +88,12 @@ def load(data: bytes, leaf: str, *, trust: bool) -> Any:
             # Code of the object's class, which may raise anything. A FormatError, which the caller would make of some
             # of it, would have a load pass the tag over as damaged.
             raise LoadError(f"a pickled object refuses its stored state: {type(error).__name__}: {error}") from error
-    try:
-        check(data)
-        return _Refusing(data, leaf).load()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # Damaged pickles raise whatever the operation that they describe by accident raises.
-        raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], leaf=leaf) from error
+    with undisturbed():  # what a signal handler raises would be taken for damage
+        try:
+            check(data)
+            return _Refusing(data, leaf).load()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Damaged pickles raise whatever the operation that they describe by accident raises.
+            raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], leaf=leaf) from error

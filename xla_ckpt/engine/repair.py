@@ -268,8 +268,7 @@ def _mended(
     """Replace what is damaged; the paths of it."""
     if not (damage.manifest or damage.files or damage.sums or damage.copy):
         return []
-    draft = tags.begin(store, tag)
-    try:
+    with tags.Filling(store, tag) as draft:
         rebuilder = _Rebuilder(directory, index, damage.steps)
 
         def rebuild(number: int, buffer: memoryview) -> None:
@@ -288,8 +287,6 @@ def _mended(
             _adopt(directory, draft.directory, of_parity)
             replaced += of_parity
         _settle(directory)
-    finally:
-        tags.abandon(draft)
     logger.warning("%s/%s: repaired %s", store.path, tag, ", ".join(replaced))
     return replaced
 
@@ -358,12 +355,9 @@ def _made_anew(
     names = [name for name in directory.files() if name.startswith(FOLDER)]
     parity: Parity = "file" if any(name.startswith(f"{FOLDER}stripes-") for name in names) else "block"
     worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
-    draft = tags.begin(store, tag)
-    try:
+    with tags.Filling(store, tag) as draft:
         world = max(worlds, default=1)
         names = _new_parity(directory, draft.directory, covered(manifest), parity, world, text, workers)
         _adopt(directory, draft.directory, names)
         _settle(directory)
         return names
-    finally:
-        tags.abandon(draft)

@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Iterator, Sequence
 
-from xla_ckpt.errors import LoadError, RankFailedError, SaveError
+from xla_ckpt.errors import CheckpointError, LoadError, RankFailedError, SaveError
 from xla_ckpt.job.communicator import Communicator
 from xla_ckpt.job.verdict import Deadline, Round
 
@@ -67,7 +67,9 @@ class Rounds:
             with self._lock:
                 self._open.pop(exchange.name, None)  # the lost rank never closes it, so nobody could ever tidy it
             raise
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, CheckpointError):
+                _interrupted(exchange, error)
             _close(exchange)
             raise
         _close(exchange)
@@ -122,6 +124,18 @@ class Rounds:
                 made.wait_closed(deadline)
         except RankFailedError as error:
             logger.warning("this process ends before all others have heard of the last call: %s", error)
+
+
+def _interrupted(exchange: Round, error: BaseException) -> None:
+    """Tell the other ranks why this one leaves a call that all are in: a signal handler has raised, for instance."""
+    if exchange.size > 1:
+        exchange.decide(
+            RankFailedError(
+                f"rank {exchange.rank} was interrupted by {type(error).__name__}",
+                rank=exchange.rank,
+                hint="Make the call again, on all ranks.",
+            )
+        )
 
 
 def _close(exchange: Round) -> None:

@@ -200,19 +200,27 @@ class Round:
         return message["value"]
 
     def _take(self, key: str, whose: int, left: float) -> bytes:
-        """Take a key. A wait that gets long is told of: a rank that never makes the call hangs all others till then."""
-        if left > PATIENCE:
+        """Take a key. A wait that gets long is told of: a rank that never makes the call hangs all others till then.
+
+        It ends if a rank has said meanwhile that it gives up: that one may have been interrupted, and does not come.
+        """
+        warned = False
+        while left > PATIENCE:
             try:
                 return self.communicator.take(key, PATIENCE)
             except TimeoutError:
-                logger.warning(
-                    "rank %d has been waiting for rank %d for %g s, and will for %.0f s more. Do all ranks make "
-                    "this call? It must not stand under `if rank == 0`",
-                    self.rank,
-                    whose,
-                    PATIENCE,
-                    left - PATIENCE,
-                )
+                if self.communicator.has(f"{self.whole}/{FATE}") and (given_up := self.decide()) is not None:
+                    raise given_up from None
+                if not warned:
+                    logger.warning(
+                        "rank %d has been waiting for rank %d for %g s, and will for %.0f s more. Do all ranks make "
+                        "this call? It must not stand under `if rank == 0`",
+                        self.rank,
+                        whose,
+                        PATIENCE,
+                        left - PATIENCE,
+                    )
+                warned = True
                 left -= PATIENCE
         return self.communicator.take(key, left)
 

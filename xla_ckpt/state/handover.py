@@ -17,6 +17,7 @@ import torch
 
 from xla_ckpt.errors import CheckpointError, LoadError
 from xla_ckpt.job.verdict import Round, agreed
+from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tree.nested import replaced_leaves
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,12 @@ class Handing:
         try:
             yield
         except BaseException as error:
-            lost = [problem for problem in map(_put_back, reversed(self._taken)) if problem]
+            with undisturbed():
+                lost = [problem for problem in map(_put_back, reversed(self._taken)) if problem]
             if lost and isinstance(error, CheckpointError):
                 error.details = "\n".join(filter(None, [error.details, *lost]))
+            elif lost:
+                error.add_note("\n".join(lost))  # what a signal handler has raised
             raise
         finally:
             self._taken.clear()

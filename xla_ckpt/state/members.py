@@ -29,6 +29,7 @@ from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model
+from xla_ckpt.storage.undisturbed import Undisturbed
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave, children
@@ -88,7 +89,9 @@ class Loadings:
         """Around the reading and the installation. Gives what hands over to code of the program what that takes.
 
         It is called when the arrays `alone` are filled, and the memory that the program uses is not yet overwritten. If
-        that or anything after it fails, the members get back what they had.
+        that or anything after it fails, the members get back what they had. From its end on all is overwritten and
+        installed before a signal handler of the program runs, which may raise: a half-loaded model looks like a good
+        one.
         """
         handing = Handing([part.handover for part in self.parts if part.handover is not None])
 
@@ -97,8 +100,13 @@ class Loadings:
             self.handed.update({p: t.install() for p, t in self.targets.items() if p in alone})
             return self.handed
 
-        with handing.put_back_on_failure():
-            yield lambda: handing.run(install, exchange)
+        with Undisturbed() as calm, handing.put_back_on_failure():
+
+            def hand_over() -> None:
+                handing.run(install, exchange)
+                calm.begin()
+
+            yield hand_over
 
     def install(self) -> Any:
         """Put everything in place, now that the memory of all targets is filled; returns the load's value.

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+from xla_ckpt.storage.undisturbed import undisturbed
+
 Task = TypeVar("Task")
 
 
@@ -34,7 +36,8 @@ def work_off(
 ) -> None:
     """Call `work(task, buffer)` for every task, on up to `workers` threads (the calling one among them).
 
-    Buffers are page-aligned. The first error stops the crew after the tasks in hand, and is raised here.
+    Buffers are page-aligned. The first error stops the crew after the tasks in hand, and is raised here; so does an
+    exception of a signal handler. No thread of it runs any more when this has returned or raised.
     """
     lock = threading.Lock()
     todo: Iterator[Task] = iter(tasks)
@@ -56,14 +59,36 @@ def work_off(
         finally:
             _close(buffer)
 
-    crew = [threading.Thread(target=worker, name=f"{name}-{i}", daemon=True) for i in range(1, workers)]
-    for thread in crew:
-        thread.start()
-    worker()
-    for thread in crew:
-        thread.join()
+    ended: list[threading.Event] = []  # a join that a signal handler interrupts takes the thread for ended
+    try:
+        with undisturbed():  # a start that is interrupted does not say whether the thread runs
+            for i in range(1, workers):
+                ended.append(_started(worker, f"{name}-{i}"))  # noqa: PERF401  # also if the next one cannot be started
+        worker()
+        for end in ended:
+            end.wait()
+    except BaseException as error:
+        errors.append(error)
+        with undisturbed():
+            for end in ended:
+                end.wait()
+        raise
     if errors:
         raise errors[0]
+
+
+def _started(work: Callable[[], None], name: str) -> threading.Event:
+    """Start a thread; set when it has done its work."""
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            ended.set()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return ended
 
 
 def _close(buffer: mmap.mmap) -> None:

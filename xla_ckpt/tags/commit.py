@@ -14,6 +14,7 @@ from typing import Any
 
 from xla_ckpt.storage.base import Directory, Store, rename_durably
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.cleaning import clean, remove, remove_unused
 from xla_ckpt.tags.directory import TagEntry, entries
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
@@ -66,6 +67,31 @@ def begin(store: Store, tag: str) -> Draft:
     )
 
 
+class Filling:
+    """A context that begins a draft, and throws it away unless it is committed.
+
+    What a signal handler raises comes when the draft is there, or is gone: nobody else would remove it.
+    """
+
+    def __init__(self, store: Store, tag: str) -> None:
+        self._store, self._tag = store, tag
+        self._draft: Draft | None = None
+
+    def __enter__(self) -> Draft:
+        try:
+            with undisturbed():
+                self._draft = begin(self._store, self._tag)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._draft
+
+    def __exit__(self, *_: object) -> None:
+        with undisturbed():
+            if self._draft is not None:
+                abandon(self._draft)
+
+
 def make_directory(store: Store, name: str) -> Directory:
     """Make a directory of this name, or of a name that begins like it.
 
@@ -114,11 +140,13 @@ def commit(draft: Draft, *, pinned: bool, num_kept: int | None, report: Any = No
         NotDurableError: It was committed, and a loss of power may undo that.
     """
     check_not_overtaken(draft.store, draft.tag, draft.sequence)
-    if isinstance(draft.store, LocalStore):
-        retained: float = ORBAX.module().publish(draft, draft.store, pinned=pinned, num_kept=num_kept, report=report)
-    else:
-        retained = _publish(draft, num_kept)
-    draft.committed = True
+    module = ORBAX.module() if isinstance(draft.store, LocalStore) else None
+    with undisturbed():  # orbax's threads would go on without a caller that has been interrupted
+        if module is not None and isinstance(draft.store, LocalStore):
+            retained: float = module.publish(draft, draft.store, pinned=pinned, num_kept=num_kept, report=report)
+        else:
+            retained = _publish(draft, num_kept)
+        draft.committed = True
     return retained
 
 

@@ -29,6 +29,7 @@ import torch
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError, UntrustedObjectError
 from xla_ckpt.files.pickle_bounds import FEW_VALUES, MAX_SHARING, check
+from xla_ckpt.storage.undisturbed import undisturbed
 
 T = TypeVar("T")
 
@@ -441,14 +442,15 @@ def loads(
         UnsupportedStateError: A tensor is of a kind that cannot be described.
         CorruptCheckpointError: It is no pickle.
     """
-    try:
-        check(data)
-        return _Restricted(data, file, more, tolerant).load()
-    except CheckpointError as error:
-        raise error.at(file=file) from None
-    except Exception as error:
-        # Damaged pickles raise whatever the operation that they describe by accident raises.
-        raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file) from error
+    with undisturbed():  # what a signal handler raises would be taken for damage
+        try:
+            check(data)
+            return _Restricted(data, file, more, tolerant).load()
+        except CheckpointError as error:
+            raise error.at(file=file) from None
+        except Exception as error:
+            # Damaged pickles raise whatever the operation that they describe by accident raises.
+            raise CorruptCheckpointError(f"a pickle is damaged: {error}"[:300], file=file) from error
 
 
 MAX_PICKLE_DEPTH = 100

@@ -1,0 +1,73 @@
+"""What must be done whole or not at all, beside the program's signal handlers, which may raise between any two steps.
+
+Python runs them, Ctrl-C's among them, in the main thread alone. What other threads do is never cut in two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Undisturbed:
+    """A context in which, from `begin` on, signal handlers of the program wait for its end.
+
+    They run then, and what they raise is raised from the context. Whatever is done in it is short and bounded: a person
+    who presses Ctrl-C waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._former: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._came: list[tuple[int, FrameType | None]] = []
+        self._begun = False
+
+    def __enter__(self) -> Undisturbed:
+        return self
+
+    def begin(self) -> None:
+        """Let handlers wait from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        try:
+            self._begun = True
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):  # neither the system's own action, nor a handler that is not python's
+                    self._former[number] = handler
+                    signal.signal(number, self._receive)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.ExitStack() as ending:  # each of these is done, although another one raises
+            for number, handler in self._former.items():
+                if signal.getsignal(number) == self._receive:
+                    ending.callback(signal.signal, number, handler)
+            ending.callback(self._deliver)
+            self._begun = False  # a handler that is not given back yet passes on from here what it receives
+
+    def _deliver(self) -> None:
+        if self._came:
+            number, frame = self._came.pop(0)
+            try:
+                self._former[number](number, frame)
+            finally:
+                self._deliver()
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._begun:
+            self._came.append((number, frame))
+        else:
+            self._former[number](number, frame)
+
+
+def undisturbed() -> Undisturbed:
+    """A context in which signal handlers of the program wait."""
+    made = Undisturbed()
+    made.begin()
+    return made
