@@ -4,8 +4,8 @@ Every loop runs in three ways: to its end without a save, which gives the losses
 gives the state that a save at that step has to hold; and with saves.
 
 A save in the middle of a graph cuts it in two, and the compiler may round the two otherwise than the one: it does on an
-AMD EPYC without AVX-512. Such a loop runs in a fourth way, cut at the same places without a save, whose bits a loop with
-saves has to have.
+AMD EPYC without AVX-512. Such a loop runs in a fourth way, cut at the same places without a save, and a loop with saves
+has to have its bits.
 """
 
 from __future__ import annotations
