@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine with python >= 3.11, pip and make: `make demo` and `make test`.
+# Two commands do everything on a fresh machine with Python 3.11, 3.12 or 3.13, pip and make: `make demo` and `make test`.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,14 +20,21 @@ help:           ## say what there is
 setup: $(READY) ## make .venv with the pinned packages
 
 $(READY): requirements-dev.txt
+$(READY): IMPORTED := torch_xla
+$(READY): PYTHON_CHECK := sys.version_info >= (3, 14) and "torch_xla has no packages for Python " + sys.version.split()[0] \
+  + " yet. Give another Python, which `uv python install 3.13` brings: make setup PYTHON=$$(uv python find 3.13)"
 $(LATEST)/.ready: requirements-latest.txt
+$(LATEST)/.ready: IMPORTED := torch
+$(LATEST)/.ready: PYTHON_CHECK := 0
 
 $(READY) $(LATEST)/.ready: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("python >= 3.11 is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
+	@$(PYTHON) -c 'import sys; sys.exit("python >= 3.11 is needed, this is " + sys.version) if sys.version_info < (3, 11) else 0'
+	@$(PYTHON) -c 'import sys; sys.exit($(PYTHON_CHECK))'
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(@D)/bin/uv pip install --quiet --compile-bytecode --python $(@D)/bin/python --require-hashes -r $(filter %.txt,$^)
 	$(@D)/bin/uv pip install --quiet --python $(@D)/bin/python --no-deps --no-build-isolation -e .
+	@$(@D)/bin/python -c 'import sys; from neuron_compat.lazy import imported; sys.tracebacklimit = 0; imported("$(IMPORTED)")'
 	@touch $@
 
 demo: $(READY)  ## train, kill -9 in mid-save, resume, compare
@@ -107,5 +114,5 @@ lock: $(READY)  ## renew the pins in the requirements-*.txt
 	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS)
+	rm -rf $(VENV) .venv-313 $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS)
 	rm -rf demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from neuron_compat.lazy import imported
 from neuron_compat.process_group import gathered
 
 Groups: TypeAlias = Sequence[Sequence[int]] | None
@@ -121,9 +122,7 @@ def _join() -> None:
 def _replaced(rank: int, world: int) -> Emulation:
     """torch_xla's functions, replaced by ours."""
     os.environ.setdefault("PJRT_DEVICE", "CPU")
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as xr
-
+    xm, xr = imported("torch_xla.core.xla_model"), imported("torch_xla.runtime")
     made = Emulation()
     made.replace(
         xr,

@@ -7,6 +7,25 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+LIBPYTHON = (
+    "torch_xla needs Python as a shared library. Debian and Ubuntu have it in the package libpython3.X, for instance "
+    "`apt install libpython3.13`. Any other Python has it if it was built with --enable-shared."
+)
+
+
+def imported(module: str) -> Any:
+    """A module, imported now. If Python's shared library is what torch_xla lacks, the error has a note that says so.
+
+    >>> imported("json.decoder").__name__
+    'json.decoder'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        if "libpython" in str(error):
+            error.add_note(LIBPYTHON)
+        raise
+
 
 def lazily(
     package: str,
@@ -39,8 +58,8 @@ def lazily(
         if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if name not in home_of:
-            return importlib.import_module(f"{package}.{name}")
-        return getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+            return imported(f"{package}.{name}")
+        return getattr(imported(f"{package}.{home_of[name]}"), name)
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *known})

@@ -63,6 +63,11 @@ def own_errors() -> set[str]:
     return {name for name, kind in errors.KINDS.items() if kind.__module__ == errors.__name__} | {"RemoteError"}
 
 
+def test_the_first_example_is_read_without_scrolling() -> None:
+    example = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[0]
+    assert [line for line in example.splitlines() if len(line) > 80] == []
+
+
 def test_the_page_of_errors_has_every_public_error() -> None:
     rows = re.findall(r"^\| `(\w+Error)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(own_errors())

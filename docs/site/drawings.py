@@ -1,4 +1,4 @@
-"""The four drawings of the documents, as SVG: `python docs/site/drawings.py` writes them, `--check` compares.
+"""The drawings of the documents, as SVG: `python docs/site/drawings.py` writes them, `--check` compares.
 
 Each has a background of its own and follows the reader's colour scheme, so that it can be read in light and in dark
 mode.
@@ -7,59 +7,12 @@ mode.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
-from html import escape
+import tomllib
 from pathlib import Path
 
+from shapes import cut_off, drawing, line, rect, text
+
 FOLDER = Path(__file__).parents[1] / "drawings"
-STYLE = """
-svg{font-family:system-ui,-apple-system,"Segoe UI","DejaVu Sans",sans-serif;font-size:13px}
-.back{fill:#fbfbfd;stroke:#c9ccd6}.text{fill:#20232b}.soft{fill:#555b69}
-.code{font-family:ui-monospace,"DejaVu Sans Mono",monospace;font-size:12px}
-.line{stroke:#555b69;fill:none;stroke-width:1.3}.a{fill:#bcd3f7}.b{fill:#f7d9b0}.c{fill:#c4e6c3}.d{fill:#e3c8ef}.e{fill:#e6e8ee}.f{fill:#f4b9b5}
-.box{stroke:#555b69;stroke-width:1}.bold{font-weight:600}
-@media (prefers-color-scheme:dark){
-.back{fill:#20232b;stroke:#454a57}.text{fill:#eceef3}.soft{fill:#aab0bf}.line{stroke:#aab0bf}.box{stroke:#aab0bf}
-.a{fill:#2f5590}.b{fill:#80561c}.c{fill:#2f6b3a}.d{fill:#63407a}.e{fill:#3a3f4c}.f{fill:#8b3733}}
-"""
-
-
-def text(x: float, y: float, words: str, kind: str = "text", anchor: str = "start") -> str:
-    """A line of text whose baseline begins, or has its middle or end, at a place."""
-    return f'<text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def rect(x: float, y: float, width: float, height: float, kind: str, words: str = "", more: str = "text") -> str:
-    """A box, with words in its middle."""
-    box = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="3" class="box {kind}"/>'
-    return box + (text(x + width / 2, y + height / 2 + 4.5, words, more, "middle") if words else "")
-
-
-def line(*points: tuple[float, float], end: bool = False) -> str:
-    """A line through points, with a head at its end if it is an arrow."""
-    path = "M" + "L".join(f"{x} {y}" for x, y in points)
-    return f'<path d="{path}" class="line"{" marker-end=" + chr(34) + "url(#head)" + chr(34) if end else ""}/>'
-
-
-def drawing(width: int, height: int, title: str, says: str, parts: Iterable[str]) -> str:
-    """A whole file.
-
-    Args:
-        width: In pixels, as `height`.
-        height: See `width`.
-        title: What it shows, for programs that read a page aloud; `says` is the same at length.
-        says: See `title`.
-        parts: What is drawn.
-    """
-    head = (
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-        '<path d="M0 0L8 4L0 8z" class="soft"/></marker></defs>'
-    )
-    back = f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6" class="back"/>'
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    told = f'<title id="title">{escape(title)}</title><desc id="says">{escape(says)}</desc>'
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-labelledby="title says">'
-    return "\n".join([start, told, f"<style>{STYLE}</style>{head}{back}", *parts, "</svg>\n"])
 
 
 def save() -> str:
@@ -84,7 +37,7 @@ def save() -> str:
         line((243, 262), (243, 212), end=True),
         text(20, 280, "the stall: describe, plan, snapshot. The caller waits for this alone.", "soft"),
         line((596, 134), (596, 144)),
-        text(602, 157, "one rename: the tag is there", "soft"),
+        text(740, 157, "one rename: the tag is there", "soft", "end"),
         line((110, 304), (736, 304), end=True),
         text(110, 322, "time (not to scale)", "soft"),
     ]
@@ -190,17 +143,156 @@ def calls() -> str:
     return drawing(770, 76 + 38 * len(NEEDS), "Which call for which need", says, parts)
 
 
-DRAWINGS = {"save.svg": save, "boxes.svg": boxes, "tree.svg": tree, "calls.svg": calls}
+ROOMS = {
+    "__main__": "python -m xla_ckpt",
+    "cli": "the command, torch's calls, trainers",
+    "api": "the public functions",
+    "layouts": "the forms on disk",
+    "state": "objects of a program as a tree",
+    "arrays": "kinds of arrays, and their bytes",
+    "engine": "carries plans out",
+    "job": "the ranks, memory, directories",
+    "storage": "the door to the file system",
+    "plan": "what is written and read",
+    "files": "how a file lays out its bytes",
+    "manifest": "the index, and the digests",
+    "sharding": "boxes and meshes; containers",
+    "dtypes": "element types by name",
+    "errors": "the errors; cheap imports",
+}
+
+
+def architecture() -> str:
+    """The rooms, as pyproject.toml says what may import what."""
+    contracts = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [[room.strip() for room in layer.split("|")] for layer in contracts[0]["layers"]]
+    parts = [text(20, 28, "The rooms: imports point down", "text bold"), line((12, 48), (12, 470), end=True)]
+    y = 42
+    for rooms in layers:
+        if rooms[0] == "plan":
+            parts += [line((22, y + 5), (560, y + 5)), text(560, y + 20, "pure below this line", "soft", "end")]
+            y += 28
+        width = 282 / len(rooms)
+        kind = "c" if y > 320 else "a"
+        parts += [rect(22 + width * i, y, width - 4, 24, kind, room, "text code") for i, room in enumerate(rooms)]
+        parts.append(text(312, y + 16, ROOMS[rooms[0]], "soft"))
+        y += 29
+    says = "From above to below: " + "; ".join(", ".join(rooms) for rooms in layers) + ". Imports point down."
+    return drawing(580, y + 8, "The rooms of the library", says, parts)
+
+
+def parallelism() -> str:
+    """Eight ranks, and the parts of an array that each of them holds."""
+    parts = [text(20, 28, "Mesh(pp=2, dp=2, tp=2), and one weight of each stage", "text bold")]
+    for p in range(2):
+        x = 20 + 244 * p
+        parts.append(text(x + 116, 56, f"pp {p}: stage {p} of the layers", "text", "middle"))
+        for d in range(2):
+            parts.append(text(x, 91 + 56 * d, f"dp {d}", "soft"))
+            for t in range(2):
+                rank, kind = 4 * p + 2 * d + t, "abcd"[2 * p + t]
+                parts.append(rect(x + 36 + 98 * t, 66 + 56 * d, 94, 42, kind, f"rank {rank}: tp {t}"))
+        for t in range(2):
+            kind = "abcd"[2 * p + t]
+            parts += [
+                line((x + 83 + 98 * t, 168), (x + 83 + 98 * t, 192), end=True),
+                rect(x + 36 + 98 * t, 196, 98, 36, kind, f"half {t}"),
+            ]
+    parts += [
+        text(20, 258, "Ranks of one colour hold the same box. It is written once, and they", "soft"),
+        text(20, 276, "share the work. A load over any other mesh reads the boxes it needs.", "soft"),
+    ]
+    says = (
+        "Eight ranks: ranks 0 to 3 are stage 0, ranks 4 to 7 stage 1. In each stage two ranks of one tp hold the same"
+        " half of each weight, once for each dp. The tag holds each half once."
+    )
+    return drawing(510, 294, "Eight ranks and two weights", says, parts)
+
+
+SNAPSHOTS = (
+    ("host", ((0, 150, "f", "copy to host"), (150, 290, "c", "step")), "the call waits for the whole copy"),
+    ("device", ((0, 50, "f", "clone"), (50, 290, "c", "step")), "the call waits for a copy on the device"),
+    ("overlap", ((0, 20, "f", ""), (20, 130, "c", "forward"), (130, 200, "f", "wait"), (200, 290, "c", "step")), ""),
+)
+
+
+def snapshots() -> str:
+    """What the program does meanwhile, in each kind of snapshot."""
+    parts = [text(20, 28, "What waits for the copy (an accelerator's state)", "text bold")]
+    for row, (kind, bars, says) in enumerate(SNAPSHOTS):
+        y = 50 + 92 * row
+        copied = {"host": 150, "device": 200, "overlap": 200}[kind]
+        parts += [text(20, y + 17, kind, "text code"), text(20, y + 47, "background", "soft")]
+        parts += [rect(110 + 1.25 * a, y, 1.25 * (b - a), 26, colour, words) for a, b, colour, words in bars]
+        if kind != "host":
+            start = 20 if kind == "overlap" else 50
+            parts.append(rect(110 + 1.25 * start, y + 30, 1.25 * (copied - start), 26, "b", "copy to host"))
+        parts.append(rect(110 + 1.25 * copied, y + 30, 1.25 * (290 - copied), 26, "a", "write"))
+        parts.append(text(110, y + 74, says or "only the next step waits, for the rest of the copy", "soft"))
+    parts.append(line((110, 322), (480, 322), end=True))
+    parts.append(text(110, 340, "time (not to scale); red: the program waits", "soft"))
+    says = (
+        "host: the call copies everything to host memory, then the step runs and files are written. device: the call"
+        " clones on the device, and the background copies to the host and writes. overlap: the call returns early, the"
+        " forward pass runs beside the copy, and the optimizer step waits for what is left of it."
+    )
+    return drawing(500, 354, "Three kinds of snapshot", says, parts)
+
+
+def files() -> str:
+    """From an array over its grid in the manifest to the bytes of files."""
+    parts = [
+        text(20, 28, "From an array to its bytes", "text bold"),
+        text(20, 54, "manifest.json", "text code"),
+        rect(20, 62, 460, 92, "e"),
+        text(32, 84, '"arrays": {"model/w": {"dtype": "float32", "shape": [4, 6],', "text code"),
+        text(32, 104, '  "grids": [[[[0, 2, 4], [0, 6]], [0, 1], [512, 512]]]}}', "text code"),
+        text(32, 124, "cuts of rows and columns; file and offset of each cell", "soft"),
+        text(32, 144, "files: their names, sizes, and a digest for every block", "soft"),
+        text(20, 184, "model/w", "text code"),
+        rect(20, 194, 110, 44, "a", "rows 0 to 1"),
+        rect(20, 238, 110, 44, "b", "rows 2 to 3"),
+    ]
+    for number, kind in enumerate("ab"):
+        y = 194 + 58 * number
+        parts += [
+            line((132, 216 + 44 * number), (190, y + 14), end=True),
+            rect(194, y, 70, 30, "e", "header"),
+            rect(264, y, 96, 30, kind, f"rows {2 * number} to {2 * number + 1}"),
+            rect(360, y, 120, 30, "e", "other arrays"),
+            text(194, y + 46, f"model/{number}-of-2.safetensors", "text code"),
+        ]
+    parts.append(text(20, 324, "A reader compares the digest of a block before it hands bytes on.", "soft"))
+    says = (
+        "The manifest says of the array model/w that it is cut into rows 0 to 1, which lie at byte 512 of file 0; rows"
+        " 2 to 3, at byte 512 of file 1. Each file is a header and the regions of its arrays; blocks have digests."
+    )
+    return drawing(500, 342, "From an array to its bytes", says, parts)
+
+
+DRAWINGS = {
+    "save.svg": save,
+    "boxes.svg": boxes,
+    "tree.svg": tree,
+    "calls.svg": calls,
+    "architecture.svg": architecture,
+    "parallelism.svg": parallelism,
+    "snapshots.svg": snapshots,
+    "format.svg": files,
+}
 
 
 def main() -> str | None:
-    """Write the drawings, or with `--check` say which is not what this script makes."""
+    """Write the drawings, or with `--check` say which is not what this script makes; both refuse words that are cut."""
+    texts = {name: made() for name, made in DRAWINGS.items()}
+    if cut := [f"{name}: {words}" for name, made in texts.items() for words in cut_off(made)]:
+        return "\n".join(["words reach past the edge of a drawing:", *cut])
     if "--check" in sys.argv[1:]:
-        old = [n for n, made in DRAWINGS.items() if not (FOLDER / n).exists() or (FOLDER / n).read_text() != made()]
+        old = [n for n, made in texts.items() if not (FOLDER / n).exists() or (FOLDER / n).read_text() != made]
         return f"not up to date: {', '.join(old)}; run python docs/site/drawings.py" if old else None
     FOLDER.mkdir(exist_ok=True)
-    for name, made in DRAWINGS.items():
-        (FOLDER / name).write_text(made())
+    for name, made in texts.items():
+        (FOLDER / name).write_text(made)
     return None
 
 

@@ -1,9 +1,11 @@
 """How the work of a save, a load and a listing grows with the number of arrays and of tags.
 
-It is counted in calls of functions, which do not depend on the machine."""
+It is counted in calls of functions, which do not depend on the machine. What the standard library calls in turn is not
+counted: a method of pathlib is one function in one version of Python and ten in another."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -23,12 +25,22 @@ from xla_ckpt.tags.directory import MANIFEST
 FEW, MANY = 60, 240
 
 
+STANDARD_LIBRARY = os.path.dirname(os.__file__)
+
+
+@functools.cache
+def is_pythons_own(file: str) -> bool:
+    """Whether a file of code is in the standard library."""
+    return file.startswith("<frozen ") or (file.startswith(STANDARD_LIBRARY) and "site-packages" not in file)
+
+
 def calls(work: Callable[[], Any]) -> int:
     """How many functions are called meanwhile, on all threads that begin meanwhile and on this one."""
     counted: dict[int, int] = {}
 
     def count(frame: Any, event: str, arg: Any) -> None:
-        if event in ("call", "c_call"):
+        caller = {"call": frame.f_back, "c_call": frame}.get(event)
+        if caller is not None and not is_pythons_own(caller.f_code.co_filename):
             thread = threading.get_ident()
             counted[thread] = counted.get(thread, 0) + 1
 

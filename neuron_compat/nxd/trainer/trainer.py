@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from neuron_compat.lazy import lazily
+from neuron_compat.lazy import imported, lazily
 from neuron_compat.nxd.instead import NO_STAGES
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.nxd.trainer import config as configuration
@@ -155,9 +155,8 @@ def initialize_parallel_model(
     else:
         model = model_fn(*model_args, **model_kwargs)
     _check_activation_checkpoints(nxd_config.get("activation_checkpoint_config"), model)
-    import torch_xla
-
-    moved = get_model_sequential(model, torch_xla.device(), param_init_fn=model_init.get("param_init_fn"))
+    device = imported("torch_xla").device()
+    moved = get_model_sequential(model, device, param_init_fn=model_init.get("param_init_fn"))
     return NxDModel(moved, nxd_config)
 
 
