@@ -15,7 +15,7 @@ class NxDModel(torch.nn.Module):
     """trainer/model.py: hands every question on to what it wraps, to the local part of it if that is a pipeline.
 
     It knows a pipeline from its configuration, passes on the arguments that it gets, and forwards attributes that it
-    does not have.
+    does not have. What it wraps is none of its `named_children`, which are those of the wrapped module.
     """
 
     def __init__(self, module: torch.nn.Module, stages: int = 1) -> None:
@@ -33,6 +33,13 @@ class NxDModel(torch.nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         ask = self.module.local_named_buffers if self.pp_enabled else self.module.named_buffers
+        yield from ask(*args, **kwargs)
+
+    def named_children(self) -> Iterator[Any]:
+        yield from self.module.local_named_children() if self.pp_enabled else self.module.named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        ask = self.module.local_named_modules if self.pp_enabled else self.module.named_modules
         yield from ask(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +84,16 @@ class NxDPPModel(torch.nn.Module):
         return self.original_torch_module.named_buffers(*args, **kwargs)
 
     def local_modules(self) -> Iterator[torch.nn.Module]:
+        for _, module in self.local_named_modules():
+            yield module
+
+    def local_named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
         for stage in self.local_stage_modules:
-            yield from stage.modules()
+            yield from stage.named_modules(memo=memo, prefix=prefix, remove_duplicate=remove_duplicate)
+
+    def local_named_children(self) -> Iterator[Any]:
+        for stage in self.local_stage_modules:
+            yield from stage.named_children()
 
     def local_named_parameters(self, recurse: bool = True) -> Iterator[Any]:
         for stage in self.local_stage_modules:

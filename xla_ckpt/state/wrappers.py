@@ -223,7 +223,8 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
         return model if own and all(name in stored for name in own) and own[0] not in _names_of(found) else found
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
-    inner = dict(model.named_children()).get("module")  # `_modules` of a scripted module is no dict
+    # torch's own: the `named_children` of neuronx-distributed's wrapper are those of what it wraps.
+    inner = dict(torch.nn.Module.named_children(model)).get("module")
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
         return model
     if _LORA_CONFIG in vars(model):
