@@ -5,7 +5,32 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
+
+_instead: dict[str, str] = {}
+"""Whole name of what is not there -> what to use instead."""
+
+
+class _Absent(MetaPathFinder):
+    """Is asked for modules that nobody else has found, and answers for those that are known not to be there."""
+
+    def find_spec(self, fullname: str, *_: object) -> ModuleSpec | None:
+        """Raise the error that says what to use instead; without one, nobody knows the module."""
+        _refuse(fullname)
+        return None
+
+
+sys.meta_path.append(_Absent())
+
+
+def _refuse(name: str) -> None:
+    """Raise the error for a name that is known not to be there."""
+    if name in _instead:
+        from xla_ckpt import UsageError
+
+        raise UsageError(f"{name} is not there", hint=_instead[name])
 
 
 def lazily(
@@ -20,8 +45,9 @@ def lazily(
         package: Its ``__name__``.
         homes: Module, relative to the package -> the names that the package has from it.
         submodules: Modules that are names of the package without having been imported.
-        missing: Name of neuronx-distributed's that is not there -> what to use instead. To ask for one is a
-            `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from package import name``.)
+        missing: Name of neuronx-distributed's that is not there, of a module also -> what to use instead. To ask for
+            one, or to import it, is a `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from
+            package import name``.)
 
     >>> load, names = lazily("neuron_compat.nxd", {"parallel_layers.groups": ["rank_groups"]}, ["trainer"])
     >>> load("rank_groups").__name__, "trainer" in names()
@@ -29,13 +55,10 @@ def lazily(
     """
     home_of = {name: home for home, names in homes.items() for name in names}
     known = {*home_of, *submodules}
-    instead = missing or {}
+    _instead.update({f"{package}.{name}": hint for name, hint in (missing or {}).items()})
 
     def load(name: str) -> Any:
-        if name in instead:
-            from xla_ckpt import UsageError
-
-            raise UsageError(f"{package}.{name} is not there", hint=instead[name])
+        _refuse(f"{package}.{name}")
         if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if name not in home_of:
