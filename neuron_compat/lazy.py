@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 LIBPYTHON = (
     "torch_xla needs Python as a shared library. Debian and Ubuntu have it in the package libpython3.X, for instance "
@@ -25,6 +25,16 @@ def imported(module: str) -> Any:
         if "libpython" in str(error):
             error.add_note(LIBPYTHON)
         raise
+
+
+def absent(name: str, instead: str) -> NoReturn:
+    """Raise the `xla_ckpt.UsageError` for a module or name of neuronx-distributed's that is not there.
+
+    A module that only calls this says so to whoever imports it, or what lies below it.
+    """
+    from xla_ckpt import UsageError
+
+    raise UsageError(f"{name} is not there", hint=instead)
 
 
 def lazily(
@@ -52,9 +62,7 @@ def lazily(
 
     def load(name: str) -> Any:
         if name in instead:
-            from xla_ckpt import UsageError
-
-            raise UsageError(f"{package}.{name} is not there", hint=instead[name])
+            absent(f"{package}.{name}", instead[name])
         if name not in known:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if name not in home_of:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import FINALIZE
+from neuron_compat.nxd.instead import CONVERT, FINALIZE, KEEP_NXD, KERNELS, TRACE
 
 if TYPE_CHECKING:
     from neuron_compat.nxd import modules as modules
@@ -42,10 +42,13 @@ __getattr__, __dir__ = lazily(
         "trainer.checkpoint": ("finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"),
         "trainer.trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
     },
-    ["lightning", "modules", "optimizer", "parallel_layers", "pipeline", "scripts", "trainer", "utils"],
+    ["modules", "optimizer", "parallel_layers", "trainer", "utils"],
     missing={
         "CheckpointIOState": FINALIZE,
-        "kernels": "They are for Trainium: use torch's own operations here.",
-        "trace": "It compiles models for Trainium's inference: call the model itself here.",
+        "lightning": KEEP_NXD,
+        "pipeline": KEEP_NXD,
+        "scripts": CONVERT,
+        "kernels": KERNELS,
+        "trace": TRACE,
     },
 )

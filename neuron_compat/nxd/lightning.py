@@ -1,22 +1,6 @@
-"""neuronx-distributed's parts for Lightning: each name is an error that says what to use instead."""
+"""neuronx-distributed's parts for Lightning: whoever imports this is told what to use instead."""
 
-from __future__ import annotations
-
-from neuron_compat.lazy import lazily
+from neuron_compat.lazy import absent
 from neuron_compat.nxd.instead import KEEP_NXD
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {},
-    missing=dict.fromkeys(
-        (
-            "NeuronCheckpointIO",
-            "NeuronLTModule",
-            "NeuronTQDMProgressBar",
-            "NeuronTensorBoardLogger",
-            "NeuronXLAPrecisionPlugin",
-            "NeuronXLAStrategy",
-        ),
-        KEEP_NXD,
-    ),
-)
+absent(__name__, KEEP_NXD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,38 @@ def test_the_error_says_how_to_read_it(size: int, tmp_path: Path, capsys: pytest
     target = {"w": torch.zeros(size)}
     assert xla_ckpt.load_checkpoint(tmp_path, "a", target).user_content == {"step": 2}
     assert (target["w"] == 2).all()
+
+
+def test_the_error_says_that_it_happened_if_the_marks_are_newer(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(8)}, layout="xser")
+    (tensor,) = (tmp_path / "a/model").rglob("tensor_0.pt")
+    torch.save(torch.ones(5000), tensor)
+    hints = []
+    for _ in range(2):
+        with pytest.raises(xla_ckpt.CorruptCheckpointError) as caught:
+            xla_ckpt.load_checkpoint(tmp_path, "a", {"w": torch.zeros(8)})
+        hints.append(str(caught.value.hint))
+        committed = (tmp_path / "a/commit_success.txt").stat().st_mtime_ns
+        os.utime(tmp_path / "a/done", ns=(committed + 1, committed + 1))
+    assert "If neuronx-distributed has saved a tag of this name since, remove manifest.json" in hints[0]
+    assert (
+        "neuronx-distributed has saved over this tag: its mark 'done' is newer than commit_success.txt. Remove"
+        in hints[1]
+    )
+
+
+def test_a_native_tag_says_that_files_of_theirs_lie_beside_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(8)})
+    rank_file(tmp_path / "a/model", {"w": torch.full((8,), 2.0)})
+    target = {"w": torch.zeros(8)}
+    with caplog.at_level(logging.WARNING):
+        xla_ckpt.load_checkpoint(tmp_path, "a", target)
+        assert caplog.text == ""
+        (tmp_path / "a/done").write_text("1")
+        xla_ckpt.load_checkpoint(tmp_path, "a", target)
+    assert (target["w"] == 1).all()
+    assert "a is read. Beside it lie neuronx-distributed's files. neuronx-distributed has saved over" in caplog.text
+    assert "remove manifest.json and commit_success.txt from the tag" in caplog.text.replace("Remove", "remove")
 
 
 def test_native_tags_have_no_such_hint(tmp_path: Path) -> None:

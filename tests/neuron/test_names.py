@@ -41,3 +41,22 @@ def test_a_name_is_what_the_table_says(module: str, name: str, how: str) -> None
         getattr(home, name)
     assert caught.value.hint
     assert name not in dir(home)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kernels.flash_attn",
+        "modules.moe.model",
+        "modules.lora",
+        "parallel_layers.loss_functions",
+        "pipeline",
+        "scripts",
+    ],
+)
+def test_a_module_that_is_not_there_says_what_to_do_when_it_is_imported(module: str) -> None:
+    with pytest.raises(UsageError, match=r"^neuron_compat\.nxd\.[\w.]+ is not there") as caught:
+        importlib.import_module(f"neuron_compat.nxd.{module}")
+    assert caught.value.hint
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("neuron_compat.nxd.nobody_knows_it")

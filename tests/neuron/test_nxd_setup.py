@@ -365,7 +365,7 @@ def test_imports_as_scripts_write_them() -> None:
     assert move_model_to_device is utils.move_model_to_device
     assert initialize_parallel_optimizer is nxd.initialize_parallel_optimizer
     assert neuronx_distributed_config is nxd.neuronx_distributed_config
-    with pytest.raises(UsageError, match=r"lightning.NeuronXLAStrategy is not there\. Keep neuronx_distributed"):
+    with pytest.raises(UsageError, match=r"nxd.lightning is not there\. Keep neuronx_distributed"):
         from neuron_compat.nxd.lightning import NeuronXLAStrategy  # noqa: F401
     with pytest.raises(UsageError, match="CheckpointIOState is not there.*finalize_checkpoint"):
         nxd.CheckpointIOState  # noqa: B018

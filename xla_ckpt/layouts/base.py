@@ -154,9 +154,6 @@ class Layout:
     model_names: ModelNames = ModelNames.PROGRAM
     """Whose names a Llama-like model has in it."""
 
-    saved_over: str = ""
-    """For tags of ours whose files another library may have written over: how to have them read as its own."""
-
     marks: frozenset[str] = frozenset()
     """Names of files that belong to its tags without being listed in the manifest."""
 
@@ -180,6 +177,10 @@ class Layout:
 
         A caller may have meant it. Asked when such a tag is opened, and told in the log.
         """
+        return ""
+
+    def saved_over(self, store: Store, tag: str) -> str:
+        """Of a tag of ours whose files another library may have written over: how to have them read as its own."""
         return ""
 
     def tag_of(self, found: TagEntry) -> str:

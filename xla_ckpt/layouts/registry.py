@@ -166,9 +166,7 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
     found = find_foreign(store, tag)
     if found is not None:
         layout, entry = found
-        for other in _layouts:
-            if other is not layout and (beside := other.beside(store, tag)):
-                logger.warning("%s/%s is read. Beside it lie %s", store.path, tag, beside)
+        _tell_beside(store, tag, [other for other in _layouts if other is not layout])
         return layout.open(store, entry, Hints() if hints is None else hints)
     try:
         directory = open_own(store, tag)
@@ -176,13 +174,20 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         raise _better(error, store) from None
     reader = TagReader(directory, store.path, tag)
     layout = layout_of(reader.manifest)
-    reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over)))
+    reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
     try:
         layout.check(reader)
+        _tell_beside(store, tag, [other for other in _layouts if other.marks - layout.marks])
     except BaseException:
         reader.close()  # nobody else will
         raise
     return reader
+
+
+def _tell_beside(store: Store, tag: str, others: Sequence[Layout]) -> None:
+    for other in others:
+        if beside := other.beside(store, tag):
+            logger.warning("%s/%s is read. Beside it lie %s", store.path, tag, beside)
 
 
 def as_hugging_face(store: Store, reader: TagReader) -> HuggingFaceModel | None:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from xla_ckpt.arrays.registry import array_kind, is_meta, is_spec, require
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.rules import decided
@@ -17,6 +15,7 @@ from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.attributes import declared_sharding, true_shape
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import StateShardings
+from xla_ckpt.state.ties import all_names
 from xla_ckpt.state.wrappers import View
 from xla_ckpt.tree import schema
 
@@ -38,7 +37,7 @@ def hints_of(model: Any, optimizer: Any, shardings: StateShardings) -> Hints:
     }
     names = module.parameter_names(model)
     groups = _groups(optimizer, names, arrays, shardings)
-    aliases = {called[0]: called for called in _shared(model) if len(called) > 1}
+    aliases = {called[0]: called for called in all_names(model) if len(called) > 1}
     order = {name: i for i, name in enumerate(arrays)}
     return Hints(
         arrays=arrays,
@@ -104,13 +103,3 @@ def _groups(
                 if name not in arrays:
                     arrays[name] = _hint(schema.weight(str(name)), parameter, shardings)
     return groups
-
-
-def _shared(model: Any) -> list[list[str]]:
-    """The names of each parameter of a module, in its order."""
-    if not isinstance(model, torch.nn.Module):
-        return []
-    by_object: dict[int, list[str]] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        by_object.setdefault(id(value), []).append(name)
-    return list(by_object.values())

@@ -34,6 +34,7 @@ from xla_ckpt.state.optimizer import (
 )
 from xla_ckpt.state.optimizer_state import StateTargets
 from xla_ckpt.state.registered import schema_of
+from xla_ckpt.state.ties import as_stored, with_other_names
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -82,9 +83,10 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     if (other := _other_kind(held, optimizer)) is not None:
         loading.add_problem(schema.group(), other)
         return loading
+    names = as_stored(names, model, held, stored.manifest.aliases)
     match, whole = _matched(held, optimizer, names), stored
     stored = rank_states.less_own(stored)
-    _compare_parameters(match, loading)
+    _compare_parameters(match, model, loading)
     for name, (parameter, _) in zip(match.called, match.order, strict=True):
         check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter
     known = parameters(optimizer, match.called, stored.shardings.placement)
@@ -174,9 +176,9 @@ def _called(held: Any, optimizer: Any, names: Names) -> list[Any]:
     return names_of(optimizer, names)
 
 
-def _compare_parameters(match: _Match, loading: Loading) -> None:
+def _compare_parameters(match: _Match, model: Any, loading: Loading) -> None:
     """Note parameters that only one of the two optimizers has."""
-    mine = set(match.called)
+    mine = with_other_names(set(match.called), model)
     for name in (n for n in match.called if n not in match.group_of):
         loading.add_problem(schema.state(name), "the optimizer has this parameter, the stored one does not")
     loading.unwanted = [

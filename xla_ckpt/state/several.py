@@ -18,6 +18,7 @@ from xla_ckpt.state import optimizer_load, zero1
 from xla_ckpt.state.loading import Loading, Problem, Stored
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter
+from xla_ckpt.state.ties import as_stored, with_other_names
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import unwrapped_optimizer
 from xla_ckpt.tree import path as paths
@@ -114,12 +115,13 @@ def load(stored: Stored, several: Several, names: optimizers.Names, model: Any) 
         refused = Loading()
         refused.add_problem(stored.prefix, why)
         return [refused]
+    names = as_stored(names, model, held, stored.manifest.aliases)
     mine = [set(optimizers.names_of(member, names)) for member in several.members.values()]
     parts = [
         optimizer_load.load(_part(stored, held, several, member, own), member, names, model)
         for member, own in zip(several.members.values(), mine, strict=True)
     ]
-    wanted = set().union(*mine)
+    wanted = with_other_names(set().union(*mine), model)
     parts[0].unwanted = [
         Problem(schema.state(name), "the stored optimizer has this parameter, none of these does")
         for group in held[schema.GROUPS]

@@ -1,10 +1,6 @@
-"""LoRA of neuronx-distributed: each name is an error that says what to use instead."""
+"""LoRA of neuronx-distributed: whoever imports this is told what to use instead."""
 
-from __future__ import annotations
-
-from neuron_compat.lazy import lazily
+from neuron_compat.lazy import absent
 from neuron_compat.nxd.instead import KEEP_NXD
 
-__getattr__, __dir__ = lazily(
-    __name__, {}, missing=dict.fromkeys(("LoraConfig", "LoraModel", "get_lora_model"), KEEP_NXD)
-)
+absent(__name__, KEEP_NXD)

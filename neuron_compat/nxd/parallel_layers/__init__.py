@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import JOIN_LOGITS
+from neuron_compat.nxd.instead import JOIN_LOGITS, LAYER_NORM
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.parallel_layers import checkpointing as checkpointing
@@ -57,6 +57,6 @@ __getattr__, __dir__ = lazily(
     missing={
         "parallel_cross_entropy": JOIN_LOGITS,
         "loss_functions": JOIN_LOGITS,
-        "layer_norm": "torch.nn.LayerNorm and torch.nn.RMSNorm do here, where sequences are not split.",
+        "layer_norm": LAYER_NORM,
     },
 )

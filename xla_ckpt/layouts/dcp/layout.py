@@ -47,10 +47,6 @@ class Dcp(Layout):
 
     saves = True
     asks = True
-    saved_over = (
-        f"If torch.distributed.checkpoint has saved into this directory since, remove {MANIFEST} and {COMMITTED} from "
-        "it: then it is read as DCP's."
-    )
 
     def __init__(self, name: str, *, finds: bool) -> None:
         self.name = name
@@ -60,6 +56,12 @@ class Dcp(Layout):
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == METADATA for file in manifest.files)
+
+    def saved_over(self, store: Store, tag: str) -> str:
+        return (
+            f"If torch.distributed.checkpoint has saved into this directory since, remove {MANIFEST} and {COMMITTED} "
+            "from it: then it is read as DCP's."
+        )
 
     def check(self, reader: TagReader) -> None:
         # Stock DCP saves into a directory that is there: its tensors get other files, and a load by the manifest would

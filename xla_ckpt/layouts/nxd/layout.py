@@ -16,7 +16,7 @@ from xla_ckpt.layouts.nxd import tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry
+from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry, is_ours
 
 if TYPE_CHECKING:
     from xla_ckpt.engine.save import Writing
@@ -40,10 +40,6 @@ class NeuronxDistributed(Layout):
     asks = True
     model_names = ModelNames.FUSED
     marks = frozenset(MARKS)
-    saved_over = (
-        f"If neuronx-distributed has saved a tag of this name since, remove {MANIFEST} and {COMMITTED} from the tag: "
-        "then it is read as neuronx-distributed's."
-    )
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -66,6 +62,21 @@ class NeuronxDistributed(Layout):
     def find(self, store: Store, tag: str) -> TagEntry | None:
         found = tags.find_tag(store, tag) if self.origin else None
         return None if found is None else found.entry()
+
+    def saved_over(self, store: Store, tag: str) -> str:
+        committed = store.modified(f"{tag}/{COMMITTED}")
+        newer = [name for name in MARKS if committed and (store.modified(f"{tag}/{name}") or 0) > committed]
+        # Time stamps alone prove nothing: a copy of a tag has its own. They explain why a file is not as it was saved.
+        if newer:
+            since = f"neuronx-distributed has saved over this tag: its mark {newer[0]!r} is newer than {COMMITTED}. R"
+        else:
+            since = "If neuronx-distributed has saved a tag of this name since, r"
+        return f"{since}emove {MANIFEST} and {COMMITTED} from the tag: then it is read as neuronx-distributed's."
+
+    def beside(self, store: Store, tag: str) -> str:
+        if not self.origin or not is_ours(store, tag) or tags.marked_tag(store, tag) is None:
+            return ""
+        return f"neuronx-distributed's files. {self.saved_over(store, tag)}"
 
     def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
         from xla_ckpt.layouts.nxd.adapters import BesideRoot

@@ -35,10 +35,6 @@ class SageMaker(Layout):
     asks = True
     saves = True
     pickles = True
-    saved_over = (
-        f"If SMP has saved a tag of this name since, remove {MANIFEST} and {COMMITTED} from the tag: then it is read "
-        "as SMP's."
-    )
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == tags.CONFIG for file in manifest.files)
@@ -67,6 +63,12 @@ class SageMaker(Layout):
         from xla_ckpt.state.values import CODEC
 
         return verify_smp(store, tags.existing(store, found.tag), CODEC, workers)
+
+    def saved_over(self, store: Store, tag: str) -> str:
+        return (
+            f"If SMP has saved a tag of this name since, remove {MANIFEST} and {COMMITTED} from the tag: then it is "
+            "read as SMP's."
+        )
 
     def beside(self, store: Store, tag: str) -> str:
         if tag.endswith(tags.ALL_PARTS) or not store.has(tag) or store.is_directory(tag):

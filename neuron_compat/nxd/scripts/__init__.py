@@ -1,1 +1,0 @@
-"""Where neuronx-distributed has its converters."""
