@@ -27,7 +27,6 @@ FOREIGN = {
     "xla_ckpt/integrations/accelerate.py": {"step"},  # a key of our own
     "xla_ckpt/integrations/lightning.py": {"optimizer", "scheduler", "step"},  # beginnings of names of extras, a key
     "xla_ckpt/integrations/transformers.py": {"model", "optimizer"},  # arguments of the Trainer's events
-    "xla_ckpt/integrations/torchtitan.py": {"step"},  # a key of our own
     "xla_ckpt/layouts/dcp/names.py": {"model", "scheduler"},  # what programs call them
     "xla_ckpt/layouts/dcp/shards.py": {"model"},  # a part of names of files
     # Folders of neuronx-distributed's tags, and keys of its files.

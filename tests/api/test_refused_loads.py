@@ -149,8 +149,23 @@ def test_a_module_that_loads_in_its_own_way_and_refuses_is_named(tmp_path: Path)
     before = frozen(mine)
     with pytest.raises(xla_ckpt.LoadError, match="ValueError: no such names") as caught:
         xla_ckpt.load_checkpoint(tmp_path, "a", **mine)
-    assert caught.value.details == "model is changed in part, or has its new state already"
+    assert caught.value.details == "torch has counted no write to the arrays of model"
     assert differing(before, frozen(mine)) == []  # its hook raised before it had changed anything
+
+
+def test_a_module_that_refuses_half_way_is_said_to_be_changed(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", **program(2.0, own=True))
+    mine = program(1.0, own=True)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("no such names")
+
+    mine["model"].register_load_state_dict_post_hook(refuse)
+    before = frozen(mine)
+    with pytest.raises(xla_ckpt.LoadError, match="ValueError: no such names") as caught:
+        xla_ckpt.load_checkpoint(tmp_path, "a", **mine)
+    assert caught.value.details == "model is changed in part, or has its new state already"
+    assert any(name.startswith("/model") for name in differing(before, frozen(mine)))
 
 
 def test_a_state_that_cannot_be_made_for_other_ranks_changes_nothing(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import datetime
 import decimal
 import fractions
 import pathlib
+import re
 import shutil
 import uuid
+import zoneinfo
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +89,10 @@ def _values() -> dict[str, Any]:
                   datetime.timedelta(1)],
         "numbers": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), uuid.UUID(int=7), np.float32(1), np.str_("a"),
                     np.array(["a", "bc"]), np.dtype("int16"), np.datetime64("2026-01-01")],
-        "torch": [torch.float32, torch.device("cpu"), torch.Size((1, 2)), pathlib.Path("a/b")],
+        "torch": [torch.float32, torch.device("cpu"), torch.Size((1, 2)), pathlib.Path("a/b"), torch.Generator()],
+        "zones": [zoneinfo.ZoneInfo("UTC"), datetime.datetime(2026, 1, 2, tzinfo=zoneinfo.ZoneInfo("UTC"))],
+        "c": [array.array("i", [1, 2]), np.void(b"abc"), np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])],
+        "large": [10**5000, re.ASCII | re.IGNORECASE],
     }  # fmt: skip
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from tests.jobs import run_on_ranks
-from xla_ckpt.job.process_group import communicator
+from tests.jobs import finish, run_on_ranks, start_on_ranks
+from xla_ckpt.job.process_group import REACH, communicator
 
 TURNS = 5
 
@@ -45,6 +47,30 @@ def waits_shortly(rank: int) -> list[str]:
 
 def test_a_wait_that_ran_out_is_no_broken_store() -> None:
     assert set(run_on_ranks(waits_shortly, 1)[0]) == {"TimeoutError"}
+
+
+def asks_a_store_that_died(rank: int) -> list[str]:
+    """Rank 0, whose process holds the store, is killed; what rank 1 is told by its requests after that."""
+    line, told = communicator(), []
+    line.put(f"here/{rank}", b"")
+    line.take(f"here/{1 - rank}", 60)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ConnectionError):
+        line.take("never", 60)
+    for _ in range(2):
+        with pytest.raises(ConnectionError) as caught:
+            line.put("never", b"")
+        told.append(str(caught.value))
+    return told
+
+
+def test_who_has_found_the_store_gone_is_told_so_at_once() -> None:
+    """torch connects anew, for as long as it is let: the others were told of a killed rank after 30 s."""
+    killed, alive = start_on_ranks(asks_a_store_that_died, 2)
+    finish([alive, killed])
+    told: list[str] = alive.value()
+    assert not [text for text in told if f"within {REACH:g} s" in text], told
 
 
 def test_who_has_waited_in_vain_keeps_its_connection() -> None:

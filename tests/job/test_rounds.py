@@ -23,7 +23,7 @@ def test_the_store_is_tidied_behind_the_slowest() -> None:
         rounds = ranks[rank]
         made = rounds.begin("call", 5)
         with rounds.taking_part(made):
-            rounds.tidy()
+            rounds.tidy(5)
             agree(made, "doing", action)
 
     def calls(rank: int) -> None:
@@ -38,7 +38,7 @@ def test_the_store_is_tidied_behind_the_slowest() -> None:
             thread.join()
         for _ in range(3):  # rank 0 sees that all have closed a round, the others see that it has
             for rank in range(3):
-                ranks[rank].tidy()
+                ranks[rank].tidy(5)
         most = max(most, len(board))
     assert most == 1, board  # the number up to which all is settled
 
@@ -66,7 +66,7 @@ def test_rounds_of_a_rank_that_is_gone_are_given_up() -> None:
 
 def test_an_error_in_a_call_is_what_the_call_raises_though_nobody_can_be_told() -> None:
     class Gone(Solo):
-        def put(self, key: str, value: bytes) -> None:
+        def put(self, key: str, value: bytes, timeout: float = 0) -> None:
             raise ConnectionError(key)
 
     rounds = Rounds(Gone(0, 2, {}))

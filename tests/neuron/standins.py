@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from xla_ckpt import Mesh
+
 
 class NxDModel(torch.nn.Module):
     """trainer/model.py: hands every question on to what it wraps, to the local part of it if that is a pipeline.
 
     It knows a pipeline from its configuration, passes on the arguments that it gets, and forwards attributes that it
-    does not have.
+    does not have. What it wraps is none of its `named_children`, which are those of the wrapped module.
     """
 
     def __init__(self, module: torch.nn.Module, stages: int = 1) -> None:
@@ -33,6 +35,13 @@ class NxDModel(torch.nn.Module):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         ask = self.module.local_named_buffers if self.pp_enabled else self.module.named_buffers
+        yield from ask(*args, **kwargs)
+
+    def named_children(self) -> Iterator[Any]:
+        yield from self.module.local_named_children() if self.pp_enabled else self.module.named_children()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        ask = self.module.local_named_modules if self.pp_enabled else self.module.named_modules
         yield from ask(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +86,16 @@ class NxDPPModel(torch.nn.Module):
         return self.original_torch_module.named_buffers(*args, **kwargs)
 
     def local_modules(self) -> Iterator[torch.nn.Module]:
+        for _, module in self.local_named_modules():
+            yield module
+
+    def local_named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Iterator[Any]:
         for stage in self.local_stage_modules:
-            yield from stage.modules()
+            yield from stage.named_modules(memo=memo, prefix=prefix, remove_duplicate=remove_duplicate)
+
+    def local_named_children(self) -> Iterator[Any]:
+        for stage in self.local_stage_modules:
+            yield from stage.named_children()
 
     def local_named_parameters(self, recurse: bool = True) -> Iterator[Any]:
         for stage in self.local_stage_modules:
@@ -150,24 +167,96 @@ class NxDOptimizer(torch.optim.Optimizer):
         return self.optimizer.__getstate__()
 
 
+class Ranks:
+    """A process group, of which layers keep one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def size(self) -> int:
+        return self.count
+
+
+class Partitioned(torch.nn.Module):
+    """parallel_layers/layers.py: what a parallel layer keeps of how its parameters are split.
+
+    `bias_partition_dim` is there only for a bias that `ColumnParallelLinear` splits, or would split if it did not
+    gather its outputs.
+    """
+
+    def __init__(self, weight: torch.Tensor, dim: int, mesh: Mesh, rank: int, stride: int = 1) -> None:
+        super().__init__()
+        self.weight_partition_dim, self.stride = dim, stride
+        self.tensor_parallel_group = Ranks(mesh.tp)
+        blocks = weight.chunk(mesh.tp * stride, dim)
+        own = torch.cat([blocks[rank % mesh.tp + mesh.tp * i] for i in range(stride)], dim)
+        self.weight = torch.nn.Parameter(own.clone())
+
+    def declare(self) -> None:
+        """Give the weight its attributes, as the constructors do."""
+        said: Any = self.weight
+        said.tensor_model_parallel, said.partition_dim, said.partition_stride = True, self.weight_partition_dim, 1
+        said.num_partitions = self.tensor_parallel_group.size()
+
+
+class ColumnParallelLinear(Partitioned):
+    """parallel_layers/layers.py."""
+
+    def __init__(self, weight: torch.Tensor, mesh: Mesh, rank: int) -> None:
+        super().__init__(weight, 0, mesh, rank)
+        self.mesh, self.rank = mesh, rank
+        (self.output_size, self.input_size), self.gather_output = weight.shape, False
+        self.declare()
+
+
+class RowParallelLinear(Partitioned):
+    """parallel_layers/layers.py."""
+
+    def __init__(self, weight: torch.Tensor, mesh: Mesh, rank: int) -> None:
+        super().__init__(weight, 1, mesh, rank)
+        self.mesh, self.rank = mesh, rank
+        self.output_size, self.input_size = weight.shape
+        self.declare()
+
+
 class LoraConfig:
     """modules/lora/config.py: says what a checkpoint holds, and which of its fields go into it."""
 
-    def __init__(self, rank: int = 2, *, base: bool = False, merge: bool = False) -> None:
+    def __init__(self, rank: int = 2, *, base: bool = False, merge: bool = False, config: bool = True) -> None:
         self.lora_rank, self.save_lora_base, self.merge_lora = rank, base, merge
+        self.save_lora_config_adapter = config
+        self.fields = {"lora_alpha": 4, "lora_dropout": 0.0, "bias": "none", "use_rslora": False}
+        # `list(set(...))` in its `__post_init__`: the order is another one in each process.
+        self.target_modules = list({"0", "1", "2"})
 
     def selected_fields_to_save(self) -> dict[str, Any]:
-        return {"lora_rank": self.lora_rank, "lora_alpha": 4}
+        rank = {"lora_rank": self.lora_rank, "r": self.lora_rank}
+        return {**rank, **self.fields, "target_modules": self.target_modules, "modules_to_save": None}
 
 
 class Adapter(torch.nn.Module):
-    """modules/lora/layer.py: the layer that it is for becomes `base_layer`; merging changes its weight in place."""
+    """modules/lora/layer.py and tp_layer.py: the layer that it is for becomes `base_layer`; merging changes its weight.
+
+    Of the layer that is split as the base layer is, the parameters have lost their attributes: model.py sends adapters
+    to the XLA device by `to`, which makes them anew.
+    """
 
     def __init__(self, base_layer: Any, rank: int) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.lora_A = torch.nn.Linear(base_layer.in_features, rank, bias=False)
-        self.lora_B = torch.nn.Linear(rank, base_layer.out_features, bias=False)
+        inputs, outputs = (
+            (base_layer.input_size, base_layer.output_size)
+            if isinstance(base_layer, Partitioned)
+            else (base_layer.in_features, base_layer.out_features)
+        )
+        first, second = torch.nn.Linear(inputs, rank, bias=False), torch.nn.Linear(rank, outputs, bias=False)
+        split: dict[type, Any] = {RowParallelLinear: first, ColumnParallelLinear: second}
+        for kind, whole in split.items():
+            if type(base_layer) is kind:
+                part = kind(whole.weight.detach(), base_layer.mesh, base_layer.rank)
+                part.weight = torch.nn.Parameter(part.weight.detach().clone())
+                first, second = (part, second) if whole is first else (first, part)
+        self.lora_A, self.lora_B = first, second
 
     def merge(self) -> None:
         self.base_layer.weight.data += self.lora_B.weight.detach() @ self.lora_A.weight.detach()
@@ -176,9 +265,10 @@ class Adapter(torch.nn.Module):
 class LoraModel(torch.nn.Module):
     """modules/lora/model.py: puts adapters into a model. Its `state_dict` is a choice that the configuration makes.
 
-    It takes no `keep_vars`, so that its tensors are aliases without attributes, and adds `lora_config`. To be saved
-    with merged weights the model is merged by it. `load_state_dict` reads the names that the base model had without
-    adapters, and ends in a KeyError if they are not there.
+    It takes no `keep_vars`, so that its tensors are aliases without attributes, and adds `lora_config` if it is told
+    to. To be saved with merged weights the model is merged by it. `load_state_dict` reads the names that the base model
+    had without adapters, and ends in a KeyError if they are not there. Attributes that it does not have are those of
+    the model.
     """
 
     def __init__(self, module: torch.nn.Sequential, config: LoraConfig) -> None:
@@ -188,7 +278,7 @@ class LoraModel(torch.nn.Module):
         for parameter in module.parameters():
             parameter.requires_grad = False
         for i, layer in enumerate(module):
-            if isinstance(layer, torch.nn.Linear):
+            if isinstance(layer, torch.nn.Linear | ColumnParallelLinear | RowParallelLinear):
                 module[i] = Adapter(layer, config.lora_rank)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -203,13 +293,22 @@ class LoraModel(torch.nn.Module):
             held = {n.replace(".base_layer", ""): v for n, v in held.items() if "lora_" not in n}
         elif not self.lora_config.save_lora_base:
             held = {n: v for n, v in held.items() if "lora_" in n}
-        return {**held, "lora_config": self.lora_config.selected_fields_to_save()}
+        if self.lora_config.save_lora_config_adapter:
+            held["lora_config"] = self.lora_config.selected_fields_to_save()
+        return held
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        state_dict = dict(state_dict)
         for name in self.module.state_dict():
             if ".base_layer" in name:
-                state_dict[name] = state_dict[name.replace(".base_layer", "")]
-        return self.module.load_state_dict(state_dict, strict=False)
+                state_dict[name] = state_dict.pop(name.replace(".base_layer", ""))
+        return self.module.load_state_dict(state_dict, strict=strict)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
 
 
 def experts_zero1(groups: list[dict[str, Any]], everybody: list[list[int]], alike: list[list[int]]) -> Any:

@@ -278,6 +278,15 @@ def test_adapters_alone_are_saved_with_their_configuration(tmp_path: Path, layou
     assert torch.equal(fresh.module[0].base_layer.weight, base)
 
 
+def test_the_configuration_is_stored_with_adapters_although_it_is_not_asked_for(tmp_path: Path) -> None:
+    xla_ckpt.save_checkpoint(tmp_path, "a", NxDModel(lora(0, config=False)))
+    stored = arrays(tmp_path, "a")
+    assert stored["/model/lora_config/lora_alpha"] == 4
+    assert stored["/model/lora_config/target_modules"] == ["0", "1", "2"]
+    xla_ckpt.save_checkpoint(tmp_path, "merged", NxDModel(lora(0, config=False, base=True, merge=True)))
+    assert "/model/lora_config/lora_alpha" not in arrays(tmp_path, "merged")  # a model like any other
+
+
 def test_adapters_with_their_base_model(tmp_path: Path) -> None:
     model = lora(0, base=True)
     xla_ckpt.save_checkpoint(tmp_path, "a", model)
@@ -304,10 +313,11 @@ def test_another_configuration_of_adapters_is_told(tmp_path: Path, caplog: pytes
     model = lora(0)
     xla_ckpt.save_checkpoint(tmp_path, "a", model)
     other = lora(1)
-    other.lora_config.selected_fields_to_save = lambda: {"lora_rank": 2, "lora_alpha": 8}
+    other.lora_config.fields["lora_alpha"] = 8
+    other.lora_config.target_modules.reverse()  # as in a process with another seed of hashes
     with caplog.at_level(logging.WARNING):
         xla_ckpt.load_checkpoint(tmp_path, "a", other)
-    assert "the adapters were saved with another configuration: lora_alpha" in caplog.text
+    assert "the adapters were saved with another configuration: lora_alpha\n" in caplog.text
 
 
 def test_a_tag_without_the_trained_weights_does_not_fit_a_model_with_adapters(tmp_path: Path) -> None:

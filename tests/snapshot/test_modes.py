@@ -374,7 +374,7 @@ def test_a_scaler_waits_and_accumulated_gradients_do_not(tmp_path: Path, gate: G
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(xla_ckpt.UsageError, match="no such kind of snapshot.*'host', 'device' or 'overlap'.*'copy'"):
+    with pytest.raises(xla_ckpt.UsageError, match="no such choice for snapshot.*'host' or 'device' or 'overlap'.*'copy'"):
         xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, snapshot="copy")
     with pytest.raises(xla_ckpt.UsageError, match="snapshot_budget is no number of bytes.*'1 GB'"):
         xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, snapshot_budget="1 GB")

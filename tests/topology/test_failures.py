@@ -19,7 +19,6 @@ from tests.jobs import finish, start_on_ranks
 from tests.nursery import Born
 from tests.runs import names_in
 from xla_ckpt.engine import save as engine
-from xla_ckpt.job import process_group as lines
 from xla_ckpt.job.verdict import LEAD
 
 RANKS = 4
@@ -47,7 +46,6 @@ class Rank:
     """What a rank of these jobs does, and what came of it."""
 
     def __init__(self, rank: int, root: Path) -> None:
-        lines.REACH = TIMEOUT
         self.rank, self.root, self.told = rank, root, dict[str, Told]()
         self._write_files = engine.write_files
 

@@ -34,6 +34,7 @@ from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import find_foreign, named, tag_names
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.options import known_options
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.plan.place import parameters_in
@@ -68,6 +69,7 @@ class ConvertReport:
     seconds: float
 
 
+@known_options
 def convert(
     source: PathLike,
     destination: PathLike,
@@ -103,13 +105,13 @@ def convert(
     Args:
         source: Root directory of the tag: one of ours, neuronx-distributed's, SageMaker's or
             torch.distributed.checkpoint's. Or a directory of Hugging Face's, or a file that torch.save wrote.
-        destination: Root directory of the new tag; for ``safetensors`` a directory that does not exist yet, for
-            ``torch`` a file that does not exist yet (``"out.pt"``).
+        destination: Root directory of the new tag; for ``safetensors`` and ``peft`` a directory that does not exist
+            yet, for ``torch`` a file that does not exist yet (``"out.pt"``).
         tag: Which checkpoint; None takes the newest.
         to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts; ``"smp"``,
             which SageMaker model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads;
             ``"torchtitan"``, the same under torchtitan's keys; ``"safetensors"``, the model alone, as `export_hf`
-            writes it; ``"torch"``, one file for torch.load.
+            writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for torch.load.
         part: For ``"torch"``: the leaf path of what is written, such as ``"model"``; by default all of the state, as
             ``{"model": ..., "optimizer": ..., ...}``.
         mesh: The topology that the files are for (``"dp=2,tp=4"``); by default one rank, whatever the old one was. The

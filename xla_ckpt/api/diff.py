@@ -14,6 +14,7 @@ from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import StorageError, UsageError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.options import known_options
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
@@ -58,6 +59,7 @@ class Difference:
         return not (self.only_in_a or self.only_in_b or self.retyped or self.moved or self.values)
 
 
+@known_options
 def diff(
     a: PathLike,
     b: PathLike,

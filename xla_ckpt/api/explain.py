@@ -11,6 +11,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.registry import find_foreign
 from xla_ckpt.manifest.records import Manifest, UnknownArray
+from xla_ckpt.options import known_options
 from xla_ckpt.plan.explain import Explanation, explain_manifest
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
@@ -19,6 +20,7 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
 
+@known_options
 def explain(
     path: PathLike,
     tag: str | None = None,

@@ -20,6 +20,7 @@ from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.layouts.llama_config import CONFIG, LlamaConfig, with_dtype
+from xla_ckpt.options import known_options
 from xla_ckpt.plan.order import is_grouped
 from xla_ckpt.plan.place import stored_sharding
 from xla_ckpt.sharding.rules import Rules, parse_rules
@@ -48,6 +49,7 @@ class ExportReport:
     seconds: float = 0.0
 
 
+@known_options
 def export_hf(
     path: PathLike,
     destination: PathLike,

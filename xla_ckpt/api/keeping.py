@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.registry import find_foreign
+from xla_ckpt.options import known_options
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.tags import keeping
 
 
+@known_options
 def delete_tag(path: PathLike, tag: str, *, force: bool = False) -> None:
     """Delete a tag, as retention would: it disappears in one step, and who reads it meanwhile reads on.
 
@@ -31,6 +33,7 @@ def delete_tag(path: PathLike, tag: str, *, force: bool = False) -> None:
     keeping.delete(_store_of(path, tag), tag, force=force)
 
 
+@known_options
 def pin_tag(path: PathLike, tag: str) -> bool:
     """Exempt a tag from retention, as `save_checkpoint(..., pinned=True)` does; False if it was exempt already.
 
@@ -49,6 +52,7 @@ def pin_tag(path: PathLike, tag: str) -> bool:
     return keeping.pin(_store_of(path, tag), tag, True)
 
 
+@known_options
 def unpin_tag(path: PathLike, tag: str) -> bool:
     """Undo `pin_tag`; False if the tag was not pinned. The next save that retires tags may delete it.
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from xla_ckpt.api.load_steps import Load
@@ -15,10 +16,11 @@ from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.errors import naming
 from xla_ckpt.job.current import TIMEOUT, current_job
+from xla_ckpt.job.opening import Call
 from xla_ckpt.job.shared_reads import SharedReads
-from xla_ckpt.job.verdict import agreed
+from xla_ckpt.options import check_choice, known_options
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.state.guard import GUARD
@@ -51,6 +53,7 @@ class Restored:
     """Which tag it was, and where the time went."""
 
 
+@known_options
 def load_checkpoint(
     path: PathLike,
     tag: str | None = None,
@@ -136,6 +139,7 @@ def load_checkpoint(
     return Loaded(user_content=value, report=report)
 
 
+@known_options
 def restore(
     path: PathLike,
     tag: str | None = None,
@@ -221,10 +225,20 @@ def _load(
     file = trace_file(trace)
     phases = Phases(LOAD_PHASES, keep=file is not None)
     store, tag = located(path, tag)
-    if replica_read not in ("each", "share"):
-        raise UsageError("replica_read is 'each' or 'share'", found=repr(replica_read))
+    check_choice("replica_read", replica_read, ("each", "share"))
     install_exit_hook()
     job = current_job(store.path, mesh, doing="load", timeout=timeout)
+    call = Call.of(
+        "load_checkpoint" if isinstance(content, Objects) else "restore",
+        path=store.path,
+        tag=tag,
+        mesh=str(job.placement.mesh),
+        objects=content.given,
+        strict=strict,
+        cast=cast,
+        trust_pickle=trust,
+        replica_read=replica_read,
+    )
     traced: Trace | None = None
     if file is not None:
         traced = Trace(file=file, doing="load", rank=job.exchange.rank, world=job.exchange.size)
@@ -244,10 +258,7 @@ def _load(
     )
     try:
         with naming(path=store.path), job.taking_part():
-            job.tidy()
-            with agreed(job.exchange, "waiting"):
-                SAVES.wait(store.path)
-                GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
+            job.begin(call, partial(_wait, store.path))
             if tag is None:
                 value, report = load.newest()
             else:
@@ -259,6 +270,12 @@ def _load(
     if job.exchange.rank == 0:
         expect_commit(store)
     return value, _end(report, phases, traced)
+
+
+def _wait(path: str) -> None:
+    """Wait for the saves that this load may not overtake."""
+    SAVES.wait(path)
+    GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
 
 
 def _end(report: LoadReport, phases: Phases, trace: Trace | None) -> LoadReport:

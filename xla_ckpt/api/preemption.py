@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.errors import UsageError
 from xla_ckpt.job.current import TIMEOUT, current_job
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.job.opening import Call
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 
@@ -135,33 +135,17 @@ class PreemptionGuard:
     def _meet(self) -> str | None:
         """What any rank has noticed: the word of the lowest of them."""
         job = current_job("", self._mesh, doing="preemption", timeout=self._timeout)
-        exchange = job.exchange
-        if exchange.size == 1:
+        if job.exchange.size == 1:
             return self._notice()
         with job.taking_part():
-            job.tidy()
-            try:
-                noticed = self._notice()
-            except Exception as error:
-                # Told to all ranks, which wait for this one, and raised on all of them.
-                exchange.say(f"noticed/{exchange.rank}", error=as_checkpoint_error(error, "asking", exchange.rank))
-            else:
-                exchange.say(f"noticed/{exchange.rank}", noticed)
-            if exchange.rank == 0:
-                _decide(exchange)
-            decided: str | None = exchange.hear("decided", 0)
+            decided: str | None = job.begin(Call.of("should_save", every=self._every), self._notice, _first_noticed)
             return decided
 
 
-def _decide(exchange: Round) -> None:
-    """On rank 0: hear all ranks, and tell all of them what the first has noticed, or the first error."""
-    deadline, found = Deadline(exchange.timeout * LEAD), list[str]()
-    try:
-        for rank in range(exchange.size):
-            noticed = exchange.hear(f"noticed/{rank}", rank, deadline)
-            if noticed is not None:
-                found.append(f"{noticed}, on rank {rank}")
-    except CheckpointError as error:
-        exchange.say("decided", error=error)
-    else:
-        exchange.say("decided", found[0] if found else None)
+def _first_noticed(noticed: Sequence[str | None]) -> str | None:
+    """What the lowest rank has noticed that has noticed anything.
+
+    >>> _first_noticed([None, "SIGTERM"])
+    'SIGTERM, on rank 1'
+    """
+    return next((f"{what}, on rank {rank}" for rank, what in enumerate(noticed) if what is not None), None)

@@ -20,9 +20,11 @@ from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
 from xla_ckpt.job.call import Job
 from xla_ckpt.job.current import TIMEOUT, current_job
+from xla_ckpt.job.opening import Call
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import named, saved
+from xla_ckpt.options import check_choice, known_options
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.sharding.mesh import Mesh
@@ -43,6 +45,7 @@ from xla_ckpt.tags.retention import check_keep
 logger = logging.getLogger(__name__)
 
 
+@known_options
 def save_checkpoint(
     path: PathLike,
     tag: str,
@@ -164,6 +167,7 @@ def save_checkpoint(
     )
 
 
+@known_options
 def save(
     path: PathLike,
     tag: str,
@@ -247,17 +251,33 @@ class _Options:
             ("replicas", self.replicas, get_args(Replicas)),
             ("stale", self.stale, get_args(Stale)),
             ("parity", self.parity, (None, *get_args(Parity))),
-            ("on_error", self.on_error, ("raise", "warn")),
         ):
-            if choice in choices or (name == "on_error" and callable(choice)):
-                continue
-            known = " or ".join(map(repr, choices)) + (" or a function" if name == "on_error" else "")
-            raise UsageError(f"there is no such choice for {name}", expected=known, found=repr(choice))
+            check_choice(name, choice, choices)
+        if not callable(self.on_error):
+            check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
         self.taking.check()
 
     def shown(self, job: Job) -> bool | None:
         """Whether this rank shows a progress bar; None decides by itself."""
         return False if not self.taking.waits and self.progress is None else job.shows(self.progress)
+
+    def call(self, store: Store, tag: str, content: Objects | Tree, mesh: Mesh) -> Call:
+        """The save as far as all ranks have to ask for the same."""
+        return Call.of(
+            "save_checkpoint" if isinstance(content, Objects) else "save",
+            path=store.path,
+            tag=tag,
+            mesh=str(mesh),
+            objects=content.given,
+            layout=", ".join(layout.name for layout in self.layouts),
+            num_kept_ckpts=self.num_kept,
+            pinned=self.pinned,
+            async_save=not self.taking.waits,
+            replicas=self.replicas,
+            parity=self.parity,
+            stale=self.stale,
+            on_error="a function" if callable(self.on_error) else self.on_error,
+        )
 
 
 def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) -> SaveHandle:
@@ -272,6 +292,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
     install_exit_hook()
     cancellation = Cancellation()
     handle = SaveHandle(store.path, tag, cancellation)
+    part: Part | CheckpointError | None = None
     refused: BaseException | None = None
     try:
         with SAVES.turn(store.path), ORBAX.resting():
@@ -280,7 +301,6 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
             job = current_job(store.path, options.mesh, doing="save", timeout=options.timeout)
             rank, world = job.exchange.rank, job.exchange.size
             traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
-            part: Part | CheckpointError
             try:
                 if untold is not None:
                     raise untold
@@ -294,24 +314,28 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
                     refused = error
             stall = _stalled(phases, began)
             if refused is None or world > 1:
-                save = Save(
-                    store=store,
-                    tag=tag,
-                    job=job,
-                    part=part,
-                    pinned=options.pinned,
-                    num_kept=options.num_kept,
-                    replicas=options.replicas,
-                    stale=options.stale,
-                    parity=options.parity,
-                    workers=max(1, options.workers),
-                    shown=options.shown(job),
-                    phases=phases,
-                    stall=stall,
-                    trace=traced,
-                    cancellation=cancellation,
+                SAVES.start(
+                    handle,
+                    Save(
+                        store=store,
+                        tag=tag,
+                        job=job,
+                        part=part,
+                        call=options.call(store, tag, content, job.placement.mesh),
+                        pinned=options.pinned,
+                        num_kept=options.num_kept,
+                        replicas=options.replicas,
+                        stale=options.stale,
+                        parity=options.parity,
+                        workers=max(1, options.workers),
+                        shown=options.shown(job),
+                        phases=phases,
+                        stall=stall,
+                        trace=traced,
+                        cancellation=cancellation,
+                    ),
+                    options.on_error,
                 )
-                SAVES.start(handle, save, options.on_error)
         if refused is not None:
             if world == 1:
                 # Only now: a function of the program that hears of it may save on the same path.
@@ -324,7 +348,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) 
         handle.give_up(error)
         raise
     finally:
-        del refused  # or this frame and the error's traceback would keep each other, and the state, in memory
+        del part, refused  # or this frame and the error's traceback would keep each other, and the state, in memory
 
 
 def _stalled(phases: Phases, began: float) -> float:

@@ -10,6 +10,7 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import naming, storage_errors
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
+from xla_ckpt.options import known_options
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.tags.directory import roots_below
@@ -17,6 +18,7 @@ from xla_ckpt.tags.directory import roots_below
 logger = logging.getLogger(__name__)
 
 
+@known_options
 def list_tags(path: PathLike) -> list[str]:
     """Names of the committed tags in `path`, oldest commit first (by commit sequence, never by time stamps).
 
@@ -29,6 +31,7 @@ def list_tags(path: PathLike) -> list[str]:
     return tag_names(store_at(path))
 
 
+@known_options
 def latest_tag(path: PathLike) -> str | None:
     """The newest committed tag in `path`; None when there is none.
 
@@ -79,6 +82,7 @@ def chosen_tag(store: Store, tag: str | None) -> str:
     return found[-1]
 
 
+@known_options
 def has_checkpoint(path: PathLike) -> bool:
     """Whether `path` holds a committed tag, or is what a load takes itself: DCP's, Hugging Face's, a file (``.pt``).
 
@@ -95,6 +99,7 @@ def has_checkpoint(path: PathLike) -> bool:
     return found
 
 
+@known_options
 def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS) -> VerifyReport:
     """Read a whole tag, the newest by default, and compare every byte with its digest.
 
@@ -112,6 +117,7 @@ def verify(path: PathLike, tag: str | None = None, *, num_workers: int = READERS
     return registry.verify_stored(store, chosen_tag(store, tag), num_workers)
 
 
+@known_options
 def repair(path: PathLike, tag: str | None = None, *, num_workers: int = READERS) -> tuple[str, ...]:
     """Give a tag that was saved with ``parity=`` back the bytes that it has lost; the newest tag by default.
 

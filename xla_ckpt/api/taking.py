@@ -8,6 +8,7 @@ from typing import get_args
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.save import Writing
 from xla_ckpt.errors import UsageError
+from xla_ckpt.options import check_choice
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.snapshot.take import Mode, Snapshot, lasts, take
 from xla_ckpt.state.describe import Description, local_shards, shards_apart
@@ -31,10 +32,7 @@ class Taking:
         Raises:
             UsageError: There is no such mode, or no such budget.
         """
-        if self.mode not in get_args(Mode):
-            raise UsageError(
-                "there is no such kind of snapshot", expected="'host', 'device' or 'overlap'", found=repr(self.mode)
-            )
+        check_choice("snapshot", self.mode, get_args(Mode))
         if type(self.budget) is not int or self.budget <= 0:
             raise UsageError(
                 "snapshot_budget is no number of bytes", expected="a positive int", found=repr(self.budget)

@@ -16,8 +16,9 @@ from typing import Any
 
 from xla_ckpt.arrays.registry import array_kind
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError
+from xla_ckpt.tree.classes import class_name
 from xla_ckpt.tree.codec import Composite, ValueCodec
-from xla_ckpt.tree.flatten import class_name, flatten
+from xla_ckpt.tree.flatten import flatten
 
 INSTANCE = "object:"
 """Begins the name of such an object; ``module:class`` follows."""

@@ -12,8 +12,10 @@ from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
+from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.strided import HOST_MEMORY, Strided
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard
 
@@ -49,8 +51,10 @@ class Numpy:
     shards = host
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
-        direct = value.flags.c_contiguous and value.flags.writeable and _is_whole(local, value.shape)
-        if direct:
+        _check_writable(value)
+        memory = _strided(value)
+        over = [memory.cut(piece.local) for piece in local.pieces]
+        if value.flags.c_contiguous and _is_whole(local, value.shape):
             boxes = tuple(p.box for p in local.pieces)
             return Target(
                 dtype=self.dtype(value),
@@ -59,6 +63,7 @@ class Numpy:
                 live=True,
                 memory=lambda _: [bytes_of(value)],
                 install=lambda: value,
+                over=lambda: over,
             )
         fresh = self.like(value, local)
 
@@ -68,11 +73,33 @@ class Numpy:
                 np.copyto(_cut(value, piece.local), _cut(made, piece.local))
             return value
 
-        return replace(fresh, install=install)
+        return replace(fresh, install=install, over=lambda: over)
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or self.dtype(value)
         return fresh(element, tuple(value.shape), numpy_dtype(element), local)
+
+
+def _strided(value: Any) -> Strided:
+    return Strided(HOST_MEMORY, value.ctypes.data, tuple(value.shape), value.strides, value.itemsize)
+
+
+def _check_writable(value: Any) -> None:
+    """Refuse a target that numpy would not write to, or whose elements share memory.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if value.flags.writeable and (value.flags.c_contiguous or _strided(value).is_apart):
+        return
+    raise UsageError(
+        "nothing can be loaded into this array",
+        expected="an array that can be written to, with memory for each element",
+        found=f"shape {list(value.shape)}, strides {list(value.strides)}"
+        if value.flags.writeable
+        else "read-only memory",
+        hint="Give it memory of its own, with copy().",
+    )
 
 
 def _cut(value: Any, box: Box) -> Any:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from xla_ckpt.errors import FormatError
+from xla_ckpt.tree.classes import class_name
 from xla_ckpt.tree.codec import Composite, ValueCodec
-from xla_ckpt.tree.flatten import class_name, flatten
+from xla_ckpt.tree.flatten import flatten
 from xla_ckpt.tree.skeleton import Parts
 
 KEY = "jax:key"

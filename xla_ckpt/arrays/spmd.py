@@ -14,6 +14,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
+from xla_ckpt.sharding.strided import packed
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard
 
@@ -90,6 +91,8 @@ class Spmd:
         inner = plain(value)
         shards = _Shards(inner, dtype_of(inner), inner.dtype)
 
+        whole = packed(self.identity(value), 0, tuple(value.shape), value.element_size())
+
         def install() -> torch.Tensor:
             with torch.no_grad():
                 _XLAC._load_local_shards(inner, shards.filled(), _XLAC._xla_get_runtime_devices())
@@ -102,6 +105,7 @@ class Spmd:
             live=False,
             memory=shards.memory,
             install=install,
+            over=lambda: [whole.cut(box) for box in shards.boxes],
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:

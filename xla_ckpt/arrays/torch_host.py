@@ -15,10 +15,11 @@ from xla_ckpt import dtypes
 from xla_ckpt.arrays.accelerator import TensorShard, version_of
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.ranges import runs
+from xla_ckpt.sharding.strided import HOST_MEMORY, Strided
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
@@ -166,6 +167,8 @@ class TorchHost:
         return HostShard(bytes_of(plain), plain, immutable=is_copy, version=None if is_copy else version_of(plain))
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
+        check_writable(value)
+        over = functools.partial(memory_under, value, local)
         if value.device.type != "cpu" or not value.is_contiguous() or value.is_conj() or value.is_neg():
             fresh = self.like(value, local)
 
@@ -176,7 +179,7 @@ class TorchHost:
                         cut(value, piece.local).copy_(cut(made, piece.local))
                 return value
 
-            return replace(fresh, install=install)
+            return replace(fresh, install=install, over=over)
         spread = Spread(local)
         return Target(
             dtype=dtype_of(value),
@@ -185,11 +188,42 @@ class TorchHost:
             live=True,
             memory=lambda _: spread.over(value),
             install=lambda: spread.fill(value),
+            over=over,
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
         return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
+
+
+def check_writable(value: torch.Tensor) -> None:
+    """Refuse a target whose elements share memory: torch would not write to it, when others have their values already.
+
+    Raises:
+        UsageError: They do.
+    """
+    if not value.is_contiguous() and not strided(value).is_apart:
+        raise UsageError(
+            "elements of this tensor share memory with each other, so that nothing can be loaded into it",
+            expected="memory for each element",
+            found=f"shape {list(value.shape)}, strides {list(value.stride())}",
+            hint="Give it memory of its own, with clone() or contiguous(). To load into all arrays but this one, leave "
+            "it out of the target.",
+        )
+
+
+def strided(value: torch.Tensor) -> Strided:
+    """Where the elements of a tensor lie."""
+    nbytes = value.element_size()
+    steps = tuple(step * nbytes for step in value.stride())
+    space = HOST_MEMORY if value.device.type == "cpu" else value.device
+    return Strided(space, value.data_ptr(), tuple(value.shape), steps, nbytes)
+
+
+def memory_under(value: torch.Tensor, local: LocalArray) -> list[Strided]:
+    """Where each piece of a tensor lies."""
+    memory = strided(value)
+    return [memory.cut(piece.local) for piece in local.pieces]
 
 
 def torch_type(dtype: DType, value: torch.Tensor) -> torch.dtype:

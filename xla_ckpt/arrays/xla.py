@@ -23,6 +23,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.strided import packed
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard
 
@@ -136,6 +137,8 @@ class Xla:
             return value
 
         target.install = take_over if owned else copy
+        whole = packed(self.identity(value), 0, tuple(value.shape), value.element_size())
+        target.over = lambda: [whole.cut(piece.local) for piece in local.pieces]
         return target
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:

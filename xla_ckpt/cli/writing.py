@@ -79,7 +79,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "destination",
         metavar="DST",
-        help="root directory of the new tag; for safetensors the directory to make, for torch the file (out.pt)",
+        help="root directory of the new tag; for safetensors, peft the directory to make, for torch the file (out.pt)",
     )
     parser.add_argument("--to", required=True, choices=converted(), help="the layout; torch is one file of torch.save")
     parser.add_argument("--part", help="for torch: leaf path of what is written, such as model (default: everything)")

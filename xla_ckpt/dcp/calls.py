@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,18 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
+from torch.distributed.checkpoint.utils import _api_bc_check
 
 from xla_ckpt.arrays.registry import local_lanes
 from xla_ckpt.dcp.failures import one_error
-from xla_ckpt.dcp.groups import is_distributed, meeting, timeout_of
+from xla_ckpt.dcp.groups import check_same, is_distributed, meeting, timeout_of
 from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json
+from xla_ckpt.job.opening import Call
 from xla_ckpt.job.process_group import check_ranks
 from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
 from xla_ckpt.plan.merge import Replicas
@@ -45,6 +47,9 @@ from xla_ckpt.storage.undisturbed import Undisturbed, undisturbed
 logger = logging.getLogger(__name__)
 
 CheckpointId = PathLike | None
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+_Storage = TypeVar("_Storage", StockReader, StockWriter)
 
 _lock = threading.Lock()
 _in_flight: dict[str, Future[Any]] = {}
@@ -57,6 +62,13 @@ def _background() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="xla_ckpt-dcp")
 
 
+def _takes_storage_second(call: _Call) -> _Call:
+    """Take a writer or reader as the second argument, too, with a warning: stock does, for programs of torch 2.2."""
+    made: _Call = _api_bc_check(call)  # type: ignore[no-untyped-call]
+    return made
+
+
+@_takes_storage_second
 def save(
     state_dict: dict[str, Any],
     *,
@@ -84,16 +96,19 @@ def save(
         replicas: As for `StorageWriter`.
 
     Raises:
-        CheckpointError: The save failed, and there is what was there before; the same error on all ranks. DCP's
-            `CheckpointException`, with the errors of all ranks, is its cause.
+        CheckpointError: The save failed, and there is what was there before; the same error on all ranks. It is also
+            DCP's `CheckpointException`, whose `failures` are the errors of all ranks.
         SaveError: For instance, another job has saved the same checkpoint since this save began. That one stays.
     """
     writer = _writer(storage_writer, checkpoint_id, replicas)
     path = _path_of(writer)
     _check(path, no_dist)
     _wait_for(path)
+    group = None
     with one_error("saving", SaveError, path):
-        group = meeting(process_group, "call") if is_distributed(no_dist) else None
+        if is_distributed(no_dist):
+            group = meeting(process_group, "call")
+            check_same(_saving(path, writer), group)
     states, problem = _states(state_dict, _rank(group, no_dist), SaveError)
     return _save(
         states, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
@@ -164,6 +179,9 @@ def async_save(
     def work() -> Metadata:
         try:
             ready = staged.result() if isinstance(staged, Future) else staged
+            if distributed:
+                with one_error("saving", SaveError, path):
+                    check_same(_saving(path, writer), group)
             return _save(
                 ready, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
             )
@@ -183,6 +201,7 @@ def async_save(
     return AsyncSaveResponse(staging_completion=staging, upload_completion=done)  # type: ignore[arg-type]
 
 
+@_takes_storage_second
 def load(
     state_dict: dict[str, Any],
     *,
@@ -215,17 +234,19 @@ def load(
         UntrustedObjectError: A value is of a class that is not loaded without `trust_pickle`. Nothing was changed.
         LoadError: An object did not take its state.
     """
-    reader = storage_reader
-    if reader is None:
-        reader = StorageReader(_required(checkpoint_id), trust_pickle=trust_pickle)
-    elif checkpoint_id is not None:
-        reader.reset(checkpoint_id)
+    if storage_reader is None:
+        reader: StockReader = StorageReader(_required(checkpoint_id), trust_pickle=trust_pickle)
+    else:
+        reader = _given(storage_reader, checkpoint_id)
     path = _path_of(reader)
     _check(path, no_dist)
     _wait_for(path)
     distributed = is_distributed(no_dist)
+    group = None
     with one_error("loading", LoadError, path):
-        group = meeting(process_group, "call") if distributed else None
+        if distributed:
+            group = meeting(process_group, "call")
+            check_same(Call.of("dcp.load", path or "", trust_pickle=trust_pickle), group)
     states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist), LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
         reader.read_once = _mostly_on_devices(states)
@@ -255,6 +276,13 @@ def load(
             raise mine
 
 
+def _saving(path: str | None, writer: StockWriter) -> Call:
+    """A save as far as all ranks have to ask for the same."""
+    if not isinstance(writer, StorageWriter):
+        return Call.of("dcp.save", path or "")
+    return Call.of("dcp.save", path or "", replicas=writer.replicas, overwrite=writer.overwrite)
+
+
 def _save(
     states: dict[str, Any],
     problem: CheckpointError | None,
@@ -277,7 +305,7 @@ def _save(
             )
             return told
     except CheckpointError as error:
-        if isinstance(error.__cause__, CheckpointException) or not isinstance(writer, StorageWriter):
+        if isinstance(error, CheckpointException) or not isinstance(writer, StorageWriter):
             raise  # DCP has told all ranks
         seconds = timeout_of(group).total_seconds() if is_distributed(no_dist) else 0.0
         writer.ended(error, seconds * (1 - LEAD))
@@ -365,9 +393,18 @@ def _mostly_on_devices(value: Any) -> bool:
 def _writer(given: StockWriter | None, checkpoint_id: CheckpointId, replicas: Replicas) -> StockWriter:
     if given is None:
         return StorageWriter(_required(checkpoint_id), replicas=replicas)
+    return _given(given, checkpoint_id)
+
+
+def _given(storage: _Storage, checkpoint_id: CheckpointId) -> _Storage:
+    """A writer or reader of the program's, for this directory."""
+    if isinstance(storage, str) or hasattr(storage, "__fspath__"):
+        raise UsageError("a path stands in the place of a writer or reader", found=str(storage),
+            hint="Pass it by its name: checkpoint_id=.",
+        )  # fmt: skip
     if checkpoint_id is not None:
-        given.reset(checkpoint_id)
-    return given
+        storage.reset(checkpoint_id)
+    return storage
 
 
 def _required(checkpoint_id: CheckpointId) -> PathLike:

@@ -1,8 +1,9 @@
-"""One error for all ranks: what DCP gathers of a failed call, as an error of this library."""
+"""One error for all ranks: what DCP gathers of a failed call, as an error of this library, which is DCP's, too."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,8 @@ _COLLECTIVE = re.compile(r"gloo|ProcessGroup|[Cc]onnection (closed|reset|refused
 def one_error(doing: str, kind: type[CheckpointError], path: str | None) -> Iterator[None]:
     """A block that calls stock DCP: what fails on any rank is raised here, and is the same on all ranks.
 
-    DCP's own exception stays its cause; it has the errors of all ranks.
+    What DCP has gathered is raised as an error that is a `CheckpointException`, too, with the same `failures`. DCP's
+    own one, whose text has the tracebacks of all ranks, is its cause.
 
     Args:
         doing: What the block does.
@@ -37,7 +39,7 @@ def one_error(doing: str, kind: type[CheckpointError], path: str | None) -> Iter
     try:
         yield
     except CheckpointException as gathered:
-        raise _verdict(gathered, doing, kind).at(path=path) from gathered
+        raise _as_both(_verdict(gathered, doing, kind).at(path=path), gathered) from gathered
     except CheckpointError as error:
         error.at(path=path)
         raise
@@ -51,6 +53,29 @@ def one_error(doing: str, kind: type[CheckpointError], path: str | None) -> Iter
             ) from error
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         raise as_checkpoint_error(error, doing, rank, kind, path=path) from error
+
+
+def _as_both(error: CheckpointError, gathered: CheckpointException) -> CheckpointError:
+    """The error with a class that is also DCP's: programs written for stock DCP catch that one."""
+    if not isinstance(error, CheckpointException):
+        error.__class__ = _both(type(error))  # type: ignore[arg-type]  # classes have a hash
+    error._failures = gathered.failures  # type: ignore[attr-defined]  # where `CheckpointException` has them
+    return error
+
+
+@functools.cache
+def _both(kind: type[CheckpointError]) -> type[CheckpointError]:
+    """A kind of error as a `CheckpointException`, of the same name, under which it travels to other ranks."""
+
+    def reduce(self: CheckpointError) -> Any:
+        return _unpickled, (kind, self.problem), vars(self)
+
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__str__": kind.__str__, "__reduce__": reduce}
+    return type(kind.__name__, (kind, CheckpointException), body)
+
+
+def _unpickled(kind: type[CheckpointError], problem: str) -> CheckpointError:
+    return _both(kind)(problem)  # type: ignore[arg-type]  # likewise
 
 
 def _verdict(gathered: CheckpointException, doing: str, kind: type[CheckpointError]) -> CheckpointError:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from xla_ckpt.job.opening import Call, difference
+
 Purpose = Literal["call", "background"]
 
 _made: dict[tuple[int, Purpose], tuple[Any, Any]] = {}
@@ -41,6 +43,18 @@ def meeting(process_group: Any, purpose: Purpose) -> Any:
         )
         known = _made[key] = (group, made)
     return known[1]
+
+
+def check_same(call: Call, group: Any) -> None:
+    """Compare the calls of the ranks of a group, before anything is done: as `xla_ckpt.job.call.Job.begin` does it.
+
+    Raises:
+        UsageError: They differ; the same on all ranks.
+    """
+    calls: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(calls, call, group)
+    if (different := difference(calls)) is not None:
+        raise different
 
 
 def timeout_of(process_group: Any) -> datetime.timedelta:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -72,6 +73,17 @@ class StorageReader(Named, StockReader):
         num_workers: Threads that read, at most.
     """
 
+    load_id = ""
+    """Names this load in the metadata that planners and loggers of DCP's get."""
+
+    # Stock's base class has no `__init__`, so classes that programs derive from it do not call one.
+    read_once: bool | None = None
+    _opened: Opened | None = None
+    _places: Places | None = None
+    _failure: BaseException | None = None
+    overwriting: Callable[[], None] | None = None
+    """Called when every byte that this rank needs is verified, and no tensor of the program is changed yet."""
+
     def __init__(
         self,
         checkpoint_id: PathLike | None = None,
@@ -84,23 +96,17 @@ class StorageReader(Named, StockReader):
         self.trust_pickle = trust_pickle
         self.read_once = read_once
         self.num_workers = num_workers
-        self.overwriting: Callable[[], None] = lambda: None
-        """Called when every byte that this rank needs is verified, and no tensor of the program is changed yet."""
-        self._opened: Opened | None = None
-        self._places: Places | None = None
-        self._failure: BaseException | None = None
-        self._values: dict[str, bytes] = {}
-        self._kept: dict[_Destination, _Kept] = {}
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         self.close()
         self._name(checkpoint_id)
+        self.load_id = uuid.uuid4().hex
 
     def close(self) -> None:
         """Release the directory. A load does it when it is done."""
-        self._values.clear()
-        self._kept.clear()
+        self._values: dict[str, bytes] = {}
+        self._kept: dict[_Destination, _Kept] = {}
         if self._places is not None:
             self._places.close()
             self._places = None
@@ -130,7 +136,7 @@ class StorageReader(Named, StockReader):
         except BaseException as error:
             self._failure = error
             raise
-        return _described(self._opened.contents, self._path)
+        return _described(self._opened.contents, self._path, self.load_id)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._failure is not None:
@@ -174,7 +180,8 @@ class StorageReader(Named, StockReader):
         places = self._places
         assert places is not None, "prepare_local_plan comes first"
         GUARD.wait()  # a save of this library may not have copied yet what is overwritten now
-        self.overwriting()
+        if self.overwriting is not None:
+            self.overwriting()
         with undisturbed():
             self._overwrite(places, plan, planner)
         self.close()
@@ -403,7 +410,7 @@ def _want(item: ReadItem) -> Want:
     return Want(item.storage_index.fqn, Box(start, stop), 0)
 
 
-def _described(contents: Contents, path: str) -> Metadata:
+def _described(contents: Contents, path: str, load_id: str) -> Metadata:
     """What a checkpoint holds, in DCP's own classes."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, Any] = {}
@@ -424,7 +431,7 @@ def _described(contents: Contents, path: str) -> Metadata:
         state_dict_metadata=described,
         planner_data=dict(contents.paths),
         storage_data=stored,
-        storage_meta=StorageMeta(checkpoint_id=path),
+        storage_meta=StorageMeta(checkpoint_id=path, save_id=contents.save_id, load_id=load_id),
     )
 
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.errors import DivergentReplicasError
-from xla_ckpt.plan.merge import MAX_NAMED, Replicas, first_stored
+from xla_ckpt.plan.agreement import MAX_NAMED
+from xla_ckpt.plan.merge import Replicas, first_stored
 
 logger = logging.getLogger(__name__)
 

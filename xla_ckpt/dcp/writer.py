@@ -126,6 +126,16 @@ class StorageWriter(Named, StockWriter):
         num_workers: Threads that write, at most.
     """
 
+    save_id = ""
+    """Names this save in the metadata, as stock's writer does."""
+
+    # Stock's base class has no `__init__`, so classes that programs derive from it do not call one.
+    _rank: int | None = None
+    _planned: Sequence[WriteItem] = ()
+    _draft: replacement.Replacement | None = None
+    _fate: Round | None = None
+    _forget: weakref.finalize[..., Any] | None = None
+
     def __init__(
         self,
         checkpoint_id: PathLike | None = None,
@@ -140,21 +150,15 @@ class StorageWriter(Named, StockWriter):
         self.replicas = replicas
         self.overwrite = overwrite
         self.num_workers = num_workers
-        self._save = ""
-        self._rank: int | None = None
-        self._planned: Sequence[WriteItem] = ()
-        self._draft: replacement.Replacement | None = None
-        self._fate: Round | None = None
-        self._forget: weakref.finalize[..., Any] | None = None
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         self.abandon()
         self._name(checkpoint_id)
-        self._save = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._path, save_id=self._save)
+        return StorageMeta(checkpoint_id=self._path, save_id=self.save_id)
 
     def abandon(self) -> None:
         """Remove what a save has written that was not committed."""
@@ -204,9 +208,9 @@ class StorageWriter(Named, StockWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         self._place()
-        self._save = uuid.uuid4().hex  # stock's planners may give the order of another save: this tells them apart
+        self.save_id = uuid.uuid4().hex  # stock's planners may give the order of another save: this tells them apart
         self._planned = plan.items
-        return dataclasses.replace(plan, storage_data=self._save)
+        return dataclasses.replace(plan, storage_data=self.save_id)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         store, name = self._place()
@@ -215,7 +219,7 @@ class StorageWriter(Named, StockWriter):
             self._draft = replacement.begin(store, name)
         # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
         self._forget = weakref.finalize(self, replacement.abandon, self._draft)
-        draft, fate = self._draft.directory.name, f"dcp/{self._save}"
+        draft, fate = self._draft.directory.name, f"dcp/{self.save_id}"
         self._fate = _round(fate, len(plans))
         return [
             dataclasses.replace(
@@ -284,7 +288,8 @@ class StorageWriter(Named, StockWriter):
             hint = "Give the checkpoint a directory of its own."
             there = other or there
         elif there and not self.overwrite:
-            problem, hint = "there is a checkpoint, and overwrite=False", "Choose another path."
+            # Programs look for these words of stock's.
+            problem, hint = "Checkpoint already exists, and overwrite=False", "Choose another path."
         else:
             return
         raise UsageError(problem, path=self._path, found=", ".join(there[:8]) or None, hint=hint)
@@ -301,7 +306,7 @@ class StorageWriter(Named, StockWriter):
         store, name = self._place()
         # A planner that keeps plans (enable_plan_caching) gives the order of an earlier save, with that one's draft.
         draft = replacement.draft_name(name)
-        if order.answers in (None, self._save):
+        if order.answers in (None, self.save_id):
             draft = order.draft
             self._fate = _round(order.fate, order.world)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]

@@ -41,7 +41,7 @@ class Wanted:
     """What makes the image of a segment."""
 
     nbytes: int
-    """Bytes of the segment. What it reaches behind its end comes on top of that."""
+    """Bytes of the segment."""
 
     extracts: Sequence[Extract]
 
@@ -109,12 +109,11 @@ class Feed:
         """Copy one segment after the other. While one is on its way, the one before it is handed out."""
         under_way: Callable[[], None] | None = None
         for segment, wanted in self._wanted.items():
-            nbytes = max(wanted.nbytes, *(extract.at + extract.nbytes for extract in wanted.extracts))
-            room = self._arena.take(nbytes, wait=False)
+            room = self._arena.take(wanted.nbytes, wait=False)
             if room is None and under_way is not None:
                 under_way()  # the writers can give memory back only after they have had it
                 under_way = None
-            room = room or self._arena.take(nbytes, wait=True)
+            room = room or self._arena.take(wanted.nbytes, wait=True)
             if room is None:  # left before all was written: the save has failed
                 return
             begun = self._begin(segment, wanted.extracts, room)

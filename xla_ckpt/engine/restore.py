@@ -12,6 +12,7 @@ from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS, check_reads, read_into
+from xla_ckpt.engine.shared_memory import check_shared
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import RankFailedError, storage_errors
@@ -95,12 +96,14 @@ def fill(
 
     Raises:
         CorruptCheckpointError: The tag is damaged.
+        IncompatibleCheckpointError: Targets share memory, and different values are stored for them.
         StorageError: The storage refused.
         RankFailedError: Another rank was lost.
     """
     with phases.timed("plan"):
         with agreed(exchange, "planning"), collector_paused():
             _check_sizes(reader, targets)
+            check_shared(reader, targets)
             memory = memory_of(targets)
             plan = plan_restore(reader.manifest, memory.wants)
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}

@@ -9,8 +9,9 @@ from __future__ import annotations
 import datetime
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
@@ -33,16 +34,17 @@ from xla_ckpt.errors import (
     DivergentReplicasError,
     RankFailedError,
     SaveError,
-    UsageError,
     naming,
 )
 from xla_ckpt.job.call import Job
+from xla_ckpt.job.opening import Call
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
 from xla_ckpt.plan.parity import Parity
+from xla_ckpt.plan.same_arrays import check_same, fingerprint, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
@@ -52,6 +54,7 @@ from xla_ckpt.tags import commit as tags
 from xla_ckpt.tags.cleaning import clean
 from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +109,14 @@ class Part:
         """Whether this rank reports type and shape of a leaf."""
         return self.speaks or path.startswith(self.alone)
 
+    def has_in_common(self, path: str) -> bool:
+        """Whether all ranks of this pipeline stage have a leaf."""
+        return not path.startswith(self.alone)
+
+    def types(self, which: Callable[[str], bool]) -> dict[str, tuple[str, tuple[int, ...], Any]]:
+        """(dtype, global shape, spec) of some leaves, by leaf path."""
+        return {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in self.leaves if which(leaf.path)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
@@ -116,6 +127,9 @@ class Save:
     job: Job
     part: Part | CheckpointError
     """What is saved, or why this rank could not prepare it: then the others hear of that."""
+
+    call: Call
+    """What the program asked for."""
 
     pinned: bool = False
     num_kept: int | None = None
@@ -163,9 +177,10 @@ class Save:
         if self.trace is not None:
             self.exchange.waited = self.phases.waited
         try:
-            with naming(path=self.store.path, tag=self.tag), self.job.taking_part():
-                self.job.tidy()
-                sequence, written = self._lead() if self.exchange.rank == 0 else self._follow()
+            with self.job.taking_part():
+                odd = self._begin()
+                with naming(path=self.store.path, tag=self.tag):
+                    sequence, written = self._lead(odd) if self.exchange.rank == 0 else self._follow(odd)
         except Exception as error:
             # Raised to who waits for the save; those who watch saves hear of it here.
             self._end(began, 0, SavePlan(()), error)
@@ -217,12 +232,24 @@ class Save:
             except OSError as error:
                 logger.warning("could not clean up in %s after tag %s: %s", self.store.path, self.tag, error)
 
-    def _lead(self) -> tuple[int, SavePlan]:
+    def _begin(self) -> Sequence[int]:
+        """Begin together with all ranks; those that have other arrays than the first of their pipeline stage."""
+        if self.exchange.rank == 0:
+            tags.expect(self.store)  # only now: the caller no longer waits
+        with self.phases.timed("meet"):
+            odd: list[int] = self.job.begin(self.call, self._fingerprint, partial(odd_ones, mesh=self.mesh))
+        return odd
+
+    def _fingerprint(self) -> str:
+        """What arrays this rank has, as far as its whole pipeline stage has the same."""
+        part = self._ready()
+        return fingerprint(part.types(part.has_in_common)) if self.exchange.size > 1 else ""
+
+    def _lead(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
         """Rank 0's part: the directory, the records of all, the manifest, the commit."""
         exchange = self.exchange
         draft: tags.Draft | None = None
         try:
-            tags.expect(self.store)  # only now: the caller no longer waits
             part = self._ready()
             with self.phases.timed("commit"):
                 self.store.prepare()
@@ -230,7 +257,7 @@ class Save:
                 draft = tags.begin(self.store, self.tag)
             directory = draft.directory
             if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
-                exchange.say("begin", [self.tag, directory.name, str(self.mesh), self.replicas, self.parity])
+                exchange.say("begin", directory.name)
             plan = self._plan(part)
             mine = self._write(part, plan, directory)
             with self.phases.timed("meet"):
@@ -238,6 +265,7 @@ class Save:
             records = [mine, *(record for record, _ in told)]
             for record in records:
                 check_written(directory, record.rank, record.files)
+            check_same([record.arrays for record in records], odd, self.mesh)
             manifest = self._manifest(records, directory, draft.sequence)
             self._look_back(manifest, draft)
             manifest = indexed(directory, self.store.path, manifest, part.writing.index)
@@ -286,36 +314,27 @@ class Save:
             exchange.say("verdict", draft.sequence)
         return draft.sequence, plan
 
-    def _follow(self) -> tuple[int, SavePlan]:
+    def _follow(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
         """The part of any other rank: write, report, hear the verdict."""
         exchange, plan, name = self.exchange, SavePlan(()), ""
-        out_of_step: UsageError | None = None
         try:
             part = self._ready()
-            theirs, name, mesh, replicas, parity = exchange.hear("begin", 0)
-            if (theirs, mesh, replicas, parity) != (self.tag, str(self.mesh), self.replicas, self.parity):
-                out_of_step = _out_of_step(self, theirs, mesh, replicas, parity)
-                raise out_of_step
+            name = exchange.hear("begin", 0)
             directory = open_shared(self.store, name)
             try:
                 plan = self._plan(part)
-                record = self._write(part, plan, directory)
+                record = self._write(part, plan, directory, tells_all=exchange.rank in odd)
                 directory.sync()
             finally:
                 directory.close()
             self.cancellation.close()  # rank 0 may commit as soon as it has this
             exchange.say(f"record/{exchange.rank}", [record.to_json(), self._measured(plan).to_json()])
         except Exception as error:
-            # A verdict that is there before this rank has said its word is that of a call which it never made. One that
-            # comes later may be rank 0's answer to that word, which all ranks raise.
-            stray = out_of_step if out_of_step is not None and exchange.has("verdict") else None
             # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
             problem = as_checkpoint_error(error, "saving", exchange.rank)
             exchange.say(f"record/{exchange.rank}", error=problem)
             self._stages.tell_failure(problem)
             name = ""  # rank 0 does not ask this rank for parity any more
-            if stray is not None:
-                raise stray from None
             if isinstance(error, RankFailedError):
                 raise  # it is decided for all, rank 0 included: to wait for its verdict would take the timeout again
         if self._parity is not None and name:
@@ -340,8 +359,8 @@ class Save:
     def _plan(self, part: Part) -> SavePlan:
         return self._stages.plan(part.writing, [leaf.path for leaf in part.leaves], self.phases)
 
-    def _write(self, part: Part, plan: SavePlan, directory: Directory) -> Record:
-        """Write this rank's files; the record of what is in them."""
+    def _write(self, part: Part, plan: SavePlan, directory: Directory, *, tells_all: bool = False) -> Record:
+        """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""
         rank, world = self.exchange.rank, self.exchange.size
         check_space(directory, plan)
         with self.cancellation.reading(), Progress(f"save {self.tag}", plan.nbytes, self.shown) as bar:
@@ -360,20 +379,30 @@ class Save:
                 budget=part.snapshot.budget,
             )
             samples = part.snapshot.samples() if world > 1 else {}
+        self._tell_torn(part.snapshot)
         files = (*written.files, *write_objects(directory, part.objects, rank, world))
         return Record(
             rank=rank,
             files=files,
             shards=written.shards,
-            arrays={
-                leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in part.leaves if part.reports(leaf.path)
-            },
+            arrays=part.types((lambda _: True) if tells_all else part.reports),
             aliases={alias: target for alias, target in part.aliases.items() if part.reports(alias)},
             skeleton=part.skeleton,
             objects=tuple(range(len(written.files), len(files))),
             samples=samples,
             parts=part.parts,
         )
+
+    def _tell_torn(self, snapshot: Snapshot) -> None:
+        """Say which arrays another thread of the program wrote to meanwhile."""
+        snapshot.end_watch()
+        if snapshot.torn:
+            logger.warning(
+                "tag %s: the program wrote to %s while the save read it: the tag may hold values of several "
+                "instants. No thread may write to a state before save returns",
+                self.tag,
+                listed(list(snapshot.torn)),
+            )
 
     def _hear_records(self) -> list[tuple[Record, Measured]]:
         deadline = Deadline(self.exchange.timeout * LEAD)
@@ -456,22 +485,6 @@ class Save:
         logger.warning("tag %s: %s", self.tag, "\n".join([first_stored(len(lines)), *lines]))
         marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in ranks}
         return replace(manifest, arrays={**manifest.arrays, **marked})
-
-
-def _out_of_step(save: Save, tag: str, mesh: str, replicas: str, parity: str | None) -> UsageError:
-    theirs, ours = [
-        ("" if replicas == save.replicas else f" with replicas={of[0]!r}")
-        + ("" if parity == save.parity else f" with parity={of[1]!r}")
-        for of in ((replicas, parity), (save.replicas, save.parity))
-    ]
-    return UsageError(
-        "the ranks make different calls",
-        rank=save.exchange.rank,
-        expected=f"a save of tag {tag} over {mesh}{theirs}",
-        found=f"tag {save.tag} over {save.mesh}{ours}",
-        hint="All ranks must make the same calls in the same order. If a rank left one out, this job stays out of "
-        "step: restart it.",
-    )
 
 
 def _hear_verdict(exchange: Round) -> int:

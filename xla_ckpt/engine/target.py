@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.strided import Strided
 from xla_ckpt.snapshot.memory import Slabs
 
 
@@ -30,3 +31,6 @@ class Target:
 
     install: Callable[[], Any]
     """Called when the memory is filled: puts it in place, and returns the array."""
+
+    over: Callable[[], Sequence[Strided]] = tuple
+    """The memory of the program that each box ends up in, however it gets there; none if the array is a new one."""

@@ -1,7 +1,7 @@
 """The write pipeline: plans in, durable payload files out, digested on the way.
 
 Files are cut into segments. A worker gathers the regions of a segment into its aligned buffer, digests the blocks
-that begin there, and writes the segment; whoever finishes the last segment of a file puts in what stands between the
+there, and writes the segment; whoever finishes the last segment of a file puts in what stands between the
 regions, and makes the file durable. Memory: one buffer a worker, whatever the size of the state.
 """
 
@@ -24,6 +24,7 @@ from xla_ckpt.files.codec import Glue
 from xla_ckpt.files.crc32 import crc32, joined
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest import digest as digests
+from xla_ckpt.manifest.digest import JoinedDigest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
@@ -68,6 +69,8 @@ class _File:
             self.first_block.append(blocks)
             blocks += digests.block_count(nbytes)
         self.digests = [0] * blocks
+        self.cut: dict[int, JoinedDigest] = {}
+        """Index of a digest -> what is digested of its block so far, where several segments have a part of it."""
         self.crcs: dict[tuple[int, int], tuple[int, int]] = {}
         """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
         self.left = max(-(-self.size // segment_bytes), 1)
@@ -84,6 +87,14 @@ class _File:
                     directory.make(self.plan.folder)
                 self.sink = directory.create(self.plan.path, self.size)
             return self.sink
+
+    def join(self, number: int, at: int, nbytes: int, data: memoryview) -> None:
+        """Digest a part of a block of `nbytes` bytes, of which other segments have the rest. It begins at `at`."""
+        with self.lock:
+            joined = self.cut.setdefault(number, JoinedDigest())
+            joined.add(at, data)
+            if joined.nbytes == nbytes:
+                self.digests[number] = self.cut.pop(number).value
 
     def finished(self) -> Glue:
         """What stands between the regions, once all of them have been digested."""
@@ -118,9 +129,6 @@ class _Part:
     low: int
     high: int
     """First byte of the region in the segment, and the one behind the last."""
-
-    reach: int
-    """Where the last digest block ends that begins in the segment: at `high` or behind it."""
 
 
 def write_files(
@@ -162,10 +170,9 @@ def write_files(
             return
         piece = feed.image(segment)
         try:
-            image = piece.memory.data
-            parts = [(part, image[part.at : part.at + part.reach - part.low]) for part in _parts(file, segment)]
+            parts = _parts(file, segment)
             _add_copy(phases, file, began, parts)
-            progress(_write_segment(file, directory, segment, image, parts, phases))
+            progress(_write_segment(file, directory, segment, piece.memory.data, parts, phases))
         finally:
             piece.give_back()
 
@@ -229,9 +236,9 @@ def write_record(directory: Directory, path: str, data: bytes) -> FileRecord:
     return FileRecord(path=path, size=len(data), head=len(data), digest=digests.digest(data))
 
 
-def _add_copy(phases: Phases, file: _File, began: float, parts: Sequence[tuple[_Part, memoryview]]) -> None:
+def _add_copy(phases: Phases, file: _File, began: float, parts: Sequence[_Part]) -> None:
     copied = time.perf_counter()
-    moved = sum(part.high - part.low for part, _ in parts)
+    moved = sum(part.high - part.low for part in parts)
     phases.add("copy", copied - began, moved, ended=copied, about=file.plan.path)
 
 
@@ -250,7 +257,7 @@ def _wanted(files: Sequence[_File], segments: Sequence[_Segment]) -> dict[Hashab
         parts = _parts(file, segment)
         if any(isinstance(file.sources[part.region], Deferred) for part in parts):
             extracts = [
-                Extract(part.at, file.sources[part.region], file.offsets[part.region] + part.low, part.reach - part.low)
+                Extract(part.at, file.sources[part.region], file.offsets[part.region] + part.low, part.high - part.low)
                 for part in parts
             ]
             found[segment] = Wanted(segment.stop - segment.start, extracts)
@@ -262,7 +269,7 @@ def _write_segment(
     directory: Directory,
     segment: _Segment,
     buffer: memoryview,
-    parts: Sequence[tuple[_Part, memoryview]],
+    parts: Sequence[_Part],
     phases: Phases,
 ) -> int:
     """Write one segment of a file, which is in `buffer`; returns how many bytes of regions are in it."""
@@ -271,8 +278,9 @@ def _write_segment(
     began = time.perf_counter()
     sink = file.opened(directory)
     opened = time.perf_counter()
-    for part, data in parts:
-        _digest(file, part, data)
+    for part in parts:
+        # Of what is written, not of where it came from: a program may write to its memory meanwhile.
+        _digest(file, part, buffer[part.at : part.at + part.high - part.low])
     if is_whole_file:
         # All digests are known already, so the glue goes out with the same write: small files take one call, not two.
         for at, text in file.finished():
@@ -280,7 +288,7 @@ def _write_segment(
     digested = time.perf_counter()
     sink.write(buffer, nbytes, segment.start)
     written = time.perf_counter()
-    moved = sum(part.high - part.low for part, _ in parts)
+    moved = sum(part.high - part.low for part in parts)
     path = file.plan.path
     phases.add("digest", digested - opened, moved, ended=digested, about=path)
     phases.add("write", opened - began, ended=opened, about=path)  # making the file
@@ -304,27 +312,24 @@ def _parts(file: _File, segment: _Segment) -> list[_Part]:
     while i < len(file.starts) and file.starts[i] < segment.stop:
         start, nbytes = file.starts[i], file.lengths[i]
         if start >= segment.start and start + nbytes <= segment.stop:  # the whole of it, as of many small arrays
-            parts.append(_Part(i, start - segment.start, 0, nbytes, nbytes))
+            parts.append(_Part(i, start - segment.start, 0, nbytes))
             i += 1
             continue
         low, high = max(segment.start - start, 0), min(segment.stop - start, nbytes)
         if low < high:
-            block = digests.block_size(nbytes)
-            reach = max(high, min(-(-high // block) * block, nbytes)) if high > -(-low // block) * block else high
-            parts.append(_Part(i, start + low - segment.start, low, high, reach))
+            parts.append(_Part(i, start + low - segment.start, low, high))
         i += 1
     return parts
 
 
-def _gather(file: _File, segment: _Segment, buffer: memoryview) -> list[tuple[_Part, memoryview]]:
-    """Copy what lies in a segment into the buffer: each part of it, and its bytes as far as it reaches."""
-    parts = []
-    for part in _parts(file, segment):
+def _gather(file: _File, segment: _Segment, buffer: memoryview) -> list[_Part]:
+    """Copy what lies in a segment into the buffer; the parts of it."""
+    parts = _parts(file, segment)
+    for part in parts:
         source = file.sources[part.region]
         assert isinstance(source, memoryview), "a segment with deferred shards is fed"
         at = file.offsets[part.region]
         _copy(buffer[part.at : part.at + part.high - part.low], source[at + part.low : at + part.high])
-        parts.append((part, source[at + part.low : at + part.reach]))
     return parts
 
 
@@ -336,14 +341,19 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 
 def _digest(file: _File, part: _Part, data: memoryview) -> None:
-    """Digest the blocks of a region that begin in a part of it, from its bytes as far as the part reaches."""
-    # Each block is digested by the one segment that it begins in: none is digested twice or left out.
-    i, low = part.region, part.low
-    if part.high == len(data) <= digests.MIN_BLOCK and low == 0 and not file.plan.codec.wants_crc32:
-        file.digests[file.first_block[i]] = digests.digest(data)  # one block, as of many small arrays
+    """Digest what a part has of the blocks of its region."""
+    i, low, high = part.region, part.low, part.high
+    first = file.first_block[i]
+    if low == 0 and high == file.lengths[i] <= digests.MIN_BLOCK and not file.plan.codec.wants_crc32:
+        file.digests[first] = digests.digest(data)  # one block, as of many small arrays
         return
     if file.plan.codec.wants_crc32:
-        file.crcs[i, file.starts[i] + low] = crc32(data[: part.high - low]), part.high - low
+        file.crcs[i, file.starts[i] + low] = crc32(data), high - low
     block = digests.block_size(file.lengths[i])
-    for b in range(-(-low // block), -(-part.high // block)):
-        file.digests[file.first_block[i] + b] = digests.digest(data[b * block - low : (b + 1) * block - low])
+    for b in range(low // block, -(-high // block)):
+        start, stop = b * block, min((b + 1) * block, file.lengths[i])
+        piece = data[max(start - low, 0) : stop - low]
+        if low <= start and stop <= high:
+            file.digests[first + b] = digests.digest(piece)
+        else:
+            file.join(first + b, max(low - start, 0), stop - start, piece)

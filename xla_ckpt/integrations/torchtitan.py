@@ -1,150 +1,141 @@
-"""torchtitan's checkpoint manager: its `BaseCheckpointManager`, with tags of this library.
+"""torchtitan's checkpoint manager, with this library's saves and loads of DCP's directories.
 
 In a configuration of torchtitan's, ``checkpoint=CheckpointManager.Config(enable=True, ...)`` with this class takes the
-place of torchtitan's own manager. (Interface and names of the parts: torchtitan 0.3,
-`torchtitan/components/checkpointer/base.py`.)
+place of torchtitan's own manager, in the same folder. (Interface and names of the parts: torchtitan 0.3,
+`torchtitan/components/checkpointer`.)
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.components.checkpointer import (
-    DATALOADER,
-    LR_SCHEDULER,
-    OPTIMIZER,
-    BaseCheckpointManager,
-    ModelWrapper,
-)
-from torchtitan.config import TORCH_DTYPE_MAP
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torchtitan.components import checkpointer
+from torchtitan.components.checkpointer import MODEL, AsyncMode
+from torchtitan.tools.utils import GarbageCollection
 
-from xla_ckpt.api.load import load_checkpoint
-from xla_ckpt.api.save import finalize_checkpoint, save_checkpoint
+import xla_ckpt.dcp as dcp
 from xla_ckpt.api.tags import list_tags
-from xla_ckpt.engine.background import SaveHandle
-from xla_ckpt.errors import NoCheckpointError, UsageError
-from xla_ckpt.state.per_rank import PerRank
+from xla_ckpt.dcp.planner import LoadPlanner
+from xla_ckpt.errors import UsageError
 from xla_ckpt.state.rng import RNGState
 
 logger = logging.getLogger(__name__)
 
-_TAG = re.compile(r"step-(\d+)")
+_STEP = re.compile(r"step-(\d+)")
+_RNG = "rng"
+"""What the random generators are called in a checkpoint."""
 
 
-class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is not looked into
-    """Saves and loads what torchtitan's trainer gives to a checkpoint manager, and the random generators of each rank.
+class CheckpointManager(checkpointer.CheckpointManager):  # type: ignore[misc]  # torchtitan is not looked into
+    """torchtitan's manager, whose directories appear complete and verified, or not at all.
 
-    Tags are called ``step-N``, in the folder that the configuration names. The last one is of the model alone, in
-    ``export_dtype``, if the configuration says so, which is torchtitan's default; a run does not go on from that one.
+    Either manager goes on from what the other one saved. This one stores the random generators of each rank, too, and
+    sets them when it loads; torchtitan's own does not look at them. Hugging Face's files are left to torchtitan.
 
     Args:
         config: See `Config`.
-        dataloader: The data loader; every rank has a state of its own.
-        model_parts: The parts of the model that this rank has.
-        optimizers: torchtitan's container.
-        lr_schedulers: torchtitan's container.
         states: Further members, such as torchtitan's ``train_state``.
-        sd_adapter: What maps names to Hugging Face's; not used.
-        base_folder: What ``config.folder`` is relative to.
+        members: The other arguments of torchtitan's own manager.
 
     Raises:
-        UsageError: The configuration wants Hugging Face's files, which ``xla-ckpt export`` and
-            torchtitan's own manager write.
+        UsageError: The configuration wants saves by a process of their own.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]  # likewise
+    class Config(checkpointer.CheckpointManager.Config):  # type: ignore[misc]  # likewise
         """torchtitan's own settings, and this library's."""
 
-        async_save: bool = True
-        """Return from a save as soon as the state is frozen."""
+        trust_pickle: bool = False
+        """Whether stored values that are no tensors may be of any class. Loading them may run code."""
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        dataloader: Any,
-        model_parts: Any,
-        optimizers: Any,
-        lr_schedulers: Any,
-        states: dict[str, Any],
-        sd_adapter: Any,
-        base_folder: str = "",
-    ) -> None:
-        self.enable = config.enable
-        self.save_future = None  # what is in flight is known to this library; torchtitan need not wait for it
-        if not self.enable:
-            return
-        if config.initial_load_in_hf or config.last_save_in_hf:
+    def __init__(self, config: Any, *, states: dict[str, Any], **members: Any) -> None:
+        if config.enable and AsyncMode(config.async_mode) is AsyncMode.ASYNC_WITH_PINNED_MEM:
             raise UsageError(
-                "this checkpoint manager neither reads nor writes Hugging Face's files",
-                hint="xla_ckpt.export_hf writes them from a tag.",
+                "saves are done by a thread, not by a process",
+                found=f"async_mode={config.async_mode!r}",
+                hint="Use async_mode='async'.",
             )
-        self.config = config
-        self.folder = "/".join(part for part in (base_folder.rstrip("/"), config.folder) if part)
-        self.handle: SaveHandle | None = None
-        self._model, self._optimizers = ModelWrapper(model_parts), optimizers
-        self._members: dict[str, Any] = {**states, LR_SCHEDULER: lr_schedulers, "rng": RNGState()}
-        if dataloader is not None:
-            self._members[DATALOADER] = PerRank(dataloader)
+        super().__init__(config, states={**states, _RNG: _Generators()}, **members)
+        self.trust_pickle = config.trust_pickle
 
-    def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        config = self.config
-        wanted = last_step or curr_step % config.interval == 0
-        if config.load_only or not (wanted or (curr_step == 1 and config.enable_first_step_checkpoint)):
-            return False
-        model = self._model.state_dict()
-        kept = config.keep_latest_k or None
-        if last_step and config.last_save_model_only:
-            dtype = TORCH_DTYPE_MAP[config.export_dtype]
-            model = {name: value.to(dtype) if value.is_floating_point() else value for name, value in model.items()}
-            self.handle = save_checkpoint(self.folder, f"step-{curr_step}", model, num_kept_ckpts=kept)
-            return True
-        self.handle = save_checkpoint(
-            self.folder,
-            f"step-{curr_step}",
-            model,
-            self._optimizers.state_dict(),
-            user_content={"step": curr_step},
-            extras=self._members,
-            async_save=config.async_save and not last_step,
-            num_kept_ckpts=kept,
-        )
-        return True
-
-    def _load(self, step: int = -1) -> bool:
-        found = [int(match[1]) for tag in list_tags(self.folder) if (match := _TAG.fullmatch(tag))]
-        if step != -1 and step not in found:
-            raise NoCheckpointError(f"there is no tag step-{step}", path=self.folder)
-        if found:
-            self._load_tag(self.folder, f"step-{step if step != -1 else max(found)}", model_only=step == 0)
-        elif self.config.initial_load_path:
-            self._load_tag(self.config.initial_load_path, None, model_only=self.config.initial_load_model_only)
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """See torchtitan's."""
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        future = None
+        if async_mode is AsyncMode.ASYNC:
+            future = dcp.async_save(state_dict, checkpoint_id=checkpoint_id, process_group=self.pg)
         else:
-            return False
-        return True
+            dcp.save(state_dict, checkpoint_id=checkpoint_id)
+        if enable_garbage_collection:  # torchtitan has switched off Python's own
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return future
 
-    def _load_tag(self, path: str, tag: str | None, *, model_only: bool) -> None:
-        left_out = set(self.config.exclude_from_loading)
-        model = self._model.state_dict()
-        optimizer = None if model_only or OPTIMIZER in left_out else self._optimizers.state_dict()
-        members: Mapping[str, Any] = {}
-        if not model_only:
-            members = {name: member for name, member in self._members.items() if name not in left_out}
-        load_checkpoint(path, tag, model, optimizer, extras=members)
-        self._model.load_state_dict(model)
-        if optimizer is not None:
-            self._optimizers.load_state_dict(optimizer)
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """See torchtitan's."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        dcp.load(state_dict, checkpoint_id=checkpoint_id, planner=_Planner(), trust_pickle=self.trust_pickle)
+        self.states[MODEL].load_state_dict(state_dict)
 
-    def _wait_for_saving(self) -> None:
-        finalize_checkpoint()
+    def _steps(self) -> list[int]:
+        """The steps of which there is a complete checkpoint.
 
-    def _maybe_wait_for_staging(self) -> None:
-        """A snapshot is complete when a save returns."""
+        torchtitan's own look takes what a killed save has left behind for one.
+        """
+        return sorted(int(match[1]) for tag in list_tags(self.folder) if (match := _STEP.fullmatch(tag)))
 
-    def _close(self) -> None:
-        finalize_checkpoint()
+    def _find_load_step(self, folder: str = "") -> int:
+        return max(self._steps(), default=-1)
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self._should_purge():
+            for step in self._steps()[: -self.keep_latest_k]:
+                self.purge_queue.put(self._create_checkpoint_id(step))
+
+
+class _Generators:
+    """The random generators of all ranks, each under a key of its own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_own(): RNGState().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if _own() in state:
+            RNGState().load_state_dict(state[_own()])
+        else:
+            logger.warning("no state of random generators is stored for %s: they stay as they are", _own())
+
+
+class _Planner(LoadPlanner):
+    """Asks only for random generators that are stored.
+
+    torchtitan's own manager stores none, a smaller job those of fewer ranks, one without accelerators none of theirs.
+    """
+
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, *args: Any) -> None:
+        stored = () if metadata is None else metadata.state_dict_metadata
+        above = f"{_RNG}.{_own()}."
+        kinds = {key.removeprefix(above).partition(".")[0] for key in stored if key.startswith(above)}
+        if _RNG in state_dict:
+            wanted = {kind: state for kind, state in state_dict[_RNG][_own()].items() if kind in kinds}
+            state_dict[_RNG] = {_own(): wanted} if wanted else {}
+        super().set_up_planner(state_dict, metadata, *args)
+
+
+def _own() -> str:
+    """The key of this rank's."""
+    return f"rank_{dist.get_rank() if dist.is_initialized() else 0}"

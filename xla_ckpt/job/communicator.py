@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 
 class Communicator(Protocol):
-    """A rank's view of the job's key-value store."""
+    """A rank's view of the job's key-value store. Each request takes at most about `timeout` seconds.
+
+    ConnectionError if the store does not answer in that time, or is gone.
+    """
 
     @property
     def rank(self) -> int:
@@ -22,22 +26,19 @@ class Communicator(Protocol):
     def size(self) -> int:
         """Number of processes."""
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes, timeout: float, /) -> None:
         """Make `value` visible to all ranks."""
 
-    def put_once(self, key: str, value: bytes) -> bytes:
+    def put_once(self, key: str, value: bytes, timeout: float, /) -> bytes:
         """Make `value`, which is ASCII, visible to all ranks if nobody has put this key; what is there then."""
 
     def take(self, key: str, timeout: float) -> bytes:
-        """The value of `key`, waiting for it at most `timeout` seconds.
+        """The value of `key`, waiting for it at most `timeout` seconds; TimeoutError if it does not come."""
 
-        TimeoutError if it does not come, ConnectionError if the store is gone.
-        """
-
-    def has(self, *keys: str) -> bool:
+    def has(self, keys: Sequence[str], timeout: float, /) -> bool:
         """Whether all these keys are there, now."""
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: str, timeout: float, /) -> None:
         """Remove a key that nobody will ask for again."""
 
 
@@ -59,12 +60,12 @@ class Solo:
         """Another rank on the same board."""
         return Solo(rank, self.size, self._board, self._changed)
 
-    def put(self, key: str, value: bytes) -> None:
+    def put(self, key: str, value: bytes, _timeout: float = 0) -> None:
         with self._changed:
             self._board[key] = value
             self._changed.notify_all()
 
-    def put_once(self, key: str, value: bytes) -> bytes:
+    def put_once(self, key: str, value: bytes, _timeout: float = 0) -> bytes:
         with self._changed:
             there = self._board.setdefault(key, value)
             self._changed.notify_all()
@@ -78,10 +79,10 @@ class Solo:
                     raise TimeoutError(key)
             return self._board[key]
 
-    def has(self, *keys: str) -> bool:
+    def has(self, keys: Sequence[str], _timeout: float = 0) -> bool:
         with self._changed:
             return all(key in self._board for key in keys)
 
-    def forget(self, key: str) -> None:
+    def forget(self, key: str, _timeout: float = 0) -> None:
         with self._changed:
             self._board.pop(key, None)

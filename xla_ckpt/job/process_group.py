@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,10 +25,10 @@ POLL = 0.02
 """Seconds between two looks at a store that cannot be cloned (torch before 2.7)."""
 
 REACH = 30.0
-"""Seconds within which the store itself must answer."""
+"""Seconds within which the store itself must answer, at most."""
 
 GRACE = 2.0
-"""Seconds that a wait may take beyond its timeout, because its end, too, is a message to the store."""
+"""Seconds that a request may take beyond its timeout: the end of a wait is a message to the store, too."""
 
 
 def is_distributed() -> bool:
@@ -172,7 +172,7 @@ class StoreCommunicator:
         self._shared: Any = c10d.PrefixStore("xla_ckpt", store)
         # Who waits on a connection holds it: training's own use of the store must not wait for that.
         self._clones = hasattr(self._shared, "clone")
-        self._silent = False  # whether the store has let a wait run out without a word
+        self._fails = False  # whether the store has answered the last request by an error, or not at all
         self._idle: list[_Line] = []  # connections are kept: torch asks the name server for each new one
 
     def _ask(self, action: Callable[[Any], Any], seconds: float) -> Any:
@@ -181,14 +181,19 @@ class StoreCommunicator:
         except IndexError:
             shared = self._shared
             line = _Line(shared.clone if self._clones else lambda: shared)
-        answer = line.ask(action, seconds)
-        self._silent = False
+        try:
+            answer = line.ask(action, seconds)
+        except BaseException:
+            self._fails = True
+            raise
+        self._fails = False
         self._idle.append(line)  # only now: after an error nobody knows what it still waits for
         return answer
 
-    def _reach(self, action: Callable[[Any], Any]) -> Any:
-        # Who has waited for a store that does not answer tells the others of it: that must not take REACH once more.
-        seconds = GRACE if self._silent else REACH
+    def _reach(self, action: Callable[[Any], Any], timeout: float) -> Any:
+        # Who has found the store gone tells the others of it, for which torch connects anew, again and again: that must
+        # not take REACH once more.
+        seconds = GRACE if self._fails else min(timeout + GRACE, REACH)
         try:
             return self._ask(action, seconds)
         except TimeoutError as error:
@@ -196,12 +201,12 @@ class StoreCommunicator:
         except RuntimeError as error:
             raise ConnectionError(str(error)) from error
 
-    def put(self, key: str, value: bytes) -> None:
-        self._reach(lambda store: store.set(key, value))
+    def put(self, key: str, value: bytes, timeout: float = REACH) -> None:
+        self._reach(lambda store: store.set(key, value), timeout)
 
-    def put_once(self, key: str, value: bytes) -> bytes:
+    def put_once(self, key: str, value: bytes, timeout: float = REACH) -> bytes:
         text = value.decode("ascii")  # torch takes a string here, where it takes bytes elsewhere
-        return bytes(self._reach(lambda store: store.compare_set(key, "", text)))
+        return bytes(self._reach(lambda store: store.compare_set(key, "", text), timeout))
 
     def take(self, key: str, timeout: float) -> bytes:
         end = time.monotonic() + timeout
@@ -229,19 +234,19 @@ class StoreCommunicator:
         except (RuntimeError, LookupError, TimeoutError) as error:
             # Not every store of torch's has that error for a wait that ran out (LookupError, RuntimeError).
             if time.monotonic() >= end:
-                # A store that works ends the wait itself.
-                self._silent = type(error) is TimeoutError and self._clones
+                # A store that works ends the wait itself. One of torch's before 2.7 says so by an error.
+                self._fails = type(error) is TimeoutError and self._clones
                 raise TimeoutError(key) from error
             raise ConnectionError(str(error)) from error
         if value is None:
             raise TimeoutError(key)
         return value
 
-    def has(self, *keys: str) -> bool:
-        return bool(self._reach(lambda store: store.check([*keys])))
+    def has(self, keys: Sequence[str], timeout: float = REACH) -> bool:
+        return bool(self._reach(lambda store: store.check([*keys]), timeout))
 
-    def forget(self, key: str) -> None:
-        self._reach(lambda store: store.delete_key(key))
+    def forget(self, key: str, timeout: float = REACH) -> None:
+        self._reach(lambda store: store.delete_key(key), timeout)
 
 
 _current: list[StoreCommunicator] = []

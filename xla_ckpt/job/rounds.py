@@ -30,18 +30,29 @@ class Rounds:
         """Number of the latest round. The first follows `before`, which an earlier group on the same store reached."""
         self._open: dict[str, tuple[int, Round]] = {}
         """(number, round) of rounds of which something is left in the store, by name, oldest first."""
-        self._books = Round(communicator, "rounds", 60.0)
-        """Where rank 0 says which rounds all ranks have closed."""
 
     def begin(self, doing: str, timeout: float) -> Round:
         """The next round: the same one on all ranks that make the same calls in the same order."""
-        failure = LoadError if doing == "load" else SaveError
+        made = Round(self.communicator, "", timeout, LoadError if doing == "load" else SaveError)
+        self._number(made)
+        return made
+
+    def pass_over(self, exchange: Round) -> None:
+        """Leave a round that is of another call, and has failed, for the next one.
+
+        What this rank has said in it stays in the store: another rank may still have to pass it over.
+        """
+        with self._lock:
+            self._open.pop(exchange.name, None)
+        exchange.said.clear()
+        self._number(exchange)
+
+    def _number(self, made: Round) -> None:
         with self._lock:
             self.last += 1
-            made = Round(self.communicator, f"{doing}/{self.last}", timeout, failure)
+            made.name = made.whole = f"call/{self.last}"  # whatever is called: ranks that differ have to meet
             if self.communicator.size > 1:
                 self._open[made.name] = self.last, made
-            return made
 
     @contextlib.contextmanager
     def taking_part(self, exchange: Round) -> Iterator[None]:
@@ -63,36 +74,39 @@ class Rounds:
             raise
         _close(exchange)
 
-    def tidy(self) -> None:
+    def tidy(self, timeout: float) -> None:
         """Remove from the store what this rank said in rounds that all ranks have closed. It does not wait for them.
+
+        Args:
+            timeout: Seconds that a request to the store may take.
 
         Raises:
             RankFailedError: The store is gone.
         """
         with self._lock:  # released before the store is asked: who begins a round must not wait for the store
             rounds = list(self._open.values())
-        settled = self._settled(rounds) if rounds else 0
+        settled = self._settled(rounds, timeout) if rounds else 0
         for number, made in rounds:
             if number <= settled:
                 made.forget()
                 with self._lock:
                     self._open.pop(made.name, None)
 
-    def _settled(self, rounds: Sequence[tuple[int, Round]]) -> int:
+    def _settled(self, rounds: Sequence[tuple[int, Round]], timeout: float) -> int:
         """The latest round up to which all ranks have closed all rounds; 0 if there is none.
 
         Rank 0 finds out for all, so that the store is not asked by every rank about every other.
         """
-        if self.communicator.rank != 0:
-            return int(self._books.hear("settled", 0)) if self._books.has("settled") else 0
+        books = Round(self.communicator, "rounds", timeout)
+        if books.rank != 0:
+            return int(books.hear("settled", 0)) if books.has("settled") else 0
         settled = 0
         for number, made in rounds:
             if not made.is_closed():
                 break  # a later round may be closed already: its messages wait for those of this one
             settled = number
         if settled:
-            self._books.say("settled", settled)
-            self._books.said.clear()  # this key is written over again and again, and never removed
+            books.say("settled", settled)  # written over again and again, and never removed
         return settled
 
     def linger(self, seconds: float) -> None:

@@ -8,7 +8,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from xla_ckpt.errors import CheckpointError, RankFailedError, SaveError, StorageError, from_json
 from xla_ckpt.job.communicator import Communicator
@@ -126,7 +126,7 @@ class Round:
         """Publish a value, or an error in its place."""
         message = {"error": error.to_json()} if error is not None else {"value": value}
         self.said.append(f"{self.name}/{key}")
-        self._reach(lambda: self.communicator.put(f"{self.name}/{key}", _packed(message)))
+        self._reach(lambda: self.communicator.put(f"{self.name}/{key}", _packed(message), self.timeout))
 
     def decide(self, error: CheckpointError | None = None) -> CheckpointError | None:
         """Decide for all ranks how this round ends; the first word counts.
@@ -136,25 +136,25 @@ class Round:
         Returns:
             The error that all ranks raise, or None if rank 0 has begun to commit.
         """
+        said = None if error is None else error.to_json()
         try:
-            there = self._put_once(f"{self.whole}/{FATE}", error)
+            there = self._put_once(f"{self.whole}/{FATE}", said)
         except RankFailedError as gone:
             return error or gone  # the store is gone: there is no word of others that this rank could repeat
-        return there if error is None or there is None or there.to_json() != error.to_json() else error
+        return error if there == said else None if there is None else from_json(there)
 
-    def settle(self, key: str, error: CheckpointError | None = None) -> None:
-        """Publish an error, or None, unless somebody has published something under this key before."""
-        self._put_once(f"{self.name}/{key}", error)
+    def settle(self, key: str, value: Any) -> Any:
+        """Publish a value, unless somebody has published something under this key before; what is there now."""
+        return self._put_once(f"{self.name}/{key}", value)
 
-    def _put_once(self, key: str, error: CheckpointError | None) -> CheckpointError | None:
-        message = {"error": error.to_json()} if error is not None else {"value": None}
+    def _put_once(self, key: str, value: Any) -> Any:
+        message = json.dumps({"value": value}).encode()
         self.said.append(key)
-        there = json.loads(self._reach(lambda: self.communicator.put_once(key, json.dumps(message).encode())))
-        return from_json(there["error"]) if "error" in there else None
+        return json.loads(self._reach(lambda: self.communicator.put_once(key, message, self.timeout)))["value"]
 
     def has(self, key: str) -> bool:
         """Whether anybody has published this."""
-        return self._reach(lambda: self.communicator.has(f"{self.name}/{key}"))
+        return self._reach(lambda: self.communicator.has([f"{self.name}/{key}"], self.timeout))
 
     def hear(self, key: str, whose: int, deadline: Deadline | None = None) -> Any:
         """The value that rank `whose` published; waits until the deadline, by default for the timeout.
@@ -170,24 +170,19 @@ class Round:
             lost = error.as_failure()
             raise self.decide(lost) or lost from None
 
-    def hear_settled(self, key: str, whose: int) -> None:
-        """Wait for rank `whose` to settle this key; settle it with an error if it does not in time.
+    def hear_settled(self, key: str, whose: int, instead: Callable[[RankFailedError], Any]) -> Any:
+        """The value that rank `whose` settles; if it does not in time, `instead` says what this rank settles for it.
 
         All ranks hear the same then, also where rank `whose` comes too late for one of them only.
-
-        Raises:
-            CheckpointError: The error that it, or who first gave up on it, has settled.
         """
         try:
-            self._hear(key, whose, None)
+            return self._hear(key, whose, None)
         except _SilentError as error:
-            lost = error.as_failure()
+            value = instead(error.as_failure())
             try:
-                there = self._put_once(f"{self.name}/{key}", lost)
+                return self.settle(key, value)
             except RankFailedError:
-                there = lost  # the store does not answer, either
-            if there is not None:
-                raise there from None
+                return value  # the store does not answer, either
 
     def _hear(self, key: str, whose: int, deadline: Deadline | None) -> Any:
         began = time.perf_counter()
@@ -252,7 +247,7 @@ class Round:
     def is_closed(self) -> bool:
         """Whether all ranks have closed this round."""
         keys = [f"{self.name}/closed/{rank}" for rank in range(self.size)]
-        return self._reach(lambda: self.communicator.has(*keys))
+        return self._reach(lambda: self.communicator.has(keys, self.timeout))
 
     def wait_closed(self, deadline: Deadline) -> None:
         """Wait until all ranks have closed it.
@@ -269,7 +264,7 @@ class Round:
     def forget(self) -> None:
         """Remove what this rank has put. Nobody may ask for it again."""
         for key in self.said:
-            self._reach(lambda key=key: self.communicator.forget(key))  # type: ignore[misc]
+            self._reach(lambda key=key: self.communicator.forget(key, self.timeout))  # type: ignore[misc]
         self.said.clear()
 
 
@@ -289,17 +284,24 @@ def agreed(exchange: Round, what: str) -> Iterator[None]:
         # Told to all ranks, and raised below on all of them.
         mine = as_checkpoint_error(error, what, exchange.rank, exchange.failure)
     exchange.say(f"{what}/{exchange.rank}", error=mine)
+    verdict = f"{what}/verdict"
     if exchange.rank == 0:
-        exchange.settle(f"{what}/verdict", _first_error(exchange, what))
+        first = _first_error(exchange, what)
+        there = exchange.settle(verdict, None if first is None else first.to_json())
     elif isinstance(mine, RankFailedError) and mine.rank == 0:
         # The verdict is rank 0's to give, and this rank has waited for it as long as it may: not once more.
-        exchange.settle(f"{what}/verdict", mine)
-    try:
-        exchange.hear_settled(f"{what}/verdict", 0)
-    except CheckpointError as verdict:
-        if mine is not None and mine.rank == verdict.rank:
-            raise mine from mine.__cause__  # the same facts, with the original traceback
-        raise
+        there = exchange.settle(verdict, mine.to_json())
+    else:
+        there = exchange.hear_settled(verdict, 0, lambda lost: lost.to_json())
+    if there is not None:
+        raise_as_told(from_json(there), mine)
+
+
+def raise_as_told(verdict: CheckpointError, mine: CheckpointError | None) -> NoReturn:
+    """Raise the error that all ranks raise: as the one that this rank has met, if it is that, with its traceback."""
+    if mine is not None and mine.rank == verdict.rank:
+        raise mine from mine.__cause__
+    raise verdict
 
 
 @contextlib.contextmanager

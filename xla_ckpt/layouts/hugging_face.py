@@ -50,10 +50,18 @@ class HuggingFace(Layout):
             directory = store.open(found.directory, lock=False, links=True)
         try:
             with naming(path=store.path, tag=found.tag), storage_errors("reading a directory"):
-                return TagReader(directory, store.path, found.tag, scan(directory, found.tag), ())
+                return TagReader(directory, store.path, found.tag, self.scanned(directory, found.tag), ())
         except BaseException:
             directory.close()  # nobody else will
             raise
+
+    def scanned(self, directory: Directory, tag: str) -> Manifest:  # of derived classes another one
+        """The manifest of such a directory. No array is read.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        return scan(directory, tag)
 
     def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
         report = super().verify(store, found, workers)
@@ -81,14 +89,19 @@ def model_files(stored: StoredState, *, part: str, max_file_bytes: int, dtype: D
     return Rewriting([tuple(files)], marks={INDEX: index(files)} if len(files) > 1 else {})
 
 
-def scan(directory: Directory, tag: str) -> Manifest:
+def scan(directory: Directory, tag: str, single: str = SINGLE) -> Manifest:
     """The manifest of a directory of Hugging Face's. No array is read.
+
+    Args:
+        directory: The directory.
+        tag: What it is called.
+        single: Name of the only file, where there is no index.
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or the index is not true of the files.
         UnsupportedStateError: An element type is not known.
     """
-    held = _files_of(directory)
+    held = _files_of(directory, single)
     arrays: dict[str, ArrayRecord] = {}
     files: list[FileRecord] = []
     for number, (file, wanted) in enumerate(held.items()):
@@ -136,14 +149,14 @@ def quantized(arrays: Mapping[str, ArrayRecord]) -> dict[str, UnknownArray]:
     }
 
 
-def _files_of(directory: Directory) -> Mapping[str, set[str] | None]:
+def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None]:
     """Name of each file -> the arrays that the index says are in it; None where there is no index.
 
     Raises:
         FormatError: The index is broken, or names a file outside of the directory.
     """
-    if SINGLE in directory.files():
-        return {SINGLE: None}
+    if single in directory.files():
+        return {single: None}
     with naming(file=INDEX):
         source = directory.open(INDEX)
         size = source.size

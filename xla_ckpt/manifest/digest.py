@@ -107,6 +107,39 @@ class BlockDigester:
                 self._room = self._block
 
 
+class JoinedDigest:
+    """The digest of a block whose parts come in any order.
+
+    >>> joined = JoinedDigest()
+    >>> joined.add(1, memoryview(b"bc"))
+    >>> joined.add(0, memoryview(b"a"))
+    >>> joined.nbytes, joined.value == digest(b"abc")
+    (3, True)
+    """
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._early: dict[int, bytes] = {}
+        self.nbytes = 0
+        """Bytes that are digested: all from the start of the block to the first that has not come."""
+
+    @property
+    def value(self) -> int:
+        """The digest of these bytes."""
+        return self._hash.intdigest()
+
+    def add(self, at: int, data: memoryview) -> None:
+        """Take a part, which begins `at` bytes behind the start of the block; a copy if an earlier one is missing."""
+        if at != self.nbytes:
+            self._early[at] = bytes(data)
+            return
+        self._hash.update(data)
+        self.nbytes += len(data)
+        while (next_part := self._early.pop(self.nbytes, None)) is not None:
+            self._hash.update(next_part)
+            self.nbytes += len(next_part)
+
+
 def to_hex(value: int) -> str:
     """A digest as 16 hexadecimal digits."""
     return f"{value:016x}"

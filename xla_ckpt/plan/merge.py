@@ -14,6 +14,7 @@ from typing import Any, Literal
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
+from xla_ckpt.plan.agreement import MAX_NAMED, named_ranks
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import has_sections
@@ -39,9 +40,6 @@ _OWN_STATE = (
 
 Replicas = Literal["equal", "first"]
 """What a save asks of replicas: that they are equal, or nothing, and then it stores the first one's bytes."""
-
-MAX_NAMED = 8
-"""Leaves or ranks that a message names before it only counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +284,7 @@ def compare(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal")
             "can stand for the others",
             leaf=leaf,
             expected=f"the bytes of rank {rank}",
-            found=f"others on {_ranks(ranks)}",
+            found=f"others on {named_ranks(ranks)}",
             hint=_hint(leaf, mesh, next((r.arrays[leaf][2] for r in records if leaf in r.arrays), None)),
             details="\n".join(_listed(bad)),
         )
@@ -296,11 +294,13 @@ def compare(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal")
             "plain values differ between ranks",
             leaf=part,
             expected=f"those of rank {rank}",
-            found=f"others on {_ranks(ranks)}",
+            found=f"others on {named_ranks(ranks)}",
             hint=_OWN_STATE if part == schema.OPTIMIZER else _OWN_MEMBER,
         )
     for leaf, (rank, ranks) in loose.items():
-        warnings.append(f"the buffer {leaf} of rank {rank} differs from that of {_ranks(ranks)}; rank {rank}'s is kept")
+        warnings.append(
+            f"the buffer {leaf} of rank {rank} differs from that of {named_ranks(ranks)}; rank {rank}'s is kept"
+        )
     if bad:
         warnings.append("\n".join([first_stored(len(bad)), *_listed(bad)]))
     return warnings, tuple(bad)
@@ -333,14 +333,10 @@ def _hint(leaf: str, mesh: Mesh, spec: Any = None) -> str:
 
 
 def _listed(bad: Mapping[str, tuple[int, Sequence[int]]]) -> list[str]:
-    lines = [f"  {leaf}: rank {rank} against {_ranks(others)}" for leaf, (rank, others) in [*bad.items()][:MAX_NAMED]]
+    lines = [
+        f"  {leaf}: rank {rank} against {named_ranks(others)}" for leaf, (rank, others) in [*bad.items()][:MAX_NAMED]
+    ]
     return lines + ([f"  ... and {len(bad) - MAX_NAMED} more"] if len(bad) > MAX_NAMED else [])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:MAX_NAMED]))
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
 
 
 def _is_plain(skeleton: Any) -> bool:

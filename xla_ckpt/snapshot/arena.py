@@ -94,7 +94,7 @@ class Arena:
         `nbytes` is `SLAB_BYTES` at most.
         """
         size = -(-nbytes // BLOCK) * BLOCK
-        assert size <= SLAB_BYTES, "a piece is a segment and a digest block at most"
+        assert size <= SLAB_BYTES, "a piece is a segment at most"
         with self._changed:
             while not self._stopped:
                 slab = self._with_room(size)

@@ -8,7 +8,7 @@ Where the caller waits until everything is written, host memory is only held, an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -54,6 +54,12 @@ class Snapshot:
     sampled: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
     """Samples of leaves whose memory may have changed since."""
 
+    watched: list[tuple[str, Callable[[], Hashable], Hashable]] = field(default_factory=list)
+    """Leaf, what counts the writes to its memory, and what that said before. Nothing keeps the program from them."""
+
+    torn: dict[str, None] = field(default_factory=dict)
+    """Leaves that were written to while they were copied or held: their bytes may be of several instants."""
+
     unsampled: list[tuple[Leaf, list[HostShard]]] = field(default_factory=list)
     """Leaves of which samples can still be taken."""
 
@@ -67,6 +73,16 @@ class Snapshot:
     def samples(self) -> dict[str, tuple[Sample, ...]]:
         """Samples of the leaves that other ranks hold, too, by leaf path."""
         return self.sampled | _samples(self.unsampled, self.loose)
+
+    def watch(self, leaf: str, shard: HostShard) -> None:
+        """Begin to watch memory that another thread of the program may write to."""
+        if shard.version is not None and not shard.immutable:
+            self.watched.append((leaf, shard.version, shard.version()))
+
+    def end_watch(self) -> None:
+        """All bytes that were watched are copied or written: find out which of them are `torn`."""
+        self.torn |= {leaf: None for leaf, version, before in self.watched if version() != before}
+        self.watched.clear()
 
     @contextlib.contextmanager
     def released_on_failure(self) -> Iterator[None]:
@@ -83,6 +99,7 @@ class Snapshot:
         self.memory.clear()
         self.keep.clear()
         self.unsampled.clear()
+        self.watched.clear()
         for staging, memory in self.staged:
             staging.give_back(memory)
         self.staged.clear()
@@ -158,6 +175,7 @@ def _freeze(
             if lasts(given, waits=waits):
                 snapshot.memory[key] = given.data
                 snapshot.keep.append(given.keep)
+                snapshot.watch(key[0], given)
                 continue
         else:
             shard = given.clone() if mode == "device" and not waits else given.in_order()
@@ -232,11 +250,13 @@ def _copy(
             for key, shard, target in _staged(link, batch, snapshot):
                 low, high = written.get(key, (0, shard.nbytes))
                 if isinstance(shard, HostShard):
+                    snapshot.watch(key[0], shard)
                     in_host.append((target[low:high], np.frombuffer(shard.data, np.uint8)[low:high]))
                 else:
                     shard.begin_copy(low, target[low:high])
         if in_host:  # while the devices are at work
             copy_all(in_host)
+            snapshot.end_watch()
     finally:
         # After an error, too: the memory must not be lent to others while a copy into it is on its way.
         for link in by_link:

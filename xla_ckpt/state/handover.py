@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ class Handover:
     keep: Callable[[], PutBack] | None
     """Copies the member's state of now, and returns what puts it back. None for a model: it is too large to copy."""
 
+    arrays: Callable[[], Iterable[Any]] = tuple
+    """The arrays of a member that is not copied, by which can be seen whether it has changed."""
+
     paths: Collection[str] | None = None
     """Leaf paths of the arrays that it takes; None for all of its part."""
 
@@ -60,13 +63,33 @@ def _copied(leaf: Any) -> Any:
     return copy.deepcopy(leaf)
 
 
+def writes(arrays: Iterable[Any]) -> list[tuple[int, int | None]]:
+    """Which tensors these are, and how often torch has counted a write to each: None for one that has no count."""
+    return [(id(t), None if t.is_inference() else t._version) for t in arrays if isinstance(t, torch.Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A member that was given its state."""
+
+    handover: Handover
+    put_back: PutBack | None
+    writes: Sequence[tuple[int, int | None]]
+    """Before that, of one that cannot be put back."""
+
+    def is_as_it_was(self) -> bool:
+        """Whether no write to an array of it was counted since."""
+        counted = all(count is not None for _, count in self.writes)
+        return bool(self.writes) and counted and list(self.writes) == writes(self.handover.arrays())
+
+
 class Handing:
     """Hands over what several members are to take, in their order, and can put back what they had."""
 
     def __init__(self, handovers: Sequence[Handover]) -> None:
         # What cannot be put back comes last: by then all the others have taken theirs.
         self._handovers = sorted(handovers, key=lambda h: h.keep is None)
-        self._taken: list[tuple[Handover, PutBack | None]] = []
+        self._taken: list[_Taken] = []
 
     def run(self, install: Callable[[], Mapping[str, Any]], exchange: Round) -> None:
         """Hand over to all members, on all ranks; `install` makes the arrays, by leaf path.
@@ -77,7 +100,7 @@ class Handing:
         with agreed(exchange, "handing over"):
             arrays = install()
             for handover in self._handovers:
-                self._taken.append((handover, _kept(handover)))
+                self._taken.append(_Taken(handover, _kept(handover), writes(handover.arrays())))
                 with refusal(handover.leaf):
                     handover.take(arrays)
 
@@ -108,13 +131,15 @@ def _kept(handover: Handover) -> PutBack | None:
         return None
 
 
-def _put_back(taken: tuple[Handover, PutBack | None]) -> str | None:
+def _put_back(taken: _Taken) -> str | None:
     """Put back what a member had; why that is not possible."""
-    handover, put_back = taken
-    if put_back is None:
+    handover = taken.handover
+    if taken.put_back is None:
+        if taken.is_as_it_was():
+            return f"torch has counted no write to the arrays of {handover.leaf}"
         return f"{handover.leaf} is changed in part, or has its new state already"
     try:
-        put_back()
+        taken.put_back()
     except Exception as error:  # it becomes a part of the error that is being raised
         logger.exception("%s cannot be put back", handover.leaf)
         return f"{handover.leaf} is changed in part: it does not take back what it had: {type(error).__name__}: {error}"

@@ -1,14 +1,16 @@
 """Layers that know better than their parameters how these are split.
 
-neuronx-distributed's `GQAQKVColumnParallelLinear` makes its fused parameter anew after it has set the attributes, and
-so loses them. No attribute could say, either, that its rows are queries, keys and values of different sizes, or that
-several ranks hold the same keys and values. The module has the numbers.
+A parameter loses its attributes when its module goes to an XLA device, as neuronx-distributed's LoRA has its adapters
+do. Its `GQAQKVColumnParallelLinear` makes its fused parameter anew after it has set them; and no attribute could say
+that its rows are queries, keys and values of different sizes, or that several ranks hold the same keys and values. The
+module still has the numbers.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from xla_ckpt.job.mesh_source import neighbours_share_keys
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section
 from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt.state.attributes import declared_sharding
 from xla_ckpt.tree import schema
 
 Layers = Mapping[int, Sharding]
@@ -29,10 +32,11 @@ _HINT = "Check the mesh and the arguments of the layer, or pass a shardings rule
 def layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
     """How the layers of a module say that their parameters are split.
 
-    A layer is recognised by what it has, whatever its class: `q_output_size_per_partition` and
-    `kv_output_size_per_partition` (rows of queries, and of keys or of values, on each rank), `kv_size_multiplier` (how
-    many ranks hold the same keys and values), and parameters ``weight_qkv``, or ``weight_q``, ``weight_k`` and
-    ``weight_v``, and biases of such names.
+    A layer is recognised by what it has, whatever its class. One of fused or separate queries, keys and values has
+    `q_output_size_per_partition` and `kv_output_size_per_partition` (rows of queries, and of keys or of values, on each
+    rank), `kv_size_multiplier` (how many ranks hold the same keys and values), and parameters ``weight_qkv``, or
+    ``weight_q``, ``weight_k`` and ``weight_v``, and biases of such names. Any other one has `weight_partition_dim`, and
+    may have `bias_partition_dim` and `stride`: it is asked for parameters that do not say it themselves.
 
     Args:
         model: A module; of anything else nothing is known.
@@ -43,14 +47,74 @@ def layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
     """
     found: dict[int, Sharding] = {}
     for name, layer in model.named_modules() if isinstance(model, torch.nn.Module) else ():
-        q, kv = (_number(layer, f"{part}_output_size_per_partition") for part in ("q", "kv"))
-        if q is None or kv is None:
-            continue
-        prefix = f"{name}." if name else ""
-        for parameter, (leaf, sharding) in _of_layer(prefix, layer, (q, kv), mesh.tp).items():
-            if found.setdefault(parameter, sharding) != sharding:
-                raise _contradiction(leaf, f"{found[parameter].spec}, as another layer says of it", f"{sharding.spec}")
+        for parameter, (leaf, sharding) in _of_layer(f"{name}." if name else "", layer, mesh):
+            if found.setdefault(id(parameter), sharding) != sharding:
+                raise _contradiction(
+                    leaf, f"{found[id(parameter)].spec}, as another layer says of it", f"{sharding.spec}"
+                )
     return found
+
+
+_Of = Iterator[tuple[Any, tuple[str, Sharding]]]
+"""The parameters of a layer, each with its leaf path and how it is split."""
+
+
+def _of_layer(prefix: str, layer: Any, mesh: Mesh) -> _Of:
+    q, kv = (_number(layer, f"{part}_output_size_per_partition") for part in ("q", "kv"))
+    if q is not None and kv is not None:
+        yield from _of_attention(prefix, layer, (q, kv), mesh.tp)
+    elif (dim := _number(layer, "weight_partition_dim")) is not None:
+        yield from _of_other(prefix, layer, dim, mesh)
+
+
+# Layers with one dim that is split.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """A parameter with the attributes that neuronx-distributed gives it, as its layer knows them."""
+
+    parameter: Any
+    partition_dim: int
+    partition_stride: int
+    num_partitions: int | None
+    expert_model_parallel: bool
+    tensor_model_parallel: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parameter, name)
+
+
+def _of_other(prefix: str, layer: Any, dim: int, mesh: Mesh) -> _Of:
+    """`ColumnParallelLinear`, `RowParallelLinear`, `ParallelEmbedding`, and layers of experts."""
+    dims = {"weight": dim}
+    of_bias = _number(layer, "bias_partition_dim")
+    if of_bias is not None and not getattr(layer, "gather_output", False):  # else it is added to all outputs together
+        dims["bias"] = of_bias
+    for name, parameter in _parameters(layer, dims):
+        if getattr(parameter, "tensor_model_parallel", False):
+            continue  # it says so itself, and what a program has set on it by hand counts
+        said = _Said(
+            parameter=parameter,
+            partition_dim=dims[name],
+            partition_stride=_number(layer, "stride") or 1,
+            num_partitions=_ranks(layer, "tensor_parallel_group") or _ranks(layer, "tensor_model_parallel_group"),
+            expert_model_parallel=(_ranks(layer, "expert_model_parallel_group") or 1) > 1,
+        )
+        leaf = schema.weight(prefix + name)
+        # A job of one rank says how it would be split: a tag of several ranks may be loaded.
+        sharding = declared_sharding(said, leaf, mesh if mesh.tp > 1 else None)
+        if sharding is not None:
+            yield parameter, (leaf, sharding)
+
+
+def _ranks(layer: Any, group: str) -> int | None:
+    """How many ranks are in a process group that a layer may have."""
+    size = getattr(getattr(layer, group, None), "size", None)
+    return int(size()) if callable(size) else None
+
+
+# Queries, keys and values.
 
 
 def _number(layer: Any, name: str) -> int | None:
@@ -61,14 +125,11 @@ def _number(layer: Any, name: str) -> int | None:
         return None  # modules answer what they do not have with exceptions of all kinds
 
 
-def _of_layer(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> dict[int, tuple[str, Sharding]]:
-    """(leaf path, how it is split) of the parameters of one layer, by identity.
-
-    `local` are the rows of queries, and of keys or values, that a rank has.
-    """
+def _of_attention(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> _Of:
+    """`GQAQKVColumnParallelLinear`. `local` are the rows of queries, and of keys or values, that a rank has."""
     q, kv = local
     copies = _number(layer, "kv_size_multiplier") or 1
-    parameters = dict(_parameters(layer))
+    parameters = dict(_parameters(layer, _OF_ATTENTION))
     leaf = schema.weight(prefix + next(iter(parameters), "weight_qkv"))
     if copies < 1 or tp % copies or kv * tp % copies:
         raise _contradiction(
@@ -78,26 +139,27 @@ def _of_layer(prefix: str, layer: Any, local: tuple[int, int], tp: int) -> dict[
     keys = Section(kv * tp // copies, copies, copies > 1 and _adjacent(layer))
     _check_sizes(leaf, layer, (q * tp, kv * tp // copies))
     of_rows = {"q": (q, (queries,)), "k": (kv, (keys,)), "v": (kv, (keys,)), "qkv": (q + 2 * kv, (queries, keys, keys))}
-    found: dict[int, tuple[str, Sharding]] = {}
     for name, parameter in parameters.items():
         rows, sections = of_rows[name.rpartition("_")[2]]
         leaf, shape = schema.weight(prefix + name), tuple(parameter.shape)
         if name.startswith("bias") and getattr(layer, "gather_output", False):
-            found[id(parameter)] = leaf, Sharding()  # it is added to the outputs of all ranks together
+            yield parameter, (leaf, Sharding())  # it is added to the outputs of all ranks together
             continue
         if shape[:1] != (rows,):
             raise _contradiction(leaf, f"{rows} rows, {q} of queries and {kv} of keys on each rank", f"{list(shape)}")
         _check_attributes(leaf, parameter)
-        found[id(parameter)] = leaf, Sharding((Split(("tp",), sections), *(None,) * (len(shape) - 1)))
-    return found
+        yield parameter, (leaf, Sharding((Split(("tp",), sections), *(None,) * (len(shape) - 1))))
 
 
-def _parameters(layer: Any) -> Iterator[tuple[str, Any]]:
-    for kind in ("weight", "bias"):
-        for part in ("qkv", "q", "k", "v"):
-            value = layer._parameters.get(f"{kind}_{part}")
-            if value is not None and not torch.nn.parameter.is_lazy(value):
-                yield f"{kind}_{part}", value
+_OF_ATTENTION = tuple(f"{kind}_{part}" for kind in ("weight", "bias") for part in ("qkv", "q", "k", "v"))
+
+
+def _parameters(layer: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Those of the parameters of these names that a layer has, and that have a shape."""
+    for name in names:
+        value = layer._parameters.get(name)
+        if value is not None and not torch.nn.parameter.is_lazy(value):
+            yield name, value
 
 
 def _adjacent(layer: Any) -> bool:

@@ -11,8 +11,9 @@ import torch
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.casting import can_cast, cast
 from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
+from xla_ckpt.arrays.torch_host import DENSE, check_writable
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.errors import IncompatibleCheckpointError, naming
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.state.handover import Handover
@@ -87,11 +88,12 @@ class Stored:
         """A target that overwrites an array of the program.
 
         Raises:
-            UsageError: It is on the meta device.
+            UsageError: It is on the meta device, or has elements that share memory, or is read-only.
         """
         check_memory(value, path)
         adapter = self.shardings.adapters.require(value, path)
-        return adapter.into(value, self._local(path, value, adapter), owned=owned)
+        with naming(leaf=path):
+            return adapter.into(value, self._local(path, value, adapter), owned=owned)
 
     def like(self, path: str, value: Any) -> Target:
         """A target that makes a new array like one of the program.
@@ -102,6 +104,17 @@ class Stored:
         check_memory(value, path)
         adapter = self.shardings.adapters.require(value, path)
         return adapter.like(value, self._local(path, value, adapter))
+
+    def handed(self, path: str, value: Any) -> Target:
+        """A target that makes a new array, which code of the program will write over one of its own.
+
+        Raises:
+            UsageError: As `into`.
+        """
+        if type(value) in DENSE:
+            with naming(leaf=path):
+                check_writable(value)
+        return self.like(path, value)
 
     def _local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
         """Where an array of the program lies, compared with how the stored one was split.
@@ -274,8 +287,9 @@ def incompatible(
         hints.append(named)
     if fits and optional:
         hints.append("strict=False loads what fits.")
+    nothing = "" if fits or not optional else ", and no array of it fits (strict=False would load nothing)"
     return IncompatibleCheckpointError(
-        f"the checkpoint does not fit the target: {count}; nothing was changed",
+        f"the checkpoint does not fit the target: {count}{nothing}; nothing was changed",
         hint=" ".join(hints) or None,
         details="\n".join(shown),
     )

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from xla_ckpt.arrays import pytree
 from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
@@ -130,6 +130,15 @@ class Objects:
     scheduler: Any = None
     user_content: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def given(self) -> str:
+        """Which objects there are, as text. All ranks have the same ones, but for the user content, of which rank 0's
+        is stored.
+        """
+        usual = {schema.MODEL: self.model, schema.OPTIMIZER: self.optimizer, schema.SCHEDULER: self.scheduler}
+        there = [name for name, value in usual.items() if value is not None]
+        return ", ".join([*there, *map(schema.in_extras, sorted(map(str, self.extras)))])
 
     def state(self, placement: Placement) -> State:
         """Their state, as this rank has it.
@@ -263,6 +272,7 @@ class Tree:
     """Any tree of containers, arrays and plain values, to be saved."""
 
     tree: Any
+    given: ClassVar[str] = "a tree"
 
     def state(self, placement: Placement) -> State:
         """The tree; its plain values are the same on all ranks.
@@ -279,6 +289,7 @@ class Like:
     """What a restored tree is to be like: a tree with arrays or specs in it; None for everything, as it was."""
 
     like: Any
+    given: ClassVar[str] = "a tree"
 
     def hints(self, shardings: StateShardings) -> Hints:
         """What it knows about the arrays that it wants."""

@@ -105,6 +105,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     arrays_of_module = [v for k, v in entries.items() if not is_extra(k) and kind(v)]
     direct = not _has_load_logic(module) and all(id(v) in owned for v in arrays_of_module)
     by_object: dict[int, str] = {}
+    read_over: set[str] = set()
     for key in [k for k in entries if k in held]:
         path, value = paths.join(stored.prefix, paths.escape(key)), entries[key]
         if is_extra(key):
@@ -117,12 +118,14 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
         if is_array != stored_array:
             loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
         elif record is not None:
-            target = stored.into(path, value, owned=True) if direct else stored.like(path, value)
-            if loading.want(path, target, record):
-                # Of several names of one parameter the last is read, as in torch's load_state_dict.
-                if direct and (earlier := by_object.get(id(value))) is not None:
+            target = stored.into(path, value, owned=True) if direct else stored.handed(path, value)
+            if loading.want(path, target, record) and direct:
+                # Of several names of one parameter and of one stored array, one is read.
+                earlier = by_object.get(id(value))
+                if earlier is not None and stored.record(earlier) is record:
                     del loading.targets[earlier]
                 by_object[id(value)] = path
+                read_over.add(path)
         elif (part := stored.at(paths.escape(key))) is not None:  # a value that the module's hooks have put there
             plan_arrays(part, loading, {})
 
@@ -138,9 +141,10 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
 
     plain = [k for k in entries if k in held and (is_extra(k) or not isinstance(held[k], ArrayAt))]
     if not direct:
-        loading.handover = Handover(leaf=stored.prefix, take=take, keep=None)
+        loading.handover = Handover(
+            leaf=stored.prefix, take=take, keep=None, arrays=lambda: module.state_dict(keep_vars=True).values()
+        )
     elif plain:
-        read_over = set(by_object.values())
         loading.handover = Handover(
             leaf=stored.prefix,
             take=take,

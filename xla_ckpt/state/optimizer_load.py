@@ -10,6 +10,7 @@ model's weights then, and these are the old ones before.
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,8 @@ from xla_ckpt.state.optimizer import (
 from xla_ckpt.state.optimizer_state import StateTargets
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.tree import schema
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +132,9 @@ def _load_opaque(stored: Stored, optimizer: Any, loading: Loading) -> Loading:
 # Which parameter is which.
 
 
-_FLAGS = frozenset(
-    {"foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay", "amsgrad"}
-)
+_DECOUPLED = "decoupled_weight_decay"
+
+_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximize", _DECOUPLED, "amsgrad"})
 """Options that come and go with versions of torch, and do not tell one kind of optimizer from another."""
 
 
@@ -286,6 +289,7 @@ def _finishing(
         own.fill(tree[schema.STATE], arrays)
         state = _new_state(tree, match, bad)
         values = [None if g is None else tree[schema.GROUPS][g] for g in groups]
+        _tell_decay(match.optimizer, values)
         if not match.sharded:
             others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
             _install(match, state, values, others)
@@ -295,6 +299,24 @@ def _finishing(
             zero1.take_weights(match.optimizer)  # no master weights are stored: the parameters are what there is
 
     return finish
+
+
+def _tell_decay(optimizer: Any, groups: Sequence[Any]) -> None:
+    """Say that torch's Adam becomes AdamW by what it loads, or the reverse: an option tells them apart."""
+    for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
+        new = mine.get(_DECOUPLED) if theirs is None else theirs.get(_DECOUPLED, mine.get(_DECOUPLED))
+        if new != mine.get(_DECOUPLED):
+            kind = "AdamW" if new else "Adam"
+            logger.warning(
+                "the stored state is that of torch's %s: this %s decays weights as %s does from now on (%s=%s), as "
+                "after its load_state_dict",
+                kind,
+                type(optimizer).__name__,
+                kind,
+                _DECOUPLED,
+                new,
+            )
+            return
 
 
 def _new_state(tree: Any, match: _Match, bad: frozenset[Any]) -> dict[Any, Any]:

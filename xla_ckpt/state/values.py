@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import base64
 import dataclasses
+import datetime
 import enum
 import importlib
 import io
 import pathlib
+import re
 import sys
 import types
+import zoneinfo
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +25,7 @@ from xla_ckpt.arrays import composite, instance, pytree
 from xla_ckpt.engine import pickles
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.classes import scalar_below
 from xla_ckpt.tree.codec import Composite, Json, Kind, ValueCodec
 from xla_ckpt.tree.flatten import NAMESPACES, Resolve
 
@@ -85,11 +89,77 @@ def _tuples(description: Json) -> Any:
 
 
 def _decode_array(json: Json) -> Any:
-    dtype = np.dtype(_tuples(json[0]))
+    dtype = np.lib.format.descr_to_dtype(_tuples(json[0]))  # np.dtype would give a name to what is between two fields
     if dtype.hasobject:
         raise FormatError("an array of objects cannot be stored like this")
     data = base64.b64decode(json[2], validate=True)
     return np.frombuffer(bytearray(data), dtype).reshape(json[1]) if dtype.itemsize else np.zeros(json[1], dtype)
+
+
+def _encode_record(value: Any) -> Json:
+    """A scalar of bytes without a meaning, or of fields."""
+    return _encode_array(np.asarray(value))
+
+
+def _decode_record(json: Json) -> Any:
+    return _decode_array(json)[()]
+
+
+def _decode_records(json: Json) -> Any:
+    return _decode_array(json).view(np.recarray)
+
+
+def _decode_field_record(json: Json) -> Any:
+    return _decode_records(json)[()]
+
+
+def _encode_generator(value: torch.Generator) -> Json:
+    """A generator of the CPU's. One of a device belongs to that device."""
+    if value.device.type != "cpu":
+        return NotImplemented
+    return base64.b64encode(value.get_state().numpy().tobytes()).decode()
+
+
+def _decode_generator(json: Json) -> torch.Generator:
+    state = bytearray(base64.b64decode(json, validate=True))
+    made = torch.Generator()
+    made.set_state(torch.frombuffer(state, dtype=torch.uint8))
+    return made
+
+
+_ZONE_NAME = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}")
+"""Names of time zones. Others could be paths of other files."""
+
+
+def _encode_zone(value: zoneinfo.ZoneInfo) -> Json:
+    return value.key if value.key is not None and _ZONE_NAME.fullmatch(value.key) else NotImplemented
+
+
+def _zone(name: Json) -> zoneinfo.ZoneInfo:
+    if not _ZONE_NAME.fullmatch(name):
+        raise FormatError("this is no name of a time zone")
+    try:
+        return zoneinfo.ZoneInfo(name)
+    except zoneinfo.ZoneInfoNotFoundError as error:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint holds a time in the zone {name}, which this machine does not know",
+            hint="Install the system's tzdata, or the package of this name.",
+        ) from error
+
+
+def _encode_in_zone(value: Any) -> Json:
+    """A datetime, or a time, of a named zone: the time without it, and its name."""
+    zone = _encode_zone(value.tzinfo) if type(value.tzinfo) is zoneinfo.ZoneInfo else NotImplemented
+    return zone if zone is NotImplemented else [value.replace(tzinfo=None).isoformat(), value.fold, zone]
+
+
+def _in_zone(kind: Any) -> Kind:
+    return Kind(
+        f"{kind.__name__}_in_zone",
+        kind,
+        _encode_in_zone,
+        lambda j: kind.fromisoformat(j[0]).replace(fold=j[1], tzinfo=_zone(j[2])),
+    )
 
 
 def _encode_buffer(value: io.BytesIO) -> Json:
@@ -154,6 +224,12 @@ SHELL_KINDS: tuple[Kind, ...] = (
     ),
     *(Kind("numpy.dtype", k, _dtype_text, np.dtype) for k in _DTYPE_CLASSES),
     Kind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
+    Kind("numpy.void", np.void, _encode_record, _decode_record),
+    Kind("numpy.record", np.record, _encode_record, _decode_field_record),
+    Kind("numpy.recarray", np.recarray, _encode_array, _decode_records),
+    Kind("torch.Generator", torch.Generator, _encode_generator, _decode_generator),
+    Kind("ZoneInfo", zoneinfo.ZoneInfo, _encode_zone, _zone),
+    *(_in_zone(kind) for kind in (datetime.datetime, datetime.time)),
 )
 
 _PLAIN = ValueCodec(SHELL_KINDS)
@@ -247,6 +323,7 @@ def _elsewhere(module: str, path: str) -> str:
 _EXPECTED = {
     tuple: "a namedtuple",
     int: "an enum",
+    float: "a class that extends a plain type",
     object: "a dataclass",
     type: "a class",
     torch.Tensor: "a subclass of torch.Tensor with __tensor_unflatten__",
@@ -260,4 +337,6 @@ def _fits(found: type, base: type) -> bool:
         return issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
     if base is type:  # registered with jax, which is asked
         return True
+    if base is float:
+        return scalar_below(found) is not None
     return issubclass(found, enum.Enum) if base is int else dataclasses.is_dataclass(found)

@@ -17,12 +17,8 @@ from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
 
-_LORA_CONFIG = "lora_config"
 _CONFIG = "nxd_config"
 """What neuronx-distributed's own wrappers have, whose `load_state_dict` is that of what they wrap."""
-
-_ADAPTER = "lora_"
-"""What the names of adapters' weights contain, and no other names."""
 
 _PLAIN = "xla_ckpt_plain"
 """A property by which a wrapper's class says what is saved and loaded in the place of the wrapper."""
@@ -154,29 +150,30 @@ class Adapted(View):
         If it holds no adapters, the base model has to be there, and the adapters stay as they are. Its layers have the
         names then that they had without adapters.
         """
-        live = {name: value for name, value in self._entries.items() if name != _LORA_CONFIG}
+        live = {name: value for name, value in self._entries.items() if name != schema.LORA_CONFIG}
         trained = {id(p) for _, p in self._named if p.requires_grad}
-        if any(_ADAPTER in name and name in stored for name in live):
+        if any(schema.ADAPTER in name and name in stored for name in live):
             found = {n: v for n, v in live.items() if n in stored or id(v) in trained}
         else:
-            found = {n: v for n, v in live.items() if _ADAPTER not in n and n.replace(_BASE, "") not in stored}
+            found = {n: v for n, v in live.items() if schema.ADAPTER not in n and n.replace(_BASE, "") not in stored}
             found |= {called: value for called, value in self.other_names().items() if called in stored}
             logger.info("no adapters are stored: they stay as they are")
-        if _LORA_CONFIG in stored:
-            found[_LORA_CONFIG] = self._entries[_LORA_CONFIG]
+        if schema.LORA_CONFIG in stored:
+            found[schema.LORA_CONFIG] = self._entries[schema.LORA_CONFIG]
         return found
 
     def other_names(self) -> dict[str, Any]:
         """See `View`: what the base model was called before it got adapters."""
-        return {n.replace(_BASE, ""): v for n, v in self._entries.items() if n != _LORA_CONFIG and _ADAPTER not in n}
+        return {n.replace(_BASE, ""): v for n, v in self._entries.items() if schema.ADAPTER not in n}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
         """See `View`. The configuration of the adapters stays that of the model; a difference is a warning."""
         names = {name.replace(_BASE, ""): name for name in self._entries}
-        held = {names.get(n, n): v for n, v in state_dict.items() if n != _LORA_CONFIG}
-        mine, theirs = self._entries[_LORA_CONFIG], state_dict.get(_LORA_CONFIG)
+        held = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
+        mine, theirs = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
         if isinstance(theirs, Mapping):
-            differing = sorted(k for k in {*mine, *theirs} if mine.get(k) != theirs.get(k))
+            stored = schema.lora_fields(theirs)
+            differing = sorted(k for k in mine if k in stored and mine[k] != stored[k])
             if differing:
                 logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
         return self._put(held) if held else None
@@ -223,10 +220,11 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
         return model if own and all(name in stored for name in own) and own[0] not in _names_of(found) else found
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
-    inner = dict(model.named_children()).get("module")  # `_modules` of a scripted module is no dict
+    # torch's own: the `named_children` of neuronx-distributed's wrapper are those of what it wraps.
+    inner = dict(torch.nn.Module.named_children(model)).get("module")
     if inner is None or type(model).state_dict is torch.nn.Module.state_dict:
         return model
-    if _LORA_CONFIG in vars(model):
+    if schema.LORA_CONFIG in vars(model):
         return _adapted(model, inner, loading)
     seen = unwrapped_model(inner, loading=loading)
     return seen if _is_alike(model, seen) else model
@@ -283,15 +281,21 @@ def _adapted(model: Any, inner: Any, loading: bool) -> Adapted:
     base = unwrapped_model(inner, loading=loading)
     live = base.state_dict(keep_vars=True)
     entries = dict(live) if loading else _live_of(model.state_dict(), live)
-    config = model.lora_config
-    if loading:
-        entries[_LORA_CONFIG] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
+    # Adapters mean nothing without their configuration, and neuronx-distributed leaves it out unless told otherwise.
+    if loading or any(schema.ADAPTER in name for name in entries):
+        entries[schema.LORA_CONFIG] = _fields(model.lora_config)
     return Adapted(
         entries,
         parameters=list(base.named_parameters(remove_duplicate=False)),
         parts=[base],
         put=lambda state_dict: base.load_state_dict(state_dict, strict=False),
     )
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """What the configuration of adapters says of a checkpoint of them."""
+    fields: dict[str, Any] = config.selected_fields_to_save() if hasattr(config, "selected_fields_to_save") else {}
+    return schema.lora_fields(fields)
 
 
 def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 
 from xla_ckpt.errors import UsageError
@@ -14,6 +15,9 @@ PathLike = str | os.PathLike[str]
 
 _MEMORY = Folder()
 """What this process keeps in memory: ``memory://``."""
+
+_LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
+"""What pathlib makes of the beginning of an address such as ``s3://bucket``."""
 
 _SCHEMES: dict[str, Callable[[str], Store]] = {
     "memory": lambda path: MemoryStore(path, _MEMORY),
@@ -53,6 +57,20 @@ def full_path(path: PathLike) -> str:
         ) from error
     if not isinstance(text, str):
         raise UsageError("a path is a str, not bytes", found=repr(text))
+    if not text:
+        raise UsageError(
+            "the path of a directory is empty, which would be the directory that the program works in",
+            expected="the path of a directory",
+            found=repr(path),
+            hint='To mean that directory, write ".".',
+        )
+    if isinstance(path, os.PathLike) and _LOST_SLASH.match(text):
+        raise UsageError(
+            "pathlib makes one slash of the two in an address, so that this is a directory beside the program",
+            expected=f"the address as a str, {text.replace(':/', '://', 1)!r}",
+            found=repr(path),
+            hint=f"A directory that has this name is {'./' + text!r}, as a str.",
+        )
     if text.split("/")[0] == "~":
         # Checkpoints in a directory of that name, wherever the program ran, are not found again.
         raise UsageError(

@@ -171,11 +171,16 @@ class _Payload(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
     """What orbax hands to the handler: the draft whose files the tag gets."""
 
-    def __init__(self, store: LocalStore, draft: str, held: list[LocalDirectory]) -> None:
-        self.store, self.draft, self.held = store, draft, held
+    def __init__(
+        self, store: LocalStore, draft: str, held: list[LocalDirectory], directory_is_whole: Callable[[], None]
+    ) -> None:
+        self.store, self.draft, self.held, self.directory_is_whole = store, draft, held, directory_is_whole
 
     def move_into(self, directory: str) -> None:
         """Move everything in the draft, which is durable, into the directory that orbax made."""
+        # One thread of orbax writes its file of metadata there while another one reads it, and logs an error if it is
+        # empty still.
+        self.directory_is_whole()
         mine = self.store.open(os.path.basename(directory), write=True)
         self.held.append(mine)  # locked until it is committed: a job that cleans up leaves it alone
         for name in self.store.names(self.draft):
@@ -227,7 +232,7 @@ def publish(draft: Draft, store: LocalStore, *, pinned: bool, num_kept: int | No
     try:
         manager.save(
             _Step(sequence, tag),
-            args=ocp.args.Composite(**{_ITEM: _Save(store, new, held)}),
+            args=ocp.args.Composite(**{_ITEM: _Save(store, new, held, manager.check_for_errors)}),
             force=True,
             custom_metadata={"tag": tag, "sequence": sequence} | ({} if report is None else {"report": report}),
         )

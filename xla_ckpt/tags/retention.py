@@ -23,9 +23,13 @@ def check_keep(num_kept: int | None) -> int | None:
     """`num_kept`, if it makes sense.
 
     Raises:
-        UsageError: Neither None nor at least 1.
+        UsageError: Neither None nor an int of at least 1.
     """
-    if num_kept is not None and (type(num_kept) is not int or num_kept < 1):
+    if num_kept is not None and type(num_kept) is not int:
+        raise UsageError(
+            "num_kept_ckpts is no number of tags", expected="None (keep all) or an int", found=repr(num_kept)
+        )
+    if num_kept is not None and num_kept < 1:
         raise UsageError(
             f"num_kept_ckpts={num_kept!r} would not even keep the tag being saved",
             expected="None (keep all) or at least 1",

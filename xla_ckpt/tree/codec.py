@@ -7,6 +7,7 @@ that need a framework or the operating system (torch.dtype, pathlib.Path, ...) a
 
 from __future__ import annotations
 
+import array
 import base64
 import datetime
 import decimal
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.errors import FormatError
+from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 
 Json = Any
 """Anything that `json.dumps` writes and `json.loads` gives back equal."""
@@ -34,7 +35,7 @@ class Kind:
     """The exact type (not a base class) that this kind encodes."""
 
     encode: Callable[[Any], Json]
-    """Value to JSON; NotImplemented for a value of the type that it cannot write."""
+    """Value to JSON; NotImplemented for a value of the type that it cannot write: another kind of the type may."""
 
     decode: Callable[[Json], Any]
     """JSON to value; whatever it raises is reported as a broken manifest."""
@@ -62,6 +63,43 @@ def encode_float(value: float) -> Json:
     """A float, exactly: as a JSON number where that is exact, else by its bits (inf, NaN with its payload)."""
     finite = value - value == 0
     return value if finite else {"$float": struct.pack("<d", value).hex()}
+
+
+MAX_JSON_BITS = 14_000
+"""Integers of more bits are no JSON numbers: Python reads and writes at most 4,300 decimal digits."""
+
+
+def encode_int(value: int) -> Json:
+    """An integer: as a JSON number, or by its hexadecimal digits if that would be too long."""
+    return value if value.bit_length() <= MAX_JSON_BITS else {"$int": f"{value:x}"}
+
+
+def _int(json: Json) -> int:
+    return int(json, 16)
+
+
+def _in_no_named_zone(value: datetime.datetime | datetime.time) -> bool:
+    """Isoformat keeps an offset, but not a named zone's rules."""
+    return value.tzinfo is None or type(value.tzinfo) is datetime.timezone
+
+
+def _encode_instant(value: datetime.datetime | datetime.time) -> Json:
+    return [value.isoformat(), value.fold] if _in_no_named_zone(value) else NotImplemented
+
+
+def _encode_items(value: array.array[Any]) -> Json:
+    """Numbers of one type of C's, whose size differs between systems."""
+    return [value.typecode, value.itemsize, base64.b64encode(value.tobytes()).decode()]
+
+
+def _items(json: Json) -> array.array[Any]:
+    typecode, itemsize, data = json
+    made = array.array(typecode, base64.b64decode(data, validate=True))
+    if made.itemsize != itemsize:
+        raise ValueError(f"an item of {typecode} has {made.itemsize} bytes here")
+    if typecode in "uw":
+        made.tounicode()  # what is no text would be found out only when it is used
+    return made
 
 
 def _timezone(json: Json) -> datetime.timezone:
@@ -97,14 +135,14 @@ PURE_KINDS: tuple[Kind, ...] = (
     Kind(
         "datetime",
         datetime.datetime,
-        lambda v: [v.isoformat(), v.fold],
+        _encode_instant,
         lambda j: datetime.datetime.fromisoformat(j[0]).replace(fold=j[1]),
     ),
     Kind("date", datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
     Kind(
         "time",
         datetime.time,
-        lambda v: [v.isoformat(), v.fold],
+        _encode_instant,
         lambda j: datetime.time.fromisoformat(j[0]).replace(fold=j[1]),
     ),
     Kind(
@@ -114,13 +152,8 @@ PURE_KINDS: tuple[Kind, ...] = (
     Kind("decimal", decimal.Decimal, str, decimal.Decimal),
     Kind("fraction", fractions.Fraction, lambda v: [v.numerator, v.denominator], _fraction),
     Kind("uuid", uuid.UUID, str, uuid.UUID),
+    Kind("array.array", array.array, _encode_items, _items),
 )
-
-
-def _datetime_is_plain(value: object) -> bool:
-    """Isoformat keeps an offset but not a named zone's rules: those must not pass as plain."""
-    zone = getattr(value, "tzinfo", None)
-    return zone is None or type(zone) is datetime.timezone
 
 
 class ValueCodec:
@@ -141,7 +174,9 @@ class ValueCodec:
         attributes: Callable[[Any, str], Composite | None] = lambda value, path: None,
     ) -> None:
         kinds = PURE_KINDS + shell_kinds
-        self._by_type = {k.type: k for k in kinds}
+        self._by_type: dict[type, list[Kind]] = {}
+        for known in kinds:
+            self._by_type.setdefault(known.type, []).append(known)
         self._by_name = {"$" + k.name: k for k in kinds}
         self.apart = apart
         """Takes a value apart that consists of several arrays; None for any other."""
@@ -162,15 +197,17 @@ class ValueCodec:
     def encode(self, value: Any) -> Json:
         """A scalar value as JSON, or NotImplemented if it is no plain value."""
         kind = type(value)
-        if value is None or kind is bool or kind is int or kind is str:
+        if value is None or kind is bool or kind is str:
             return value
+        if kind is int:
+            return encode_int(value)
         if kind is float:
             return encode_float(value)
-        known = self._by_type.get(kind)
-        if known is None or not _datetime_is_plain(value):
-            return NotImplemented
-        body = known.encode(value)
-        return NotImplemented if body is NotImplemented else {"$" + known.name: body}
+        for known in self._by_type.get(kind, ()):
+            body = known.encode(value)
+            if body is not NotImplemented:
+                return {"$" + known.name: body}
+        return NotImplemented
 
     def decode(self, json: Json) -> Any:
         """The value that `encode` wrote.
@@ -184,6 +221,8 @@ class ValueCodec:
             ((name, body),) = json.items()
             if name == "$float":
                 return self._guard(name, _float_bits, body)
+            if name == "$int":
+                return self._guard(name, _int, body)
             if (kind := self._by_name.get(name)) is not None:
                 return self._guard(name, kind.decode, body)
         raise FormatError("unknown value in the skeleton", found=str(json)[:80])
@@ -192,6 +231,8 @@ class ValueCodec:
     def _guard(name: str, decode: Callable[[Json], Any], body: Json) -> Any:
         try:
             return decode(body)
+        except IncompatibleCheckpointError:
+            raise  # the file is as it was saved: this machine lacks what it takes
         except Exception as error:
             # Decoders call constructors of many libraries; whatever they raise on garbage is the file's fault.
             raise FormatError(f"broken {name} value in the skeleton", found=str(body)[:80]) from error

@@ -16,6 +16,15 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, FormatError, IncompatibleCheckpointError, UnsupportedStateError, naming
 from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.classes import (
+    class_name,
+    container_below,
+    is_enum_member,
+    is_flags,
+    is_namedtuple,
+    makes_flags,
+    scalar_below,
+)
 from xla_ckpt.tree.codec import Composite, Json, ValueCodec
 
 MAX_DEPTH = 100
@@ -28,7 +37,7 @@ ABOUT = "~about"
 """Path component of what a composite value takes beside its arrays. No key begins with ``~``, unless it is escaped."""
 
 CONTENT = "~content"
-"""Path component of what a dataclass that extends a list or a dict holds beside its fields."""
+"""Path component of what an object of a class that extends a plain type or container holds beside its fields."""
 
 _FACTORIES: dict[str, Any] = {t.__name__: t for t in (int, float, str, bool, list, dict, set, tuple)}
 
@@ -48,32 +57,6 @@ class Flat:
 
     skeleton: Json = None
     """The tree without them."""
-
-
-def class_name(kind: type) -> str:
-    """``module:qualname`` of a class, as the skeleton stores it."""
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def is_enum_member(value: Any) -> bool:
-    """Whether `value` is a named member of an enum (a combination of flags is not)."""
-    members = getattr(type(value), "__members__", {})
-    return members.get(getattr(value, "name", None)) is value if members else False
-
-
-def _is_namedtuple(value: object) -> bool:
-    return isinstance(value, tuple) and type(value).__bases__ == (tuple,) and hasattr(value, "_fields")
-
-
-def _container_below(kind: type) -> Any:
-    """The dict or list that a class extends; object if it extends none; None if it extends another class of Python's.
-
-    >>> _container_below(type("A", (dict,), {})), _container_below(type("B", (Exception,), {}))
-    (<class 'dict'>, None)
-    """
-    heap = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was written in Python
-    base = next(c for c in kind.__mro__ if not c.__flags__ & heap)
-    return base if base in (object, dict, list, collections.OrderedDict) else None
 
 
 ArrayKind = Callable[[Any], str | None]
@@ -152,13 +135,13 @@ class _Flattener:
         if (composite := self.codec.apart(value)) is not None:
             return self.composite(composite, path)
         name = class_name(type(value))
-        if _is_namedtuple(value):
+        if is_namedtuple(value):
             return {"$namedtuple": [name, self.fields(value._asdict(), path)]}
         if name in NAMESPACES:
             return {"$namespace": [name, self.fields(vars(value), path)]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-            base = _container_below(type(value))
+            base = container_below(type(value))
             if base is None or set(getattr(value, "__dict__", {})) - set(held):  # what is no field would be lost
                 return self.object(value, path)
             body = [name, self.fields(held, path)]
@@ -166,11 +149,21 @@ class _Flattener:
                 return {"$dataclass": body}
             content = base(base.items(value)) if issubclass(base, dict) else base(value)
             return {"$dataclass": [*body, self.visit(content, paths.join(path, CONTENT))]}
-        if is_enum_member(value):
-            return {"$enum": [name, value.name]}
+        if (named := self.of_enum(value)) is not NotImplemented:
+            return named
+        if (base := scalar_below(type(value))) is not None:
+            content = self.visit(base.__new__(base, value), paths.join(path, CONTENT))
+            return {"$extended": [name, self.fields(vars(value), path), content]}
         if (parts := self.codec.attributes(value, path)) is not None:
             return self.composite(parts, path)
         return self.object(value, path)
+
+    @staticmethod
+    def of_enum(value: Any) -> Json:
+        """A member of an enum, or a combination of flags; NotImplemented for any other value."""
+        if is_enum_member(value):
+            return {"$enum": [class_name(type(value)), value.name]}
+        return {"$flags": [class_name(type(value)), value.value]} if is_flags(value) else NotImplemented
 
     def composite(self, value: Composite, path: str) -> Json:
         """A value that consists of several parts. What else it takes must be plain."""
@@ -206,9 +199,10 @@ class _Flattener:
             members = [self.hashable(v) for v in value]
             if NotImplemented not in members:
                 return {"$tuple" if type(value) is tuple else "$frozenset": members}
-        elif is_enum_member(value):
-            return {"$enum": [class_name(type(value)), value.name]}
-        return NotImplemented
+        base = scalar_below(type(value))
+        if base is not None and not vars(value) and type(value).__hash__ is base.__hash__:
+            return {"$extended": [class_name(type(value)), {}, self.codec.encode(base.__new__(base, value))]}
+        return self.of_enum(value)
 
     @staticmethod
     def factory(value: collections.defaultdict[Any, Any]) -> Any:
@@ -371,7 +365,7 @@ class Unflattener:
     def _dataclass(self, body: Json, path: str, depth: int) -> Any:
         name, fields, *content = body
         kind = self.resolve(name, object)
-        base = _container_below(kind)
+        base = container_below(kind)
         if base is None or len(content) != (base is not object):
             raise IncompatibleCheckpointError(f"the class {name} has changed what it extends", found=str(base))
         made = base.__new__(kind)  # no __init__: a file must not be able to call code
@@ -381,6 +375,16 @@ class Unflattener:
                 list.append(made, v) if base is list else base.__setitem__(made, k, v)
         for k, v in self._fields(fields, path, depth).items():
             object.__setattr__(made, k, v)
+        return made
+
+    def _extended(self, body: Json, path: str, depth: int) -> Any:
+        name, fields, content = body
+        kind, value = self.resolve(name, float), self.build(content, paths.join(path, CONTENT), depth)
+        base = scalar_below(kind)
+        if base is None or type(value) is not base:
+            raise IncompatibleCheckpointError(f"the class {name} has changed what it extends", found=str(base))
+        made: Any = base.__new__(kind, value)  # neither the __new__ nor the __init__ of the class
+        vars(made).update(self._fields(fields, path, depth))
         return made
 
     def _namespace(self, body: Json, path: str, depth: int) -> Any:
@@ -403,6 +407,20 @@ class Unflattener:
             raise IncompatibleCheckpointError(f"{name} has no member {member} any more", found=list(members))
         return members[member]
 
+    def _flags(self, body: Json, path: str, depth: int) -> Any:
+        name, value = body
+        kind = self.resolve(name, int)
+        if type(value) is not int:
+            raise FormatError("flags are a number", leaf=path, found=str(value)[:80])
+        if not makes_flags(kind):
+            raise IncompatibleCheckpointError(f"{name} is no class of plain flags any more", found=str(kind))
+        try:
+            return kind(value)
+        except ValueError as error:
+            raise IncompatibleCheckpointError(
+                f"{name} has no such flags any more", expected=hex(value)[:80], found=list(kind.__members__)
+            ) from error
+
 
 _CONTAINERS = {
     "$array": "_array",
@@ -420,6 +438,8 @@ _CONTAINERS = {
     "$namespace": "_namespace",
     "$dataclass": "_dataclass",
     "$enum": "_enum",
+    "$flags": "_flags",
+    "$extended": "_extended",
     "$composite": "_composite",
 }
 """Name in the file -> method of `Unflattener`."""

@@ -20,6 +20,7 @@ Everything else is a tree of the caller's own (`xla_ckpt.save`), or state of an 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,12 @@ OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
 EXTRAS = "extras"
 USER_CONTENT = "user_content"
+
+LORA_CONFIG = "lora_config"
+"""What neuronx-distributed calls the configuration of adapters in the state of a model."""
+
+ADAPTER = "lora_"
+"""What the names of adapters' weights contain, and no other names."""
 
 MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT)
 """Members of the tree of a training state."""
@@ -255,3 +262,12 @@ def _below(path: str, *keys: Any) -> str:
     for key in keys:
         path = paths.join(path, component(key))
     return path
+
+
+def lora_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of adapters with its lists in order: some are made of sets, and differ between ranks.
+
+    >>> lora_fields({"r": 8, "target_modules": ["v", "q"]})
+    {'r': 8, 'target_modules': ['q', 'v']}
+    """
+    return {k: sorted(v, key=str) if isinstance(v, set | list) else v for k, v in config.items()}

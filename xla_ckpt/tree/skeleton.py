@@ -14,7 +14,8 @@ from xla_ckpt.tree.flatten import CONTENT, MAX_DEPTH, component
 
 _PAIRS = frozenset({"$dict", "$OrderedDict", "$Counter"})
 _ITEMS = frozenset({"$tuple", "$slice"})
-_FIELDS = frozenset({"$namedtuple", "$dataclass", "$namespace", "$composite"})
+_FIELDS = frozenset({"$namedtuple", "$dataclass", "$extended", "$namespace", "$composite"})
+_WITH_CONTENT = frozenset({"$dataclass", "$extended"})
 
 
 def children(skeleton: Json) -> dict[str, Json] | None:
@@ -51,7 +52,7 @@ def _wrapped_children(name: str, body: Json) -> dict[str, Json] | None:
     if name in _ITEMS:
         return _numbered(body)
     if name in _FIELDS:
-        content = {CONTENT: body[2]} if name == "$dataclass" and len(body) > 2 else {}
+        content = {CONTENT: body[2]} if name in _WITH_CONTENT and len(body) > 2 else {}
         return {**_escaped(body[1]), **content}
     if name == "$defaultdict":
         return _paired(body[1])

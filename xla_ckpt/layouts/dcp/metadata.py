@@ -87,6 +87,9 @@ class Contents:
     undescribed: Mapping[str, UnknownArray] = field(default_factory=dict)
     """Tensors by key that this library has no element type for, or that are not dense: the others can be read."""
 
+    save_id: str | None = None
+    """What the writer called the save."""
+
 
 class _Value:
     """Stands for an object of a class of torch's: its attributes, and nothing that it could do.
@@ -243,7 +246,13 @@ class _Parser:
                     objects[key] = places[key, None]
                 else:
                     raise FormatError("an entry is neither a tensor nor bytes", found=type(entry).__name__)
-        return Contents(tensors, objects, self._paths([*tensors, *objects, *undescribed]), undescribed)
+        paths = self._paths([*tensors, *objects, *undescribed])
+        return Contents(tensors, objects, paths, undescribed, self._save_id())
+
+    def _save_id(self) -> str | None:
+        storage = self.held.get("storage_meta")
+        called = storage.get("save_id") if isinstance(storage, _Value) else None
+        return called if isinstance(called, str) else None
 
     def _spend(self, amount: int) -> None:
         self.budget -= amount

@@ -8,7 +8,7 @@ from typing import Any
 from xla_ckpt.layouts.nxd.arrays import HINT, Copies, rank_of
 from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor, listed
 from xla_ckpt.manifest.records import UnknownArray
-from xla_ckpt.plan.hints import Hints
+from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh
 
 _RANKS = ("ep", "tp")
@@ -71,6 +71,36 @@ def differ(scan: Scan, copies: Copies, mesh: Mesh, *, split: Sequence[str], deal
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
     return bool(_different(scan, copies, _places(copies, mesh, dealt=dealt), split))
+
+
+def mixed_adapters(scan: Scan, copies: Copies, mesh: Mesh, wish: ArrayHint) -> UnknownArray | None:
+    """Why adapters of queries, keys and values cannot be read that `LoraModel` has joined; None if they can.
+
+    It puts the rows of all ranks one behind the other in each file, and of more than one copy of the keys it keeps as
+    many rows as one copy has, of the queries, too (`merge_sharded_lora`, which is its default).
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or holds another tensor.
+    """
+    split = next((s for s in (wish.sharding.dims if wish.sharding else ()) if s is not None and s.named), None)
+    if split is None or wish.ruled or mesh.tp == 1:
+        return None
+    first, *others = copies.values()
+    if first.shape == wish.shape:
+        spoilt = len(split.sections) > 1 or any(s.adjacent and s.copies < mesh.tp for s in split.sections)
+        found = "the rows of each rank one behind the other, and not all queries first"
+    else:
+        parted = any(s.copies < mesh.tp for s in split.sections)
+        spoilt = parted and not scan.zero(first) and all(scan.same(first, other) for other in others)
+        found = "the same rows in the files of all ranks, which are those of the first ones"
+    if not spoilt:
+        return None
+    return UnknownArray(
+        problem="neuronx-distributed has joined the adapters of all ranks, and has not put them into their order",
+        expected=f"parts as in {wish.sharding.spec if wish.sharding else None}",
+        found=found,
+        hint="Save them apart, with merge_sharded_lora=False in LoraConfig, or with this library.",
+    )
 
 
 def _places(copies: Copies, mesh: Mesh, *, dealt: bool) -> dict[_Key, dict[str, int]]:

@@ -68,10 +68,11 @@ class NeuronxDistributed(Layout):
         return None if found is None else found.entry()
 
     def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.nxd.adapters import BesideRoot
         from xla_ckpt.layouts.nxd.scan import open_scanned
         from xla_ckpt.state.values import CODEC
 
-        return open_scanned(store, tags.existing(store, found.tag), hints, CODEC)
+        return open_scanned(store, tags.existing(store, found.tag), hints, CODEC, BesideRoot(store))
 
     def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.nxd.verify import verify_nxd

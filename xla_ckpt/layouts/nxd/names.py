@@ -62,7 +62,8 @@ def names_of_stage(
     for number, name in found.items():
         copies = (model or {}).get(_present(name, wanted, model))
         if copies is not None:
-            _check_shape(number, name, shapes.get(number), next(iter(copies.values())).shape)
+            whole = wanted.hint(name).shape
+            _check_shape(number, name, shapes.get(number), next(iter(copies.values())).shape, whole)
     return found
 
 
@@ -86,8 +87,15 @@ def _check_sizes(counts: list[int], found: list[int]) -> None:
         )
 
 
-def _check_shape(number: int, name: Any, shape: tuple[int, ...] | None, held: tuple[int, ...]) -> None:
-    if shape is not None and shape != held:
+def _check_shape(
+    number: int, name: Any, shape: tuple[int, ...] | None, held: tuple[int, ...], whole: tuple[int, ...] | None
+) -> None:
+    """Compare the shape of a number with that of the model's tensor of this name, `held`.
+
+    LoraModel's `merge_sharded_lora` joins the adapters of all ranks in each model file, and leaves their states apart.
+    """
+    joined = held == whole and shape is not None and _divides(shape, held)
+    if shape is not None and shape != held and not joined:
         raise IncompatibleCheckpointError(
             f"number {number} of the stored optimizer would be this parameter, and its shape is another",
             leaf=schema.state(name),
@@ -95,6 +103,11 @@ def _check_shape(number: int, name: Any, shape: tuple[int, ...] | None, held: tu
             found=list(shape),
             hint="Make the optimizer with its parameters in the same order as in training.",
         )
+
+
+def _divides(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether a tensor can be a rank's part of another one."""
+    return len(part) == len(whole) and all(n and not of % n for n, of in zip(part, whole, strict=True))
 
 
 def _of_stage(names: Sequence[str], wanted: Hints, model: Mapping[str, Any] | None) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -128,6 +130,14 @@ class Scan:
         if a.crc is not None and b.crc is not None:
             return a.crc == b.crc
         return self._same_bytes(a, b)
+
+    def zero(self, held: StoredTensor) -> bool:
+        """Whether a tensor has nothing but zeros, as its CRC-32 says.
+
+        Raises:
+            CorruptCheckpointError: The file is missing, or holds another tensor.
+        """
+        return self.place(held).crc == zlib.crc32(bytes(held.dtype.itemsize * math.prod(held.shape)))
 
     def same_part(self, one: StoredTensor, piece: Piece, other: StoredTensor, piece_of_other: Piece) -> bool:
         """Whether parts of two tensors are the same: of whole tensors see `same`, of others some bytes are compared.

@@ -76,6 +76,17 @@ class Around:
             if (file := f"{files.below}{part}.pt") in files.names
         }
 
+    def of_model(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain values of the model that are in no rank file.
+
+        Args:
+            model: What is in the rank files.
+
+        Raises:
+            CorruptCheckpointError: They are damaged.
+        """
+        return {}
+
 
 def plain_file(files: Scan, file: str) -> Any:
     """What a file of plain values holds; a `Refused` if it names classes of the program.
@@ -233,6 +244,8 @@ def _current(files: Scan, wanted: Hints, around: Around) -> Content:
     model = stages(trees(files, grids["model"], dp=0)) if "model" in grids else {}
     wanted = around.hints(files, model, _mesh(grids), wanted)
     content = _content(files, wanted, grids, model, lambda: trees(files, grids["optim"]))
+    if model:
+        content.parts[schema.MODEL] |= around.of_model(content.parts[schema.MODEL])
     content.parts.update(around.parts(files))
     return content
 

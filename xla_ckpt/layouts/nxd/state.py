@@ -11,7 +11,7 @@ from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.nxd.arrays import Copies, as_stored, assembled, declared, record_of_copies, resolve
-from xla_ckpt.layouts.nxd.copies import chosen, differ, in_common
+from xla_ckpt.layouts.nxd.copies import chosen, differ, in_common, mixed_adapters
 from xla_ckpt.layouts.nxd.rank_files import At, RankFiles, Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -58,7 +58,8 @@ def stages(models: Trees) -> dict[int, Stage]:
         plain = stage.plain.setdefault(at, {})
         for name, value in tree.items():
             if not isinstance(value, StoredTensor):
-                plain[str(name)] = value
+                is_config = name == schema.LORA_CONFIG and isinstance(value, Mapping)
+                plain[str(name)] = schema.lora_fields(value) if is_config else value
             elif fresh or name in stage.copies:
                 copies: dict[tuple[int, int, int], StoredTensor] = stage.copies.setdefault(str(name), {})  # type: ignore[assignment]
                 copies[at.dp, at.ep, at.tp] = value
@@ -145,6 +146,8 @@ class ScannedState:
                 return Missing(held)
             raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0])
         sharding = resolve(name, held.shape, self.mesh, held.expert, self.wanted.hint(name))
+        if schema.ADAPTER in name and isinstance(sharding, Sharding):
+            sharding = mixed_adapters(self.scan, copies, self.mesh, self.wanted.hint(name)) or sharding
         if isinstance(sharding, UnknownArray):
             return as_stored(sharding, copies)
         return self.record(leaf, name, copies, self.mesh, sharding=sharding, local=held.shape)

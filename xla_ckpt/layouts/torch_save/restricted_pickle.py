@@ -190,6 +190,19 @@ class _Namespace:
         vars(self).update(_only(dict, state))
 
 
+class _Buffer:
+    """Stands where a file in memory stood, until `replaced` puts one with the same bytes there."""
+
+    data = b""
+    position = 0
+
+    def __setstate__(self, state: Any) -> None:
+        data, position, _ = _only(tuple, state)  # the last are attributes, which a plain one has none of
+        self.data, self.position = _only(bytes, data), _ints([position])[0]
+        if self.position >= 1 << 63:
+            raise ValueError("a file in memory that stands where none can")
+
+
 class _NumpyDType:
     def __init__(self, text: str, *_: Any) -> None:
         if not isinstance(text, str) or not _NUMPY_SCALAR.fullmatch(text):
@@ -320,6 +333,7 @@ _NAMES: dict[str, Any] = {
     "collections.Counter": lambda held=(): collections.Counter(_only(dict, held or {})),
     "collections.deque": lambda items=(), maxlen=None: collections.deque(_only(_LIST, items), maxlen),
     "_codecs.encode": _encode,
+    "_io.BytesIO": _Buffer,
     "builtins.set": lambda items=(): set(_only(_LIST, items)),
     "builtins.frozenset": lambda items=(): frozenset(_only(_LIST, items)),
     "builtins.bytearray": _bytearray,
@@ -482,6 +496,11 @@ class _Walk:
             return {"class": value.called.rpartition(".")[2], **self.mapping(vars(value), depth + 1)}
         if isinstance(value, Mapping):
             return self.mapping(value, depth + 1)
+        if kind is _Buffer:
+            self.count(len(value.data))
+            made = io.BytesIO(value.data)
+            made.seek(value.position)
+            return made
         if kind is list or kind is tuple:
             return kind([self.visit(v, depth + 1) for v in value])
         if kind is collections.deque:

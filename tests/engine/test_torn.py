@@ -1,0 +1,70 @@
+"""A thread of the program that writes to the state while it is saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import xla_ckpt
+from tests.plan.test_round_trip import bytes_view
+from xla_ckpt import dtypes
+from xla_ckpt.engine.write import write_files
+from xla_ckpt.manifest.digest import block_size, digest, unpack_digests
+from xla_ckpt.plan.leaf import leaf_of
+from xla_ckpt.plan.save_plan import plan_save
+from xla_ckpt.sharding.local_array import whole
+from xla_ckpt.storage.memory import MemoryDirectory
+
+
+def test_digests_are_those_of_the_bytes_that_were_written() -> None:
+    array = np.zeros(64 * 1024, np.uint8)
+    directory = MemoryDirectory()
+    plan = plan_save([leaf_of("w", dtypes.dtype("uint8"), whole(array.shape))], 0, 1)
+
+    def written(nbytes: int) -> None:
+        array[...] += 1  # between two segments, which cut a block of digests in two
+
+    write_files(directory, plan, {("w", 0): bytes_view(array)}, workers=1, segment_bytes=6144, progress=written)
+    (data,) = directory.contents.values()
+    codec = plan.files[0].codec
+    ((at, nbytes),) = codec.places
+    block = block_size(nbytes)
+    blocks = [digest(bytes(data[start : start + block])) for start in range(at, at + nbytes, block)]
+    assert len(set(data[at : at + nbytes])) > 1
+    head = json.loads(bytes(data[8:at]))
+    assert list(unpack_digests(head["__metadata__"]["xla_ckpt_digests"], len(blocks))) == blocks
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_tensor_that_changes_in_a_save_is_named_and_can_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, background: bool
+) -> None:
+    changing, still = torch.zeros(1 << 22), torch.ones(4)
+    over, begun = threading.Event(), threading.Event()
+
+    def writes() -> None:
+        while not over.is_set():
+            changing.add_(1)
+            begun.set()
+
+    thread = threading.Thread(target=writes)
+    thread.start()
+    try:
+        begun.wait()
+        with caplog.at_level(logging.WARNING, "xla_ckpt"):
+            handle = xla_ckpt.save_checkpoint(tmp_path, "a", {"w": changing, "still": still}, async_save=background)
+            handle.result()
+    finally:
+        over.set()
+        thread.join()
+    (warning,) = [r.getMessage() for r in caplog.records if "wrote to" in r.getMessage()]
+    assert "model/w" in warning
+    assert "still" not in warning
+    assert xla_ckpt.verify(tmp_path, "a").ok
+    xla_ckpt.load_checkpoint(tmp_path, "a", model={"w": torch.zeros(1 << 22), "still": torch.zeros(4)})

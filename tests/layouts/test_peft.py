@@ -1,0 +1,212 @@
+"""Adapters in PEFT's layout, and back. `peft` itself judges where it can be imported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import xla_ckpt
+from tests.jobs import run_on_ranks
+from tests.layouts.same import unequal
+from tests.layouts.test_gqa import KEYS, QUERIES, Attention
+from tests.layouts.test_layers import adapted, saves_adapters, state
+from tests.neuron.standins import LoraConfig, LoraModel, NxDModel
+from xla_ckpt import Mesh
+from xla_ckpt.cli.main import main
+
+ARRAYS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+
+
+def lora(seed: int, **options: Any) -> LoraModel:
+    torch.manual_seed(seed)
+    return LoraModel(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), LoraConfig(**options))
+
+
+def adapters(model: LoraModel) -> dict[str, torch.Tensor]:
+    return {n: v for n, v in model.module.state_dict().items() if "lora_" in n}
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("peft")
+    xla_ckpt.save_checkpoint(root / "run", "a", NxDModel(lora(0, base=True)))
+    assert main(["convert", str(root / "run"), str(root / "peft"), "--to", "peft"]) == 0
+    return root / "peft"
+
+
+def test_the_files_of_peft_hold_the_adapters_alone(converted: Path) -> None:
+    assert sorted(p.name for p in converted.iterdir()) == [CONFIG, ARRAYS]
+    assert unequal(load_file(converted / ARRAYS), {PREFIX + n: v for n, v in adapters(lora(0)).items()}) == []
+    said = json.loads((converted / CONFIG).read_text())
+    assert (said["peft_type"], said["r"], said["lora_alpha"], said["bias"]) == ("LORA", 2, 4, "none")
+    assert said["target_modules"] == ["0", "1", "2"]
+
+
+def test_peft_computes_with_them_what_the_job_did(converted: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PYTHONPATH names no folder with peft")
+    model, inputs = lora(0), torch.randn(3, 4)
+    base = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    base.load_state_dict(
+        {n.replace(".base_layer", ""): v for n, v in model.module.state_dict().items() if "lora_" not in n}
+    )
+    theirs = peft.PeftModel.from_pretrained(base, converted)
+    wanted = inputs
+    for layer in model.module:
+        wanted = layer.base_layer(wanted) + layer.lora_B(layer.lora_A(wanted)) * (4 / 2)
+    assert torch.allclose(theirs(inputs), wanted, atol=1e-6)
+
+
+def test_what_peft_saves_is_loaded(converted: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PYTHONPATH names no folder with peft")
+    base = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["0", "1", "2"]))
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = lora(1)
+    xla_ckpt.load_checkpoint(tmp_path / "theirs", model=NxDModel(model))
+    held = load_file(tmp_path / "theirs" / ARRAYS)
+    assert unequal({PREFIX + n: v for n, v in adapters(model).items()}, held) == []
+
+
+def test_they_come_back_with_their_configuration(
+    converted: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = lora(1)
+    kept = model.module[0].base_layer.weight.clone()
+    xla_ckpt.load_checkpoint(converted, model=NxDModel(model))
+    assert unequal(adapters(model), adapters(lora(0))) == []
+    assert torch.equal(model.module[0].base_layer.weight, kept)
+    assert "another configuration" not in caplog.text
+    other = lora(1)
+    other.lora_config.fields["lora_alpha"] = 16
+    xla_ckpt.load_checkpoint(converted, model=other)
+    assert "the adapters were saved with another configuration: lora_alpha" in caplog.text
+    xla_ckpt.convert(converted, tmp_path / "back", to="native", as_tag="a")
+    xla_ckpt.convert(tmp_path / "back", tmp_path / "again", to="peft")
+    for name in (ARRAYS, CONFIG):
+        assert (tmp_path / "again" / name).read_bytes() == (converted / name).read_bytes()
+    assert xla_ckpt.verify(converted).ok
+
+
+def test_adapters_over_tp_and_onto_it(tmp_path: Path) -> None:
+    run_on_ranks(saves_adapters, 2, tmp_path, "pt")
+    xla_ckpt.convert(tmp_path, tmp_path / "peft", "a", to="peft")
+    (whole, _), (wanted, _) = adapted(1, Mesh(), 0), adapted(0, Mesh(), 0)
+    xla_ckpt.load_checkpoint(tmp_path / "peft", model=whole)
+    assert unequal(adapters(whole), adapters(wanted)) == []
+    split = [(r"0\.lora_B", ("tp", None)), (r"1\.lora_A", (None, "tp"))]
+    xla_ckpt.convert(tmp_path / "peft", tmp_path / "run", to="pt", mesh="tp=2", as_tag="a", shardings=split)
+    file = tmp_path / "run/a/model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
+    part = torch.load(file, weights_only=True)
+    assert torch.equal(part["0.lora_B.weight"], wanted.module[0].lora_B.weight[4:])
+    assert torch.equal(part["1.lora_A.weight"], wanted.module[1].lora_A.weight[:, 4:])
+
+
+def as_nxd(tag: Path, **held: list[Any]) -> None:
+    """A tag of neuronx-distributed's: what each tp rank has in the files of each kind."""
+    for kind, of_ranks in held.items():
+        (tag / kind).mkdir(parents=True)
+        for rank, content in enumerate(of_ranks):
+            torch.save(content, tag / kind / f"dp_rank_00_tp_rank_{rank:02d}_pp_rank_00.pt")
+    for mark in ("checkpoint", "done"):
+        (tag / mark).write_text("1")
+
+
+def joined(root: Path) -> Any:
+    """A tag of TP 2 as LoraModel writes it by default: joined adapters, states of each rank, no configuration."""
+    whole = adapted(0, Mesh(), 0)
+    states = [adapted(0, Mesh(tp=2), rank)[1].state_dict() for rank in range(2)]
+    as_nxd(root / "lora", model=[adapters(whole[0])] * 2, optim=states)
+    return whole
+
+
+def test_joined_adapters_of_neuronx_distributed_load_with_their_optimizer(tmp_path: Path) -> None:
+    wanted = joined(tmp_path)
+    fresh = adapted(1, Mesh(), 0)
+    xla_ckpt.load_checkpoint(tmp_path, "lora", *fresh)
+    assert unequal(adapters(fresh[0]), adapters(wanted[0])) == []
+    states = [{k: v for k, v in state(*of).items() if ".exp_avg" in k} for of in (fresh, wanted)]
+    assert states[0]
+    assert unequal(*states) == []
+
+
+@pytest.mark.parametrize("equal", ["joined", "first part", "zeros", "none"])
+def test_joined_adapters_of_queries_keys_and_values(tmp_path: Path, equal: str) -> None:
+    model = torch.nn.Module()
+    model.qkv = torch.nn.Module()
+    model.qkv.lora_B = Attention(Mesh(), 0, copies=1)
+    whole = torch.randn_like(model.qkv.lora_B.weight_qkv)
+    sections = whole.split((QUERIES, KEYS, KEYS))
+    parts = [torch.cat([s.chunk(2)[rank] for s in sections]) for rank in range(2)]
+    files = {"joined": [torch.cat(parts)] * 2, "first part": [parts[0]] * 2, "none": parts}
+    of_ranks = files.get(equal, [torch.zeros_like(parts[0])] * 2)
+    as_nxd(tmp_path / "a", model=[{"qkv.lora_B.weight_qkv": held} for held in of_ranks])
+    if equal in ("joined", "first part"):
+        with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="joined the adapters of all ranks") as caught:
+            xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
+        assert "merge_sharded_lora=False" in str(caught.value)
+        return
+    xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
+    assert torch.equal(model.qkv.lora_B.weight_qkv, whole if equal == "none" else torch.zeros_like(whole))
+
+
+def test_lists_of_the_configuration_may_be_in_another_order_on_each_rank(tmp_path: Path) -> None:
+    configs = [{"r": 2, "target_modules": order} for order in (["0", "1", "2"], ["2", "0", "1"])]
+    as_nxd(tmp_path / "a", model=[{**adapters(lora(0)), "lora_config": config} for config in configs])
+    model = lora(1)
+    xla_ckpt.load_checkpoint(tmp_path, "a", model=model)
+    assert unequal(adapters(model), adapters(lora(0))) == []
+
+
+def test_the_configuration_beside_the_tags_of_neuronx_distributed(tmp_path: Path) -> None:
+    wanted, _ = joined(tmp_path)
+    with pytest.raises(xla_ckpt.UsageError, match="nothing says by what the adapters are scaled") as caught:
+        xla_ckpt.convert(tmp_path, tmp_path / "peft", "lora", to="peft", model=wanted)
+    assert CONFIG in str(caught.value)
+    (tmp_path / CONFIG).write_text(json.dumps(wanted.lora_config.selected_fields_to_save()))
+    xla_ckpt.convert(tmp_path, tmp_path / "peft", "lora", to="peft", model=wanted)
+    assert json.loads((tmp_path / "peft" / CONFIG).read_text())["lora_alpha"] == 4
+    held = load_file(tmp_path / "peft" / ARRAYS)
+    assert unequal(held, {PREFIX + n: v for n, v in adapters(wanted).items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "words"),
+    [
+        (["0.weight"], xla_ckpt.UsageError, "holds no adapters"),
+        (["0.lora_A.weight"], xla_ckpt.UsageError, "nothing says by what the adapters are scaled"),
+        (["q.lora_B.weight_qkv", "config"], xla_ckpt.UnsupportedStateError, "queries, keys and values in one layer"),
+    ],
+)
+def test_what_peft_has_no_place_for(tmp_path: Path, names: list[str], error: type[Exception], words: str) -> None:
+    held: dict[str, Any] = {name: torch.ones(2) for name in names if name != "config"}
+    if "config" in names:
+        held["lora_config"] = {"lora_rank": 2}
+    xla_ckpt.save_checkpoint(tmp_path / "run", "a", held)
+    with pytest.raises(error, match=words):
+        xla_ckpt.convert(tmp_path / "run", tmp_path / "peft", to="peft")
+    assert not (tmp_path / "peft").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", xla_ckpt.CorruptCheckpointError),
+        ("[]", xla_ckpt.CorruptCheckpointError),
+        ('{"r": "2"}', xla_ckpt.CorruptCheckpointError),
+        ('{"r": 2, "bias": {"$object": 0}}', xla_ckpt.CorruptCheckpointError),
+        ('{"r": 2, "peft_type": "IA3"}', xla_ckpt.UnsupportedStateError),
+        ('{"r": 2, "use_dora": true}', xla_ckpt.UnsupportedStateError),
+    ],
+)
+def test_a_configuration_that_is_none(tmp_path: Path, text: str, error: type[Exception]) -> None:
+    (tmp_path / "a").mkdir()
+    save_file({f"{PREFIX}0.lora_A.weight": torch.ones(2, 4)}, tmp_path / "a" / ARRAYS)
+    (tmp_path / "a" / CONFIG).write_text(text)
+    with pytest.raises(error, match=CONFIG):
+        xla_ckpt.load_checkpoint(tmp_path / "a", model=lora(0))

@@ -1,0 +1,142 @@
+"""How the ranks of a job begin a call: each says which call it makes, and nothing is done before all say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError, from_json
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.plan.agreement import Disagreement
+
+DIFFERENT = "the ranks make different calls"
+
+_HINT = (
+    "All ranks make the same calls, in the same order, with the same arguments. If a rank has left a call out, this is "
+    "its next one beside theirs: wait for all saves on all ranks (xla_ckpt.finalize_checkpoint), and go on together."
+)
+_WORD, _VERDICT = "opening", "opening/verdict"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call that a rank makes, as far as all ranks have to make the same."""
+
+    doing: str
+    """What the program called: ``save``, for instance."""
+
+    path: str = ""
+    tag: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Other argument -> its value, as text."""
+
+    @classmethod
+    def of(cls, doing: str, path: str = "", tag: str | None = None, **options: object) -> Call:
+        """The call with these arguments."""
+        return cls(doing, path, tag, {name: repr(value) for name, value in options.items()})
+
+    def __str__(self) -> str:
+        arguments = [repr(self.path)] * bool(self.path) + [repr(self.tag)] * (self.tag is not None)
+        return f"{self.doing}({', '.join(arguments)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What a rank says of a call when it begins, and what rank 0 says for all in the end."""
+
+    call: Call
+    value: Any = None
+    error: CheckpointError | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON, for the way to other ranks."""
+        error = None if self.error is None else self.error.to_json()
+        call = [self.call.doing, self.call.path, self.call.tag, dict(self.call.options)]
+        return {"call": call, "value": self.value, "error": error}
+
+    @classmethod
+    def from_json(cls, json: Mapping[str, Any]) -> Word:
+        """The word that `to_json` described."""
+        error = None if json["error"] is None else from_json(json["error"])
+        return cls(call=Call(*json["call"]), value=json["value"], error=error)
+
+
+def word_of(exchange: Round, call: Call, prepare: Callable[[], Any]) -> Word:
+    """What this rank has to say of its call, once `prepare` has run, whose value is JSON."""
+    try:
+        return Word(call=call, value=prepare())
+    except Exception as error:
+        # Told to all ranks, and raised on all of them.
+        return Word(call=call, error=as_checkpoint_error(error, call.doing, exchange.rank, exchange.failure))
+
+
+def open_together(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> Word:
+    """Say a word, and hear what rank 0 says of those of all ranks: an error, or what `unite` makes of their values.
+
+    A rank that waits for rank 0 in vain says the error itself. The first to do so counts, for all ranks.
+    """
+    exchange.say(f"{_WORD}/{exchange.rank}", word.to_json())
+
+    def given_up(lost: CheckpointError) -> dict[str, Any]:
+        return _failed(word.call, lost).to_json()
+
+    if exchange.rank == 0:
+        verdict = exchange.settle(_VERDICT, _judged(exchange, word, unite).to_json())
+    else:
+        verdict = exchange.hear_settled(_VERDICT, 0, given_up)
+    return Word.from_json(verdict)
+
+
+def _judged(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> Word:
+    deadline = Deadline(exchange.timeout * LEAD)
+    words: list[Word] = []
+    try:
+        for rank in range(exchange.size):
+            said = word if rank == 0 else Word.from_json(exchange.hear(f"{_WORD}/{rank}", rank, deadline))
+            if said.error is not None:
+                raise said.error
+            words.append(said)
+        different = difference([said.call for said in words])
+        if different is not None:
+            raise different
+        return Word(call=word.call, value=unite([said.value for said in words]))
+    except CheckpointError as error:
+        return _failed(word.call, error)
+
+
+def _failed(call: Call, error: CheckpointError) -> Word:
+    """The verdict that a call has failed. It says all that all ranks say: one with another call may not add to it."""
+    return Word(call=call, error=error.at(path=call.path or None, tag=call.tag))
+
+
+def is_missed(call: Call, verdict: Word) -> bool:
+    """Whether a verdict is about another call, which this rank has left out, and for which the others gave it up."""
+    return isinstance(verdict.error, RankFailedError) and verdict.call != call
+
+
+def difference(calls: Sequence[Call]) -> UsageError | None:
+    """The error for ranks that make different calls; None if they make the same.
+
+    >>> a, b = Call.of("save", "/root", "a"), Call.of("save", "/root", "b")
+    >>> difference([a, a])
+    >>> print(difference([a, b, a]).found)
+    save('/root', 'b') on rank 1
+    """
+    if all(call == calls[0] for call in calls):
+        return None
+    names = {name: None for call in calls for name in call.options}
+    said = [[str(call) for call in calls]]
+    said += [[f"{name}={call.options.get(name, 'nothing')}" for call in calls] for name in names]
+    differing = [found for texts in said if (found := Disagreement.among(dict(enumerate(texts)))) is not None]
+    first, *more = differing
+    return UsageError(
+        DIFFERENT,
+        path=calls[0].path or None,
+        tag=calls[0].tag,
+        rank=first.rank,
+        expected=first.expected,
+        found=first.found,
+        hint=_HINT,
+        details="\n".join(f"  expected {also.expected}, found {also.found}" for also in more) or None,
+    )

@@ -1,0 +1,188 @@
+"""PEFT's layout: adapters alone, as one safetensors file and their configuration, for PEFT and transformers to load.
+
+neuronx-distributed's `LoraModel` gives its arrays PEFT's names, but for PEFT's prefix, and its configuration PEFT's
+words, but for a few. What it does not share with PEFT is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, naming
+from xla_ckpt.files.safetensors import Safetensors
+from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.hugging_face import HuggingFace, scan
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.export_plan import plan_export
+from xla_ckpt.plan.save_plan import FilePlan
+from xla_ckpt.storage.base import Directory, Store, read_whole
+from xla_ckpt.tags.directory import TagEntry, may_be_foreign
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
+
+ARRAYS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+"""neuronx-distributed has a file of this name, too, with its own words in it."""
+
+MAX_CONFIG = 1_000_000
+"""A larger configuration is not read (bytes)."""
+
+_PREFIX = "base_model.model."
+"""What PEFT's model has before the names of the model that the adapters are for."""
+
+_SHARED = ("lora_alpha", "lora_dropout", "bias", "use_rslora", "target_modules", "modules_to_save")
+"""What both call the same, and mean by it."""
+
+_BEYOND = ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication")
+"""What neuronx-distributed's adapters cannot be."""
+
+_FUSED = re.compile(r"\.lora_B\.(weight|bias)_(q|k|v|qkv)$")
+
+
+class Peft(HuggingFace):
+    """Adapters as PEFT has them. It is no tag: it has no manifest, no optimizer, and no base model."""
+
+    name = "peft"
+    model_names = ModelNames.PROGRAM
+
+    def find(self, store: Store, tag: str) -> TagEntry | None:
+        if may_be_foreign(store, tag) and store.has(f"{tag}/{ARRAYS}"):
+            return TagEntry(tag=tag, directory=tag)
+        return None
+
+    def scanned(self, directory: Directory, tag: str) -> Manifest:
+        with naming(file=CONFIG):
+            held = lora_config(parsed(read_whole(directory, CONFIG))) if CONFIG in directory.files() else None
+        return _without_prefix(scan(directory, tag, ARRAYS), held)
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        config = adapter_config(stored.tree(schema.MODEL, lambda leaf, kind: None))
+        (file,) = plan_export(_adapters_of(stored.manifest, config), schema.MODEL, sys.maxsize)
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        return Rewriting([(_with_prefix(file),)], marks={CONFIG: text.encode()})
+
+
+def parsed(text: bytes) -> Mapping[str, Any]:
+    """A configuration of adapters.
+
+    Raises:
+        FormatError: It is no JSON object.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the configuration of the adapters is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise FormatError("the configuration of the adapters is no JSON object", found=type(content).__name__)
+    return content
+
+
+def lora_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """PEFT's configuration, or neuronx-distributed's own, in the latter's words.
+
+    Raises:
+        UnsupportedStateError: They are no such adapters.
+        FormatError: It is damaged.
+    """
+    kind = content.get("peft_type", "LORA")
+    other = next(
+        (k for k in ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication") if content.get(k)), None
+    )
+    if kind != "LORA" or other is not None:
+        raise UnsupportedStateError(
+            "neuronx-distributed has no such adapters", expected="LORA of one rank", found=other or kind
+        )
+    rank = content.get("r", content.get("lora_rank"))
+    fields = {"lora_rank": rank, "r": rank, **{k: content[k] for k in _SHARED if k in content}}
+    wrong = next((k for k, v in fields.items() if not _is_plain(v)), None)
+    if wrong is not None or type(rank) is not int:
+        raise FormatError("the configuration of the adapters makes no sense", found=f"{wrong or 'r'} of another type")
+    return fields
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is one that such a configuration has: another one could mean something in a skeleton."""
+    parts = value if isinstance(value, list) else [value]
+    return all(part is None or isinstance(part, bool | int | float | str) for part in parts)
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """PEFT's configuration of the adapters of a stored model.
+
+    Raises:
+        UsageError: The model has no adapters, or no configuration of them is stored.
+    """
+    held = model if isinstance(model, Mapping) else {}
+    if not any(map(_is_adapter, held)):
+        raise UsageError("the checkpoint holds no adapters", leaf=schema.MODEL, expected=f"names with {schema.ADAPTER}")
+    stored = held.get(schema.LORA_CONFIG)
+    if not isinstance(stored, Mapping):
+        raise UsageError(
+            "nothing says by what the adapters are scaled",
+            leaf=schema.weight(schema.LORA_CONFIG),
+            expected=f"the configuration in the checkpoint, or in {CONFIG} beside it",
+            hint=f"neuronx-distributed writes {CONFIG} into its lora_save_dir: copy it into the directory of the tag's "
+            "directory, or save with this library, which stores the configuration with the adapters.",
+        )
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "r": stored.get("lora_rank", stored.get("r")),
+        **{k: stored[k] for k in _SHARED if k in stored},
+    }
+
+
+def _adapters_of(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
+    """The arrays alone that belong to adapters.
+
+    Raises:
+        UnsupportedStateError: The adapters of fused queries, keys and values, which PEFT has no place for.
+    """
+    names = {leaf: paths.unescape(schema.below_member(leaf)) for leaf in manifest.arrays}
+    chosen = [leaf for leaf, name in names.items() if schema.weight(name) == leaf and _belongs(name, config)]
+    fused = next((leaf for leaf in chosen if _FUSED.search(names[leaf])), None)
+    if fused is not None:
+        raise UnsupportedStateError(
+            "PEFT has no adapters for queries, keys and values in one layer",
+            leaf=fused,
+            hint="Train adapters of separate layers, or save the merged weights (save_lora_base, merge_lora).",
+        )
+    return replace(manifest, arrays={leaf: manifest.arrays[leaf] for leaf in chosen})
+
+
+def _with_prefix(file: FilePlan) -> FilePlan:
+    """The file of PEFT's name, with its names for the same arrays."""
+    assert isinstance(file.codec, Safetensors)
+    regions = tuple(replace(region, name=_PREFIX + region.name) for region in file.codec.regions)
+    return replace(file, path=ARRAYS, codec=replace(file.codec, regions=regions))
+
+
+def _is_adapter(name: str) -> bool:
+    return schema.ADAPTER in name and name != schema.LORA_CONFIG
+
+
+def _belongs(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether PEFT has an array of a model with its adapters: theirs, biases, and modules that are trained whole."""
+    if _is_adapter(name):
+        return True
+    if config.get("bias") == "all" and "bias" in name:
+        return True
+    return any(module in name for module in config.get("modules_to_save") or ())
+
+
+def _without_prefix(manifest: Manifest, config: Mapping[str, Any] | None) -> Manifest:
+    """The arrays under the names of the model that the adapters are for, and the configuration beside them."""
+    names = {leaf: schema.below_member(leaf).removeprefix(_PREFIX) for leaf in manifest.arrays}
+    skeleton: dict[str, Any] = {name: {"$array": "torch"} for name in map(paths.unescape, names.values())}
+    if config is not None:
+        skeleton[schema.LORA_CONFIG] = dict(config)
+    arrays = {schema.weight(paths.unescape(name)): manifest.arrays[leaf] for leaf, name in names.items()}
+    return replace(manifest, arrays=arrays, skeleton={schema.MODEL: skeleton})

@@ -1,0 +1,57 @@
+"""Options of the public functions: names and choices that do not exist, and those that were probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from xla_ckpt.errors import UsageError
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The same function, which says of an unknown keyword which one was probably meant.
+
+    >>> known_options(check_choice)(nam="a")
+    Traceback (most recent call last):
+    TypeError: check_choice() has no argument 'nam': did you mean 'name'?
+    """
+    known = list(inspect.signature(call).parameters)
+
+    @functools.wraps(call)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"{call.__name__}() has no argument {name!r}{meant(name, known)}")
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def meant(word: Any, known: Sequence[Any]) -> str:
+    """The end of a sentence that says which of the known words was probably meant; nothing if none is like it.
+
+    >>> meant("async_safe", ["async_save", "mesh"]), meant("x", ["mesh"])
+    (": did you mean 'async_save'?", '')
+    """
+    near = difflib.get_close_matches(str(word), [k for k in known if isinstance(k, str)], 1)
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def check_choice(name: str, choice: Any, choices: Sequence[Any], besides: str = "") -> None:
+    """Refuse a value that is none of the choices of an option. `besides` says what else it may be.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if choice not in choices:
+        raise UsageError(
+            f"there is no such choice for {name}{meant(choice, choices)}",
+            expected=" or ".join(map(repr, choices)) + besides,
+            found=repr(choice),
+        )

@@ -1,0 +1,74 @@
+"""Whether the ranks of a pipeline stage hold the same arrays, of the same element types, shapes and shardings. Pure.
+
+The first rank of a stage reports all of its arrays, and the others a fingerprint. Only those whose fingerprint is
+another one report all of theirs, too: records stay small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from xla_ckpt.errors import SaveError
+from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.plan.agreement import Disagreement
+from xla_ckpt.sharding.mesh import Mesh
+
+Types = Mapping[str, tuple[str, tuple[int, ...], object]]
+"""Leaf path -> (dtype, global shape, spec)."""
+
+NOT_THERE = "nothing"
+
+
+def fingerprint(types: Types) -> str:
+    """The same text for the same arrays."""
+    return to_hex(digest(json.dumps(sorted(types.items())).encode()))
+
+
+def odd_ones(fingerprints: Sequence[str], mesh: Mesh) -> list[int]:
+    """Ranks that have other arrays than the first rank of their pipeline stage.
+
+    >>> odd_ones(["a", "b", "a", "c"], Mesh(dp=4))
+    [1, 3]
+    """
+    return [rank for rank, own in enumerate(fingerprints) if own != fingerprints[first_of_stage(rank, mesh)]]
+
+
+def first_of_stage(rank: int, mesh: Mesh) -> int:
+    """The rank that reports for the pipeline stage of a rank."""
+    return mesh.rank({"pp": mesh.coordinates(rank)["pp"]}) if mesh.pp > 1 else 0
+
+
+def check_same(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) -> None:
+    """Compare the arrays of ranks that differ with those of the others in their stages.
+
+    Args:
+        types: What each rank has reported. What the odd ones and the first of each stage have reported is all.
+        odd: The ranks that differ.
+        mesh: How the ranks are arranged.
+
+    Raises:
+        SaveError: An array is something else on some ranks.
+    """
+    for stage in sorted({first_of_stage(rank, mesh) for rank in odd}):
+        members = [rank for rank in range(len(types)) if first_of_stage(rank, mesh) == stage]
+        by_rank = {rank: types[rank if rank in odd else stage] for rank in members}
+        for leaf in sorted({leaf for rank in (stage, *odd) if rank in by_rank for leaf in types[rank]}):
+            found = Disagreement.among({rank: _text(of.get(leaf)) for rank, of in by_rank.items()})
+            if found is not None:
+                raise SaveError(
+                    "the ranks hold different things under one name, and one array cannot stand for them",
+                    leaf=leaf,
+                    rank=found.rank,
+                    expected=found.expected,
+                    found=found.found,
+                    hint="Give all ranks the same model, in the same element types, and the same optimizer.",
+                )
+
+
+def _text(fact: tuple[str, tuple[int, ...], object] | None) -> str:
+    if fact is None:
+        return NOT_THERE
+    dtype, shape, spec = fact
+    split = f" split as {json.dumps(spec)}" if spec and any(spec) else ""  # type: ignore[arg-type]
+    return f"{dtype} {list(shape)}{split}"
