@@ -209,7 +209,10 @@ class Round:
             try:
                 return self.communicator.take(key, PATIENCE)
             except TimeoutError:
-                if self.communicator.has(f"{self.whole}/{FATE}") and (given_up := self.decide()) is not None:
+                if (
+                    self.communicator.has([f"{self.whole}/{FATE}"], self.timeout)
+                    and (given_up := self.decide()) is not None
+                ):
                     raise given_up from None
                 if not warned:
                     logger.warning(
