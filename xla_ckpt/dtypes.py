@@ -28,6 +28,11 @@ class DType:
         """Whether its values are floating-point numbers, one in each element."""
         return self.name.startswith(("float", "bfloat")) and not self.name.endswith("_x2")
 
+    @property
+    def integer(self) -> bool:
+        """Whether its values are integers."""
+        return self.name.startswith(("int", "uint"))
+
 
 _TABLE = {
     d.name: d

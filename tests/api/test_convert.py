@@ -222,7 +222,6 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ({"to": "pt", "as_tag": "b", "mesh": "pp=2"}, xla_ckpt.UsageError, "have 1 cuts between them"),
         ({"to": "pt", "as_tag": "b", "mesh": "pp=2", "pipeline_cuts": ["x"]}, xla_ckpt.UsageError, "no parameter"),
         ({"to": "pt", "as_tag": "b", "mesh": "dp=x"}, xla_ckpt.UsageError, "mesh makes no sense"),
-        ({"to": "pt", "as_tag": "b", "mesh": "dp=2,ep=2", "zero1": True}, xla_ckpt.UsageError, "expert parallelism"),
         ({"to": "pt", "as_tag": "b/c"}, xla_ckpt.InvalidTagError, "b/c"),
         ({"to": "pt", "as_tag": "b", "tag": "no"}, xla_ckpt.NoCheckpointError, "no such checkpoint"),
         ({"to": "pt", "as_tag": "b", "max_memory": 0}, xla_ckpt.UsageError, "number of bytes"),

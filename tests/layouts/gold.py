@@ -139,6 +139,8 @@ class Target:
                 parameter = self.parameters["model.embed_tokens.weight"]
             for attribute in ATTRIBUTES if attributes else ():
                 setattr(parameter, attribute, gold.infos[name][attribute])
+            if self.mesh.ep == 1:  # neuronx-distributed does not say of experts that they are any, then
+                parameter.__dict__.pop("expert_model_parallel", None)
             self.parameters[name] = parameter
         for name, value in [*self.parameters.items(), *(buffers.items() if stage in (None, 1) else ())]:
             parent: Any = self.model

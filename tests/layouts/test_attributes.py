@@ -82,6 +82,24 @@ def test_sizes_of_this_job_are_compared_with_this_job_only() -> None:
     assert spec(Mesh(tp=2), **TP, expert_model_parallel=True) == ("tp", None)  # there is one expert-parallel rank
 
 
+def test_integers_in_a_row_for_each_rank_of_the_world() -> None:
+    """neuronx-distributed's `SPMDRank`: without this no job with experts could be saved."""
+    mesh = Mesh(pp=2, dp=2, ep=2, tp=2)
+    for shape in ((1,), (1, 3)):
+        number = torch.nn.Parameter(torch.zeros(shape, dtype=torch.int32), requires_grad=False)
+        for name, value in {**TP, "num_partitions": 8}.items():
+            setattr(number, name, value)
+        found, anywhere = declared_sharding(number, "model/w", mesh), declared_sharding(number, "model/w")
+        assert found == anywhere == Sharding.parse((("dp", "cp", "tp"), *(None,) * (len(shape) - 1)))
+        number.num_partitions = 2
+        assert declared_sharding(number, "model/w", mesh) == Sharding.parse(("tp", *(None,) * (len(shape) - 1)))
+        number.num_partitions = 4
+        with pytest.raises(xla_ckpt.UnsupportedStateError, match="num_partitions 4"):
+            declared_sharding(number, "model/w", mesh)
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match="num_partitions 8"):
+        spec(mesh, (1, 6), **TP, num_partitions=8)  # of a weight it makes no sense
+
+
 def test_the_true_shape_of_a_padded_parameter() -> None:
     for mesh in (None, Mesh(tp=2)):
         found = declared_sharding(parameter((4, 6), {**TP, "global_shape": (7, 6)}), "model/w", mesh)

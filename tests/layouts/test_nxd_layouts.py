@@ -13,6 +13,8 @@ import torch
 
 import xla_ckpt
 from tests.layouts.gold import Gold, Target
+from tests.layouts.references import opened
+from tests.layouts.same import as_theirs
 from xla_ckpt import Mesh
 from xla_ckpt.storage.local_file import LocalSource
 
@@ -183,6 +185,55 @@ def test_zero1_with_experts(tmp_path: Path, dp: int) -> None:
     target = Target(gold)
     xla_ckpt.load_checkpoint(tmp_path, "step_40", target.model, target.optimizer)
     assert target.differences() == []
+
+
+@pytest.mark.parametrize("layout", ["xser", "pt"])
+def test_a_conversion_deals_out_the_rows_of_experts_over_the_ranks_that_have_them(layout: str, tmp_path: Path) -> None:
+    gold = Gold("tp2_ep2_dp2__xser_small", "step_40")
+    about = Target(gold)
+    xla_ckpt.convert(
+        gold.root, tmp_path, to=layout, mesh="dp=4,ep=2,tp=2", zero1=True, model=about.model, optimizer=about.optimizer
+    )
+    files = [
+        tmp_path / f"step_40/optim/dp_rank_0{dp}_tp_rank_0{tp}_pp_rank_00.pt" for dp in range(4) for tp in range(2)
+    ]
+    assert all(file.is_file() for file in files)
+    if layout == "pt":
+        held = opened(files[0])
+        ordinary = held["ep_base_state_offset"]
+        assert [g["params"][:1] for g in held["param_groups"]] == [[0], [ordinary - 3], [0], []]
+        assert ordinary == held["ep_shape_info_offset"] < len(held["base_state"]) == len(held["shape_info"])
+        for number, shape in held["shape_info"].items():
+            rows = held["base_state"][number]["exp_avg"].shape[0]
+            assert rows == -(-shape[0] // (2 if number >= ordinary else 4))
+    for manifest in (True, False):
+        if not manifest:
+            as_theirs(tmp_path / "step_40")
+        target = Target(gold)
+        xla_ckpt.load_checkpoint(tmp_path, "step_40", target.model, target.optimizer)
+        assert target.differences() == []
+
+
+def test_a_parameter_before_the_experts_has_no_state(tmp_path: Path) -> None:
+    """Experts follow the last of the others that has an entry: in the states that is another one than in the shapes."""
+    for dp in range(2):
+        rank_file(tmp_path / "a/model", {"w": torch.ones(4), "frozen": torch.ones(4), "e": torch.ones(1, 3)}, ep=dp)
+        moments = torch.full((2,), 1.0 + dp), torch.full((1, 3), 3.0 + dp)
+        states = {n: {"step": torch.tensor(1.0), "exp_avg": m, "exp_avg_sq": m} for n, m in enumerate(moments)}
+        content = {
+            "state": {}, "param_groups": [{"lr": 1.0, "params": [0, 1]}, {"lr": 1.0, "params": [0]}],
+            "base_state": states, "shape_info": {0: [4], 1: [4], 2: [1, 3]}, "ep_param_id_offset": 1,
+            "ep_param_group_offset": 1, "ep_base_state_offset": 1, "ep_shape_info_offset": 2,
+        }  # fmt: skip
+        rank_file(tmp_path / "a/optim", content, dp=dp)
+    (tmp_path / "a/done").write_text("1")
+    sizes = {"w": (4,), "frozen": (4,), "e": (2, 3)}
+    model = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+    optimizer = torch.optim.AdamW(model.values())
+    xla_ckpt.load_checkpoint(tmp_path, "a", model, optimizer)
+    assert {name: p in optimizer.state for name, p in model.items()} == {"w": True, "frozen": False, "e": True}
+    assert optimizer.state[model["w"]]["exp_avg"].tolist() == [1, 1, 2, 2]
+    assert optimizer.state[model["e"]]["exp_avg"][:, 0].tolist() == [3, 4]
 
 
 class Own:

@@ -49,7 +49,6 @@ def zero1_over(axes: str, **sizes: int) -> tuple[Mesh, Any]:
         ("tp", {"tp": 2}, "dealt out over tp"),
         ("cp", {"dp": 2, "cp": 2}, "dealt out over cp"),
         ("", {"dp": 2}, "not dealt out over dp"),
-        ("dp", {"dp": 2, "ep": 2}, "experts"),
     ],
 )
 def test_zero1_that_their_files_have_no_place_for(

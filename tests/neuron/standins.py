@@ -316,7 +316,8 @@ def experts_zero1(groups: list[dict[str, Any]], everybody: list[list[int]], alik
 
     It consists of one for experts, over the ranks that hold the same experts (`alike`), and one for all other
     parameters, over all data-parallel ranks (`everybody`). Both have as many groups as it has. Its state dict is that
-    of both, one behind the other, with offsets, and without master weights.
+    of both, one behind the other, with offsets, and without master weights. Experts are counted from 0 in the groups,
+    and everywhere else from the last of the other parameters on that has an entry there.
     """
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
@@ -353,17 +354,27 @@ def experts_zero1(groups: list[dict[str, Any]], everybody: list[list[int]], alik
 
         def state_dict(self) -> Any:
             rest, experts = (part.state_dict() for part in self._parts())
-            offset = max(rest["base_state"], default=0) + 1
-            moved = {offset + n: state for n, state in experts["base_state"].items()}
-            joined = rest["param_groups"] + experts["param_groups"]
-            return {
-                "ep_base_state_offset": offset,
-                "param_groups": joined,
+            held: dict[str, Any] = {
+                "ep_param_id_offset": 1,
+                "ep_param_group_offset": len(rest["param_groups"]),
+                "param_groups": rest["param_groups"] + experts["param_groups"],
                 "state": {},
-                "base_state": {**rest["base_state"], **moved},
             }
+            for key in ("base_state", "shape_info"):
+                held[f"ep_{key}_offset"] = offset = max(rest[key], default=0) + 1
+                held[key] = {**rest[key], **{offset + n: value for n, value in experts[key].items()}}
+            return held
 
         def load_state_dict(self, state_dict: Any) -> None:
-            raise ValueError("state_dict is not compatible with expert parallelism and Zero-1.")
+            if "ep_param_id_offset" not in state_dict:
+                raise ValueError("state_dict is not compatible with expert parallelism and Zero-1.")
+            of_group, groups = state_dict["ep_param_group_offset"], state_dict["param_groups"]
+            for part, own in zip(self._parts(), (groups[:of_group], groups[of_group:]), strict=True):
+                held: dict[str, Any] = {"state": {}, "param_groups": own}
+                for key in ("base_state", "shape_info"):
+                    of = state_dict[f"ep_{key}_offset"]
+                    is_expert = part is self.ep_zero_optimizer
+                    held[key] = {n - of * is_expert: v for n, v in state_dict[key].items() if (n >= of) is is_expert}
+                part.load_state_dict(held)
 
     return EPZero1()

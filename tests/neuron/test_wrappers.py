@@ -18,6 +18,7 @@ import neuron_compat.nxd as nxd
 import xla_ckpt
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from tests.jobs import run_on_ranks
+from tests.layouts.references import opened
 from tests.layouts.same import unequal
 from tests.neuron.standins import (
     LoraConfig,
@@ -455,6 +456,10 @@ def shards(optimizer: Any) -> Plain:
     return found
 
 
+def moments(optimizer: Any) -> Plain:
+    return {name: value for name, value in shards(optimizer).items() if ".exp_avg" in name or ".step" in name}
+
+
 def saves_experts(rank: int, root: Path) -> list[Any]:
     """DP 4 with EP 2, so that two ranks hold the same experts."""
     neuron_compat.emulate()
@@ -469,6 +474,11 @@ def saves_experts(rank: int, root: Path) -> list[Any]:
     nxd.load_checkpoint(root, "a", NxDModel(fresh), mine)
     got = shards(mine) | {n: p.detach().cpu() for n, p in fresh.named_parameters()}
     told = unequal(got, want)
+    # Its own optimizer takes what lies in its file; master weights have no place there.
+    rebuilt = build_experts(7)[1]
+    rebuilt.load_state_dict(torch.load(root / f"a/optim/dp_rank_{rank:02d}_tp_rank_00_pp_rank_00.pt"))
+    told += unequal(moments(rebuilt), moments(optimizer))
+    told += [f"lr {g['lr']}" for p in rebuilt.optimizer._parts() for g in p.param_groups if g["lr"] != 0.005]
     # The next step is the same, too.
     train_experts(model, optimizer), train_experts(fresh, mine)
     told += unequal(shards(mine), shards(optimizer))
@@ -482,7 +492,9 @@ def test_zero1_with_experts(tmp_path: Path) -> None:
         assert lr == 0.005
         assert (tuple(of_experts), tuple(of_rest)) == ((1, 3), (2, 3))  # 2 experts over 2 ranks; 5 rows over 4 ranks
     stored = arrays(tmp_path, "a")
-    assert not (tmp_path / "a/optim").exists()  # their files have no place for it
+    held = [opened(path) for path in sorted((tmp_path / "a/optim").iterdir())]
+    assert [h["shape_info"] for h in held] == [{0: [5, 3], 1: [2, 3]}] * 4
+    assert [[g["params"] for g in h["param_groups"]] for h in held] == [[[0], [0]]] * 4
     assert stored["/optimizer/state/experts/exp_avg"].shape == (4, 3)
     whole = torch.nn.Module()
     whole.experts, whole.gate = torch.nn.Parameter(torch.zeros(4, 3)), torch.nn.Parameter(torch.zeros(5, 3))

@@ -18,7 +18,7 @@ from xla_ckpt.api.llama import (
     name_as_told,
     own_config,
 )
-from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
+from xla_ckpt.api.opened import OpenState, check_split, leave_out_numbers, opened, source_of, tell_divergent
 from xla_ckpt.engine.index import indexed
 from xla_ckpt.engine.parity import covered, write_alone
 from xla_ckpt.engine.progress import Progress
@@ -187,6 +187,7 @@ def convert(
             naming(path=store.path, tag=tag),
             storage_errors("converting", path=full_path(destination), tag=called),
         ):
+            leave_out_numbers(reader)
             to_hf = layout.model_names is ModelNames.HUGGING_FACE
             if to_hf:
                 check_split(reader, schema.MODEL)

@@ -10,7 +10,7 @@ from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.api.llama import Config, known_model, name_as_hugging_face, name_as_told, own_config
-from xla_ckpt.api.opened import OpenState, check_split, opened, source_of, tell_divergent
+from xla_ckpt.api.opened import OpenState, check_split, leave_out_numbers, opened, source_of, tell_divergent
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import READERS
@@ -113,6 +113,7 @@ def export_hf(
         opened(store, tag, parse_rules(shardings), model, part=part, known=known) as reader,
         naming(path=reader.root, tag=reader.tag),
     ):
+        leave_out_numbers(reader)
         check_split(reader, part)
         tell_divergent(reader)
         beside = name_as_told(store, reader) if part == schema.MODEL else {}

@@ -242,9 +242,10 @@ class Load:
             IncompatibleCheckpointError: Something does not, and the load is strict; or no array does.
         """
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
-        if problems and (self.strict or (not fits and reader.manifest.arrays)):
+        refused = [problem for problem in problems if not problem.stays]
+        if refused and (self.strict or (not fits and reader.manifest.arrays)):
             optional = isinstance(self.content, Objects)
-            error = incompatible(problems, fits=fits, optional=optional, ranks=self.job.placement.world)
+            error = incompatible(refused, fits=fits, optional=optional, ranks=self.job.placement.world)
             raise error.at(path=self.store.path, tag=reader.tag)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)

@@ -14,6 +14,7 @@ from xla_ckpt.errors import naming
 from xla_ckpt.layouts.llama_manifest import check_shapes, llama_hints
 from xla_ckpt.layouts.registry import find_foreign, open_tag
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.rank_numbers import without_numbers
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike
@@ -99,6 +100,18 @@ def tell_divergent(reader: TagReader) -> None:
     told = reader.manifest.divergence()
     if told is not None:
         logger.warning("tag %s: %s", reader.tag, told)
+
+
+def leave_out_numbers(reader: TagReader) -> None:
+    """Leave out what says something of each rank of the job that saved: the new tag is for other ranks, or for none."""
+    reader.manifest, numbers = without_numbers(reader.manifest)
+    if numbers:
+        logger.warning(
+            "tag %s: left out, because they say something of each rank of the job that saved: %s. A load of ours does "
+            "not ask for them; that of another library may, unless it has an option such as strict=False",
+            reader.tag,
+            paths.listed(numbers),
+        )
 
 
 def check_split(reader: TagReader, part: str) -> None:

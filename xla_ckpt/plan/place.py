@@ -78,8 +78,13 @@ def _ruled(ruled: Sharding, record: ArrayRecord, parameter: ArrayRecord | None, 
 
 def stored_sharding(record: ArrayRecord, unknown: set[str] | None = None) -> Sharding:
     """How an array was split when it was saved, over the axes that a mesh has; `unknown` receives all others."""
+    return sharding_of_spec(record.spec, unknown)
+
+
+def sharding_of_spec(spec: Sequence[Any] | None, unknown: set[str] | None = None) -> Sharding:
+    """The sharding that a spec describes, over the axes that a mesh has; `unknown` receives all others."""
     dims: list[Split | None] = []
-    for entry in record.spec or ():
+    for entry in spec or ():
         names: tuple[Any, ...] = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         axes = tuple(n for n in names if n in SPLIT_AXES)
         if unknown is not None:

@@ -22,6 +22,9 @@ REPLICATING = ("edp", "ep", "cp", "tp")
 SPLIT_AXES = ("pp", "dp", "edp", "ep", "cp", "tp")
 """Mesh axes that a tensor dim may be split over; ``dp`` is ``edp`` times ``ep``."""
 
+STAGE = ("dp", "cp", "tp")
+"""The mesh axes along which the ranks of one pipeline stage lie."""
+
 
 @dataclass(frozen=True, slots=True)
 class Split:

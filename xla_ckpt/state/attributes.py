@@ -7,7 +7,7 @@ from typing import Any
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section, parse_section
-from xla_ckpt.sharding.sharding import Sharding, Split
+from xla_ckpt.sharding.sharding import STAGE, Sharding, Split, parts
 
 
 def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Sharding | None:
@@ -39,7 +39,8 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
         dim, stride = getattr(value, "partition_dim", None), getattr(value, "partition_stride", None) or 1
         partitions = getattr(value, "num_partitions", None) or None
         fits = type(dim) is int and -len(dims) <= dim < len(dims) and type(stride) is int and stride > 0
-        if dim is None or not fits or (mesh is not None and partitions not in (None, 1, mesh.tp)):
+        axes = _axes(value, dim, partitions, mesh) if fits and dim is not None else None
+        if dim is None or axes is None:
             raise UnsupportedStateError(
                 "the tensor-parallel attributes do not fit",
                 leaf=path,
@@ -48,8 +49,8 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
                 hint="Check the mesh, or pass a shardings rule.",
             )
         sections = _sections(value, path, stride)
-        if mesh is None or (mesh.tp > 1 and partitions != 1) or sections:
-            dims[dim] = Split(("tp",), sections) if sections else Split.strided(("tp",), stride)
+        if mesh is None or (parts(axes, mesh.sizes) > 1 and partitions != 1) or sections:
+            dims[dim] = Split(axes, sections) if sections else Split.strided(axes, stride)
     if getattr(value, "expert_model_parallel", False) and (mesh is None or mesh.ep > 1):
         if not dims or dims[0] is not None:
             raise UnsupportedStateError(
@@ -60,6 +61,17 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
         dims[0] = Split(("ep",))
     true = true_shape(value)
     return Sharding(tuple(dims), true) if any(dims) or true is not None else None
+
+
+def _axes(value: Any, dim: int, partitions: int | None, mesh: Mesh | None) -> tuple[str, ...] | None:
+    """The mesh axes over which `num_partitions` says that a dim is split; None if the mesh has no such axes.
+
+    They are tp, but for the numbers that neuronx-distributed's `SPMDRank` gives each rank of the world: its own number,
+    and those of its experts. These are integers in rows of which each rank has one.
+    """
+    if not value.is_floating_point() and value.shape[dim] == 1 and (mesh is None or partitions == mesh.size != mesh.tp):
+        return STAGE  # other stages have parameters of other names
+    return ("tp",) if mesh is None or partitions in (None, 1, mesh.tp) else None
 
 
 def true_shape(value: Any) -> tuple[int, ...] | None:

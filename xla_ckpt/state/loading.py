@@ -150,6 +150,9 @@ class Problem:
     castable: bool = False
     """Whether `cast` would be enough."""
 
+    stays: bool = False
+    """Whether the program's own is as good, so that a strict load goes on."""
+
     def __str__(self) -> str:
         return f"{self.leaf}: {self.text}"
 

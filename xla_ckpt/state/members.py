@@ -62,6 +62,9 @@ class State:
     zero1: tuple[str, ...] | None = None
     """Mesh axes over which a ZeRO-1 optimizer deals rows out; None for any other optimizer."""
 
+    experts: frozenset[str] | None = None
+    """Names of the parameters that its part for experts has; None if it has no such part."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loadings:
@@ -155,7 +158,7 @@ class Objects:
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
-        by_name, axes = False, None
+        by_name, axes, experts = False, None, None
         if model is not None and not isinstance(model, NamesOnly):
             tree[schema.MODEL] = module.tree_of(model)
             buffers = frozenset(map(schema.weight, module.buffer_names(model)))
@@ -174,7 +177,8 @@ class Objects:
                 held = rank_states.apart(held, states, placement)
                 alone.append(schema.of_rank(schema.own_states(), rank))
             tree[schema.OPTIMIZER] = held
-            axes = zero1.mesh_axes(optimizer, placement) if zero1.is_zero1(optimizer) else None
+            if zero1.is_zero1(optimizer):
+                axes, experts = zero1.mesh_axes(optimizer, placement), zero1.experts_of(optimizer, parameters.values())
             parts.append(schema.OPTIMIZER)
         if self.scheduler is not None:
             tree[schema.SCHEDULER] = stateful.tree_of(self.scheduler, schema.SCHEDULER)
@@ -199,6 +203,7 @@ class Objects:
             parts=tuple(parts),
             by_name=by_name,
             zero1=axes,
+            experts=experts,
         )
 
     def hints(self, shardings: StateShardings) -> Hints:

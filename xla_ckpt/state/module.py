@@ -11,6 +11,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.arrays.torch_host import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
+from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.handover import Handover, PutBack, copied
 from xla_ckpt.state.loading import (
     ABSENT,
@@ -99,7 +100,10 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
         loading.add_problem(stored.prefix, f"stored is a {type(held).__name__}, wanted a dict")
         return loading
     entries = module.wanted(held) if isinstance(module, View) else tree_of(module)
-    _compare_keys(stored, loading, entries, held)
+    of_other_ranks = rank_numbers.unfit(stored, entries)
+    entries = {key: value for key, value in entries.items() if key not in of_other_ranks}
+    _compare_keys(stored, loading, entries, {k: v for k, v in held.items() if k not in of_other_ranks})
+    loading.problems += of_other_ranks.values()
     owned = {id(t) for t in (*module.parameters(), *module.buffers())}
     kind = stored.shardings.adapters.kind
     arrays_of_module = [v for k, v in entries.items() if not is_extra(k) and kind(v)]
@@ -228,7 +232,9 @@ def _only_renames(part: torch.nn.Module) -> bool:
 def _compare_keys(stored: Stored, loading: Loading, wanted: Mapping[Any, Any], held: Mapping[Any, Any]) -> None:
     for key in (k for k in wanted if k not in held):
         loading.add_problem(paths.join(stored.prefix, paths.escape(str(key))), ABSENT)
-    for key in (k for k in held if k not in wanted):
+    left = [k for k in held if k not in wanted]
+    numbers = rank_numbers.unwanted(stored, left)
+    for key in (k for k in left if k not in numbers):
         loading.unwanted.append(Problem(paths.join(stored.prefix, paths.escape(str(key))), UNWANTED))
 
 

@@ -10,7 +10,7 @@ hold the same experts, the other one deals out all other parameters. Its own wra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import axes_of
 from xla_ckpt.snapshot.memory import Slabs
+from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.tree import schema
 
 _HOME = "torch_xla.distributed.zero_redundancy_optimizer"
@@ -94,6 +95,13 @@ def mesh_axes(optimizer: Any, placement: Placement) -> tuple[str, ...]:
             hint="Pass the mesh= that the groups were made from.",
         )
     return axes
+
+
+def experts_of(optimizer: Any, parameters: Iterable[Parameter]) -> frozenset[str] | None:
+    """Names of the parameters that its part for experts has; None if it has no such part."""
+    _, *apart = parts_of(optimizer)
+    theirs = {id(p) for part in apart for p in _parameters(part)}
+    return frozenset(p.name for p in parameters if id(p.value) in theirs) if apart else None
 
 
 def keeps_master(optimizer: Any) -> bool:

@@ -115,6 +115,7 @@ class NewJob:
             zero1=self.zero1,
             by_name=self._by_name(),
             shapes=self._shapes(),
+            experts=self._experts() if self.zero1 and self.mesh.ep > 1 else None,
         )
 
     @property
@@ -217,7 +218,9 @@ class NewJob:
         """Where a rank's tensor lies, and its shape, which padding may enlarge."""
         sharding, local = even(self._sharding(path), record.shape, self.mesh)
         if self.zero1 and record.shape and self._is_dealt(path, record):
-            return sharding.zero1(local, self.mesh, rank, ("dp",)), (-(-local[0] // self.mesh.dp), *local[1:])
+            axes = ("edp",) if "ep" in sharding.axes else ("dp",)
+            ranks = parts(axes, self.mesh.sizes)
+            return sharding.zero1(local, self.mesh, rank, axes), (-(-local[0] // ranks), *local[1:])
         return sharding.place(local, self.mesh, rank), local
 
     def doubts(self) -> list[str]:
@@ -301,6 +304,11 @@ class NewJob:
                 if record is not None:
                     shapes[name] = even(self._sharding(leaf), record.shape, self.mesh)[1]
         return shapes
+
+    def _experts(self) -> frozenset[str]:
+        """Names of the optimizer's parameters that are split over ep."""
+        names = self._shapes()
+        return frozenset(name for name in names if "ep" in self._sharding(self._leaf_of_shape(name)).axes)
 
     def _leaf_of_shape(self, name: Any) -> str:
         """The leaf that has a parameter's shape: the parameter, or where no model is stored a state of it.

@@ -15,6 +15,7 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
+from xla_ckpt.plan.place import sharding_of_spec
 from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
@@ -49,6 +50,9 @@ class RankTensor:
     expert: bool = False
     """Whether it belongs to an expert, which only some ranks have."""
 
+    elsewhere: bool = False
+    """Whether the manifest finds the array in other files."""
+
     full: tuple[int, ...] | None = None
     """Shape of the global array, where it is known."""
 
@@ -77,6 +81,9 @@ class RankState:
 
     shapes: Mapping[Any, tuple[int, ...]] = field(default_factory=dict)
     """Local shape of each parameter of the optimizer, by name."""
+
+    experts: frozenset[str] | None = None
+    """Names of the parameters that a ZeRO-1 optimizer of experts has; None where one has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ class Laying:
             # The manifest finds an array once: under its first name, and on the first of the ranks that hold the same.
             is_first_name = path == tensor.leaf
             is_first_rank = all(self.at[axis] == 0 for axis in tensor.alike if axis not in sharing)
-            is_copy = not (is_first_name and is_first_rank)
+            is_copy = tensor.elsewhere or not (is_first_name and is_first_rank)
             lengths.append(tuple(b - a for a, b in pairwise(cuts)))
             sources += [RegionSource(leaf=tensor.leaf, shard=0, offset=a, nbytes=b - a) for a, b in pairwise(cuts)]
             region = {offset: first + i for i, offset in enumerate(cuts)}
@@ -170,7 +177,7 @@ def with_experts(tensors: Mapping[str, RankTensor], mesh: Mesh) -> dict[str, Ran
     if mesh.ep == 1:
         return dict(tensors)
     parameters = {path: schema.parameter_of(path) or path for path in tensors}
-    experts = {parameters[path] for path, tensor in tensors.items() if "ep" not in tensor.alike}
+    experts = {parameters[path] for path, tensor in tensors.items() if "ep" in sharding_of_spec(tensor.spec).axes}
     return {path: replace(tensor, expert=parameters[path] in experts) for path, tensor in tensors.items()}
 
 
@@ -233,9 +240,7 @@ def check_rows(state: RankState, mesh: Mesh, axes: Sequence[str], whose: str) ->
         return
     why = None
     over = [axis for axis in axes if mesh.sizes[axis] > 1]
-    if mesh.ep > 1:
-        why = "it has one ZeRO-1 optimizer for experts and others, with names that no file tells"
-    elif set(over) - {"dp", "edp"}:
+    if set(over) - {"dp", "edp"}:
         why = f"its files are named by dp, and these ZeRO-1 shards are dealt out over {' and '.join(over)}"
     elif mesh.dp > 1 and not over:
         why = "its ZeRO-1 files are one for each dp rank, and these shards are not dealt out over dp"

@@ -11,8 +11,9 @@ from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, check_common, with_experts
 from xla_ckpt.layouts.native import NativeWriting
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
+from xla_ckpt.plan.rank_numbers import axes_of_numbers
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.mesh import AXES
+from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.state.describe import Description
 from xla_ckpt.tree import schema
 
@@ -67,11 +68,31 @@ def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankSta
     check_common(here, whose)
     mine = [leaf.path for leaf in description.leaves if schema.member_of(leaf.path) in PARTS]
     tensors = with_experts({path: _tensor(path, description, whose, to) for path in mine}, mesh)
+    of_ranks = {
+        path: replace(tensor, expert=True, elsewhere=True)
+        for path, tensor in tensors.items()
+        if _is_of_ranks(tensor, mesh)
+    }
+    tensors |= of_ranks
     arrays = tensors | {alias: tensors[path] for alias, path in description.aliases.items() if path in tensors}
     shapes: dict[Any, tuple[int, ...]] = {p.name: tuple(p.value.shape) for p in state.parameters.values()}
-    rest = tuple(leaf for leaf in description.leaves if leaf.path not in tensors)
-    held = RankState(parts={}, tensors=arrays, zero1=state.zero1 is not None, by_name=state.by_name, shapes=shapes)
+    rest = tuple(leaf for leaf in description.leaves if leaf.path not in tensors or leaf.path in of_ranks)
+    held = RankState(
+        parts={},
+        tensors=arrays,
+        zero1=state.zero1 is not None,
+        by_name=state.by_name,
+        shapes=shapes,
+        experts=state.experts,
+    )
     return held, NativeWriting(description, rest)
+
+
+def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:
+    """Whether it says something of each rank. Ranks that share a file have others, so all are stored beside it, too."""
+    if schema.member_of(tensor.leaf) != schema.MODEL or tensor.full is None:
+        return False
+    return bool(axes_of_numbers(tensor.dtype, tensor.full, tensor.spec, mesh))
 
 
 def _tensor(path: str, description: Description, whose: str, to: str) -> RankTensor:

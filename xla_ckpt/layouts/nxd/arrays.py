@@ -10,6 +10,7 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleChe
 from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import ArrayHint
+from xla_ckpt.plan.place import without
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.mesh import Mesh
@@ -54,9 +55,7 @@ def resolve(
     if wish.problem is not None:
         return wish.problem
     if wish.sharding is not None and declared(local, wish):
-        sharding = wish.sharding
-        if expert is False and not wish.ruled:
-            sharding = Sharding(tuple(None if s is not None and "ep" in s.axes else s for s in sharding.dims))
+        sharding = wish.sharding if wish.ruled else _over_experts(wish.sharding, local, mesh, expert, wish.shape)
         if not wish.ruled and not wish.told:
             sharding = _with_copies(name, sharding, local, mesh, wish)
         return _true_size(sharding, local, wish)
@@ -65,6 +64,20 @@ def resolve(
     if wish.shape is None:
         return _unknown("nothing says what the whole is")
     return _inferred(name, local, mesh, expert, wish.shape)
+
+
+def _over_experts(
+    sharding: Sharding, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...] | None
+) -> Sharding:
+    """The same for what the files say of experts: parameters of a job without expert parallelism do not say it."""
+    if expert is False:  # ranks that hold different experts hold the same of it
+        return without(sharding, ("ep", "dp"))
+    dims = sharding.over(len(local))
+    if mesh.ep == 1 or not dims or dims[0] is not None or "ep" in sharding.axes:
+        return sharding
+    if expert or (wanted is not None and wanted[:1] == (local[0] * mesh.ep,)):
+        return replace(sharding, dims=(Split(("ep",)), *dims[1:]))
+    return sharding
 
 
 def _fits(split: Split, n: int, ranks: int, total: int) -> bool:

@@ -51,7 +51,6 @@ class _StageOptimizer:
 
     def __init__(self, state: ScannedState, pp: int, files: Trees, dp: int) -> None:
         self.of = state
-        self.files = files
         self.first = files[min(files)]
         self.zero = "base_state" in self.first
         """Whether ZeRO-1 dealt out the rows of the states over dp."""
@@ -62,13 +61,14 @@ class _StageOptimizer:
         if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
             raise CorruptCheckpointError("the optimizer of a rank file has no param_groups", leaf=schema.OPTIMIZER)
         ordinary = int(self.first.get("ep_param_group_offset", len(groups)))
-        self.experts_from = sum(len(g["params"]) for g in groups[:ordinary])
-        """The number that experts' parameters count from, in optimizers that keep them in groups of their own."""
+        first_expert = sum(len(g["params"]) for g in groups[:ordinary])
         self.groups = [
-            # The numbers of those groups begin at 0 again: without the shift they would be those of other parameters.
-            {**g, "params": [number + (self.experts_from if n >= ordinary else 0) for number in g["params"]]}
+            # The numbers of experts begin at 0 again: without the shift they would be those of other parameters.
+            {**g, "params": [number + (first_expert if n >= ordinary else 0) for number in g["params"]]}
             for n, g in enumerate(groups)
         ]
+        self.files = {at: _renumbered(tree, first_expert) for at, tree in files.items()}
+        self.first = self.files[min(files)]
         names = names_of_stage(
             self.groups,
             ordinary=ordinary,
@@ -211,6 +211,20 @@ class _StageOptimizer:
                 found=f"{list(shape)} of a parameter {list(local)}, on each rank",
                 hint=SCHEMA_HINT,
             ) from error
+
+
+def _renumbered(tree: Mapping[Any, Any], first: int) -> Mapping[Any, Any]:
+    """What a rank file holds, with experts counted from `first` on in each of its members.
+
+    In the file they follow the last of the other parameters that is in the member: one without states is in none.
+    """
+    made = dict(tree)
+    for key in ("base_state", "shape_info"):
+        offset = tree.get(f"ep_{key}_offset")
+        if offset is not None:
+            held = tree.get(key, {})
+            made[key] = {n + first - offset if type(n) is int and n >= offset else n: v for n, v in held.items()}
+    return made
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

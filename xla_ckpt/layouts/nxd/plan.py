@@ -79,6 +79,7 @@ class RankPlan:
         if not self.xser:
             return laying.shared(path, plain(tree), part, sharing)
         mine = position(sharing, self.mesh, self.rank)
+        among_experts = "edp" in sharing  # else each dp rank has a file, and so each expert-parallel rank
         tensors: list[tuple[str, RankTensor]] = []
 
         def reference(path: str) -> Reference:
@@ -93,7 +94,7 @@ class RankPlan:
         for tid, writer in enumerate(_dealt([t.nbytes for _, t in tensors], ranks)):
             leaf, tensor = tensors[tid]
             # What is no expert's lies with the expert-parallel rank 0 alone: that is where readers look for it.
-            if writer == mine and (self._at["ep"] == 0 or tensor.expert):
+            if writer == mine and (self._at["ep"] == 0 or tensor.expert or not among_experts):
                 name = f"tensor_{tid}"
                 lengths, sources, entries = laying.regions([(leaf, tensor)], sharing)
                 codec = TorchFile(
@@ -135,16 +136,17 @@ def _info(tensor: RankTensor) -> dict[str, Any]:
 def numbered(state: RankState) -> dict[str, Any]:
     """The optimizer's state as neuronx-distributed keeps it: by the running number of each parameter."""
     tree = state.parts[schema.OPTIMIZER]
-    names = [name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]]
-    number = {name: i for i, name in enumerate(names)}
+    parts = _parts(tree[schema.GROUPS], state.experts)
+    names = [[name for group in part for name in group[schema.PARAMS]] for part in parts]
+    number = {name: i for i, name in enumerate(name for part in names for name in part)}
     groups = []
-    for group in tree[schema.GROUPS]:
-        options = {k: v for k, v in group.items() if k != schema.PARAMS}
-        groups.append({**options, "params": [number[name] for name in group[schema.PARAMS]]})
+    for part, called in zip(parts, names, strict=True):
+        own = {name: i for i, name in enumerate(called)}
+        groups += [{**group, schema.PARAMS: [own[name] for name in group[schema.PARAMS]]} for group in part]
     others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
     if not state.zero1:
         return {"state": by_number(tree[schema.STATE], number), "param_groups": groups, **others}
-    made = {
+    made: dict[str, Any] = {
         "state": {},
         "param_groups": groups,
         "base_state": by_number(tree[schema.STATE], number),
@@ -152,15 +154,27 @@ def numbered(state: RankState) -> dict[str, Any]:
     }
     if schema.MASTER in tree:
         made["sharded_master_weights"] = by_number(tree[schema.MASTER], number)
+    if len(parts) > 1:
+        made |= {f"ep_{key}_offset": len(names[0]) for key in ("base_state", "shape_info")}
+        made |= {"ep_param_id_offset": 1, "ep_param_group_offset": len(parts[0])}
     return {**made, **others}
 
 
-def check_job(trees: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> None:
+def _parts(groups: Sequence[Mapping[str, Any]], experts: frozenset[str] | None) -> list[list[dict[str, Any]]]:
+    """The groups of each optimizer, ordinary parameters first: `NeuronEPZero1Optimizer` has another one for experts."""
+    if experts is None:
+        return [[*map(dict, groups)]]
+    return [
+        [{**g, schema.PARAMS: [name for name in g[schema.PARAMS] if (name in experts) is apart]} for g in groups]
+        for apart in (False, True)
+    ]
+
+
+def check_job(trees: Mapping[str, Any], *, zero1: bool) -> None:
     """Refuse a job that these files are not written for.
 
     Args:
         trees: Members of the state that is converted.
-        mesh: That of the job.
         zero1: Whether it deals out the rows of the optimizer's states.
 
     Raises:
@@ -173,5 +187,3 @@ def check_job(trees: Mapping[str, Any], mesh: Mesh, *, zero1: bool) -> None:
             found="zero1=False",
             hint="Leave zero1=False (--no-zero1) away, or convert to the native layout.",
         )
-    if zero1 and mesh.ep > 1:
-        raise UsageError("ZeRO-1 files with expert parallelism are not written: nothing in them tells experts")

@@ -57,7 +57,7 @@ def rewriting_of(stored: StoredState, to: Topology, name: str, *, xser: bool, ma
     has_masters = schema.MASTER in (trees.get(schema.OPTIMIZER) or {})
     dealt = deals_rows(manifest) or has_masters if to.zero1 is None else to.zero1
     target = NewJob(manifest=manifest, trees=trees, mesh=to.mesh, rules=to.rules, cuts=to.pipeline_cuts, zero1=dealt)
-    check_job(trees, to.mesh, zero1=dealt)
+    check_job(trees, zero1=dealt)
     doubts = target.doubts()
     if manifest.left_out and not xser:  # from xser files with master weights it reads no model at all
         doubts.append("neuronx-distributed, too, refuses a pt tag that lacks names of its model, unless strict=False")
