@@ -148,6 +148,7 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
     "job/mesh_source.py": "asks its parallel_state for the mesh, whatever the layout is",
     "layouts/llama_manifest.py": "hints at the names of its examples",
     "layouts/llama_names.py": "likewise",
+    "layouts/peft.py": "errors say what its adapters cannot be, and where it leaves their configuration",
     "layouts/registry.py": "the list of layouts",
     "plan/merge.py": "a hint at its attributes on parameters",
     "state/wrappers.py": "an attribute of its wrappers, by which they are told from others",
@@ -172,7 +173,7 @@ def test_only_its_own_package_knows_neuronx_distributed() -> None:
 
 def test_nobody_asks_which_layout_it_has() -> None:
     """What differs between layouts is a method or an attribute of theirs. Names are compared by the registry alone."""
-    names = {"native", "xser", "pt", "nxd", "safetensors", "dcp", "smp"}
+    names = {"native", "xser", "pt", "nxd", "safetensors", "peft", "dcp", "smp"}
     found = []
     for path in LIBRARY:
         for node in code_of(path):

@@ -126,8 +126,8 @@ def adapter_config(model: Any) -> dict[str, Any]:
             "nothing says by what the adapters are scaled",
             leaf=schema.weight(schema.LORA_CONFIG),
             expected=f"the configuration in the checkpoint, or in {CONFIG} beside it",
-            hint=f"neuronx-distributed writes {CONFIG} into its lora_save_dir: copy it into the directory of the tag's "
-            "directory, or save with this library, which stores the configuration with the adapters.",
+            hint=f"neuronx-distributed writes {CONFIG} into its lora_save_dir: copy it into the root, beside the tags. "
+            "This library stores it with the adapters.",
         )
     return {
         "peft_type": "LORA",
