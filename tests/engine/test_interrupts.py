@@ -120,18 +120,20 @@ def test_an_interruption_that_comes_too_late_waits_for_the_commit(
 def test_an_interruption_while_the_save_is_begun_leaves_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_save: bool
 ) -> None:
-    start = threading.Thread.start
-    left = iter([True, True])  # a person presses Ctrl-C twice
+    start, started = threading.Thread.start, []
 
     def starting(thread: threading.Thread) -> None:
         start(thread)
-        if thread.name.startswith("xla_ckpt-save") and next(left, False):
-            raise KeyboardInterrupt
+        if thread.name.startswith("xla_ckpt-save"):
+            started.append(thread)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # a person presses Ctrl-C twice
 
     monkeypatch.setattr(threading.Thread, "start", starting)
-    with pytest.raises(KeyboardInterrupt):
+    with raising(KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         xla_ckpt.save_checkpoint(tmp_path, "a", model_of(1.0), async_save=async_save)
-    assert next(left, None) is None
+    monkeypatch.undo()
+    assert len(started) == 1
     xla_ckpt.finalize_checkpoint()
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("xla_ckpt-save")] == []
     assert names_in(tmp_path) == []

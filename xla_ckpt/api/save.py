@@ -465,10 +465,10 @@ def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writ
 
 
 def finalize_checkpoint() -> None:
-    """Wait for all saves in flight, and free the memory that was kept for snapshots.
+    """Wait for all saves in flight, those of `xla_ckpt.dcp` too, and free the memory that was kept for snapshots.
 
     Raises:
-        CheckpointError: One of them failed, and nobody has been told yet.
+        CheckpointError: One of them failed, and nobody has been told yet. (Futures tell of those of `xla_ckpt.dcp`.)
     """
     try:
         SAVES.wait()

@@ -7,10 +7,9 @@ are this library's, and what fails on one rank is raised on all of them, as one 
 from __future__ import annotations
 
 import functools
-import logging
-import threading
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any, TypeVar
 
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.utils import _api_bc_check
 from xla_ckpt.arrays.registry import local_lanes
 from xla_ckpt.dcp.failures import one_error
 from xla_ckpt.dcp.groups import check_same, is_distributed, meeting, timeout_of
+from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
 from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
@@ -42,24 +42,12 @@ from xla_ckpt.job.process_group import check_ranks
 from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.storage.door import PathLike, full_path
-from xla_ckpt.storage.undisturbed import Undisturbed, undisturbed
-
-logger = logging.getLogger(__name__)
+from xla_ckpt.storage.undisturbed import Undisturbed
 
 CheckpointId = PathLike | None
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 _Storage = TypeVar("_Storage", StockReader, StockWriter)
-
-_lock = threading.Lock()
-_in_flight: dict[str, Future[Any]] = {}
-"""The last save in the background of each directory."""
-
-
-@functools.cache
-def _background() -> ThreadPoolExecutor:
-    """One thread for all saves in the background: on all ranks they talk to each other in the order of the calls."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="xla_ckpt-dcp")
 
 
 def _takes_storage_second(call: _Call) -> _Call:
@@ -103,16 +91,21 @@ def save(
     writer = _writer(storage_writer, checkpoint_id, replicas)
     path = _path_of(writer)
     _check(path, no_dist)
-    _wait_for(path)
+    wait_for(path)
     group = None
     with one_error("saving", SaveError, path):
         if is_distributed(no_dist):
             group = meeting(process_group, "call")
             check_same(_saving(path, writer), group)
     states, problem = _states(state_dict, _rank(group, no_dist), SaveError)
-    return _save(
-        states, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
-    )
+
+    def work() -> Metadata:
+        return _save(
+            states, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
+        )
+
+    rank, world = _rank(group, no_dist), _world(group, no_dist)
+    return DcpSave(path=path, writer=writer, rank=rank, world=world, save=work).run()[0]
 
 
 def async_save(
@@ -148,6 +141,7 @@ def async_save(
         CheckpointError: The state cannot be frozen, in a job of one process. In others the future of all ranks has the
             error.
     """
+    began = time.perf_counter()
     if async_checkpointer_type != AsyncCheckpointerType.THREAD:
         raise UsageError(
             "saves are done by a thread, not by a process",
@@ -157,7 +151,7 @@ def async_save(
     writer = _writer(storage_writer, checkpoint_id, replicas)
     path = _path_of(writer)
     _check(path, no_dist)
-    _wait_for(path)
+    wait_for(path)
     distributed = is_distributed(no_dist)
     with one_error("saving", SaveError, path):
         group = meeting(process_group, "background") if distributed else None
@@ -173,27 +167,20 @@ def async_save(
         except Exception as error:
             # The other ranks have begun the save: it takes place, and all of them hear of the error.
             problem = as_checkpoint_error(error, "staging", _rank(group, no_dist), path=path)
-    if problem is not None and not (distributed and dist.get_world_size(group) > 1):
+    if problem is not None and _world(group, no_dist) == 1:
         raise problem
 
     def work() -> Metadata:
-        try:
-            ready = staged.result() if isinstance(staged, Future) else staged
-            if distributed:
-                with one_error("saving", SaveError, path):
-                    check_same(_saving(path, writer), group)
-            return _save(
-                ready, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
-            )
-        except BaseException as error:
-            logger.error("the save of %s in the background failed: %s", path, error)  # noqa: TRY400  # it says all
-            raise
+        ready = staged.result() if isinstance(staged, Future) else staged
+        if distributed:
+            with one_error("saving", SaveError, path):
+                check_same(_saving(path, writer), group)
+        return _save(
+            ready, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
+        )
 
-    with undisturbed():  # half started, its thread would keep the process from ending, or the next save from waiting
-        done: Future[Metadata] = _background().submit(work)
-        if path is not None:
-            with _lock:
-                _in_flight[path] = done
+    rank, world, stall = _rank(group, no_dist), _world(group, no_dist), time.perf_counter() - began
+    done = in_background(DcpSave(path=path, writer=writer, rank=rank, world=world, save=work, stall=stall))
     if not isinstance(staged, Future):
         return done
     staging: Future[None] = Future()
@@ -240,7 +227,7 @@ def load(
         reader = _given(storage_reader, checkpoint_id)
     path = _path_of(reader)
     _check(path, no_dist)
-    _wait_for(path)
+    wait_for(path)
     distributed = is_distributed(no_dist)
     group = None
     with one_error("loading", LoadError, path):
@@ -266,7 +253,7 @@ def load(
             if isinstance(reader, StorageReader):
                 reader.close()
         mine = _install(state_dict, states, _rank(group, no_dist))
-        if distributed and dist.get_world_size(group) > 1:
+        if _world(group, no_dist) > 1:
             problems: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(problems, None if mine is None else mine.to_json(), group)
             first = next((p for p in problems if p is not None), None)
@@ -430,6 +417,10 @@ def _rank(group: Any, no_dist: bool) -> int:
     return dist.get_rank(group) if is_distributed(no_dist) else 0
 
 
+def _world(group: Any, no_dist: bool) -> int:
+    return dist.get_world_size(group) if is_distributed(no_dist) else 1
+
+
 def _check(path: str | None, no_dist: bool) -> None:
     """Refuse calls of ranks that cannot meet: each would take itself for the whole job, and the last one would win."""
     if no_dist:
@@ -439,14 +430,6 @@ def _check(path: str | None, no_dist: bool) -> None:
     except UsageError as error:
         error.at(path=path)
         raise
-
-
-def _wait_for(path: str | None) -> None:
-    """Wait for a save in the background into the same directory. Who has its future hears of its error."""
-    with _lock:
-        earlier = None if path is None else _in_flight.pop(path, None)
-    if earlier is not None:
-        earlier.exception()
 
 
 def _pass_on(to: Future[None], staged: Future[Any]) -> None:

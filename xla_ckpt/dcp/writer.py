@@ -31,6 +31,7 @@ from xla_ckpt.arrays.torch_host import dtype_of
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ
+from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
 from xla_ckpt.errors import (
@@ -135,6 +136,12 @@ class StorageWriter(Named, StockWriter):
     _draft: replacement.Replacement | None = None
     _fate: Round | None = None
     _forget: weakref.finalize[..., Any] | None = None
+    phases: Phases | None = None
+    """Where the time of this rank's writing goes."""
+    nbytes = 0
+    """Bytes of tensors that this rank has written in this save."""
+    files = 0
+    """Files with tensors that this rank has written in this save."""
 
     def __init__(
         self,
@@ -198,6 +205,7 @@ class StorageWriter(Named, StockWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.abandon()
         self._fate = None
+        self.nbytes = self.files = 0
         self._rank = kwargs.get("rank")
         if not kwargs.get("use_collectives", True):
             raise UsageError(
@@ -355,7 +363,9 @@ class StorageWriter(Named, StockWriter):
             for i, (offset, nbytes) in zip(members, codec.spans, strict=True):
                 results.append(_result(items[i].index, path, offset, nbytes))
         memory = {(str(i), 0): shard.data for i, shard in enumerate(shards)}
-        records = write_files(directory, FilePlans(tuple(plans)), memory, workers=self.num_workers).files
+        files = FilePlans(tuple(plans))
+        records = write_files(directory, files, memory, workers=self.num_workers, phases=self.phases).files
+        self.nbytes, self.files = files.nbytes, len(records)
         return results, list(records)
 
     def _held(

@@ -7,14 +7,14 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save import Save
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
 from xla_ckpt.job.call import leave
 from xla_ckpt.snapshot.freezing import Freezing
+from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.orbax_import import ORBAX
 
@@ -28,26 +28,44 @@ MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
 """Errors of the program, which fail every save and not this one alone. They are raised in any case."""
 
 
+class InFlight(Protocol):
+    """What the thread of a save runs."""
+
+    @property
+    def freezing(self) -> Freezing | None:
+        """When the program may write to what is saved; None if it may at once."""
+
+    def run(self) -> SaveReport:
+        """Do all of it.
+
+        Raises:
+            CheckpointError: It failed.
+        """
+
+    def release(self) -> None:
+        """Let go of what is saved. It was not run."""
+
+    def tidy(self) -> None:
+        """Remove what it left behind, now that the outcome is known."""
+
+
 class SaveHandle:
     """A save that may still be in flight."""
 
-    def __init__(self, path: str, tag: str, cancellation: Cancellation) -> None:
+    def __init__(self, path: str, tag: str, cancellation: Cancellation, *, told: bool = False) -> None:
         self._cancellation = cancellation
         self._freezing: Freezing | None = None
         self.path = path
         """Root directory."""
         self.tag = tag
-        self._begun = threading.Lock()
-        """Who has it runs the save. Nobody gives it back."""
-        self._go = threading.Event()
-        """The caller is ready for the save to run beside it."""
         self._settled = threading.Event()
         """The outcome is known."""
         self._tidied = threading.Event()
         """What the save left behind is removed."""
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._told = False
+        self._told = told
+        """Whether somebody has heard of the error, or will hear of it elsewhere."""
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -121,7 +139,6 @@ class SaveHandle:
         too_late = False
         while not self.done():
             try:
-                self._go.set()  # the exception may have come before the thread of the save was told to go on
                 if self._cancellation.request(cause):
                     self._told = True  # the caller has the cause, and nobody else is to be told of it
                     return
@@ -142,11 +159,16 @@ class SaveHandle:
         self._join()
         return report
 
+    @property
+    def _untold(self) -> bool:
+        return self._error is not None and not self._told
+
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
         self._tidied.wait()
         assert self._thread is not None
-        self._thread.join()
+        with undisturbed():  # Python takes a thread for ended when a signal handler interrupts who joins it
+            self._thread.join()
 
     @property
     def report(self) -> SaveReport | None:
@@ -181,23 +203,19 @@ class Saves:
             return error
         return None
 
-    def start(self, handle: SaveHandle, save: Save, on_error: OnError = "raise") -> None:
-        """Run a save in the background, unless `handle` has one already. The caller has the `turn`.
-
-        What a signal handler raises meanwhile is raised when the save has begun.
+    def start(self, handle: SaveHandle, save: InFlight, on_error: OnError = "raise") -> None:
+        """Run a save in the background. What a signal handler raises meanwhile is raised when it has begun.
 
         Args:
-            handle: Of the save.
+            handle: Of the save, which has not begun.
             save: Is run.
             on_error: Hears of its error before all others.
         """
+        go = threading.Event()
 
         def work() -> None:
-            if not handle._begun.acquire(blocking=False):
-                return  # the start was interrupted, and done again
             # A fresh thread holds the interpreter lock for its whole slice (5 ms); this one lets its caller go first.
-            handle._go.wait()
-            handle._thread = threading.current_thread()
+            go.wait()
             try:
                 handle._report = save.run()
             except BaseException as error:
@@ -206,44 +224,45 @@ class Saves:
                 handle._error = error
             finally:
                 handle._settled.set()
-                save.tidy()
-                handle._tidied.set()
+                try:
+                    save.tidy()
+                finally:
+                    handle._tidied.set()
 
-        interruption: BaseException | None = None
-        while not handle._go.is_set():
+        # Not a daemon: the interpreter must not end under a save.
+        thread = threading.Thread(target=work, name=f"xla_ckpt-save-{handle.tag}", daemon=False)
+        with undisturbed():
             try:
-                handle._freezing = handle._freezing or save.freezing
-                # Not a daemon: the interpreter must not end under a save.
-                threading.Thread(target=work, name=f"xla_ckpt-save-{save.tag}", daemon=False).start()
-                with self._lock:
-                    self._latest[handle.path] = handle
-                handle._go.set()
-            except BaseException as error:
-                if type(error) is RuntimeError and handle._begun.acquire(blocking=False):
-                    save.release()  # no further thread is to be had
-                    raise
-                interruption = error
-        if interruption is not None:
-            raise interruption
+                thread.start()
+            except RuntimeError:  # no further thread is to be had
+                save.release()
+                raise
+            handle._thread, handle._freezing = thread, save.freezing
+            with self._lock:
+                self._latest[handle.path] = handle
+            go.set()
 
-    def wait(self, path: str | None = None) -> None:
-        """Wait for the save in flight on `path` (None: on all paths).
-
-        Raises:
-            CheckpointError: It failed, and nobody has been told yet.
-        """
+    def settle(self, path: str | None = None) -> list[SaveHandle]:
+        """Wait for the save in flight on `path` (None: on all paths); those that failed, and nobody has been told."""
         with self._lock:
             handles = [h for p, h in self._latest.items() if path is None or p == path]
         for handle in handles:
             handle._join()
             with self._lock:
-                if self._latest.get(handle.path) is handle:
+                if self._latest.get(handle.path) is handle and not handle._untold:
                     del self._latest[handle.path]
-        untold = [h for h in handles if h._error is not None and not h._told]
+        return [handle for handle in handles if handle._untold]
+
+    def wait(self, path: str | None = None) -> None:
+        """As `settle`.
+
+        Raises:
+            CheckpointError: One of them failed, and nobody has been told yet. The errors of others are logged.
+        """
+        untold = self.settle(path)
+        for other in untold[1:]:
+            logger.error("the save of tag %s in %s failed: %s", other.tag, other.path, other.error)
         if untold:
-            for other in untold[1:]:
-                logger.error("the save of tag %s in %s failed: %s", other.tag, other.path, other._error)
-                other._told = True
             untold[0].result()
 
     def at_exit(self) -> None:

@@ -54,7 +54,8 @@ LISTENERS = Listeners()
 def on_report(function: Listener) -> Callable[[], None]:
     """Have a function called with the report of each save and each load of this process, when it is done.
 
-    Those of `xla_ckpt.dcp`, conversions and exports have no reports, and are not told.
+    Saves by `xla_ckpt.dcp` are told, too: their `path` is the directory above the checkpoint, and `tag` is its name.
+    Loads by it, conversions and exports have no reports.
 
     A `SaveReport` comes from the thread of the save, before `handle.result()` returns; a `LoadReport` from the thread
     that loads. What failed is reported, too: then `report.error` says why. Each rank hears of its own part. What the
