@@ -75,7 +75,7 @@ def test_a_rank_that_is_lost_or_fails(case: Case, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_rank_is_lost_when_rank_0_has_committed_a_checkpoint_of_dcps(tmp_path: Path) -> None:
     """torch's last collective fails on rank 0, and has reached other ranks: the checkpoint is there, and all say so."""
-    outcome = outcome_of(Case("dcp.save", 2, STOPPED, 4, "dp=3", SHORT), tmp_path / "root")
+    outcome = outcome_of(Case("dcp.save", 2, STOPPED, 5, "dp=3", SHORT), tmp_path / "root")
     assert outcome.happened
     assert outcome.wrong == []
     assert [(told["self"], told["error"]) for told in outcome.told if told["self"] != 2] == [(0, None), (1, None)]

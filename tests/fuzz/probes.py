@@ -82,6 +82,10 @@ def fingerprint(value: Any) -> str:
             held.update(f"{type(value)}{len(value)}".encode())
             for member in value:
                 visit(member)
+        elif isinstance(value, torch.Generator):  # its repr is an address
+            visit(value.get_state())
+        elif isinstance(value, int):
+            held.update(f"{type(value)}{value:x}".encode())  # Python refuses to write long ones in decimals
         else:
             held.update(f"{type(value)}{value!r}".encode())
 

@@ -290,7 +290,7 @@ def incompatible(
         hints.append(named)
     if fits and optional:
         hints.append("strict=False loads what fits.")
-    nothing = "" if fits or not optional else ", and no array of it fits (strict=False would load nothing)"
+    nothing = "" if fits or not optional else ", and no array of it fits"
     return IncompatibleCheckpointError(
         f"the checkpoint does not fit the target: {count}{nothing}; nothing was changed",
         hint=" ".join(hints) or None,
