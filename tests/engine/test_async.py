@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +207,36 @@ def test_the_save_in_flight_survives_the_end_of_the_program(tmp_path: Path, endi
 
 def stored_model(root: Path) -> float:
     return float(xla_ckpt.restore(root).tree["model"]["w"].mean())
+
+
+def forks_while_a_save_is_in_flight(root: Path) -> int:
+    """The exit code of the child, which has nothing to wait for."""
+    xla_ckpt.save(root, "first", {"w": torch.ones(1)})  # loads orbax
+    opened, write = threading.Event(), engine_save.write_files
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        opened.wait()
+        return write(*args, **kwargs)
+
+    engine_save.write_files = waiting
+    xla_ckpt.save(root, "a", {"w": torch.ones(1)}, async_save=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jax warns of the fork
+        child = os.fork()
+    if not child:
+        sys.exit(3)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    opened.set()
+    return code
+
+
+def test_a_forked_child_does_not_wait_for_the_saves_of_its_parent(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from tests.engine import test_async; "
+    code += "print(test_async.forks_while_a_save_is_in_flight(Path(sys.argv[1])))"
+    process = bear(Program(code, (str(tmp_path),)), end="as python")
+    out, err = process.communicate(120)
+    assert out.split()[-1] == "3", err
+    assert xla_ckpt.list_tags(tmp_path) == ["first", "a"]
 
 
 def cannot_write(*args: Any, **kwargs: Any) -> None:

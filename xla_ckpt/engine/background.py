@@ -165,8 +165,9 @@ class SaveHandle:
 
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
-        self._tidied.wait()
         assert self._thread is not None
+        if self._thread.is_alive():  # not so in a forked child, where nobody sets the event any more
+            self._tidied.wait()
         with undisturbed():  # Python takes a thread for ended when a signal handler interrupts who joins it
             self._thread.join()
 
