@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.layouts.gold import Gold, Target, stage_of
 from tests.layouts.references import whole
 from tests.layouts.same import as_theirs
 from tests.layouts.test_nxd_layouts import rank_file
-from tests.layouts.writing import LAYOUTS
+from tests.layouts.writing import LAYOUTS, as_job
 from xla_ckpt import Mesh
 
 GOLD = "tp2_dp2_fused3_tied__xser_sync"
@@ -135,6 +136,59 @@ def test_a_tie_that_came_apart_stays_two(tmp_path: Path, caplog: pytest.LogCaptu
     tree = xla_ckpt.restore(tmp_path / "ours").tree["model"]
     assert [tree[f"{n}.weight"][0, 0].item() for n in ("embed", "head")] == [0, 7]
     assert "model/embed.weight and model/head.weight are one parameter of the model" in caplog.text
+
+
+def stage(names: tuple[str, ...]) -> tuple[Any, Any]:
+    """What a stage of a pipeline has, and its optimizer."""
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(2, 2, bias=False) for n in names})
+    return model, torch.optim.AdamW(model.parameters())
+
+
+STAGES = (NAMES[:2], NAMES[2:])
+
+
+def states(model: Any, optimizer: Any) -> dict[str, list[list[float]]]:
+    """The values of each weight, and those of its state."""
+    return {
+        n.removesuffix(".weight"): [p.unique().tolist(), optimizer.state[p]["exp_avg"].unique().tolist()]
+        for n, p in model.named_parameters()
+    }
+
+
+def test_stages_with_a_name_each_share_what_was_one_parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files have one state, and do not say whose it is: that the weights are equal does."""
+    written(tmp_path, 0.0)
+    stages = [stage(names) for names in STAGES]
+    as_job(monkeypatch, Mesh(pp=2), "load", lambda rank: xla_ckpt.load_checkpoint(tmp_path, "a", *stages[rank]).report)
+    want = {"embed": [[0], [0]], "mid": [[1], [10]], "last": [[2], [20]], "head": [[0], [0]]}
+    assert states(*stages[0]) | states(*stages[1]) == want
+
+
+def is_refused(monkeypatch: pytest.MonkeyPatch, root: Path, names: Sequence[tuple[str, ...]]) -> None:
+    """No stage of a pipeline loads a tag, since its numbers may mean other parameters."""
+    stages = [stage(own) for own in names]
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="its groups are not those of this optimizer"):
+        as_job(monkeypatch, Mesh(pp=2), "load", lambda rank: xla_ckpt.load_checkpoint(root, "a", *stages[rank]).report)
+
+
+@pytest.mark.parametrize(("last", "head"), [(1.0, 0.0), (2.0, 7.0)], ids=["two pairs are equal", "none is"])
+def test_stages_do_not_share_a_state_that_may_be_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float, head: float
+) -> None:
+    written(tmp_path, head)
+    values = zip(NAMES, (0.0, 1.0, last, head), strict=True)
+    rank_file(tmp_path / "a/model", {f"{name}.weight": torch.full((2, 2), value) for name, value in values})
+    is_refused(monkeypatch, tmp_path, STAGES)
+
+
+def test_weights_that_were_left_out_are_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stage(("embed", "head"))[0]
+    model["head"].weight = model["embed"].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, optimizer, layout="xser")
+    for file in as_theirs(tmp_path / "a").glob("model/*.tensors/*"):
+        file.unlink()
+    is_refused(monkeypatch, tmp_path, [("embed",), ("head",)])
 
 
 LEFT_OUT = "model/model.rotary_emb.inv_freq"

@@ -90,7 +90,15 @@ def test_every_rank_of_another_mesh_gets_its_part(case: str, mesh: Mesh, monkeyp
         assert target.differences() == [], rank
 
 
-@pytest.mark.parametrize("case", ["tp2_pp2_dp2_z1m__xser_sync", "tp2_dp2_z1__xser_sync", "tp2_pp2_dp1__pt_sync"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tp2_pp2_dp2_z1m__xser_sync",
+        "tp2_dp2_z1__xser_sync",
+        "tp2_pp2_dp1__pt_sync",
+        "tp2_dp2_fused3_tied__xser_sync",  # whose stages have a name each of one weight
+    ],
+)
 def test_pipeline_stages_tell_each_other_their_names(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gold, mesh = Gold(case, "step_40"), Mesh(pp=2, tp=2)
     solo, bad = Solo(0, mesh.size), {}

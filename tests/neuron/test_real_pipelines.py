@@ -45,8 +45,8 @@ def test_a_pipeline_goes_on_without_stages_and_back(run: tuple[Path, list[Any]],
         assert len(rank) == 5 + 2
         for name, row in rank.items():
             assert row == pytest.approx(means, rel=1e-5), name
-    # Not from neuronx-distributed's own files of one stage: its pipeline does not know which of its names were one.
-    back = [["ours", str(tmp_path / "one/ours"), tag] for tag in ("pt", "xser")]
+    # In these files the weight that both stages have is one parameter.
+    back = [["ours", str(tmp_path / "one" / who), tag] for who, tag in KINDS]
     got = run_on_nxd(pipelines.resumes, 4, 4, 1, 2, back, tmp_path / "back", timeout=600)
     for rank, want in enumerate(losses):
         assert {name: row for name, row in got[rank].items() if row != want} == {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 
 def stage_of(rank: int, stages: int) -> int:
     """The pipeline stage of a rank."""
     from neuronx_distributed.parallel_layers import parallel_state as ps
 
     ps.initialize_model_parallel(pipeline_model_parallel_size=stages)
+    torch.distributed.barrier()  # rank 0 has the store, without which another rank cannot make its groups
     return ps.get_pipeline_model_parallel_rank()
 
 

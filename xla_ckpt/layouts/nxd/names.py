@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
@@ -65,6 +66,43 @@ def names_of_stage(
             whole = wanted.hint(name).shape
             _check_shape(number, name, shapes.get(number), next(iter(copies.values())).shape, whole)
     return found
+
+
+def with_ties(
+    wanted: Hints,
+    count: int,
+    model: Mapping[str, Mapping[Any, StoredTensor]],
+    same: Callable[[Mapping[Any, StoredTensor], Mapping[Any, StoredTensor]], bool],
+) -> Hints:
+    """What a pipeline says, with one name for each weight that is one parameter of the stored optimizer.
+
+    Stages that share a weight may each have a name for it, and do not know of each other's. In the files of one stage
+    such a weight is one parameter, and the model has it under all of its names. So matrices that are equal are taken
+    for one, if there are then as many parameters as are stored. Vectors often are equal: biases are zeros at first.
+
+    Args:
+        wanted: What the program says.
+        count: Number of the stored parameters of this stage.
+        model: The stage's own model, by name.
+        same: Whether the tensors of two names are stored and are equal on all ranks.
+    """
+    groups = wanted.groups or ()
+    here = [name for names in groups for name in names if name in model]
+    if wanted.mesh.pp == 1 or len(here) <= count:
+        return wanted
+    matrices = [name for name in here if len(next(iter(model[name].values())).shape) > 1]
+    first: dict[str, str] = {}
+    for i, name in enumerate(matrices):
+        equal = (earlier for earlier in matrices[:i] if same(model[earlier], model[name]))
+        if (earlier := next(equal, None)) is not None:
+            first[name] = earlier
+    if len(here) - len(first) != count:
+        return wanted
+    # The state is wanted under the name that this rank has.
+    called = {
+        earlier: name for name, earlier in first.items() if name in wanted.arrays and earlier not in wanted.arrays
+    }
+    return replace(wanted, groups=[[called.get(n, n) for n in names if n not in first] for names in groups])
 
 
 def _zipped(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[Any]]) -> dict[int, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
 from xla_ckpt.layouts.nxd.arrays import as_stored, check_rows, resolve
 from xla_ckpt.layouts.nxd.copies import in_common
-from xla_ckpt.layouts.nxd.names import names_of_stage
+from xla_ckpt.layouts.nxd.names import names_of_stage, with_ties
 from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor
 from xla_ckpt.layouts.nxd.state import ScannedState, Stage, Trees
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
@@ -72,7 +72,7 @@ class _StageOptimizer:
         names = names_of_stage(
             self.groups,
             ordinary=ordinary,
-            wanted=state.wanted,
+            wanted=with_ties(state.wanted, sum(len(g["params"]) for g in groups), self.model.copies, state.same),
             model=self.model.copies if state.stages else None,
             shapes={number: self.local_shape(number) for g in self.groups for number in g["params"]},
             is_expert=self.is_expert,

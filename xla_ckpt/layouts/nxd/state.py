@@ -116,6 +116,14 @@ class ScannedState:
                 (tied if self._same(stored[first], stored[name]) else apart)[name] = first
         return tied, apart
 
+    def same(self, one: Copies, other: Copies) -> bool:
+        """Whether the tensors of two names are stored, and are equal on every rank.
+
+        Raises:
+            CorruptCheckpointError: A file holds another tensor.
+        """
+        return self._same(one, other) and not any(map(self._is_missing, one.values()))
+
     def _same(self, one: Copies, other: Copies) -> bool:
         """Whether the tensors of two names are equal on every rank, or none of their files was written."""
         if one.keys() != other.keys():
