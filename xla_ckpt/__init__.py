@@ -12,6 +12,7 @@
 - `repair`: gives a tag that was saved with ``parity=`` back the bytes that it has lost.
 - `delete_tag`, `pin_tag`, `unpin_tag`: which tags are kept.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: what differs between two tags.
+- `register_layout`, `Layout`: a layout of one's own (docs/adding-a-layout.md).
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
 - `PreemptionGuard`: the step at which all ranks save when the job is told to end.
 - `SaveHandle` (`handle.result()`, `handle.report`) and `finalize_checkpoint`: saves in flight.
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import InvalidTagError as InvalidTagError
     from xla_ckpt.errors import LoadError as LoadError
     from xla_ckpt.errors import NoCheckpointError as NoCheckpointError
+    from xla_ckpt.errors import NotAFileError as NotAFileError
     from xla_ckpt.errors import NotDurableError as NotDurableError
     from xla_ckpt.errors import RankFailedError as RankFailedError
     from xla_ckpt.errors import RemoteError as RemoteError
@@ -79,6 +81,8 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
     from xla_ckpt.errors import UsageError as UsageError
     from xla_ckpt.job.mesh_source import add_mesh_source as add_mesh_source
+    from xla_ckpt.layouts.base import Layout as Layout
+    from xla_ckpt.layouts.registry import register_layout as register_layout
     from xla_ckpt.plan.explain import Explanation as Explanation
     from xla_ckpt.sharding.mesh import Mesh as Mesh
     from xla_ckpt.state.per_rank import PerRank as PerRank
@@ -120,6 +124,7 @@ _HOMES = {
         "InvalidTagError",
         "LoadError",
         "NoCheckpointError",
+        "NotAFileError",
         "NotDurableError",
         "RankFailedError",
         "RemoteError",
@@ -131,6 +136,8 @@ _HOMES = {
         "UntrustedObjectError",
         "UsageError",
     ),
+    "layouts.base": ("Layout",),
+    "layouts.registry": ("register_layout",),
     "sharding.mesh": ("Mesh",),
     "plan.explain": ("Explanation",),
 }

@@ -10,7 +10,7 @@ FINALIZE = "Saves in flight are kept by the library: nxd.finalize_checkpoint() w
 TAGS = "xla_ckpt.list_tags, latest_tag and has_checkpoint say what a directory holds."
 PATH = "Checkpoints are directories of a file system: give their path."
 MOUNT = "Mount the bucket, or copy the directory from and to it."
-CONVERT = "xla-ckpt convert changes topology and layout, and xla-ckpt export --hf writes Hugging Face's files."
+CONVERT = "xla-ckpt convert changes topology and layout, and xla-ckpt export writes Hugging Face's files."
 NO_STAGES = "It is for pipeline stages, which models here are not divided into."
 JOIN_LOGITS = "Join the logits (gather_output=True), and call torch's own cross_entropy."
 KERNELS = "They are for Trainium: use torch's own operations here."

@@ -111,11 +111,6 @@ def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **tp_c
         part.__dict__[_TENSOR_PARALLEL] = {"enabled": bool(enabled), **tp_config}
 
 
-def is_noted_tensor_parallel(module: torch.nn.Module) -> bool:
-    """Whether `tensor_parallelism` or `set_tensor_parallelism` noted it."""
-    return bool(module.__dict__.get(_TENSOR_PARALLEL, {}).get("enabled"))
-
-
 def model_creation(
     tensor_parallelism: bool = False,
     dtype: torch.dtype | None = None,

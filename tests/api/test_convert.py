@@ -287,7 +287,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path / "b"), "--mesh", "tp=2", *like]) == 0
     assert main(["show", str(tmp_path / "b"), *like]) == 0
     assert main(["verify", str(tmp_path / "b")]) == 0
-    assert main(["export", str(tmp_path / "b"), str(tmp_path / "hf"), "--hf", *like]) == 0
+    assert main(["export", str(tmp_path / "b"), str(tmp_path / "hf"), *like]) == 0
     back, original = everything(tmp_path / "c", "a"), everything(tmp_path, "a")
     assert not list(differences(original["model"], back["model"], order=False))
     assert not list(differences(original["optimizer"], back["optimizer"], order=False))

@@ -41,7 +41,7 @@ def test_one_file(tmp_path: Path, model: torch.nn.Module) -> None:
 
 def test_several_files_and_an_index(tmp_path: Path, model: torch.nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
     xla_ckpt.save_checkpoint(tmp_path / "ckpt", "a", model)
-    arguments = ["export", str(tmp_path / "ckpt"), str(tmp_path / "new" / "hf"), "--hf", "--max-shard-size", "5kB"]
+    arguments = ["export", str(tmp_path / "ckpt"), str(tmp_path / "new" / "hf"), "--max-shard-size", "5kB"]
     assert main(arguments) == 0
     assert "as 3 files in" in capsys.readouterr().out.replace("\n", " ")
     index = json.loads((tmp_path / "new" / "hf" / "model.safetensors.index.json").read_text())

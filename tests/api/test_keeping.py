@@ -20,7 +20,7 @@ from xla_ckpt.tags.directory import entries
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for step in range(3):
-        xla_ckpt.save(tmp_path, f"step_{step}", {"w": torch.full((1000,), float(step))})
+        xla_ckpt.save(tmp_path, f"step_{step}", {"w": torch.full((1000,), float(step))}).tidied()
     return tmp_path
 
 

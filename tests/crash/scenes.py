@@ -216,11 +216,10 @@ def _dcp_saves_later(root: Path) -> None:
 
 
 def _commands(*words: str) -> Callable[[Path], None]:
-    """A call of the command line, with ROOT for the directory."""
+    """A call of the command line, with ROOT for the directory. Its clock begins when its modules are there."""
+    from xla_ckpt.cli.main import main
 
     def run(root: Path) -> None:
-        from xla_ckpt.cli.main import main
-
         said, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
             PROGRAM.code = main([word.replace("ROOT", str(root)) for word in words])

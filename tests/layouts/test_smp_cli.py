@@ -83,7 +83,7 @@ def test_converted_and_exported(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["convert", str(path), str(tmp_path / "one.pt"), "--to", "torch", *like]) == 0
     state = torch.load(tmp_path / "one.pt")
     assert all(torch.equal(state["model"][name], value) for name, value in job.weights.items())
-    assert main(["export", str(path), str(tmp_path / "hf"), "--hf", *like]) == 0
+    assert main(["export", str(path), str(tmp_path / "hf"), *like]) == 0
     exported = safetensors.torch.load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in job.weights.items())
     capsys.readouterr()

@@ -19,7 +19,7 @@ from tests.layouts.writing import as_job, as_kwargs, save_as_job, toy
 from tests.topology.state import WHOLE, differences, known, whole
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
-from xla_ckpt.layouts.registry import converted, register, saved
+from xla_ckpt.layouts.registry import converted, register_layout, saved
 
 CUTS = ["layers.0"]
 
@@ -54,7 +54,7 @@ def ask(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
 def test_it_is_a_layout_like_the_others(layout: Npy, tmp_path: Path) -> None:
     assert "toy" in saved()
     with pytest.raises(xla_ckpt.UsageError, match="a name of its own"):
-        register(layout)
+        register_layout(layout)
     with pytest.raises(xla_ckpt.UsageError, match="no such layout"):
         xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, layout="toys")
 

@@ -25,7 +25,7 @@ from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, Unsupported
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
-from xla_ckpt.layouts.registry import register, unregister
+from xla_ckpt.layouts.registry import register_layout, remove_layout
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
 from xla_ckpt.plan.hints import Hints
@@ -193,8 +193,8 @@ def scan(directory: Directory, tag: str) -> Manifest:
 @contextlib.contextmanager
 def registered() -> Iterator[Npy]:
     """The layout, known to the library as long as the block runs."""
-    layout = register(Npy())
+    layout = register_layout(Npy())
     try:
         yield layout
     finally:
-        unregister(layout)
+        remove_layout(layout)

@@ -131,11 +131,6 @@ class Adapters:
         return adapter
 
 
-def adapter_of(value: Any) -> ArrayAdapter | None:
-    """The adapter of a single array; None for anything else."""
-    return Adapters().of(value)
-
-
 def array_kind(value: Any) -> str | None:
     """The kind of a single array, as the skeleton names it; None for anything else."""
     return Adapters().kind(value)

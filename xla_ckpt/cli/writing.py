@@ -18,11 +18,6 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("destination", metavar="DST", help="directory to make")
     parser.add_argument(
-        "--hf",
-        action="store_true",
-        help="as Hugging Face safetensors: the default, and what there is so far; with --config also by its names",
-    )
-    parser.add_argument(
         "--dtype", choices=FLOATING, help="element type of all floating-point arrays (default: as stored)"
     )
     options.add_tag(parser)

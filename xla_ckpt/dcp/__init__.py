@@ -71,7 +71,7 @@ __all__ = [
 ]
 
 _INSTEAD = {
-    "HuggingFaceStorageWriter": "xla_ckpt.export_hf, or xla-ckpt export --hf, which write Hugging Face's directories",
+    "HuggingFaceStorageWriter": "xla_ckpt.export_hf, or xla-ckpt export, which write Hugging Face's directories",
     "QuantizedHuggingFaceStorageReader": "torch.distributed.checkpoint.QuantizedHuggingFaceStorageReader",
     "format_utils": "xla-ckpt convert, which converts from and to DCP and torch.save",
     "load_sharded_optimizer_state_dict": "load, with dcp.state_dict.get_optimizer_state_dict",

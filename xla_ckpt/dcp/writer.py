@@ -61,6 +61,7 @@ from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.storage.door import PathLike, above, is_working_directory
+from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags import replacement
 from xla_ckpt.tags.directory import is_ours
 
@@ -169,9 +170,10 @@ class StorageWriter(Named, StockWriter):
 
     def abandon(self) -> None:
         """Remove what a save has written that was not committed."""
-        if self._forget is not None:
-            self._forget()
-        self._draft = self._forget = None
+        with undisturbed():
+            if self._forget is not None:
+                self._forget()
+            self._draft = self._forget = None
 
     def ended(self, error: CheckpointError, seconds: float) -> None:
         """Find out how a save ended in which a collective failed: returns if it committed.
@@ -224,9 +226,10 @@ class StorageWriter(Named, StockWriter):
         store, name = self._place()
         with storage_errors("beginning a save", path=self._path), naming(path=self._path):
             self._check_target(store, name)
-            self._draft = replacement.begin(store, name)
-        # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
-        self._forget = weakref.finalize(self, replacement.abandon, self._draft)
+            with undisturbed():  # what a signal handler raises comes when somebody can remove the draft
+                self._draft = replacement.begin(store, name)
+                # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
+                self._forget = weakref.finalize(self, replacement.abandon, self._draft)
         draft, fate = self._draft.directory.name, f"dcp/{self.save_id}"
         self._fate = _round(fate, len(plans))
         return [

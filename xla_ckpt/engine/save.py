@@ -115,7 +115,8 @@ class Part:
 
     def types(self, which: Callable[[str], bool]) -> dict[str, tuple[str, tuple[int, ...], Any]]:
         """(dtype, global shape, spec) of some leaves, by leaf path."""
-        return {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in self.leaves if which(leaf.path)}
+        with collector_paused():
+            return {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in self.leaves if which(leaf.path)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

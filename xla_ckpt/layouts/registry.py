@@ -53,7 +53,7 @@ _layouts: list[Layout] = [
 """One object for each layout. To add one is a line here, or a call of `register`."""
 
 
-def register(layout: L) -> L:
+def register_layout(layout: L) -> L:
     """Add a layout; from now on it is found, opened, written and converted like the others.
 
     Raises:
@@ -68,7 +68,7 @@ def register(layout: L) -> L:
     return layout
 
 
-def unregister(layout: Layout) -> None:
+def remove_layout(layout: Layout) -> None:
     """Undo `register`."""
     _layouts.remove(layout)
 

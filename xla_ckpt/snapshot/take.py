@@ -75,8 +75,8 @@ class Snapshot:
         return self.sampled | _samples(self.unsampled, self.loose)
 
     def watch(self, leaf: str, shard: HostShard) -> None:
-        """Begin to watch memory that another thread of the program may write to."""
-        if shard.version is not None and not shard.immutable:
+        """Begin to watch memory that another thread may write to. What is small is copied in an instant."""
+        if shard.nbytes > SMALL_BYTES and shard.version is not None and not shard.immutable:
             self.watched.append((leaf, shard.version, shard.version()))
 
     def end_watch(self) -> None:

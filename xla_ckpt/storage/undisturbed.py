@@ -23,6 +23,8 @@ class Undisturbed:
     def __init__(self) -> None:
         self._former: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._came: list[tuple[int, FrameType | None]] = []
+        self._early: BaseException | None = None
+        """What a handler raised while it was about to be replaced."""
         self._begun = False
 
     def __enter__(self) -> Undisturbed:
@@ -30,18 +32,26 @@ class Undisturbed:
 
     def begin(self) -> None:
         """Let handlers wait from now on."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        try:
-            self._begun = True
-            for number in signal.valid_signals():
-                handler = signal.getsignal(number)
-                if callable(handler):  # neither the system's own action, nor a handler that is not python's
-                    self._former[number] = handler
-                    signal.signal(number, self._receive)
-        except BaseException:
-            self.__exit__()
-            raise
+        ready = False
+        while not ready:
+            try:
+                if threading.current_thread() is threading.main_thread():
+                    self._begun = True
+                    self._replace()
+                ready = True
+            except ValueError:  # this interpreter may not set handlers, and so none of its own disturbs it
+                ready = True
+            except BaseException as raised:
+                # Nobody has begun yet what is to be done whole, and who ends something has to come to its end.
+                self._early = raised
+
+    def _replace(self) -> None:
+        for number in signal.valid_signals():
+            handler = signal.getsignal(number)
+            # Neither the system's own action, nor a handler that is not python's, nor this one.
+            if callable(handler) and handler != self._receive:
+                self._former[number] = handler
+                signal.signal(number, self._receive)
 
     def __exit__(self, *_: object) -> None:
         with contextlib.ExitStack() as ending:  # each of these is done, although another one raises
@@ -58,6 +68,9 @@ class Undisturbed:
                 self._former[number](number, frame)
             finally:
                 self._deliver()
+        early, self._early = self._early, None
+        if early is not None:
+            raise early
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._begun:
