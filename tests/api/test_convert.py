@@ -243,8 +243,12 @@ def test_what_is_most_likely_not_meant(tmp_path: Path, caplog: pytest.LogCapture
     assert "padded, because they do not divide over pp=1,dp=1,ep=1,cp=1,tp=2: model/weight" in caplog.text
     with pytest.raises(xla_ckpt.UsageError, match="a tag of this name already"):
         xla_ckpt.convert(tmp_path, tmp_path, "a", as_tag="b")
-    for mesh in ("tp=x", {"dp": 2}):
-        with pytest.raises(xla_ckpt.UsageError, match="a mesh makes no sense"):
+    for mesh, why in (
+        ("tp=x", "'tp=x' is no mesh axis"),
+        ({"dp": 2}, "neither a Mesh nor text"),
+        (4, "neither a Mesh"),
+    ):
+        with pytest.raises(xla_ckpt.UsageError, match=f"a mesh makes no sense: .*{why}"):
             xla_ckpt.convert(tmp_path, tmp_path, "a", as_tag="c", mesh=mesh)  # type: ignore[arg-type]
         with pytest.raises(xla_ckpt.UsageError, match="a mesh makes no sense"):
             xla_ckpt.save(tmp_path, "c", {"x": 1}, mesh=mesh)  # type: ignore[arg-type]

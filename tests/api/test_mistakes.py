@@ -46,6 +46,11 @@ def swapped() -> Members:
     return {"model": optimizer, "optimizer": model}
 
 
+def extras_without_names() -> Members:
+    model, _, _ = parts()
+    return {"model": model, "extras": [xla_ckpt.RNGState()]}
+
+
 def scheduler_for_model() -> Members:
     _, _, scheduler = parts()
     return {"model": scheduler}
@@ -96,6 +101,7 @@ MISTAKES: dict[str, tuple[Callable[[], Members], str]] = {
     "two optimizers": (two_optimizers, "a list is no optimizer.*found 2 values.*a dict, each by a name"),
     "parameters": (optimizer_class, r"no optimizer.*state_dict\(\) and load_state_dict\(\).*found generator"),
     "list of models": (list_of_models, "no model.*found list"),
+    "extras without names": (extras_without_names, "extras have names.*a dict of objects.*found list"),
     "before the move": (
         made_before_the_move,
         "before the model was moved.*parameters on xla.*parameters on cpu.*after",
@@ -265,7 +271,7 @@ def test_a_path_that_leaves_out_a_directory_is_told(tmp_path: Path, caplog: pyte
     assert not xla_ckpt.has_checkpoint(tmp_path / "runs")
     assert "there is no checkpoint in" in caplog.text
     assert "but in lm below it" in caplog.text
-    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"step_1\. Without a tag, the newest is taken"):
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"step_1\. A load without a tag takes the newest"):
         xla_ckpt.load_checkpoint(tmp_path / "runs" / "lm", "latest", model=nn.Linear(2, 2))
 
 

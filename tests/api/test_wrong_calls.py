@@ -67,6 +67,13 @@ def test_a_choice_that_is_misspelt_is_suggested(
     assert meant is None or repr(meant) in str(refused.value)
 
 
+def test_a_layout_that_is_misspelt_is_suggested(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(xla_ckpt.UsageError, match="no such layout: did you mean 'native'"):
+        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)}, layout="nativ")
+    with pytest.raises(xla_ckpt.UsageError, match=r"no such layout: expected one of native, dcp"):
+        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)}, layout="zip")
+
+
 def test_a_number_of_tags_that_is_text_is_no_number(tmp_path: pathlib.Path) -> None:
     with pytest.raises(xla_ckpt.UsageError, match="no number of tags.*'3'"):
         xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)}, num_kept_ckpts="3")  # type: ignore[arg-type]

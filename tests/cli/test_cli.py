@@ -256,6 +256,13 @@ def test_each_help_has_examples_that_the_parser_takes(command: str, capsys: pyte
     assert f"xla-ckpt {command} " in out.partition("examples:")[2]
 
 
+def test_a_diff_in_a_pipe_says_in_which_tag_a_leaf_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tag in "ab":
+        xla_ckpt.save(tmp_path, tag, {"w": torch.ones(1), tag: torch.ones(1)})
+    _, out, _ = call(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert "leaf only in a\na\nleaf only in b\nb\n" in out
+
+
 def test_an_export_says_that_it_has_no_config(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "export", root, root / "hf")
     assert (code, "There is no config.json" in out) == (0, True)

@@ -37,6 +37,32 @@ def test_a_path_is_no_second_argument(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore:The argument order")
+def test_the_state_dict_comes_first(tmp_path: Path) -> None:
+    swapped = (str(tmp_path / "a"), {"w": torch.ones(2)})
+    calls: tuple[Any, ...] = (dcp.save, dcp.load)
+    for call in calls:
+        with pytest.raises(xla_ckpt.UsageError, match="no state dict.*found str.*comes first"):
+            call(*swapped)
+    for call in (*calls, dcp.async_save):
+        with pytest.raises(TypeError, match="did you mean 'checkpoint_id'"):
+            call({"w": torch.ones(2)}, checkpoint_di=tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("planner", [None, stock.DefaultLoadPlanner()])
+def test_a_tensor_that_cannot_be_written_to_is_named_before_others_are_loaded(
+    tmp_path: Path, dtype: torch.dtype, planner: Any
+) -> None:
+    dcp.save({"a": torch.ones(3), "w": torch.ones(2)}, checkpoint_id=tmp_path / "a")
+    target = {"a": torch.zeros(3), "w": torch.zeros(1, dtype=dtype).expand(2)}
+    with pytest.raises(xla_ckpt.UsageError, match="share memory with each other") as refused:
+        dcp.load(target, checkpoint_id=tmp_path / "a", planner=planner)
+    assert refused.value.leaf == "w"
+    assert target["a"].tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("writer", [dcp.FileSystemWriter, stock.FileSystemWriter])
 def test_saves_and_loads_have_names(tmp_path: Path, writer: Any) -> None:
     made = writer(tmp_path / "a")

@@ -56,7 +56,7 @@ def difference(facts: dict[str, Any]) -> RenderableType:
             rows = [(d["leaf"], _short(d["a"]), _short(d["b"])) for d in facts[name]]
             parts.append(Rows(f"\n{len(rows)} {title}", ("leaf", "a", "b"), rows))
     parts += [
-        Rows(f"\n{len(leaves)} only in {side}", ("leaf",), [(leaf,) for leaf in leaves])
+        Rows(f"\n{len(leaves)} only in {side}", (f"leaf only in {side}",), [(leaf,) for leaf in leaves])
         for side in "ab"
         if (leaves := facts[f"only_in_{side}"])
     ]

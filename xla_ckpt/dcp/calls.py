@@ -40,6 +40,7 @@ from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, f
 from xla_ckpt.job.opening import Call
 from xla_ckpt.job.process_group import check_ranks
 from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
+from xla_ckpt.options import known_options
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.undisturbed import Undisturbed
@@ -57,6 +58,7 @@ def _takes_storage_second(call: _Call) -> _Call:
 
 
 @_takes_storage_second
+@known_options
 def save(
     state_dict: dict[str, Any],
     *,
@@ -90,7 +92,7 @@ def save(
     """
     writer = _writer(storage_writer, checkpoint_id, replicas)
     path = _path_of(writer)
-    _check(path, no_dist)
+    _check(state_dict, path, no_dist)
     wait_for(path)
     group = None
     with one_error("saving", SaveError, path):
@@ -108,6 +110,7 @@ def save(
     return DcpSave(path=path, writer=writer, rank=rank, world=world, save=work).run()[0]
 
 
+@known_options
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -150,7 +153,7 @@ def async_save(
         )
     writer = _writer(storage_writer, checkpoint_id, replicas)
     path = _path_of(writer)
-    _check(path, no_dist)
+    _check(state_dict, path, no_dist)
     wait_for(path)
     distributed = is_distributed(no_dist)
     with one_error("saving", SaveError, path):
@@ -189,6 +192,7 @@ def async_save(
 
 
 @_takes_storage_second
+@known_options
 def load(
     state_dict: dict[str, Any],
     *,
@@ -226,7 +230,7 @@ def load(
     else:
         reader = _given(storage_reader, checkpoint_id)
     path = _path_of(reader)
-    _check(path, no_dist)
+    _check(state_dict, path, no_dist)
     wait_for(path)
     distributed = is_distributed(no_dist)
     group = None
@@ -421,8 +425,19 @@ def _world(group: Any, no_dist: bool) -> int:
     return dist.get_world_size(group) if is_distributed(no_dist) else 1
 
 
-def _check(path: str | None, no_dist: bool) -> None:
-    """Refuse calls of ranks that cannot meet: each would take itself for the whole job, and the last one would win."""
+def _check(state_dict: Any, path: str | None, no_dist: bool) -> None:
+    """Refuse what is no state dict, and calls of ranks that cannot meet.
+
+    Each such rank would take itself for the whole job, and the last one would win.
+    """
+    if not hasattr(state_dict, "items"):
+        raise UsageError(
+            "this is no state dict",
+            expected="a dict",
+            found=type(state_dict).__name__,
+            path=path,
+            hint="The state dict comes first, and the path of the directory is checkpoint_id=.",
+        )
     if no_dist:
         return
     try:

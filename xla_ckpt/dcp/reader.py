@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
 from xla_ckpt.arrays.registry import new_array, require
-from xla_ckpt.arrays.torch_host import bytes_of, cut, dtype_of, torch_dtype
+from xla_ckpt.arrays.torch_host import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.source import Opened, Places, open_source
 from xla_ckpt.engine.read import READERS, check_reads, read_into
@@ -364,9 +364,21 @@ def _is_plain(planner: LoadPlanner) -> bool:
     )
 
 
+def _check_writable(value: torch.Tensor, key: str) -> None:
+    """Refuse what `_take_over` could not write to either, when other tensors have their values already.
+
+    Raises:
+        UsageError: Elements of it share memory.
+    """
+    if type(value) in DENSE:
+        with naming(leaf=key):
+            check_writable(value)
+
+
 def _all(opened: Opened, item: ReadItem, value: torch.Tensor) -> _Filling:
     """All of a local tensor, of which `item` fills a part."""
     key = item.storage_index.fqn
+    _check_writable(value, key)
     origin = tuple(item.dest_index.offset or (0,) * value.dim())
     adapter = require(value, key)
     local = adapter.place(value, key) or whole(tuple(value.shape))
@@ -382,6 +394,7 @@ def _all(opened: Opened, item: ReadItem, value: torch.Tensor) -> _Filling:
 def _part(opened: Opened, item: ReadItem, planner: LoadPlanner) -> _Filling:
     """What the planner gives for an item."""
     key, value = item.storage_index.fqn, planner.resolve_tensor(item).detach()
+    _check_writable(value, key)
     if tuple(value.shape) != tuple(item.lengths):
         raise IncompatibleCheckpointError(
             "the planner gave a tensor of another shape than it has planned",

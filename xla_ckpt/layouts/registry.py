@@ -26,6 +26,7 @@ from xla_ckpt.layouts.optimum.layout import OptimumNeuron
 from xla_ckpt.layouts.peft import Peft
 from xla_ckpt.layouts.smp.layout import SageMaker
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.options import meant
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
@@ -92,7 +93,9 @@ def named(name: str, *, among: Sequence[str] | None = None) -> Layout:
     known = converted() if among is None else among
     if name in known:
         return next(layout for layout in _layouts if name in (layout.name, *layout.other_names))
-    raise UsageError("there is no such layout", expected=f"one of {', '.join(known)}", found=repr(name))
+    raise UsageError(
+        f"there is no such layout{meant(name, known)}", expected=f"one of {', '.join(known)}", found=repr(name)
+    )
 
 
 def layout_of(manifest: Manifest) -> Layout:

@@ -110,7 +110,7 @@ class Mesh:
         return cls(**sizes)
 
 
-def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
+def as_mesh(mesh: object) -> Mesh | None:
     """A mesh as callers give it: ``Mesh(dp=2, tp=4)`` or ``"dp=2,tp=4"``.
 
     Raises:
@@ -119,8 +119,9 @@ def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
     try:
-        return Mesh.parse(mesh)
-    except (ValueError, AttributeError) as error:
-        raise UsageError(
-            f"a mesh makes no sense: {error}", expected='Mesh(dp=2, tp=4), or "dp=2,tp=4"', found=repr(mesh)
-        ) from error
+        if isinstance(mesh, str):
+            return Mesh.parse(mesh)
+        problem = f"{mesh!r} is neither a Mesh nor text"
+    except ValueError as error:
+        problem = str(error)
+    raise UsageError(f"a mesh makes no sense: {problem}", expected='Mesh(dp=2, tp=4), or "dp=2,tp=4"', found=repr(mesh))

@@ -134,6 +134,9 @@ class Objects:
     user_content: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        mistakes.check_extras(self.extras)
+
     @property
     def given(self) -> str:
         """Which objects there are, as text. All ranks have the same ones, but for the user content, of which rank 0's

@@ -43,6 +43,22 @@ def check_something(given: Iterable[Any], placement: Placement) -> None:
         )
 
 
+def check_extras(extras: Any) -> None:
+    """Refuse extras without names.
+
+    Raises:
+        UsageError: They are no mapping.
+    """
+    if not isinstance(extras, Mapping):
+        raise UsageError(
+            "extras have names",
+            leaf=schema.EXTRAS,
+            expected="a dict of objects, such as {'rng': xla_ckpt.RNGState()}",
+            found=_kind(extras),
+            hint=_PLACES,
+        )
+
+
 def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     """Refuse a model or an optimizer that is something else, or that do not belong together.
 

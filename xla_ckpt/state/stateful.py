@@ -32,7 +32,7 @@ def tree_of(member: Any, name: str) -> Any:
         return member
     if not callable(getattr(member, "state_dict", None)) or not callable(getattr(member, "load_state_dict", None)):
         raise UnsupportedStateError(
-            f"a {type(member).__name__} has no state_dict() and load_state_dict()",
+            f"an object of the class {type(member).__name__} has no state_dict() and load_state_dict()",
             leaf=name,
             hint="Pass an object that has both, or put plain values into user_content. The order of the arguments is "
             "model, optimizer, scheduler, user_content.",

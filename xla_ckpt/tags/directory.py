@@ -244,7 +244,7 @@ def what_is_there(store: Store) -> str:
     if not store.is_directory(""):
         return "It is a file." if store.has("") else "The directory does not exist."
     if there:
-        return f"Tags there, oldest first: {', '.join(there[-10:])}. Without a tag, the newest is taken."
+        return f"Tags there, oldest first: {', '.join(there[-10:])}. A load without a tag takes the newest."
     if below := roots_below(store):
         return f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
     return "No tag was ever committed there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
