@@ -90,9 +90,7 @@ def lora_config(content: Mapping[str, Any]) -> dict[str, Any]:
         FormatError: It is damaged.
     """
     kind = content.get("peft_type", "LORA")
-    other = next(
-        (k for k in ("use_dora", "rank_pattern", "alpha_pattern", "layer_replication") if content.get(k)), None
-    )
+    other = next((k for k in _BEYOND if content.get(k)), None)
     if kind != "LORA" or other is not None:
         raise UnsupportedStateError(
             "neuronx-distributed has no such adapters", expected="LORA of one rank", found=other or kind
