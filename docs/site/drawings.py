@@ -145,7 +145,8 @@ def calls() -> str:
 
 ROOMS = {
     "__main__": "python -m xla_ckpt",
-    "cli": "the command, torch's calls, trainers",
+    "integrations": "trainers",
+    "cli": "the command, torch's calls",
     "api": "the public functions",
     "layouts": "the forms on disk",
     "state": "objects of a program as a tree",
@@ -157,6 +158,7 @@ ROOMS = {
     "files": "how a file lays out its bytes",
     "manifest": "the index, and the digests",
     "sharding": "boxes and meshes; containers",
+    "options": "names and choices that do not exist",
     "dtypes": "element types by name",
     "errors": "the errors; cheap imports",
 }
@@ -166,17 +168,18 @@ def architecture() -> str:
     """The rooms, as pyproject.toml says what may import what."""
     contracts = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [[room.strip() for room in layer.split("|")] for layer in contracts[0]["layers"]]
-    parts = [text(20, 28, "The rooms: imports point down", "text bold"), line((12, 48), (12, 470), end=True)]
-    y = 42
+    parts = [text(20, 28, "The rooms: imports point down", "text bold")]
+    y, kind = 42, "a"
     for rooms in layers:
         if rooms[0] == "plan":
+            kind = "c"
             parts += [line((22, y + 5), (560, y + 5)), text(560, y + 20, "pure below this line", "soft", "end")]
             y += 28
         width = 282 / len(rooms)
-        kind = "c" if y > 320 else "a"
         parts += [rect(22 + width * i, y, width - 4, 24, kind, room, "text code") for i, room in enumerate(rooms)]
         parts.append(text(312, y + 16, ROOMS[rooms[0]], "soft"))
         y += 29
+    parts.append(line((12, 48), (12, y - 10), end=True))
     says = "From above to below: " + "; ".join(", ".join(rooms) for rooms in layers) + ". Imports point down."
     return drawing(580, y + 8, "The rooms of the library", says, parts)
 
