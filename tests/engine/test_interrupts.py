@@ -151,7 +151,8 @@ def is_interrupted_on_one_rank(rank: int, root: Path, which: int, when: str) -> 
     outcome = "returned"
     model = model_of(2.0)
     try:
-        xla_ckpt.save_checkpoint(root, "next", model, num_kept_ckpts=1, timeout=60)
+        with raising(KeyboardInterrupt):  # a job that a shell has started in the background ignores SIGINT
+            xla_ckpt.save_checkpoint(root, "next", model, num_kept_ckpts=1, timeout=60)
     except KeyboardInterrupt:
         outcome = "KeyboardInterrupt"
     except xla_ckpt.SaveError as error:
