@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from xla_ckpt.storage.undisturbed import undisturbed
+
 logger = logging.getLogger(__name__)
 
 REST = 1.0
@@ -199,12 +201,12 @@ class _Gate(importlib.abc.MetaPathFinder):
                 raise _GivenUp
 
     def close(self) -> None:
-        with self._lock:
+        with undisturbed(), self._lock:  # an exception within an event's own methods may keep its lock for ever
             self._closed_by += 1
             self._open.clear()
 
     def open(self) -> None:
-        with self._lock:
+        with undisturbed(), self._lock:
             self._closed_by -= 1
             if not self._closed_by:
                 self._open.set()
