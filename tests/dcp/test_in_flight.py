@@ -15,6 +15,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from xla_ckpt import dcp
 from xla_ckpt.dcp import writer
+from xla_ckpt.dcp.in_flight import DcpSave
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -82,6 +83,18 @@ def test_saves_have_reports_and_traces(tmp_path: Path, monkeypatch: pytest.Monke
     names = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert names == ["save-a-rank0.json", "save-b-rank0.json"]
     assert json.loads((tmp_path / "traces" / names[0]).read_text())["traceEvents"]
+
+
+def test_the_report_of_an_interrupted_save_says_so(tmp_path: Path, reports: list[Any]) -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    save = DcpSave(
+        path=str(tmp_path / "a"), writer=dcp.StorageWriter(tmp_path / "a"), rank=0, world=1, save=interrupted
+    )
+    with pytest.raises(KeyboardInterrupt) as caught:
+        save.run()
+    assert [report.error for report in reports] == [caught.value]
 
 
 def hears(rank: int, root: Path) -> list[tuple[str, int]]:

@@ -48,10 +48,10 @@ class DcpSave:
         phases = Phases(keep=file is not None)
         if isinstance(self.writer, StorageWriter):
             self.writer.phases = phases
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             metadata = self.save()
-        except Exception as failure:
+        except BaseException as failure:  # Ctrl-C, too: a report without an error says that there is a checkpoint
             error = failure
             raise
         finally:
@@ -67,6 +67,7 @@ class DcpSave:
                 phases=phases.report(), error=error,
             )  # fmt: skip
             end(report, phases, trace)
+            del error  # or this frame and the error's traceback would keep each other, and the state, in memory
         return metadata, report
 
 
