@@ -197,7 +197,9 @@ def our_save(kind: Kind, held: Any, path: Path) -> None:
     import xla_ckpt
 
     state = state_dict(held) if kind.wrapped else {"model": held.model, "optimizer": held.optimizer}
-    xla_ckpt.save_checkpoint(path.parent, path.name, **state, layout="dcp", timeout=60, **held.options)
+    xla_ckpt.save_checkpoint(
+        path.parent, path.name, **state, layout="dcp", options=xla_ckpt.SaveOptions(timeout=60), **held.options
+    )
 
 
 def calls_save(kind: Kind, held: Any, path: Path) -> None:
@@ -217,7 +219,7 @@ def our_load(kind: Kind, held: Any, path: Path) -> None:
     import xla_ckpt
 
     state = state_dict(held) if kind.wrapped else {"model": held.model, "optimizer": held.optimizer}
-    xla_ckpt.load_checkpoint(path.parent, path.name, **state, timeout=60, **held.options)
+    xla_ckpt.load_checkpoint(path.parent, path.name, **state, options=xla_ckpt.LoadOptions(timeout=60), **held.options)
     if kind.wrapped:
         take(held, state)
 

@@ -60,7 +60,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         plain, root = 0, Path(folder, "root")
         for parity in (None, *get_args(Parity)):
-            save = partial(xla_ckpt.save_checkpoint, root, "t", model, layout="xser", parity=parity)
+            save = partial(
+                xla_ckpt.save_checkpoint, root, "t", model, layout="xser", options=xla_ckpt.SaveOptions(parity=parity)
+            )
             took = []
             for _ in range(args.rounds):
                 shutil.rmtree(root, ignore_errors=True)

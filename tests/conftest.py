@@ -32,6 +32,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("kill_instant", [number / instants for number in range(instants)], ids="{:.3f}".format)
 
 
+@pytest.fixture
+def commits_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """orbax commits within this process, where what a test puts in place of a function concerns it, too."""
+    from tests.helper import InThread
+    from xla_ckpt.tags import orbax_commit
+
+    orbax_commit.COMMITTER._end()
+    monkeypatch.setattr(orbax_commit, "Program", InThread)
+    yield
+    orbax_commit.COMMITTER._end()
+
+
 @pytest.fixture(autouse=True)
 def no_process_outlives_its_test() -> Iterator[None]:
     """One that a failed test left would be reported by another test, as an error of its own."""

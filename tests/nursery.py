@@ -36,6 +36,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from tests.helper import Prepared
 from tests.runs import ROOT, environment
 from tests.xla import HAS_XLA
 
@@ -327,6 +328,7 @@ def _run(request: dict[str, Any]) -> None:
     importlib.import_module("numpy").random.seed()
     faulthandler.enable()  # SIGABRT shows where a program hangs
     what = request["what"]
+    Prepared.prepare()
     if request["end"] == "as python":
         gc.unfreeze()  # triton's bindings complain of what is never collected
         _do(what, request["outcome"])

@@ -9,8 +9,11 @@
 - `save_checkpoint`, `load_checkpoint`: model, optimizer, scheduler and whatever else a training run has.
 - `save`, `restore`: any tree of arrays and plain values; `ArraySpec` says what is wanted of an array.
 - `list_tags`, `latest_tag`, `has_checkpoint`, `verify`: what is in a directory, and whether its bytes are good.
-- `repair`: gives a tag that was saved with ``parity=`` back the bytes that it has lost.
-- `delete_tag`, `pin_tag`, `unpin_tag`: which tags are kept.
+- `repair`: gives a tag that was saved with parity back the bytes that it has lost.
+- `Checkpoints`: a root directory as an object, which lists tags, shows what they hold, reads single leaves, pins and
+  deletes.
+- `SaveOptions`, `LoadOptions`, `ConvertOptions`: how such a call goes about its work; `default_options` says it for a
+  block. `LlamaJob`: a Llama-like model, and how a job has it.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: what differs between two tags.
 - `register_layout`, `Layout`: a layout of one's own (docs/adding-a-layout.md).
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
@@ -29,6 +32,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xla_ckpt.api.checkpoints import Checkpoints as Checkpoints
+    from xla_ckpt.api.contents import TagContents as TagContents
+    from xla_ckpt.api.contents import TagSummary as TagSummary
     from xla_ckpt.api.convert import ConvertReport as ConvertReport
     from xla_ckpt.api.convert import convert as convert
     from xla_ckpt.api.diff import Difference as Difference
@@ -36,9 +42,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.explain import explain as explain
     from xla_ckpt.api.export import ExportReport as ExportReport
     from xla_ckpt.api.export import export_hf as export_hf
-    from xla_ckpt.api.keeping import delete_tag as delete_tag
-    from xla_ckpt.api.keeping import pin_tag as pin_tag
-    from xla_ckpt.api.keeping import unpin_tag as unpin_tag
+    from xla_ckpt.api.llama import LlamaJob as LlamaJob
     from xla_ckpt.api.load import Loaded as Loaded
     from xla_ckpt.api.load import Restored as Restored
     from xla_ckpt.api.load import load_checkpoint as load_checkpoint
@@ -83,6 +87,10 @@ if TYPE_CHECKING:
     from xla_ckpt.job.mesh_source import add_mesh_source as add_mesh_source
     from xla_ckpt.layouts.base import Layout as Layout
     from xla_ckpt.layouts.registry import register_layout as register_layout
+    from xla_ckpt.options import ConvertOptions as ConvertOptions
+    from xla_ckpt.options import LoadOptions as LoadOptions
+    from xla_ckpt.options import SaveOptions as SaveOptions
+    from xla_ckpt.options import default_options as default_options
     from xla_ckpt.plan.explain import Explanation as Explanation
     from xla_ckpt.sharding.mesh import Mesh as Mesh
     from xla_ckpt.state.per_rank import PerRank as PerRank
@@ -99,11 +107,13 @@ _HOMES = {
     "tree.optimizer_schema": ("OptimizerSchema",),
     "arrays.registry": ("ArraySpec",),
     "state.rng": ("RNGState",),
+    "api.checkpoints": ("Checkpoints",),
+    "api.contents": ("TagContents", "TagSummary"),
     "api.convert": ("ConvertReport", "convert"),
     "api.diff": ("Difference", "diff"),
     "api.explain": ("explain",),
     "api.export": ("ExportReport", "export_hf"),
-    "api.keeping": ("delete_tag", "pin_tag", "unpin_tag"),
+    "api.llama": ("LlamaJob",),
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.preemption": ("PreemptionGuard",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
@@ -139,6 +149,7 @@ _HOMES = {
     "layouts.base": ("Layout",),
     "layouts.registry": ("register_layout",),
     "sharding.mesh": ("Mesh",),
+    "options": ("ConvertOptions", "LoadOptions", "SaveOptions", "default_options"),
     "plan.explain": ("Explanation",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

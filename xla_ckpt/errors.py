@@ -136,10 +136,10 @@ class StorageError(CheckpointError, OSError):
     @classmethod
     def of(cls, error: OSError, doing: str, **facts: Any) -> StorageError:
         """`error` as a `StorageError` that says what was being done."""
-        made = cls(f"{doing} failed: {error.strerror or error}", **facts)
-        made.errno = error.errno
-        made.strerror = error.strerror
-        return made
+        storage_error = cls(f"{doing} failed: {error.strerror or error}", **facts)
+        storage_error.errno = error.errno
+        storage_error.strerror = error.strerror
+        return storage_error
 
     def to_json(self) -> dict[str, Any]:
         return super().to_json() | {k: v for k, v in (("errno", self.errno), ("strerror", self.strerror)) if v}
@@ -259,7 +259,7 @@ def from_json(facts: dict[str, Any]) -> CheckpointError:
     """The error that `CheckpointError.to_json` described on another rank."""
     kind = KINDS.get(str(facts.get("kind")), RemoteError)
     known = {name: facts[name] for name in CheckpointError.FACTS if name in facts}
-    made = kind(str(facts.get("problem", "unknown problem")), **known)
-    if isinstance(made, StorageError):
-        made.errno, made.strerror = facts.get("errno"), facts.get("strerror")
-    return made
+    error = kind(str(facts.get("problem", "unknown problem")), **known)
+    if isinstance(error, StorageError):
+        error.errno, error.strerror = facts.get("errno"), facts.get("strerror")
+    return error

@@ -1,57 +1,236 @@
-"""Options of the public functions: names and choices that do not exist, and those that were probably meant."""
+"""How a save, a load or a conversion goes about its work: one value for each, checked when it is made.
+
+A field of one of these classes, its use, and its documentation are all that a new option takes.
+"""
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.job.rounds import TIMEOUT
+from xla_ckpt.keywords import check_choice
+from xla_ckpt.plan.merge import Replicas
+from xla_ckpt.plan.parity import Parity
+from xla_ckpt.snapshot.arena import BUDGET_BYTES
+from xla_ckpt.snapshot.take import Mode
+from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.pool import READERS
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+MAX_MEMORY = 1 << 30
+"""Bytes of array data in memory at a time while tags are converted or compared, by default."""
+
+OnError = Literal["raise", "warn"] | Callable[[CheckpointError], object]
+"""What happens to the error of a save that failed: it is raised, or logged, or handed to a function of the program."""
+
+Stale = Literal["warn", "raise", "ignore"]
+"""What a save does that has the model of the save before it, although training went on."""
+
+ReplicaRead = Literal["each", "share"]
+"""Whether each rank reads all that it needs, or ranks that need the same bytes read a part each."""
 
 
-def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The same function, which says of an unknown keyword which one was probably meant.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How a save goes about its work, for `save_checkpoint`, `save` and `xla_ckpt.dcp`.
 
-    >>> known_options(check_choice)(nam="a")
-    Traceback (most recent call last):
-    TypeError: check_choice() has no argument 'nam': did you mean 'name'?
+    Raises (on construction):
+        UsageError: There is no such choice, or a number makes no sense.
+
+    Example:
+        ``xla_ckpt.save_checkpoint("runs/lm", "step_10", model, options=xla_ckpt.SaveOptions(parity="file"))``
     """
-    known = list(inspect.signature(call).parameters)
 
-    @functools.wraps(call)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(f"{call.__name__}() has no argument {name!r}{meant(name, known)}")
-        return call(*args, **kwargs)
+    replicas: Replicas = "equal"
+    """``"equal"``: what several ranks hold alike is compared, by samples, and a difference is an error. ``"first"``,
+    for a job whose replicas have drifted apart: the first replica of each array is stored, whole, and the rank that
+    has it writes all of it. What differed is logged, and recorded in the tag. Parts of an array that nobody declared
+    as such look like drifted replicas, and all but the first would be lost."""
 
-    return checked
+    on_error: OnError = "raise"
+    """What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on that can
+    wait for its next save; or a function, which is called with the error, for an asynchronous save on a thread of this
+    library. With the last two nothing is raised but by ``handle.result()``, and ``handle.error`` has the error.
+    Mistakes of the program (`UsageError`, `UnsupportedStateError`, `InvalidTagError`) are raised in any case. All
+    ranks say the same."""
+
+    stale: Stale = "warn"
+    """What happens if all arrays of the model have the bytes of the newest tag, although something else in the state,
+    or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a `SaveError`; nothing is
+    committed) or ``"ignore"``."""
+
+    parity: Parity | None = None
+    """What the tag is to survive (docs/repair.md): ``"block"``, a damaged block of 1 MiB in each of its files, or
+    ``"file"``, that and the loss of one file. `repair` gives the bytes back. The files are read once more for
+    ``"block"``, and twice more for ``"file"``, which takes as much room as the largest file."""
+
+    snapshot: Mode = "host"
+    """How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"`` copies it to
+    host memory before the call returns; ``"device"`` clones what is on an accelerator there, and transfers the clones
+    in the background; ``"overlap"`` copies parameters and optimizer state in the background, and has the next
+    optimizer step wait for that. XLA's and jax's arrays are never copied."""
+
+    snapshot_budget: int = BUDGET_BYTES
+    """Host memory for what is copied in the background (bytes); the state may be larger."""
+
+    progress: bool | None = None
+    """Show a progress bar: True, False, or None for only if it takes long, on a terminal."""
+
+    trace: PathLike | None = None
+    """Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each rank
+    makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if it does
+    (docs/reports.md)."""
+
+    timeout: float = TIMEOUT
+    """Seconds that a rank which is done waits for the others before all that are left give up."""
+
+    def __post_init__(self) -> None:
+        check_choice("replicas", self.replicas, get_args(Replicas))
+        check_choice("stale", self.stale, get_args(Stale))
+        check_choice("parity", self.parity, (None, *get_args(Parity)))
+        check_choice("snapshot", self.snapshot, get_args(Mode))
+        if not callable(self.on_error):
+            check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
+        _check_number("snapshot_budget", self.snapshot_budget, "bytes")
+        _check_timeout(self.timeout)
+
+    def in_common(self) -> dict[str, Any]:
+        """What all ranks of a job have to say alike, by name."""
+        return {
+            "replicas": self.replicas,
+            "parity": self.parity,
+            "stale": self.stale,
+            "on_error": "a function" if callable(self.on_error) else self.on_error,
+        }
 
 
-def meant(word: Any, known: Sequence[Any]) -> str:
-    """The end of a sentence that says which of the known words was probably meant; nothing if none is like it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a load goes about its work, for `load_checkpoint` and `restore`.
 
-    >>> meant("async_safe", ["async_save", "mesh"]), meant("x", ["mesh"])
-    (": did you mean 'async_save'?", '')
+    Raises (on construction):
+        UsageError: There is no such choice, or a number makes no sense.
+
+    Example:
+        ``xla_ckpt.load_checkpoint("runs/lm", model=model, options=xla_ckpt.LoadOptions(replica_read="share"))``
     """
-    near = difflib.get_close_matches(str(word), [k for k in known if isinstance(k, str)], 1)
-    return f": did you mean {near[0]!r}?" if near else ""
+
+    replica_read: ReplicaRead = "each"
+    """``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or columns of the same
+    rows, read a part each and send it to the others, so that the storage is read once. Each rank reads itself what
+    goes through a `load_state_dict` of an object."""
+
+    progress: bool | None = None
+    """Show a progress bar: True, False, or None for only if it takes long, on a terminal."""
+
+    trace: PathLike | None = None
+    """Where a trace of the load goes (see `SaveOptions`)."""
+
+    timeout: float = TIMEOUT
+    """Seconds that a rank waits for another one."""
+
+    def __post_init__(self) -> None:
+        check_choice("replica_read", self.replica_read, get_args(ReplicaRead))
+        _check_timeout(self.timeout)
+
+    def in_common(self) -> dict[str, Any]:
+        """What all ranks of a job have to say alike, by name."""
+        return {"replica_read": self.replica_read}
 
 
-def check_choice(name: str, choice: Any, choices: Sequence[Any], besides: str = "") -> None:
-    """Refuse a value that is none of the choices of an option. `besides` says what else it may be.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """How tags are read and written anew without a job, for `convert`, `export_hf` and `diff`.
+
+    Raises (on construction):
+        UsageError: A number makes no sense.
+
+    Example:
+        ``xla_ckpt.convert("runs/lm", "out", to="dcp", options=xla_ckpt.ConvertOptions(max_memory=256 * 1024**2))``
+    """
+
+    max_memory: int = MAX_MEMORY
+    """Bytes of array data in memory at a time, beside the readers' own buffers."""
+
+    num_workers: int = READERS
+    """Threads that read, at most."""
+
+    progress: bool | None = None
+    """Show a progress bar: True, False, or None for only if it takes long, on a terminal. `diff` never shows one."""
+
+    def __post_init__(self) -> None:
+        _check_number("max_memory", self.max_memory, "bytes")
+        _check_number("num_workers", self.num_workers, "threads")
+
+
+Options = TypeVar("Options", SaveOptions, LoadOptions, ConvertOptions)
+
+_DEFAULTS: ContextVar[Mapping[type[Any], Any]] = ContextVar("xla_ckpt.options", default={})  # noqa: B039  # never changed
+
+
+@contextmanager
+def default_options(*options: SaveOptions | LoadOptions | ConvertOptions) -> Iterator[None]:
+    """For a block, the options of calls that say no ``options=`` themselves.
+
+    An explicit ``options=`` counts as a whole: its fields are not mixed with those of a block. Of blocks inside of each
+    other the innermost counts that has options of the call's class, likewise as a whole. An asynchronous save keeps the
+    options that it began with.
+
+    The options are bound to the context (`contextvars`): tasks of asyncio that are begun in the block have them, and
+    other threads have not.
+
+    Args:
+        options: At most one of each class.
 
     Raises:
-        UsageError: It is none.
+        UsageError: Something is no such value, or two are of one class.
+
+    Example:
+        ``with xla_ckpt.default_options(SaveOptions(parity="block"), LoadOptions(replica_read="share")): train()``
     """
-    if choice not in choices:
+    defaults = dict(_DEFAULTS.get())
+    for number, value in enumerate(options):
+        if type(value) not in (SaveOptions, LoadOptions, ConvertOptions):
+            raise UsageError(
+                "default_options takes options",
+                expected="SaveOptions, LoadOptions or ConvertOptions",
+                found=type(value).__name__,
+            )
+        if type(value) in map(type, options[:number]):
+            raise UsageError("default_options has two values of one class", found=type(value).__name__)
+        defaults[type(value)] = value
+    token = _DEFAULTS.set(defaults)
+    try:
+        yield
+    finally:
+        _DEFAULTS.reset(token)
+
+
+def chosen(kind: type[Options], options: Options | None) -> Options:
+    """The options of a call: its own, or those of the block that it is in, or the usual ones.
+
+    Raises:
+        UsageError: They are none of this kind.
+    """
+    if options is None:
+        of_block: Options | None = _DEFAULTS.get().get(kind)
+        return kind() if of_block is None else of_block
+    if not isinstance(options, kind):
         raise UsageError(
-            f"there is no such choice for {name}{meant(choice, choices)}",
-            expected=" or ".join(map(repr, choices)) + besides,
-            found=repr(choice),
+            "options= is of another class", expected=f"xla_ckpt.{kind.__name__}", found=type(options).__name__
         )
+    return options
+
+
+def _check_number(name: str, number: Any, unit: str) -> None:
+    if type(number) is not int or number <= 0:
+        raise UsageError(f"{name} is no number of {unit}", expected="a positive int", found=repr(number))
+
+
+def _check_timeout(timeout: Any) -> None:
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise UsageError("a timeout is a number of seconds above 0", found=repr(timeout))

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.peers import loads, saves
 from benchmarks.peers.machine import Peak, stored_bytes, sync_files, warm
 from benchmarks.peers.states import State, wait_for_device
-from xla_ckpt.tags.orbax_import import ORBAX
+from xla_ckpt.tags.orbax_commit import COMMITTER
 
 Figures = dict[str, float]
 LOADED_SEED = 1
@@ -84,9 +84,10 @@ def load(name: str, device: str, gb: float, count: int, digest: str, is_warm: bo
     state = _state(device, gb, count, LOADED_SEED)
     if is_warm:
         warm(folder)
-    # A load begins to import what the next save commits with. That is a second of the first load of a process, and not
+    # A load starts the process in which the next save commits. That is a second of the first load of a process, and not
     # one of each load.
-    ORBAX.module()
+    COMMITTER.start()
+    COMMITTER.await_ready(60)
     peak = Peak()
     began = time.perf_counter()
     getattr(loads, name)(state, folder)

@@ -46,16 +46,22 @@ def ours_dcp_layout_async(state: State, directory: Path) -> Wait:
     return ours_async(state, directory, layout="dcp")
 
 
+def _snapshot(mode: Any) -> Any:
+    import xla_ckpt
+
+    return xla_ckpt.SaveOptions(snapshot=mode)
+
+
 def ours_host(state: State, directory: Path) -> Wait:
-    return ours_async(state, directory, snapshot="host")
+    return ours_async(state, directory, options=_snapshot("host"))
 
 
 def ours_device(state: State, directory: Path) -> Wait:
-    return ours_async(state, directory, snapshot="device")
+    return ours_async(state, directory, options=_snapshot("device"))
 
 
 def ours_overlap(state: State, directory: Path) -> Wait:
-    return ours_async(state, directory, snapshot="overlap")
+    return ours_async(state, directory, options=_snapshot("overlap"))
 
 
 def raw(state: State, directory: Path) -> None:

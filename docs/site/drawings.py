@@ -152,14 +152,15 @@ ROOMS = {
     "state": "objects of a program as a tree",
     "arrays": "kinds of arrays, and their bytes",
     "engine": "carries plans out",
+    "options": "how saves and loads work",
     "job": "the ranks, memory, directories",
     "storage": "the door to the file system",
     "plan": "what is written and read",
     "files": "how a file lays out its bytes",
     "manifest": "the index, and the digests",
     "sharding": "boxes and meshes; containers",
-    "options": "names and choices that do not exist",
     "dtypes": "element types by name",
+    "keywords": "names and choices that do not exist",
     "errors": "the errors; cheap imports",
 }
 

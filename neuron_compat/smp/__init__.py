@@ -111,7 +111,7 @@ _NO_REGISTRY = (
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "accepted": ("delay_param_initialization", "is_tracing", "set_activation_checkpointing"),
+        "without_effect": ("delay_param_initialization", "is_tracing", "set_activation_checkpointing"),
         "checkpoint": ("resume_from_checkpoint", "save_checkpoint"),
         "comm": _COMM,
         "errors": _ERRORS,

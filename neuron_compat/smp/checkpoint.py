@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import xla_ckpt
 from neuron_compat.smp import job
@@ -29,7 +29,7 @@ from neuron_compat.smp.views import is_distributed_optimizer, local_model, local
 from neuron_compat.smp.writing import write_file
 from neuron_compat.torch_files import make_directory
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL
-from xla_ckpt.layouts.smp.tags import CONFIG, NEWEST, PARTIAL
+from xla_ckpt.layouts.smp.tags import JOB_CONFIG, NEWEST, PARTIAL
 from xla_ckpt.state.wrappers import NamesOnly
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def save_checkpoint(
     num_kept_partial_checkpoints: int | None = None,
     *,
     async_save: bool = False,
-    snapshot: Literal["host", "device", "overlap"] = "host",
+    options: xla_ckpt.SaveOptions | None = None,
 ) -> xla_ckpt.SaveHandle | None:
     """Save a checkpoint. All ranks of the job make the same call, without a guard.
 
@@ -66,7 +66,8 @@ def save_checkpoint(
             included.
         async_save: Return as soon as the state is frozen: training goes on, and a partial checkpoint is committed and
             listed in the background. A full one is saved at once in any case.
-        snapshot: How memory that the program writes to is frozen with `async_save` (docs/snapshots.md).
+        options: How a partial save goes about its work, such as ``xla_ckpt.SaveOptions(snapshot="overlap")``; by
+            default those of `xla_ckpt.default_options`.
 
     Returns:
         The save, if it runs in the background.
@@ -96,7 +97,7 @@ def save_checkpoint(
             user_content,
             kept=kept,
             async_save=async_save,
-            snapshot=snapshot,
+            options=options,
         )
         return handle if async_save else None
     if optimizer is not None:
@@ -149,7 +150,7 @@ def _save_partial(
     *,
     kept: int | None,
     async_save: bool,
-    snapshot: Literal["host", "device", "overlap"],
+    options: xla_ckpt.SaveOptions | None,
 ) -> xla_ckpt.SaveHandle:
     wait_listed()
     held = job.state.model if model is None else model
@@ -164,8 +165,8 @@ def _save_partial(
         layout="smp",
         num_kept_ckpts=kept,
         async_save=async_save,
-        snapshot=snapshot,
-        extras={CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict(), **scale},
+        options=options,
+        extras={JOB_CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict(), **scale},
         mesh=job.ranks().mesh,
         shardings=held._rules,
     )

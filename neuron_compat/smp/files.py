@@ -36,7 +36,7 @@ from neuron_compat.torch_files import load_whole
 from xla_ckpt import NoCheckpointError, UntrustedObjectError
 from xla_ckpt.layouts.smp import sidecar
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP
-from xla_ckpt.layouts.smp.one_save import Part, is_whole, parts_at
+from xla_ckpt.layouts.smp.one_save import SetPart, is_whole, parts_at
 from xla_ckpt.layouts.smp.parts import SCALERS
 from xla_ckpt.layouts.smp.tags import ALL_PARTS
 from xla_ckpt.layouts.torch_save.whole import check_whole_file, read_whole_file
@@ -241,12 +241,12 @@ def _partial(f: str, reading: Reading, place: Place, *, strict: bool) -> Any:
     return as_stored(value, source, fits=mine)
 
 
-def _check_whole(parts: Mapping[Numbers, Part], files: Mapping[Numbers, str], place: Place, f: str) -> None:
+def _check_whole(parts: Mapping[Numbers, SetPart], files: Mapping[Numbers, str], place: Place, f: str) -> None:
     """Refuse a set of which parts are missing: as far as the numbers tell, or what is noted beside the files."""
     noted = next((part.saved for part in parts.values() if part.saved is not None), None)
     sizes = sizes_of(parts)[: len(next(iter(parts)))]
     if noted is not None and not is_whole(parts):
-        sizes = tuple(noted.sizes[axis] for axis in sidecar.AXES[: len(sizes)])
+        sizes = tuple(noted.sizes[axis] for axis in sidecar.RANK_AXES[: len(sizes)])
     if absent(parts, sizes):
         raise incomplete(files, place, f, sizes)
 

@@ -283,9 +283,9 @@ def _check(entries: Sequence[Entry], told: Sequence[Mapping[str, Any]]) -> None:
     """
     for part in told:
         for number, held in part["states"].items():
-            for key, said in held.items():
-                if len(said) == 2:
-                    _check_shape(entries[int(number)], key, said[0], entries[int(number)].value.shape)
+            for key, description in held.items():
+                if "shape" in description:
+                    _check_shape(entries[int(number)], key, description["shape"], entries[int(number)].value.shape)
 
 
 @torch.no_grad()
@@ -304,13 +304,13 @@ def _exchanged(entries: Sequence[Entry], mine: States, told: Sequence[Mapping[st
         if holder is None:
             continue
         kind = "pp" if entry.is_split else "mp"
-        for key, said in told[holder]["states"][str(number)].items():
-            if len(said) != 2:
+        for key, description in told[holder]["states"][str(number)].items():
+            if "shape" not in description:
                 found.setdefault(number, {})[key] = objects[holder][number][key]
                 continue
             value = wire.hosted([mine[number][key]])[0] if holder == here else None
-            dtype = getattr(torch, said[1].removeprefix("torch."))
-            found.setdefault(number, {})[key] = wire.broadcast(value, said[0], dtype, members[holder], kind)
+            shape, dtype = description["shape"], getattr(torch, description["dtype"].removeprefix("torch."))
+            found.setdefault(number, {})[key] = wire.broadcast(value, shape, dtype, members[holder], kind)
     return found
 
 

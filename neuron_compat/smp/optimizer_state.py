@@ -128,16 +128,18 @@ def local_state(optimizer: Any, *, cast_to_cpu: bool, gather: bool, bare: bool) 
 # -- the whole
 
 
-def described(held: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a parameter, as JSON: [shape, type] of a tensor, [value] of a plain value, [] of anything else."""
-    return {
-        key: [list(v.shape), str(v.dtype)]
-        if isinstance(v, torch.Tensor)
-        else [v]
-        if v is None or type(v) in (bool, int, float, str)
-        else []
-        for key, v in held.items()
-    }
+def described(states: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the states of a parameter are, by key, as JSON.
+
+    Of a tensor that is its ``shape`` and ``dtype``, of a plain value the ``value``, and nothing of any other object.
+    """
+    return {key: _description(value) for key, value in states.items()}
+
+
+def _description(value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.Tensor):
+        return {"shape": list(value.shape), "dtype": str(value.dtype)}
+    return {"value": value} if value is None or type(value) in (bool, int, float, str) else {}
 
 
 def lies_like(entry: Entry, shape: Sequence[int], key: str) -> bool:
@@ -201,16 +203,21 @@ def full_state(optimizer: Any, to_rank0: bool, *, bare: bool) -> dict[str, Any]:
 
     hint = guard() if shares is None else "With shard_optimizer_state call it on all ranks of the job."
     told = dict(zip(job.ranks().groups[kind], together(kind, CALL, prepare, guard=hint), strict=True))
-    parts, plain = _parts(entries, shares, told)
+    parts, stored = _parts(entries, shares, told)
     tensors = collected(parts, held, kind, to_rank0)
     objects = comm.allgather(_objects(states), comm.MP_GROUP if kind == "mp" else comm.WORLD)
     if to_rank0 and job.rank() != 0:
         return {}
     found: dict[int, dict[str, Any]] = {}
     ranks = job.ranks().groups[kind]
-    for number, key, source, said in plain:
-        value = tensors[(number, key)] if len(said) == 2 else said[0] if said else None
-        found.setdefault(number, {})[key] = value if said else objects[ranks.index(source)][number][key]
+    for number, key, source, description in stored:
+        if "shape" in description:
+            value = tensors[(number, key)]
+        elif "value" in description:
+            value = description["value"]
+        else:
+            value = objects[ranks.index(source)][number][key]
+        found.setdefault(number, {})[key] = value
     return _assembled(optimizer, packed, found, bare=bare)
 
 
@@ -222,23 +229,23 @@ def _sources(entry: Entry, shares: Sequence[int] | None, number: int, *, split: 
     return tuple(here.mesh.rank({"pp": entry.owners[0], "dp": rdp, "tp": tp}) for tp in tps)
 
 
-Said = tuple[int, str, int, list[Any]]
+StateOf = tuple[int, str, int, dict[str, Any]]
 """(number of a parameter, key of a state, rank that it comes from, what `described` says of it)."""
 
 
 def _parts(
     entries: Sequence[Entry], shares: Sequence[int] | None, told: Mapping[int, Mapping[str, Any]]
-) -> tuple[list[Part], list[Said]]:
+) -> tuple[list[Part], list[StateOf]]:
     """What is gathered, and all states in the order of the parameters; the same on all ranks."""
     parts: list[Part] = []
-    found: list[Said] = []
+    found: list[StateOf] = []
     for number, entry in enumerate(entries):
         first = _sources(entry, shares, number, split=False)[0]
-        for key, said in told[first].get(str(number), {}).items():
-            found.append((number, key, first, said))
-            if len(said) != 2:
+        for key, description in told[first].get(str(number), {}).items():
+            found.append((number, key, first, description))
+            if "shape" not in description:
                 continue
-            shape, dtype = tuple(said[0]), getattr(torch, said[1].removeprefix("torch."))
+            shape, dtype = tuple(description["shape"]), getattr(torch, description["dtype"].removeprefix("torch."))
             split = lies_like(entry, shape, key)
             sources = _sources(entry, shares, number, split=split)
             places: tuple[LocalArray, ...] = tuple(entry.place(r) if split else whole(shape) for r in sources)
@@ -248,7 +255,7 @@ def _parts(
 
 def _objects(states: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """The states that are neither tensors nor plain values."""
-    found = {n: {k: v for k, v in held.items() if described({k: v})[k] == []} for n, held in states.items()}
+    found = {n: {k: v for k, v in held.items() if not _description(v)} for n, held in states.items()}
     return {n: held for n, held in found.items() if held}
 
 

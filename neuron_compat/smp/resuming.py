@@ -12,9 +12,9 @@ import xla_ckpt
 from neuron_compat.smp import files
 from neuron_compat.smp.errors import MissingCheckpointFilesError, SMPValidationError
 from neuron_compat.smp.sources import Stored
-from xla_ckpt.layouts.smp.form import VERSION
+from xla_ckpt.layouts.smp.file_contents import SMP_VERSION
 from xla_ckpt.layouts.smp.roots import root_at
-from xla_ckpt.layouts.smp.tags import CONFIG, MODEL, NEWEST, OPTIMIZERS, PARTIAL, USER_CONTENT
+from xla_ckpt.layouts.smp.tags import JOB_CONFIG, MODEL_SET, NEWEST, OPTIMIZER_SETS, PARTIAL, USER_CONTENT_FILE
 from xla_ckpt.layouts.torch_save.whole import read_whole_file
 
 logger = logging.getLogger(__name__)
@@ -88,24 +88,24 @@ def config_differences(root: str, name: str, current: Mapping[str, Any], *, refu
         xla_ckpt.CorruptCheckpointError: The file with the configuration is damaged.
     """
     try:
-        saved = read_whole_file(f"{root}/{name}/{CONFIG}")
+        saved = read_whole_file(f"{root}/{name}/{JOB_CONFIG}")
     except xla_ckpt.NoCheckpointError:
-        logger.warning("%s has no %s: its configuration is unknown", name, CONFIG)
+        logger.warning("%s has no %s: its configuration is unknown", name, JOB_CONFIG)
         return
     if not isinstance(saved, Mapping):
-        raise xla_ckpt.CorruptCheckpointError("the configuration is no dict", file=f"{name}/{CONFIG}")
-    version = str(saved.get("smp_version", VERSION))
+        raise xla_ckpt.CorruptCheckpointError("the configuration is no dict", file=f"{name}/{JOB_CONFIG}")
+    version = str(saved.get("smp_version", SMP_VERSION))
     if _numbers(version) < (1, 10):
         raise SMPValidationError(
             f"Checkpoint was saved with smp version {version} < 1.10.0, which is not supported with this checkpointing "
             "API."
         )
-    if version != VERSION:
+    if version != SMP_VERSION:
         logger.warning(
             "WARNING: Checkpoint was saved with a different version of smp, this might potentially cause issues. "
             "Checkpoint version: %s, Current smp version: %s.",
             version,
-            VERSION,
+            SMP_VERSION,
         )
     differing = {
         key: f"feature {key}, loaded {value}, current {current[key]}\n"
@@ -135,7 +135,7 @@ def user_content_of(root: str, name: str, *, partial: bool, trust: bool) -> Any:
         xla_ckpt.CorruptCheckpointError: Its file is damaged.
         xla_ckpt.UntrustedObjectError: It holds pickled objects, which are not trusted.
     """
-    file = f"{root}/{name}/{USER_CONTENT}" if partial else f"{root}/user_content_{name}"
+    file = f"{root}/{name}/{USER_CONTENT_FILE}" if partial else f"{root}/user_content_{name}"
     return files.Reading(trust=trust).value(file) if os.path.isfile(file) else None
 
 
@@ -178,8 +178,8 @@ class Resumed:
             self._apply_full(model)
             return
         optimizer = optimizer if self.optimizer else None
-        self._check_files(None if self._has_model else MODEL)
-        self._check_files(None if optimizer is None else OPTIMIZERS[1])
+        self._check_files(None if self._has_model else MODEL_SET)
+        self._check_files(None if optimizer is None else OPTIMIZER_SETS[1])
         wanted = None if self._has_model else model
         if wanted is not None or optimizer is not None:
             source = Stored(path=self.root, tag=self.name, trust_pickle=self.trust)

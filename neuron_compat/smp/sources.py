@@ -10,8 +10,8 @@ import torch
 
 import xla_ckpt
 from neuron_compat.smp import job
-from xla_ckpt.layouts.smp.tags import FP16
-from xla_ckpt.state.wrappers import NamesOnly, View
+from xla_ckpt.layouts.smp.tags import FP16_SET
+from xla_ckpt.state.wrappers import ModelView, NamesOnly
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Stored:
         ).tree
 
     @torch.no_grad()
-    def _load_masters(self, optimizer: Any, view: View, known: Any) -> None:
+    def _load_masters(self, optimizer: Any, view: ModelView, known: Any) -> None:
         """Load master weights and the loss scale; where none are stored, the weights of the model are taken."""
         masters = optimizer._smp.masters
         live = {id(master) for _, master in masters}
@@ -90,16 +90,16 @@ class Stored:
                 master.copy_(found[name])
             masters.give_weights()
         try:
-            like = {"extras": {FP16: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}
-            optimizer.take_scale(self._restored(like, known)["extras"][FP16])
+            like = {"extras": {FP16_SET: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}
+            optimizer.take_scale(self._restored(like, known)["extras"][FP16_SET])
         except xla_ckpt.IncompatibleCheckpointError:
             logger.info("no loss scale is stored")
 
 
-def _with_masters(module: Any, masters: Any) -> View:
+def _with_masters(module: Any, masters: Any) -> ModelView:
     """A module with the master weights in the place of its parameters."""
     master_of = {id(narrow): master for narrow, master in masters}
-    return View(
+    return ModelView(
         {name: master_of.get(id(value), value) for name, value in module.state_dict(keep_vars=True).items()},
         parameters=[
             (name, master_of.get(id(value), value)) for name, value in module.named_parameters(remove_duplicate=False)

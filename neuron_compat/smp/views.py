@@ -10,14 +10,14 @@ import torch
 from neuron_compat.smp import comm, job
 from neuron_compat.smp.optimizer_methods import Distributed
 from neuron_compat.smp.optimizer_state import fp16_state, on_cpu
-from xla_ckpt.layouts.smp.tags import FP16
-from xla_ckpt.state.wrappers import View
+from xla_ckpt.layouts.smp.tags import FP16_SET
+from xla_ckpt.state.wrappers import ModelView
 
 
-def local_model(model: Any) -> View:
+def local_model(model: Any) -> ModelView:
     """The part of a `DistributedModel` that this rank owns, as `xla_ckpt` saves modules."""
     entries = {entry.name: entry.value for entry in model.local_entries()}
-    return View(
+    return ModelView(
         entries,
         parameters=[(name, value) for name, value in entries.items() if isinstance(value, torch.nn.Parameter)],
         parts=[model.module],
@@ -69,7 +69,7 @@ def _states(optimizer: Any, owned: list[int]) -> Iterator[tuple[int, dict[str, A
 
 def scale_of(optimizer: Any) -> dict[str, Any]:
     """What is stored of the loss scale of an optimizer, as a member of `extras`; nothing without one."""
-    return {FP16: fp16_state(optimizer)} if job.state.cfg.fp16 and optimizer._smp.masters is not None else {}
+    return {FP16_SET: fp16_state(optimizer)} if job.state.cfg.fp16 and optimizer._smp.masters is not None else {}
 
 
 def is_distributed_optimizer(optimizer: Any) -> bool:

@@ -35,7 +35,7 @@ class Note:
 
     def write(self, partly: str) -> None:
         """Note what the file `partly` is, beside the one whose place it takes: whichever is there then, is noted."""
-        beside = sidecar.name_of(self.path)
+        beside = sidecar.note_name(self.path)
         if self.save is None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(beside)
@@ -46,22 +46,22 @@ class Note:
             present = sidecar.matching(known, *is_now)
         will_be = _zip_of(partly)
         assert will_be is not None, "torch.save writes zips"
-        fresh = sidecar.Save(
+        fresh = sidecar.SaveNote(
             size=will_be[0],
             directory=will_be[1],
             save=self.save,
-            rank=dict(zip(sidecar.AXES, self.place.own, strict=True)),
-            sizes=dict(zip(sidecar.AXES, self.place.sizes, strict=True)),
+            rank=dict(zip(sidecar.RANK_AXES, self.place.own, strict=True)),
+            sizes=dict(zip(sidecar.RANK_AXES, self.place.sizes, strict=True)),
         )
-        data = sidecar.dump(sidecar.renewed(known, present, fresh))
+        data = sidecar.dump_notes(sidecar.renewed(known, present, fresh))
         write_whole_bytes(data, beside, partly=partly_written(beside, self.by))
 
 
-def _noted(beside: str) -> tuple[sidecar.Save, ...]:
+def _noted(beside: str) -> tuple[sidecar.SaveNote, ...]:
     """What is noted in a file; nothing if it is not there, or not readable: it is about to be written anew."""
     try:
         with open(beside, "rb") as file:
-            return sidecar.parse(file.read(sidecar.MAX_BYTES))
+            return sidecar.parse_notes(file.read(sidecar.MAX_NOTE))
     except (FileNotFoundError, CorruptCheckpointError):
         return ()
 

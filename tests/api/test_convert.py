@@ -69,9 +69,15 @@ def test_there_and_back(to: str, mesh: str, tmp_path: Path) -> None:
     make(tmp_path)
     cuts = ["layers.0"] if "pp=2" in mesh else []
     report = xla_ckpt.convert(
-        tmp_path, tmp_path / "b", to=to, mesh=mesh, shardings=RULES, pipeline_cuts=cuts, zero1="dp" in mesh,
-        max_memory=100,
-    )  # fmt: skip
+        tmp_path,
+        tmp_path / "b",
+        to=to,
+        mesh=mesh,
+        shardings=RULES,
+        pipeline_cuts=cuts,
+        zero1="dp" in mesh,
+        options=xla_ckpt.ConvertOptions(max_memory=100),
+    )
     assert (report.tag, report.layout, Mesh.parse(report.mesh)) == ("a", to, Mesh.parse(mesh))
     assert xla_ckpt.verify(tmp_path / "b").ok
     assert not list(differences(everything(tmp_path, "a"), everything(tmp_path / "b", "a"), order=False))
@@ -86,8 +92,16 @@ def test_memory_does_not_change_a_byte(tmp_path: Path) -> None:
     make(tmp_path)
     for to in ("native", "xser", "pt", "smp"):
         for name, limit in (("wide", 1 << 30), ("narrow", 1)):
-            xla_ckpt.convert(tmp_path, tmp_path / name, to=to, as_tag=to, mesh="dp=2,tp=2", shardings=RULES,
-                             zero1=True, max_memory=limit)  # fmt: skip
+            xla_ckpt.convert(
+                tmp_path,
+                tmp_path / name,
+                to=to,
+                as_tag=to,
+                mesh="dp=2,tp=2",
+                shardings=RULES,
+                zero1=True,
+                options=xla_ckpt.ConvertOptions(max_memory=limit),
+            )
         files = [f for f in (tmp_path / "wide" / to).rglob("*") if f.is_file() and f.name[0] not in "_m"]
         assert len(files) > 6
         for file in files:
@@ -159,7 +173,9 @@ def test_the_next_conversion_splits_as_this_one_did(tmp_path: Path) -> None:
 
 def test_safetensors(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
-    report = xla_ckpt.convert(tmp_path, tmp_path / "hf", to="safetensors", max_memory=64)
+    report = xla_ckpt.convert(
+        tmp_path, tmp_path / "hf", to="safetensors", options=xla_ckpt.ConvertOptions(max_memory=64)
+    )
     held = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
     wanted = {k: v for k, v in model.state_dict().items() if k != "head.weight"}
     assert not list(differences(wanted, held, order=False))
@@ -224,7 +240,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ({"to": "pt", "as_tag": "b", "mesh": "dp=x"}, xla_ckpt.UsageError, "mesh makes no sense"),
         ({"to": "pt", "as_tag": "b/c"}, xla_ckpt.InvalidTagError, "b/c"),
         ({"to": "pt", "as_tag": "b", "tag": "no"}, xla_ckpt.NoCheckpointError, "no such checkpoint"),
-        ({"to": "pt", "as_tag": "b", "max_memory": 0}, xla_ckpt.UsageError, "number of bytes"),
+        ({"to": "pt", "as_tag": "b", "llama": "config.json"}, xla_ckpt.UsageError, "expected xla_ckpt.LlamaJob"),
         ({"to": "pt", "as_tag": "b", "mesh": "tp=5", "shardings": RULES}, ValueError, "cannot be split over"),
         ({"to": "safetensors", "destination": tmp_path / "full"}, xla_ckpt.UsageError, "must not exist"),
     ):  # fmt: skip

@@ -99,7 +99,7 @@ def test_pieces_add_up_within_bounded_memory(tmp_path: Path, monkeypatch: pytest
 
     of_bytes = difference.of_bytes
     monkeypatch.setattr(difference, "of_bytes", measured)
-    found = xla_ckpt.diff(tmp_path, tmp_path, "a", "b", max_memory=16384).moved["w"]
+    found = xla_ckpt.diff(tmp_path, tmp_path, "a", "b", options=xla_ckpt.ConvertOptions(max_memory=16384)).moved["w"]
     assert len(sizes) > 8
     assert max(sizes) <= 16384 // difference.MEMORY
     assert found.elements == one.size

@@ -43,7 +43,9 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path) -> None:
 def test_a_failed_save_may_be_a_warning(
     tmp_path: Path, async_save: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handle = xla_ckpt.save_checkpoint(tmp_path, "a", model(), on_error="warn", async_save=async_save)
+    handle = xla_ckpt.save_checkpoint(
+        tmp_path, "a", model(), options=xla_ckpt.SaveOptions(on_error="warn"), async_save=async_save
+    )
     assert handle.wait(60)
     assert "the program goes on" in caplog.text
     monkeypatch.undo()
@@ -56,7 +58,9 @@ def test_a_failed_save_may_be_a_warning(
 
 def test_a_root_that_cannot_be_made_is_a_warning_too(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    handle = xla_ckpt.save_checkpoint(tmp_path / "file/root", "a", model(), on_error="warn")
+    handle = xla_ckpt.save_checkpoint(
+        tmp_path / "file/root", "a", model(), options=xla_ckpt.SaveOptions(on_error="warn")
+    )
     assert isinstance(handle.error, xla_ckpt.StorageError)
 
 
@@ -64,7 +68,9 @@ def test_a_root_that_cannot_be_made_is_a_warning_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_function_hears_of_it(tmp_path: Path, async_save: bool) -> None:
     heard: list[CheckpointError] = []
-    handle = xla_ckpt.save_checkpoint(tmp_path, "a", model(), on_error=heard.append, async_save=async_save)
+    handle = xla_ckpt.save_checkpoint(
+        tmp_path, "a", model(), options=xla_ckpt.SaveOptions(on_error=heard.append), async_save=async_save
+    )
     handle.wait()
     assert [handle.error] == heard
     xla_ckpt.finalize_checkpoint()
@@ -76,7 +82,7 @@ def test_a_function_that_fails_leaves_the_error_to_be_raised(tmp_path: Path) -> 
         raise KeyError("oops")
 
     with pytest.raises(xla_ckpt.StorageError):
-        xla_ckpt.save_checkpoint(tmp_path, "a", model(), on_error=fails)
+        xla_ckpt.save_checkpoint(tmp_path, "a", model(), options=xla_ckpt.SaveOptions(on_error=fails))
 
 
 @pytest.mark.usefixtures("full")
@@ -94,10 +100,7 @@ def test_mistakes_are_raised_in_any_case(tmp_path: Path) -> None:
         {"tag": "a", "model": {"x": torch.zeros(2, device="meta")}},
     ):
         with pytest.raises(CheckpointError):
-            xla_ckpt.save_checkpoint(tmp_path, on_error="warn", **wrong)  # type: ignore[arg-type]
-    for wrong in ({"on_error": "never"}, {"stale": True}):
-        with pytest.raises(xla_ckpt.UsageError, match="no such choice"):
-            xla_ckpt.save_checkpoint(tmp_path, "a", model(), **wrong)  # type: ignore[arg-type]
+            xla_ckpt.save_checkpoint(tmp_path, options=xla_ckpt.SaveOptions(on_error="warn"), **wrong)  # type: ignore[arg-type]
 
 
 def saves_where_rank_1_has_no_room(rank: int, root: Path) -> tuple[str, int | None, list[str]]:
@@ -105,7 +108,7 @@ def saves_where_rank_1_has_no_room(rank: int, root: Path) -> tuple[str, int | No
         LocalDirectory.free = lambda self: 10  # type: ignore[method-assign]
     state = {"w": torch.full((4,), float(rank))}
     rules = [("w", (("dp",),))]
-    bad = xla_ckpt.save(root, "a", state, shardings=rules, on_error="warn")
+    bad = xla_ckpt.save(root, "a", state, shardings=rules, options=xla_ckpt.SaveOptions(on_error="warn"))
     del LocalDirectory.free
     LocalDirectory.free = lambda self: None  # type: ignore[method-assign]
     xla_ckpt.save(root, "b", state, shardings=rules)
@@ -156,9 +159,13 @@ def test_a_model_that_did_not_move(
     again = tag.replace("2", "3")
     if stale and again != tag:
         with pytest.raises(xla_ckpt.SaveError, match=f"tag {tag}, although"):
-            xla_ckpt.save_checkpoint(tmp_path, again, model(value), user_content=content, stale="raise")
+            xla_ckpt.save_checkpoint(
+                tmp_path, again, model(value), user_content=content, options=xla_ckpt.SaveOptions(stale="raise")
+            )
         assert again not in xla_ckpt.list_tags(tmp_path)
-        xla_ckpt.save_checkpoint(tmp_path, again, model(value), user_content=content, stale="ignore")
+        xla_ckpt.save_checkpoint(
+            tmp_path, again, model(value), user_content=content, options=xla_ckpt.SaveOptions(stale="ignore")
+        )
         assert not warned(caplog)
 
 
@@ -180,7 +187,7 @@ def test_one_element_is_enough_to_have_moved(tmp_path: Path, caplog: pytest.LogC
 def test_a_damaged_tag_before_it_does_not_matter(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "step_1", model())
     next((tmp_path / "step_1").rglob("*.safetensors")).write_bytes(b"")
-    xla_ckpt.save_checkpoint(tmp_path, "step_2", model(), stale="raise")
+    xla_ckpt.save_checkpoint(tmp_path, "step_2", model(), options=xla_ckpt.SaveOptions(stale="raise"))
     assert xla_ckpt.verify(tmp_path, "step_2").ok
 
 

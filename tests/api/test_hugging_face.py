@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -96,6 +97,7 @@ def rank_of_nxd(hf: State, tp: int, rank: int, copies: int, fused: bool, adjacen
     return made
 
 
+FIELDS = {field.name for field in dataclasses.fields(xla_ckpt.LlamaJob)}
 FORMS = [(1, 2, None), (2, 4, "trn1"), (4, 8, "trn1"), (2, 4, "trn2"), (2, 2, "trn1")]
 
 
@@ -104,9 +106,14 @@ FORMS = [(1, 2, None), (2, 4, "trn1"), (4, 8, "trn1"), (2, 4, "trn2"), (2, 2, "t
 def test_as_its_own_converter_would_do(copies: int, tp: int, hardware: str | None, fused: bool, tmp_path: Path) -> None:
     directory, model = saved(tmp_path, size="20KB", attention_bias=True, mlp_bias=True)
     xla_ckpt.convert(
-        directory, tmp_path / "run", to="pt" if fused else "xser", mesh=f"tp={tp}", fuse_qkv=fused, as_tag="start",
-        kv_size_multiplier=copies, hardware=hardware, max_memory=500,
-    )  # fmt: skip
+        directory,
+        tmp_path / "run",
+        to="pt" if fused else "xser",
+        mesh=f"tp={tp}",
+        llama=xla_ckpt.LlamaJob(fuse_qkv=fused, kv_size_multiplier=copies, hardware=hardware),
+        as_tag="start",
+        options=xla_ckpt.ConvertOptions(max_memory=500),
+    )
     assert xla_ckpt.verify(tmp_path / "run").ok
     for rank in range(tp):
         wanted = rank_of_nxd(model.state_dict(), tp, rank, copies, fused, hardware == "trn2")
@@ -117,23 +124,39 @@ def test_as_its_own_converter_would_do(copies: int, tp: int, hardware: str | Non
     # Where every rank has all keys, nothing on disk tells how they were repeated.
     how: dict[str, Any] = {"kv_size_multiplier": copies, "hardware": hardware} if tp == copies else {}
     for source in ("run", "nxd"):
-        xla_ckpt.export_hf(tmp_path / source, tmp_path / f"of_{source}", config=directory, max_memory=300, **how)
+        xla_ckpt.export_hf(
+            tmp_path / source,
+            tmp_path / f"of_{source}",
+            llama=xla_ckpt.LlamaJob(directory, **how),
+            options=xla_ckpt.ConvertOptions(max_memory=300),
+        )
         same_model(tmp_path / f"of_{source}", model)
-        xla_ckpt.convert(tmp_path / source, tmp_path / f"to_{source}", to="safetensors", config=directory, **how)
+        xla_ckpt.convert(
+            tmp_path / source, tmp_path / f"to_{source}", to="safetensors", llama=xla_ckpt.LlamaJob(directory, **how)
+        )
         same_model(tmp_path / f"to_{source}", model)
 
 
 def test_from_transformers_to_xser_to_fsdp2_and_back(tmp_path: Path) -> None:
     directory, model = saved(tmp_path)
     how: dict[str, Any] = {"kv_size_multiplier": 2, "hardware": "trn1"}
-    xla_ckpt.convert(directory, tmp_path / "run", to="xser", mesh="tp=4", fuse_qkv=True, as_tag="start", **how)
+    xla_ckpt.convert(
+        directory,
+        tmp_path / "run",
+        to="xser",
+        mesh="tp=4",
+        llama=xla_ckpt.LlamaJob(fuse_qkv=True, **how),
+        as_tag="start",
+    )
     tree = xla_ckpt.restore(tmp_path / "run").tree["model"]
     run_on_ranks(resumes_with_fsdp2, 2, tmp_path, {name: list(t.shape) for name, t in tree.items()})
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"order the attention heads.*--kv-size-multiplier"):
-        xla_ckpt.export_hf(tmp_path / "fsdp", tmp_path / "back", config=directory)
+        xla_ckpt.export_hf(tmp_path / "fsdp", tmp_path / "back", llama=xla_ckpt.LlamaJob(directory))
     with pytest.raises(xla_ckpt.UsageError, match="trn1 or trn2"):
-        xla_ckpt.export_hf(tmp_path / "fsdp", tmp_path / "back", config=directory, kv_size_multiplier=2)
-    xla_ckpt.export_hf(tmp_path / "fsdp", tmp_path / "back", config=directory, **how)
+        xla_ckpt.export_hf(
+            tmp_path / "fsdp", tmp_path / "back", llama=xla_ckpt.LlamaJob(directory, kv_size_multiplier=2)
+        )
+    xla_ckpt.export_hf(tmp_path / "fsdp", tmp_path / "back", llama=xla_ckpt.LlamaJob(directory, **how))
     same_model(tmp_path / "back", model)
 
 
@@ -142,7 +165,11 @@ def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
     directory, model = saved(tmp_path, attention_bias=True)
     hf = model.state_dict()
     xla_ckpt.convert(
-        directory, tmp_path / "a", mesh="tp=4", fuse_qkv=fused, as_tag="a", kv_size_multiplier=2, hardware="trn1"
+        directory,
+        tmp_path / "a",
+        mesh="tp=4",
+        llama=xla_ckpt.LlamaJob(fuse_qkv=fused, kv_size_multiplier=2, hardware="trn1"),
+        as_tag="a",
     )
     # One process trains it, whose optimizer has states that tell which weight they belong to.
     tree = xla_ckpt.restore(tmp_path / "a").tree["model"]
@@ -154,9 +181,10 @@ def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
     rules = [("_qkv", (("tp", [32, "8x2", "8x2"]),)), ("_[kv]$", (("tp", ["8x2"]),)), ("o_proj.weight", (None, "tp"))]
     xla_ckpt.save_checkpoint(tmp_path / "b", "b", job, optimizer, shardings=rules, mesh="dp=1")
     for copies, tp, hardware in ((1, 2, None), (4, 8, "trn1"), (2, 4, "trn2")):
+        job_of = xla_ckpt.LlamaJob(directory, kv_size_multiplier=copies, hardware=hardware)
         xla_ckpt.convert(
-            tmp_path / "b", tmp_path / "c", to="pt", as_tag=f"{copies}", mesh=f"tp={tp}", config=directory,
-            kv_size_multiplier=copies, hardware=hardware, max_memory=300,
+            tmp_path / "b", tmp_path / "c", to="pt", as_tag=f"{copies}", mesh=f"tp={tp}", llama=job_of,
+            options=xla_ckpt.ConvertOptions(max_memory=300),
             shardings=[("embed|lm_head", ("tp",)), ("gate_up", (("tp", 2),)), ("down_proj", (None, "tp")),
                        ("_q$", ("tp",))],
         )  # fmt: skip
@@ -169,20 +197,25 @@ def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
             for i, (name, _) in enumerate(job.named_parameters()):
                 assert torch.equal(states[i]["exp_avg"], 2 * wanted[name]), name
                 assert torch.equal(states[i]["exp_avg_sq"], 3 * wanted[name]), name
-        xla_ckpt.export_hf(tmp_path / "c", tmp_path / f"hf{copies}", f"{copies}", config=directory)
+        xla_ckpt.export_hf(tmp_path / "c", tmp_path / f"hf{copies}", f"{copies}", llama=xla_ckpt.LlamaJob(directory))
         same_model(tmp_path / f"hf{copies}", model)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match=r"not all there.*3, called like.*found 2"):
         xla_ckpt.convert(
-            tmp_path / "b", tmp_path / "d", config={**model.config.to_dict(), "num_hidden_layers": 3},
-            kv_size_multiplier=1, mesh="tp=2", to="pt",
-        )  # fmt: skip
+            tmp_path / "b",
+            tmp_path / "d",
+            llama=xla_ckpt.LlamaJob({**model.config.to_dict(), "num_hidden_layers": 3}, kv_size_multiplier=1),
+            mesh="tp=2",
+            to="pt",
+        )
     wrong = {**model.config.to_dict(), "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 8}
     with pytest.raises(xla_ckpt.CheckpointError):
-        xla_ckpt.export_hf(tmp_path / "a", tmp_path / "d", config=wrong)
+        xla_ckpt.export_hf(tmp_path / "a", tmp_path / "d", llama=xla_ckpt.LlamaJob(wrong))
     assert not (tmp_path / "d").exists()
     xla_ckpt.save_checkpoint(tmp_path / "b", "unsaid", job)
     with pytest.raises(xla_ckpt.CheckpointError, match="kv-size-multiplier"):
-        xla_ckpt.convert(tmp_path / "b", tmp_path / "d", config=directory, kv_size_multiplier=1, mesh="tp=2")
+        xla_ckpt.convert(
+            tmp_path / "b", tmp_path / "d", llama=xla_ckpt.LlamaJob(directory, kv_size_multiplier=1), mesh="tp=2"
+        )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -190,36 +223,45 @@ def test_a_job_with_another_multiplier(fused: bool, tmp_path: Path) -> None:
 def test_multi_head_attention_and_tied_embeddings(to: str, tied: bool, tmp_path: Path) -> None:
     directory, model = saved(tmp_path, num_key_value_heads=HEADS, tie_word_embeddings=tied)
     fuse = True if to == "native" else None
-    xla_ckpt.convert(directory, tmp_path / "run", to=to, mesh="tp=2", fuse_qkv=fuse, as_tag="a")
+    xla_ckpt.convert(
+        directory, tmp_path / "run", to=to, mesh="tp=2", llama=xla_ckpt.LlamaJob(fuse_qkv=fuse), as_tag="a"
+    )
     held = xla_ckpt.restore(tmp_path / "run").tree["model"]
     parts = [model.state_dict()[f"model.layers.0.self_attn.{w}_proj.weight"] for w in "qkv"]
     assert torch.equal(held["model.layers.0.self_attn.qkv_proj.weight"], torch.cat(parts))
     assert torch.equal(held["lm_head.weight"], held["model.embed_tokens.weight"]) == tied
-    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", config=directory)
+    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", llama=xla_ckpt.LlamaJob(directory))
     same_model(tmp_path / "back", model)
     if to == "native":
         return
     # Its own files have a tied weight twice. They are compared.
     as_theirs(tmp_path / "run/a")
-    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "again", config=directory)
+    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "again", llama=xla_ckpt.LlamaJob(directory))
     same_model(tmp_path / "again", model)
     says_tied = {**json.loads((directory / "config.json").read_text()), "tie_word_embeddings": not tied}
     if tied:
-        xla_ckpt.export_hf(tmp_path / "run", tmp_path / "twice", config=says_tied)
+        xla_ckpt.export_hf(tmp_path / "run", tmp_path / "twice", llama=xla_ckpt.LlamaJob(says_tied))
         found = safetensors.torch.load_file(tmp_path / "twice/model.safetensors")
         assert torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
     else:
         with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="the output layer is not the embedding"):
-            xla_ckpt.export_hf(tmp_path / "run", tmp_path / "twice", config=says_tied, max_memory=200)
+            xla_ckpt.export_hf(
+                tmp_path / "run",
+                tmp_path / "twice",
+                llama=xla_ckpt.LlamaJob(says_tied),
+                options=xla_ckpt.ConvertOptions(max_memory=200),
+            )
         assert not (tmp_path / "twice").exists()
 
 
 def test_biases_that_the_class_decides_on(tmp_path: Path) -> None:
     directory, model = saved(tmp_path, kind="Qwen2", tie_word_embeddings=True)
     assert "attention_bias" not in json.loads((directory / "config.json").read_text())
-    xla_ckpt.convert(directory, tmp_path / "run", to="nxd", mesh="tp=2", fuse_qkv=False, as_tag="a")
+    xla_ckpt.convert(
+        directory, tmp_path / "run", to="nxd", mesh="tp=2", llama=xla_ckpt.LlamaJob(fuse_qkv=False), as_tag="a"
+    )
     assert "model.layers.1.self_attn.qkv_proj.bias_k" in xla_ckpt.restore(tmp_path / "run").tree["model"]
-    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", config=directory)
+    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", llama=xla_ckpt.LlamaJob(directory))
     same_model(tmp_path / "back", model)
 
 
@@ -232,7 +274,7 @@ def test_names_stay_in_the_native_layout(tmp_path: Path) -> None:
         torch.nn.init.zeros_(p)
     xla_ckpt.load_checkpoint(tmp_path / "run", model=loaded)
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
-    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", config=directory)
+    xla_ckpt.export_hf(tmp_path / "run", tmp_path / "back", llama=xla_ckpt.LlamaJob(directory))
     same_model(tmp_path / "back", model)
     (directory / "config.json").unlink()
     xla_ckpt.convert(directory, tmp_path / "run", as_tag="b")  # whatever model it is
@@ -243,7 +285,7 @@ def test_names_stay_in_the_native_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_another_element_type(dtype: str, tmp_path: Path) -> None:
     directory, model = saved(tmp_path)
-    xla_ckpt.export_hf(directory, tmp_path / "back", dtype=dtype, max_memory=700)
+    xla_ckpt.export_hf(directory, tmp_path / "back", dtype=dtype, options=xla_ckpt.ConvertOptions(max_memory=700))
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert config["dtype"] == dtype
     same_model(tmp_path / "back", type(model).from_pretrained(directory, dtype=getattr(torch, dtype)))
@@ -296,12 +338,12 @@ GOLD += [("tp4_gqa_rep__pt_sync", "step_40")] if "tp4_gqa_rep__pt_sync" in FOLDE
 def test_what_it_wrote_itself_needs_only_the_config(case: str, tag: str, tmp_path: Path) -> None:
     gold = Gold(case, tag)
     config = gold_config(gold)
-    xla_ckpt.export_hf(gold.root, tmp_path / "hf", tag, config=config)
+    xla_ckpt.export_hf(gold.root, tmp_path / "hf", tag, llama=xla_ckpt.LlamaJob(config))
     found = safetensors.torch.load_file(tmp_path / "hf/model.safetensors")
     assert not list(differences(as_hugging_face(gold, config), found, order=False))
     config |= {"vocab_size": config["vocab_size"] + 8}
     with pytest.raises(xla_ckpt.CheckpointError, match=r"embed_tokens"):
-        xla_ckpt.export_hf(gold.root, tmp_path / "other", tag, config=config)
+        xla_ckpt.export_hf(gold.root, tmp_path / "other", tag, llama=xla_ckpt.LlamaJob(config))
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,7 +384,7 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
         ("convert", directory, {**nxd, "kv_size_multiplier": 3, **trn1}, xla_ckpt.UsageError, "divides tp=4"),
         ("convert", directory, {**nxd, "kv_size_multiplier": 8, **trn1, "mesh": "tp=8"}, xla_ckpt.UsageError,
          "divides 4"),
-        ("convert", directory, nxd, xla_ckpt.UsageError, r"--kv-size-multiplier"),
+        ("convert", directory, {**nxd}, xla_ckpt.UsageError, r"--kv-size-multiplier"),
         ("convert", directory, {**nxd, "kv_size_multiplier": 2}, xla_ckpt.UsageError, "trn1 or trn2"),
         ("convert", directory, {**nxd, "hardware": "gpu"}, xla_ckpt.UsageError, "no such hardware"),
         ("convert", directory, {**nxd, "kv_size_multiplier": 0}, xla_ckpt.UsageError, "at least 1"),
@@ -368,6 +410,7 @@ def test_what_makes_no_sense(tmp_path: Path) -> None:
         ("export_hf", tmp_path / "own", {"tag": "a", "config": {**good, "num_key_value_heads": 3}}, xla_ckpt.UsageError,
          "do not divide"),
     ):  # fmt: skip
+        job = {name: how.pop(name) for name in FIELDS & how.keys()}
         with pytest.raises(error, match=said):
-            getattr(xla_ckpt, call)(source, tmp_path / "new", **how)
+            getattr(xla_ckpt, call)(source, tmp_path / "new", llama=xla_ckpt.LlamaJob(**job), **how)
         assert not (tmp_path / "new").exists()

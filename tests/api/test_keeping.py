@@ -13,8 +13,8 @@ from tests.layouts.stock_dcp import stock
 from tests.runs import names_in
 from xla_ckpt.layouts.registry import open_tag
 from xla_ckpt.storage.door import store_at
-from xla_ckpt.tags import commit
-from xla_ckpt.tags.directory import entries
+from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.roots import root_of
 
 
 @pytest.fixture
@@ -25,30 +25,30 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_a_deleted_tag_is_gone_and_leaves_nothing(root: Path) -> None:
-    xla_ckpt.delete_tag(root, "step_1")
+    xla_ckpt.Checkpoints(root).delete("step_1")
     assert xla_ckpt.list_tags(root) == ["step_0", "step_2"]
     left = set(names_in(root)) | {p.name for p in (root / ".trash").glob("*")}
     assert left - {".trash"} == {"step_0", "step_2"}  # the next save removes an empty `.trash`
     with pytest.raises(xla_ckpt.NoCheckpointError, match="oldest first: step_0, step_2"):
-        xla_ckpt.delete_tag(root, "step_1")
+        xla_ckpt.Checkpoints(root).delete("step_1")
 
 
 def test_an_old_version_that_a_killed_replacement_left_does_not_come_back(root: Path) -> None:
     (root / "step_0").rename(root / ".old-step_1")
-    xla_ckpt.delete_tag(root, "step_1")
+    xla_ckpt.Checkpoints(root).delete("step_1")
     xla_ckpt.save(root, "step_3", {"w": torch.ones(1)})
     assert xla_ckpt.list_tags(root) == ["step_2", "step_3"]
 
 
 def test_a_pinned_tag_and_the_last_one_are_deleted_by_force_alone(root: Path) -> None:
-    xla_ckpt.pin_tag(root, "step_1")
+    xla_ckpt.Checkpoints(root).pin("step_1")
     with pytest.raises(xla_ckpt.UsageError, match=r"pinned.*--force"):
-        xla_ckpt.delete_tag(root, "step_1")
-    xla_ckpt.delete_tag(root, "step_0")
-    xla_ckpt.delete_tag(root, "step_1", force=True)
+        xla_ckpt.Checkpoints(root).delete("step_1")
+    xla_ckpt.Checkpoints(root).delete("step_0")
+    xla_ckpt.Checkpoints(root).delete("step_1", force=True)
     with pytest.raises(xla_ckpt.UsageError, match=r"last tag.*Save another one"):
-        xla_ckpt.delete_tag(root, "step_2")
-    xla_ckpt.delete_tag(root, "step_2", force=True)
+        xla_ckpt.Checkpoints(root).delete("step_2")
+    xla_ckpt.Checkpoints(root).delete("step_2", force=True)
     assert xla_ckpt.list_tags(root) == []
 
 
@@ -56,38 +56,36 @@ def test_who_reads_a_tag_reads_on(root: Path) -> None:
     store = store_at(root)
     with open_tag(store, "step_1") as reader:
         with pytest.raises(xla_ckpt.UsageError, match="somebody reads this tag"):
-            xla_ckpt.delete_tag(root, "step_1")
-        xla_ckpt.delete_tag(root, "step_1", force=True)
+            xla_ckpt.Checkpoints(root).delete("step_1")
+        xla_ckpt.Checkpoints(root).delete("step_1", force=True)
         assert xla_ckpt.list_tags(root) == ["step_0", "step_2"]
         assert reader.source(0).size == reader.manifest.files[0].size
-    xla_ckpt.delete_tag(root, "step_0")
+    xla_ckpt.Checkpoints(root).delete("step_0")
     xla_ckpt.save(root, "step_3", {"w": torch.ones(1)})
     assert names_in(root) == ["step_2", "step_3"]
 
 
 def test_a_tag_that_is_being_saved_is_left_alone(root: Path) -> None:
-    draft = commit.begin(store_at(root), "step_1")
-    try:
-        for call in (xla_ckpt.delete_tag, xla_ckpt.pin_tag):
+    with Transaction(root_of(store_at(root)), "step_1") as transaction:
+        checkpoints = xla_ckpt.Checkpoints(root)
+        for call in (checkpoints.delete, checkpoints.pin):
             with pytest.raises(xla_ckpt.UsageError, match="a save of this tag is running"):
-                call(root, "step_1")
-        xla_ckpt.delete_tag(root, "step_0")  # beside the save of another one
-        assert xla_ckpt.pin_tag(root, "step_2")
-        assert draft.store.has(draft.name)
-    finally:
-        commit.abandon(draft)
+                call("step_1")
+        xla_ckpt.Checkpoints(root).delete("step_0")  # beside the save of another one
+        assert xla_ckpt.Checkpoints(root).pin("step_2")
+        assert (root / transaction.directory.name).is_dir()
     assert xla_ckpt.verify(root, "step_1").ok
 
 
 def test_a_pin_changes_one_word_and_retention_heeds_it(root: Path) -> None:
     before = (root / "step_0/manifest.json").read_bytes()
-    assert [xla_ckpt.pin_tag(root, "step_0"), xla_ckpt.pin_tag(root, "step_0")] == [True, False]
-    assert [e.pinned for e in entries(store_at(root))] == [True, False, False]
+    assert [xla_ckpt.Checkpoints(root).pin("step_0"), xla_ckpt.Checkpoints(root).pin("step_0")] == [True, False]
+    assert [e.pinned for e in root_of(store_at(root)).entries()] == [True, False, False]
     report = xla_ckpt.verify(root, "step_0")
     assert (report.ok, report.strangers) == (True, [])
     xla_ckpt.save(root, "step_3", {"w": torch.ones(1)}, num_kept_ckpts=1)
     assert xla_ckpt.list_tags(root) == ["step_0", "step_3"]
-    assert [xla_ckpt.unpin_tag(root, "step_0"), xla_ckpt.unpin_tag(root, "step_0")] == [True, False]
+    assert [xla_ckpt.Checkpoints(root).unpin("step_0"), xla_ckpt.Checkpoints(root).unpin("step_0")] == [True, False]
     assert (root / "step_0/manifest.json").read_bytes() == before
     xla_ckpt.save(root, "step_4", {"w": torch.ones(1)}, num_kept_ckpts=1)
     assert xla_ckpt.list_tags(root) == ["step_4"]
@@ -99,7 +97,7 @@ def test_a_damaged_manifest_is_not_written_anew(root: Path) -> None:
     data[-100] ^= 1
     manifest.write_bytes(data)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="damaged"):
-        xla_ckpt.pin_tag(root, "step_0")
+        xla_ckpt.Checkpoints(root).pin("step_0")
     assert manifest.read_bytes() == data
     assert names_in(root) == ["step_0", "step_1", "step_2"]
 
@@ -109,24 +107,25 @@ def test_tags_in_other_layouts(tmp_path: Path, layout: str) -> None:
     model = torch.nn.Linear(2, 2)
     for tag in ("a", "b"):
         xla_ckpt.save_checkpoint(tmp_path, tag, model, layout=layout)
-    assert xla_ckpt.pin_tag(tmp_path, "a")
+    assert xla_ckpt.Checkpoints(tmp_path).pin("a")
     assert xla_ckpt.verify(tmp_path, "a").ok
-    xla_ckpt.delete_tag(tmp_path, "b")
+    xla_ckpt.Checkpoints(tmp_path).delete("b")
     assert xla_ckpt.list_tags(tmp_path) == ["a"]
 
 
 def test_tags_of_other_libraries_are_refused() -> None:
     of = stock("titan", "step-100")
-    for call in (xla_ckpt.delete_tag, xla_ckpt.pin_tag, xla_ckpt.unpin_tag):
+    checkpoints = xla_ckpt.Checkpoints(of.root)
+    for call in (checkpoints.delete, checkpoints.pin, checkpoints.unpin):
         with pytest.raises(xla_ckpt.UsageError, match=r"torch\.distributed\.checkpoint wrote this tag"):
-            call(of.root, of.tag)
+            call(of.tag)
 
 
 def test_in_memory() -> None:
     for tag in "ab":
         xla_ckpt.save("memory://keeping", tag, {"w": torch.ones(1)})
-    assert xla_ckpt.pin_tag("memory://keeping", "a")
-    xla_ckpt.delete_tag("memory://keeping", "b")
+    assert xla_ckpt.Checkpoints("memory://keeping").pin("a")
+    xla_ckpt.Checkpoints("memory://keeping").delete("b")
     assert xla_ckpt.list_tags("memory://keeping") == ["a"]
     assert xla_ckpt.verify("memory://keeping", "a").ok
 
@@ -145,8 +144,8 @@ def test_beside_a_job_that_saves(root: Path) -> None:
         while not job.done():
             for tag in xla_ckpt.list_tags(root)[:-1]:
                 try:
-                    xla_ckpt.pin_tag(root, tag)
-                    xla_ckpt.delete_tag(root, tag, force=True)
+                    xla_ckpt.Checkpoints(root).pin(tag)
+                    xla_ckpt.Checkpoints(root).delete(tag, force=True)
                 except (xla_ckpt.NoCheckpointError, xla_ckpt.UsageError):
                     continue
         job.result()

@@ -57,20 +57,20 @@ def test_a_module_without_parameters_is_something(tmp_path: Path) -> None:
 
 
 RANKS = """
-root, W = sys.argv[1], {"w": torch.ones(2)}
+root, W, SAVE = sys.argv[1], {"w": torch.ones(2)}, xla_ckpt.SaveOptions(timeout=60)
 xla_ckpt.save(root, "good", W)
 for state in (lambda: {}, lambda: {"user_content": "rank 0's alone is stored" if rank else None}):
     try:
-        xla_ckpt.save_checkpoint(root, "oops", num_kept_ckpts=1, timeout=60, **state())
+        xla_ckpt.save_checkpoint(root, "oops", num_kept_ckpts=1, options=SAVE, **state())
     except xla_ckpt.UsageError as error:
         say(error)
 say(xla_ckpt.list_tags(root))
-xla_ckpt.save_checkpoint(root, "content", user_content={"step": 3} if rank == 0 else None, timeout=60)
-say(xla_ckpt.load_checkpoint(root, "content", timeout=60).user_content)
+xla_ckpt.save_checkpoint(root, "content", user_content={"step": 3} if rank == 0 else None, options=SAVE)
+say(xla_ckpt.load_checkpoint(root, "content", options=xla_ckpt.LoadOptions(timeout=60)).user_content)
 stages = xla_ckpt.Mesh(pp=2)
-xla_ckpt.save(root, "stages", W if rank else {}, mesh=stages, timeout=60)
+xla_ckpt.save(root, "stages", W if rank else {}, mesh=stages, options=SAVE)
 try:
-    xla_ckpt.save_checkpoint(root, "oops", mesh=stages, timeout=60)
+    xla_ckpt.save_checkpoint(root, "oops", mesh=stages, options=SAVE)
 except xla_ckpt.UsageError as error:
     say(error.problem)
 say(xla_ckpt.list_tags(root))

@@ -14,8 +14,8 @@ from xla_ckpt.engine.progress import Progress
 
 
 def saves_and_loads(root: Path, wanted: bool | None) -> None:
-    xla_ckpt.save_checkpoint(root, "a", model={"w": torch.ones(100_000)}, progress=wanted)
-    xla_ckpt.load_checkpoint(root, model={"w": torch.ones(100_000)}, progress=wanted)
+    xla_ckpt.save_checkpoint(root, "a", model={"w": torch.ones(100_000)}, options=xla_ckpt.SaveOptions(progress=wanted))
+    xla_ckpt.load_checkpoint(root, model={"w": torch.ones(100_000)}, options=xla_ckpt.LoadOptions(progress=wanted))
 
 
 @pytest.mark.parametrize(("wanted", "shows"), [(True, True), (False, False), (None, False)])

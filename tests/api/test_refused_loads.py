@@ -212,12 +212,12 @@ def one_rank_refuses(rank: int, root: Path, share: str) -> tuple[str, str | None
     before = frozen(mine)
     mine["optimizer"].refuses = rank == 1
     try:
-        xla_ckpt.load_checkpoint(root, share, **mine, replica_read=share)  # type: ignore[arg-type]
+        xla_ckpt.load_checkpoint(root, share, **mine, options=xla_ckpt.LoadOptions(replica_read=share))  # type: ignore[arg-type]
     except xla_ckpt.LoadError as error:
         told = error
     unchanged = differing(before, frozen(mine))
     mine["optimizer"].refuses = False
-    xla_ckpt.load_checkpoint(root, share, **mine, replica_read=share)  # type: ignore[arg-type]
+    xla_ckpt.load_checkpoint(root, share, **mine, options=xla_ckpt.LoadOptions(replica_read=share))  # type: ignore[arg-type]
     loaded = differing(frozen(mine)["model"], frozen(program(2.0))["model"])
     return str(told), told.leaf, unchanged, loaded
 

@@ -45,7 +45,9 @@ def nested(bars: list[dict[str, Any]]) -> None:
 def test_a_trace_of_a_save_has_each_thread_and_phase(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text("an older one")
-    handle = xla_ckpt.save_checkpoint(tmp_path / "r", "a", model(), async_save=True, trace=path, num_kept_ckpts=1)
+    handle = xla_ckpt.save_checkpoint(
+        tmp_path / "r", "a", model(), async_save=True, options=xla_ckpt.SaveOptions(trace=path), num_kept_ckpts=1
+    )
     report = handle.result()
     bars = events(path)
     names = {e["name"] for e in bars}
@@ -67,12 +69,14 @@ def test_a_trace_of_a_save_has_each_thread_and_phase(tmp_path: Path) -> None:
 def test_a_trace_of_a_load_says_what_was_read_and_verified(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path / "r", "a", model())
     target = {"w": torch.zeros(3 << 20)}
-    report = xla_ckpt.load_checkpoint(tmp_path / "r", model=target, trace=tmp_path / "load.json").report
+    report = xla_ckpt.load_checkpoint(
+        tmp_path / "r", model=target, options=xla_ckpt.LoadOptions(trace=tmp_path / "load.json")
+    ).report
     bars = events(tmp_path / "load.json")
     assert {*report.phases, "load"} <= {e["name"] for e in bars}
     verified = sum(e["args"]["bytes"] for e in bars if e["name"] == "verify")
     assert verified == report.phases["verify"].nbytes >= NBYTES
-    xla_ckpt.restore(tmp_path / "r", trace=tmp_path / "restore.json")
+    xla_ckpt.restore(tmp_path / "r", options=xla_ckpt.LoadOptions(trace=tmp_path / "restore.json"))
     assert sum(e["args"].get("bytes", 0) for e in events(tmp_path / "restore.json") if e["name"] == "read") == NBYTES
 
 
@@ -83,7 +87,7 @@ def test_the_environment_names_a_directory_with_a_file_for_each_call(
     for _ in range(2):
         xla_ckpt.save(tmp_path / "r", "a", {"w": torch.ones(2)})
     xla_ckpt.restore(tmp_path / "r")
-    xla_ckpt.restore(tmp_path / "r", "a", trace=tmp_path / "own.json")
+    xla_ckpt.restore(tmp_path / "r", "a", options=xla_ckpt.LoadOptions(trace=tmp_path / "own.json"))
     found = names_in(tmp_path / "made" / "traces")
     assert found == ["load-a-rank0.json", "save-a-rank0-1.json", "save-a-rank0.json"]
     assert events(tmp_path / "own.json")
@@ -92,9 +96,11 @@ def test_the_environment_names_a_directory_with_a_file_for_each_call(
 def test_what_fails_leaves_its_trace(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(xla_ckpt.StorageError):
-        xla_ckpt.save(tmp_path / "file", "a", {"w": torch.ones(2)}, trace=tmp_path / "save.json")
+        xla_ckpt.save(
+            tmp_path / "file", "a", {"w": torch.ones(2)}, options=xla_ckpt.SaveOptions(trace=tmp_path / "save.json")
+        )
     with pytest.raises(xla_ckpt.NoCheckpointError):
-        xla_ckpt.restore(tmp_path / "r", "a", trace=tmp_path / "load.json")
+        xla_ckpt.restore(tmp_path / "r", "a", options=xla_ckpt.LoadOptions(trace=tmp_path / "load.json"))
     for name, kind in (("save", "StorageError"), ("load", "NoCheckpointError")):
         told = json.loads((tmp_path / f"{name}.json").read_text())["otherData"]
         assert (told["doing"], told["tag"], told["rank"]) == (name, "a", 0)
@@ -104,7 +110,9 @@ def test_what_fails_leaves_its_trace(tmp_path: Path) -> None:
 
 def test_a_trace_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    report = xla_ckpt.save(tmp_path / "r", "a", {"w": torch.ones(2)}, trace=tmp_path / "file" / "t.json").result()
+    report = xla_ckpt.save(
+        tmp_path / "r", "a", {"w": torch.ones(2)}, options=xla_ckpt.SaveOptions(trace=tmp_path / "file" / "t.json")
+    ).result()
     assert report.sequence == 1
     (told,) = [r for r in caplog.records if "trace" in r.getMessage()]
     assert (told.levelno, str(tmp_path / "file" / "t.json") in told.getMessage()) == (logging.WARNING, True)
@@ -113,14 +121,14 @@ def test_a_trace_that_cannot_be_written_fails_no_save(tmp_path: Path, caplog: py
 def test_a_place_that_is_no_path_is_refused_before_anything_is_done(tmp_path: Path) -> None:
     for wrong in (True, 7, b"bytes"):
         with pytest.raises(xla_ckpt.UsageError, match=r"trace= is the path"):
-            xla_ckpt.save(tmp_path / "r", "a", {"w": torch.ones(2)}, trace=wrong)  # type: ignore[arg-type]
+            xla_ckpt.save(tmp_path / "r", "a", {"w": torch.ones(2)}, options=xla_ckpt.SaveOptions(trace=wrong))  # type: ignore[arg-type]
     assert not (tmp_path / "r").exists()
 
 
 def saves_and_loads(rank: int, folder: Path) -> None:
     state = model()
-    xla_ckpt.save_checkpoint(folder / "r", "a", state, trace=folder / "save.json")
-    xla_ckpt.load_checkpoint(folder / "r", "a", state, trace=folder / "load.json")
+    xla_ckpt.save_checkpoint(folder / "r", "a", state, options=xla_ckpt.SaveOptions(trace=folder / "save.json"))
+    xla_ckpt.load_checkpoint(folder / "r", "a", state, options=xla_ckpt.LoadOptions(trace=folder / "load.json"))
 
 
 def test_each_rank_has_a_trace_with_its_waits_for_others(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_choice_that_is_misspelt_is_suggested(
     tmp_path: pathlib.Path, name: str, value: str, meant: str | None
 ) -> None:
     with pytest.raises(xla_ckpt.UsageError, match=f"no such choice for {name}") as refused:
-        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)}, **{name: value})  # type: ignore[arg-type]
+        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(1)}, options=xla_ckpt.SaveOptions(**{name: value}))  # type: ignore[arg-type]
     assert ("did you mean" in str(refused.value)) == (meant is not None)
     assert meant is None or repr(meant) in str(refused.value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -79,7 +80,7 @@ def test_show_of_many_arrays(tmp_path: Path) -> None:
     """Tables that are too long for rich have the same columns and cells, in plain lines."""
     arrays = {f"[b]{i}": torch.ones(i % 7) for i in range(render.MAX_LAID_OUT + 1)}
     xla_ckpt.save(tmp_path, "a", {"s": arrays})
-    lines = on_terminal(render.tag(facts.show_facts(str(tmp_path), "a", None)), 200).splitlines()
+    lines = on_terminal(render.tag(dataclasses.asdict(xla_ckpt.Checkpoints(tmp_path).show("a"))), 200).splitlines()
     assert len(lines) == 6 + render.MAX_LAID_OUT
     assert lines[3] == f"{render.MAX_LAID_OUT + 1} arrays"
     assert lines[4].split() == ["leaf", "dtype", "shape", "size", "shards"]

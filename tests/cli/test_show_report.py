@@ -16,8 +16,8 @@ import xla_ckpt
 from tests.cli.test_cli import call
 from tests.jobs import run_on_ranks
 from xla_ckpt.cli import bars, facts
-from xla_ckpt.engine.measured import MAX_KEPT, Measured, kept
 from xla_ckpt.engine.phases import Phase
+from xla_ckpt.engine.rank_timings import MAX_KEPT, Measured, kept
 
 STAGES = ["describe", "plan", "snapshot", "copy", "digest", "write", "fsync", "meet", "commit"]
 

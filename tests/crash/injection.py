@@ -27,6 +27,9 @@ from tests.crash.recorder import Fault, Record, Recorder, read_log
 SECONDS = 40.0
 """A run that takes longer hangs."""
 
+HELPER = 100
+"""The process in which orbax commits for a rank has the rank's number and this one in records."""
+
 
 @dataclass(frozen=True)
 class End:
@@ -130,11 +133,27 @@ def forked(work: Callable[[], Any], printed: Path) -> tuple[int, Any]:
     return Fork.of(work, printed).wait()
 
 
-def perform(operation: Operation, root: Path, log: Path, fault: Fault, rank: int = 0) -> dict[str, Any]:
+def perform(
+    operation: Operation, root: Path, log: Path, fault: Fault, rank: int = 0, of_helper: Fault | None = None
+) -> dict[str, Any]:
     """Run an operation with the shim, in a process that is only for that; how it ended, as the members of `End`."""
     import torch.distributed as dist
 
     import xla_ckpt
+    from tests.helper import InFork
+    from xla_ckpt.tags import orbax_commit
+
+    helper_faults = [] if of_helper is None else [of_helper]
+
+    class Helper(InFork):
+        """It has a fault of its own, and its successor has none."""
+
+        def start(self) -> None:
+            which = helper_faults.pop() if helper_faults else Fault()
+            self.first = lambda: Recorder().arm(root, log, rank + HELPER, which)
+            super().start()
+
+    orbax_commit.Program = Helper  # type: ignore[misc]
 
     if operation.ranks > 1:
         dist.init_process_group(
@@ -179,12 +198,21 @@ def inject(
     root, log, printed = work / "root", work / "log", work / "printed"
     shutil.copytree(start, root, symlinks=True)
     ranks = [
-        Fork.of(functools.partial(perform, operation, root, log, fault if n == rank else Fault(), n), printed)
+        Fork.of(
+            functools.partial(
+                perform, operation, root, log, fault if n == rank else Fault(), n, fault if n + HELPER == rank else None
+            ),
+            printed,
+        )
         for n in range(operation.ranks)
     ]
     ends = tuple(_end(*fork.wait(), printed) for fork in ranks)
     calls = tuple(read_log(log))
-    if fault.position >= 0 and not ends[rank].fired and ends[rank].error != "hangs":
+    if rank >= HELPER:
+        fired = any(call.rank == rank and call.number == fault.position for call in calls)
+    else:
+        fired = fault.position < 0 or ends[rank].fired or ends[rank].error == "hangs"
+    if not fired:
         return Verdict(reached=False, ends=ends, calls=calls)
     return judged(operation, ends, seen_in(operation, root, printed, known), calls)
 

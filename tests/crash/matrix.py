@@ -147,7 +147,7 @@ def one(
     kind: str,
 ) -> Case:  # fmt: skip
     """One fault at a call that a first run has made."""
-    from tests.crash.injection import inject
+    from tests.crash.injection import HELPER, inject
 
     number: int | None = call.number
     for _ in range(ATTEMPTS):
@@ -158,7 +158,8 @@ def one(
         number = number_in(verdict.calls, first, call)
     names = [path.partition("/root")[2].lstrip("/") for path in (call.path, call.other)]
     text = f"{call.call} {names[0] or '.'}" + (f" -> {names[1]}" if names[1] else "")
-    text += f" on rank {call.rank}" if operation.ranks > 1 else ""
+    text += f" on rank {call.rank % HELPER}" if operation.ranks > 1 else ""
+    text += " in the process in which orbax commits" if call.rank >= HELPER else ""
     return Case(
         operation.name, kind, call.number, text, verdict.reached, verdict.lost, verdict.wrong, verdict.other
     )  # fmt: skip
@@ -209,7 +210,20 @@ def ready(*, xla: bool) -> None:
     from tests.nursery import LIGHT, _import_all
 
     crash = [f"tests.crash.{name}" for name in ("operations", "injection", "power", "peers", "scenes")]
-    _import_all((*LIGHT, *(("torch_xla",) if xla else ()), "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", *crash))
+    _import_all(
+        (
+            *LIGHT,
+            *(("torch_xla",) if xla else ()),
+            "xla_ckpt.dcp",
+            "xla_ckpt.tags.orbax_process",
+            "orbax.checkpoint",
+            *crash,
+        )
+    )
+    from tests.helper import InFork
+    from xla_ckpt.tags import orbax_commit
+
+    orbax_commit.Program = InFork  # type: ignore[misc]
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1

@@ -56,6 +56,9 @@ LIVE: list[torch.Tensor] = []
 """The program's tensors that the call was given. A program that goes on after it changes them."""
 
 
+ONE_THREAD = xla_ckpt.ConvertOptions(num_workers=1)
+
+
 def module(number: float) -> torch.nn.Module:
     """A model all of whose parameters have one value."""
     made = torch.nn.Linear(3, 4)
@@ -181,9 +184,16 @@ def saves_as_rank(root: Path, tag: str, number: int) -> None:
     half = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     model = {name: value.detach()[half].clone() for name, value in module(number).named_parameters()}
     xla_ckpt.save_checkpoint(
-        root, tag, model, user_content=number, num_workers=1, timeout=SECONDS_FOR_RANKS,
-        mesh=xla_ckpt.Mesh(tp=2), shardings=[("", ("tp",))], num_kept_ckpts=2,
-    ).result()  # fmt: skip
+        root,
+        tag,
+        model,
+        user_content=number,
+        num_workers=1,
+        options=xla_ckpt.SaveOptions(timeout=SECONDS_FOR_RANKS),
+        mesh=xla_ckpt.Mesh(tp=2),
+        shardings=[("", ("tp",))],
+        num_kept_ckpts=2,
+    ).result()
 
 
 SECONDS_FOR_RANKS = 3.0
@@ -203,7 +213,7 @@ def repairing() -> Operation:
 
     def prepare(root: Path) -> None:
         saves(root, "a", 1)
-        saves(root, "b", 7, parity="file")
+        saves(root, "b", 7, options=xla_ckpt.SaveOptions(parity="file"))
         xla_ckpt.finalize_checkpoint()
         next((root / "b" / "model").iterdir()).unlink()
         (root / "b" / "parity" / "manifest.json").unlink()
@@ -217,7 +227,7 @@ def repairing() -> Operation:
 
     def again(root: Path) -> None:
         xla_ckpt.repair(root, "b")
-        saves(root, "next", NEXT, parity="file")
+        saves(root, "next", NEXT, options=xla_ckpt.SaveOptions(parity="file"))
 
     return Operation(
         name="repair",
@@ -256,13 +266,13 @@ def converting(to: str, before: Found | None = None) -> Operation:
 
     def again(root: Path) -> None:
         saves(root / "more", "b", NEXT)
-        xla_ckpt.convert(root / "more", root / "made", "b", to=to, as_tag="next", num_workers=1)
+        xla_ckpt.convert(root / "more", root / "made", "b", to=to, as_tag="next", options=ONE_THREAD)
         xla_ckpt.finalize_checkpoint()
 
     return Operation(
         name=f"convert to {to}",
         prepare=prepare,
-        run=lambda root: xla_ckpt.convert(root / "source", root / "made", "a", to=to, num_workers=1),
+        run=lambda root: xla_ckpt.convert(root / "source", root / "made", "a", to=to, options=ONE_THREAD),
         read=lambda root: {**tags_in(root / "made"), **_untouched(root)},
         again=again,
         before={**(before or {}), "source": 7},
@@ -388,7 +398,7 @@ OPERATIONS: Mapping[str, Operation] = {
         saving("first save", {}, "a"),
         saving("save", {"a": 1}, "b"),
         saving("save, asynchronous", {"a": 1}, "b", async_save=True),
-        saving("save, parity", {"a": 1}, "b", parity="file"),
+        saving("save, parity", {"a": 1}, "b", options=xla_ckpt.SaveOptions(parity="file")),
         repairing(),
         saving("replace the only tag", {"a": 1}, "a"),
         saving("replace the oldest tag", {"a": 1, "b": 2}, "a"),
@@ -404,17 +414,17 @@ OPERATIONS: Mapping[str, Operation] = {
         *(converting(to, {"z": 3}) for to in ("native", "xser", "pt", "dcp", "smp")),
         exporting(
             "convert to torch", "one.pt",
-            lambda source, made, tag: xla_ckpt.convert(source, made, tag, to="torch", num_workers=1),
+            lambda source, made, tag: xla_ckpt.convert(source, made, tag, to="torch", options=ONE_THREAD),
             lambda path: torch.load(path, weights_only=True)["model"],
         ),
         exporting(
             "convert to safetensors", "hf",
-            lambda source, made, tag: xla_ckpt.convert(source, made, tag, to="safetensors", num_workers=1),
+            lambda source, made, tag: xla_ckpt.convert(source, made, tag, to="safetensors", options=ONE_THREAD),
             _load_safetensors,
         ),
         exporting(
             "export_hf", "hf",
-            lambda source, made, tag: xla_ckpt.export_hf(source, made, tag, num_workers=1),
+            lambda source, made, tag: xla_ckpt.export_hf(source, made, tag, options=ONE_THREAD),
             _load_safetensors,
         ),
         dcp_saving("dcp.save", {}),

@@ -24,9 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -74,21 +74,25 @@ COLLECTIVES = ("gather_object", "scatter_object_list", "broadcast_object_list", 
 Told = dict[str, Any]
 
 
-def _save(options: Mapping[str, Any], root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float) -> None:
-    xla_ckpt.save_checkpoint(root, tag, model, mesh=mesh, timeout=timeout, stale="ignore", **options).result()
+def _save(
+    options: Mapping[str, Any], root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float,
+    parity: Literal["file"] | None = None,
+) -> None:  # fmt: skip
+    how = xla_ckpt.SaveOptions(timeout=timeout, stale="ignore", parity=parity)
+    xla_ckpt.save_checkpoint(root, tag, model, mesh=mesh, options=how, **options).result()
 
 
 def _load(root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float) -> None:
-    xla_ckpt.load_checkpoint(root, tag, model=model, mesh=mesh, timeout=timeout)
+    xla_ckpt.load_checkpoint(root, tag, model=model, mesh=mesh, options=xla_ckpt.LoadOptions(timeout=timeout))
 
 
 def _save_tree(root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float) -> None:
     tree = {"model": dict(model.named_parameters())}
-    xla_ckpt.save(root, tag, tree, mesh=mesh, timeout=timeout, stale="ignore").result()
+    xla_ckpt.save(root, tag, tree, mesh=mesh, options=xla_ckpt.SaveOptions(timeout=timeout, stale="ignore")).result()
 
 
 def _load_tree(root: Path, tag: str, model: torch.nn.Module, mesh: str, timeout: float) -> None:
-    tree = xla_ckpt.restore(root, tag, mesh=mesh, timeout=timeout).tree
+    tree = xla_ckpt.restore(root, tag, mesh=mesh, options=xla_ckpt.LoadOptions(timeout=timeout)).tree
     model.load_state_dict(tree["model"])
 
 
@@ -149,6 +153,10 @@ def _saving(suffix: str = "", **options: Any) -> Operation:
     return Operation(call=save, prepare=functools.partial(_save, {}), look=_load, suffix=suffix)
 
 
+def _saving_with_parity() -> Operation:
+    return replace(_saving(), call=functools.partial(_save, {}, parity="file"))
+
+
 def _loading(suffix: str = "", **options: Any) -> Operation:
     return Operation(call=_load, prepare=functools.partial(_save, options), look=_load, loads=True, suffix=suffix)
 
@@ -156,7 +164,7 @@ def _loading(suffix: str = "", **options: Any) -> Operation:
 OPERATIONS: Mapping[str, Operation] = {
     "save": _saving(),
     "async save": _saving(async_save=True),
-    "save, parity": _saving(parity="file"),
+    "save, parity": _saving_with_parity(),
     "save, xser": _saving(layout="xser"),
     "save, dcp": _saving(layout="dcp"),
     "save, smp": _saving("_partial", layout="smp"),

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 
 DOCUMENT = ROOT / "docs/reliability.md"
 
-ORBAX = ("_CHECKPOINT_METADATA", "commit_success.txt")
-"""Files of orbax's own, on which nothing depends: it writes them when all else is durable, and does not sync them."""
-
 COLUMNS = ("SIGKILL", "ENOSPC", "EIO", "short write")
 
 
@@ -39,8 +36,8 @@ def problems(results: Sequence[Result]) -> list[str]:
 
 
 def late(loss: PowerLost) -> list[str]:
-    """What of the new checkpoint was not durable when the caller was told of it: not drafts, trash, orbax's own."""
-    return [path for path in loss.late if not path.startswith(".") and "/." not in path and not path.endswith(ORBAX)]
+    """What of the new checkpoint was not durable when the caller was told of it: not drafts, nor trash."""
+    return [path for path in loss.late if not path.startswith(".") and "/." not in path]
 
 
 def table(results: Sequence[Result]) -> list[str]:

@@ -22,6 +22,7 @@ import xla_ckpt
 from tests.crash.operations import Lost, arrays_of, momentum_of
 from tests.crash.soak_judge import Ask, Event, Sample, write_line
 from xla_ckpt.engine.background import SaveHandle
+from xla_ckpt.tags.orbax_commit import COMMITTER
 
 COLUMNS = 200
 ROWS = (8, 160, 1600)
@@ -68,12 +69,25 @@ def save_as_rank(root: Path, wanted: Ask, timeout: float) -> SaveHandle:
         {"mesh": xla_ckpt.Mesh(tp=2, dp=dist.get_world_size() // 2)} if dist.is_initialized() else {}
     )
     return xla_ckpt.save_checkpoint(
-        root, wanted.tag, model, momentum_of(model, wanted.number), user_content=[wanted.number, wanted.tag],
-        num_kept_ckpts=wanted.kept, pinned=wanted.pinned, layout=wanted.layout, parity=wanted.parity,
-        async_save=wanted.mode != "sync", on_error="warn" if wanted.mode == "async, overlapping" else "raise",
-        snapshot="overlap" if wanted.mode == "async, overlapping" else "host", shardings=[("", ("tp",))],
-        num_workers=2, timeout=timeout, **split,
-    )  # fmt: skip
+        root,
+        wanted.tag,
+        model,
+        momentum_of(model, wanted.number),
+        user_content=[wanted.number, wanted.tag],
+        num_kept_ckpts=wanted.kept,
+        pinned=wanted.pinned,
+        layout=wanted.layout,
+        options=xla_ckpt.SaveOptions(
+            parity=wanted.parity,
+            on_error="warn" if wanted.mode == "async, overlapping" else "raise",
+            snapshot="overlap" if wanted.mode == "async, overlapping" else "host",
+            timeout=timeout,
+        ),
+        async_save=wanted.mode != "sync",
+        shardings=[("", ("tp",))],
+        num_workers=2,
+        **split,
+    )
 
 
 class Journal:
@@ -253,6 +267,7 @@ def reads(folder: Path, roots: Sequence[Path], seed: str) -> int:
     dice, meter = random.Random(seed), Meter(folder / "samples.reader")
     newest = dict.fromkeys(roots, 0)
     loads = 0
+    COMMITTER.await_ready(60)  # the first load would start it, after the first samples
     while folder.exists() and not (folder / "stop").exists():
         root = dice.choice(list(roots))
         try:

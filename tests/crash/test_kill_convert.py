@@ -27,7 +27,7 @@ def converts_and_stops(root: Path) -> None:
             signal.pause()
 
     stream._File._write_batch = stops  # type: ignore[method-assign]
-    xla_ckpt.convert(root, root / "out.pt", "a", to="torch", max_memory=64)
+    xla_ckpt.convert(root, root / "out.pt", "a", to="torch", options=xla_ckpt.ConvertOptions(max_memory=64))
 
 
 @pytest.mark.crash
@@ -38,7 +38,7 @@ def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    assert names_in(tmp_path) == ["a", "out.pt.partial"]
+    assert names_in(tmp_path) == [".new-out.pt", "a"]
     xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
     assert names_in(tmp_path) == ["a", "out.pt"]
     held = torch.load(tmp_path / "out.pt", weights_only=True)["model"]
@@ -48,7 +48,7 @@ def test_kill_nine_leaves_no_file_of_that_name(tmp_path: Path) -> None:
 def test_what_was_left_when_the_file_had_its_name_goes_with_the_next_call(tmp_path: Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)})
     xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
-    (tmp_path / "out.pt.partial").mkdir()  # killed between the rename and the removal of this
+    (tmp_path / ".new-out.pt").mkdir()  # killed between the rename and the removal of this
     with pytest.raises(xla_ckpt.UsageError, match="a file of this name already"):
         xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
     assert names_in(tmp_path) == ["a", "out.pt"]
@@ -64,5 +64,5 @@ def test_a_directory_that_cannot_be_removed_does_not_deny_the_file(
 
     monkeypatch.setattr(LocalStore, "remove", refuse)
     xla_ckpt.convert(tmp_path, tmp_path / "out.pt", "a", to="torch")
-    assert "could not remove out.pt.partial" in caplog.text
+    assert "could not remove .new-out.pt" in caplog.text
     assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["model"]["w"], torch.ones(3))

@@ -5,6 +5,7 @@ And the instant between rank 0's last look at the others and the rename.
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import threading
@@ -33,9 +34,7 @@ from tests.crash.ranks import (
 )
 from tests.jobs import finish, start_on_ranks
 from tests.runs import names_in
-from xla_ckpt.engine import save as engine
 from xla_ckpt.job.verdict import Round
-from xla_ckpt.storage.local import LocalStore
 
 SHORT = 2.0
 """The timeout of calls in which a rank is lost, in seconds."""
@@ -83,35 +82,25 @@ def test_a_rank_is_lost_when_rank_0_has_committed_a_checkpoint_of_dcps(tmp_path:
 
 def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:
     """Rank 0 is stopped when it has looked at the others for the last time, and its tag is not there yet."""
-    from xla_ckpt.tags import orbax_dir
+    from xla_ckpt.tags.orbax_commit import COMMITTER, Committer
+    from xla_ckpt.tags.root import Transaction
 
-    set_aside, commit, rename = orbax_dir.set_aside, engine.tags.commit, LocalStore.rename
+    owner: Any = Transaction if where == "before the last look" else Committer
+    commit = owner.commit
 
-    def stop() -> None:
+    def commits(*args: Any, **options: Any) -> Any:
         # To this thread: sent to the process, it may take effect only when this thread has gone on for a while.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-
-    def commits(*args: Any, **options: Any) -> float:
-        stop()
         return commit(*args, **options)
 
-    def renames(self: LocalStore, old: str, new: str) -> None:
-        if new == ".old-new":
-            stop()
-        rename(self, old, new)
-
-    def sets_aside(*args: Any) -> None:
-        set_aside(*args)
-        stop()
-
-    if where == "before the last look":
-        engine.tags.commit = commits
-    elif where == "before the old version is moved":
-        LocalStore.rename = renames  # type: ignore[method-assign]
-    else:
-        orbax_dir.set_aside = sets_aside
+    owner.commit = commits
+    if rank == 0:
+        COMMITTER.await_ready(LONG)  # else its start may take longer than the timeout of the save
+    store = torch.distributed.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]))
+    store.set(f"ready/{rank}", "")
+    store.wait(["ready/0", "ready/1"], datetime.timedelta(seconds=LONG))
     try:
-        xla_ckpt.save_checkpoint(root, "new", model_of(2), timeout=SHORT, stale="ignore")
+        xla_ckpt.save_checkpoint(root, "new", model_of(2), options=xla_ckpt.SaveOptions(timeout=SHORT, stale="ignore"))
     except xla_ckpt.CheckpointError as error:
         return {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
     return {"error": None}
@@ -122,30 +111,29 @@ def stops_at_the_commit(rank: int, root: Path, where: str) -> Told:
     ("where", "replaces", "overtaken"),
     [
         ("before the last look", False, False),
-        ("before the old version is moved", True, True),
-        ("before the rename", False, True),
-        ("before the rename", True, True),
+        ("before orbax is asked", True, True),
+        ("before orbax is asked", False, True),
     ],
 )
 def test_rank_0_is_stopped_while_it_commits(where: str, replaces: bool, overtaken: bool, tmp_path: Path) -> None:
     tags = ["old", "new"] if replaces else ["old"]
     for tag in tags:
-        xla_ckpt.save_checkpoint(tmp_path, tag, model_of(1), stale="ignore")
+        xla_ckpt.save_checkpoint(tmp_path, tag, model_of(1), options=xla_ckpt.SaveOptions(stale="ignore"))
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     zero, *others = start_on_ranks(stops_at_the_commit, 2, tmp_path, where, env=env)
     finish(others, timeout=LONG)
     told: list[Told] = [process.value() for process in others]
-    assert [(t["error"], t["rank"], BEGAN in t["text"]) for t in told] == [("RankFailedError", 0, True)]
+    assert [(t["error"], t["rank"], BEGAN in t["text"]) for t in told] == [("RankFailedError", 0, True)], told
     assert xla_ckpt.list_tags(tmp_path) == tags
     if overtaken:
-        xla_ckpt.save_checkpoint(tmp_path, "new", model_of(3), stale="ignore")
+        xla_ckpt.save_checkpoint(tmp_path, "new", model_of(3), options=xla_ckpt.SaveOptions(stale="ignore"))
         xla_ckpt.finalize_checkpoint()
     zero.send_signal(signal.SIGCONT)
     finish([zero], timeout=LONG)
     last: Told = zero.value()
     assert last["error"] == ("SaveError" if overtaken else None), last
-    assert not overtaken or "another job has saved this tag meanwhile" in last["text"]
+    assert not overtaken or "another job has saved this checkpoint meanwhile" in last["text"]
     assert xla_ckpt.list_tags(tmp_path) == ["old", "new"]
     model = model_of(0)
     xla_ckpt.load_checkpoint(tmp_path, "new", model=model)
@@ -169,7 +157,7 @@ def is_killed_in_a_load(rank: int, root: Path, key: str) -> Told:
     Round.say = strikes  # type: ignore[method-assign]
     told = Told(error=None)
     try:
-        xla_ckpt.load_checkpoint(root, "old", model, optimizer, timeout=SHORT)
+        xla_ckpt.load_checkpoint(root, "old", model, optimizer, options=xla_ckpt.LoadOptions(timeout=SHORT))
     except xla_ckpt.CheckpointError as error:
         told = {"error": type(error).__name__, "rank": error.rank, "text": str(error)}
     state = {float(n) for of in optimizer.state.values() for n in of["momentum_buffer"].unique()}

@@ -23,7 +23,9 @@ def calls_differ(rank: int, root: Path) -> dict[str, str]:
         dcp.save({"w": torch.ones(3) * 2}, checkpoint_id=root / name)
     for name, call in {
         "path": lambda: dcp.save(state, checkpoint_id=root / ("x" if odd else "a")),
-        "replicas": lambda: dcp.save(state, checkpoint_id=root / "a", replicas="first" if odd else "equal"),
+        "replicas": lambda: dcp.save(
+            state, checkpoint_id=root / "a", options=xla_ckpt.SaveOptions(replicas="first" if odd else "equal")
+        ),
         "path, async": lambda: dcp.async_save(state, checkpoint_id=root / ("x" if odd else "a")).result(),  # type: ignore[union-attr]
         "path of a load": lambda: dcp.load(state, checkpoint_id=root / ("b" if odd else "a")),
         "trust": lambda: dcp.load(state, checkpoint_id=root / "a", trust_pickle=odd),

@@ -13,6 +13,7 @@ from tests.nursery import Call, bear
 from tests.runs import environment
 from xla_ckpt import dcp
 from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.tags.root import Transaction
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,9 +26,7 @@ def save(path: Path, number: float) -> None:
 
 def waits(folder: Path, instant: str, exchanges: bool) -> str:
     """Save, and wait at an instant of the commit until another process has done its part."""
-    from xla_ckpt.dcp import writer
-
-    commit, exchange, rename = writer.replacement.commit, LocalStore.exchange, LocalStore.rename
+    commit, exchange, rename = Transaction.commit, LocalStore.exchange, LocalStore.rename
     todo = [instant]
 
     def stop(at: str) -> None:
@@ -36,9 +35,9 @@ def waits(folder: Path, instant: str, exchanges: bool) -> str:
             (folder / "waits").write_text("now")
             (folder / "go").read_text()
 
-    def commits(made: writer.replacement.Replacement) -> None:
+    def commits(self: Transaction) -> float:
         stop(LOOK)
-        commit(made)
+        return commit(self)
 
     def exchanges_names(self: LocalStore, one: str, other: str) -> bool:
         if not exchanges:
@@ -51,7 +50,7 @@ def waits(folder: Path, instant: str, exchanges: bool) -> str:
         rename(self, old, new)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer.replacement, "commit", commits)
+        patch.setattr(Transaction, "commit", commits)
         patch.setattr(LocalStore, "exchange", exchanges_names)
         patch.setattr(LocalStore, "rename", renames)
         try:

@@ -298,7 +298,7 @@ def replicas_that_differ(rank: int, root: Path) -> None:
     gathered = raises(dcp.CheckpointException, lambda: stock.save(held, storage_writer=dcp.StorageWriter(root / "a")))
     assert "DivergentReplicasError" in str(gathered)
     assert list(root.iterdir()) == []
-    dcp.save(held, checkpoint_id=root / "a", replicas="first")
+    dcp.save(held, checkpoint_id=root / "a", options=xla_ckpt.SaveOptions(replicas="first"))
     held["model"]["w"].zero_()
     dcp.save(held, checkpoint_id=root / "a")  # what a BatchNorm has counted may differ
     shapes = {"w": torch.zeros(4 + rank, 2)}

@@ -67,8 +67,8 @@ def saves_are_counted(root: Path) -> dict[str, Any]:
             device.bandwidth(0.02)
             device.reset()
             before = device.stats()
-            more = {} if kind == "waits" else {"async_save": True, "snapshot": kind}
-            handle = xla_ckpt.save_checkpoint(root, kind, model, optimizer, snapshot_budget=SLAB, **more)
+            options = xla_ckpt.SaveOptions(snapshot_budget=SLAB, snapshot="host" if kind == "waits" else kind)
+            handle = xla_ckpt.save_checkpoint(root, kind, model, optimizer, async_save=kind != "waits", options=options)
             at_return = device.stats()
             optimizer.step()
             report = handle.result()
@@ -123,7 +123,9 @@ def unguarded(root: Path) -> str:
     model = model_of(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     device.bandwidth(0.02)
-    handle = xla_ckpt.save_checkpoint(root, "a", model, optimizer, async_save=True, snapshot="overlap")
+    handle = xla_ckpt.save_checkpoint(
+        root, "a", model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot="overlap")
+    )
     optimizer.step()
     with pytest.raises(xla_ckpt.ChangedStateError) as raised:
         handle.result()
@@ -153,7 +155,7 @@ def odd_tensors(root: Path) -> list[str]:
     for mode in MODES:
         for waits in (True, False):
             tag = f"{mode}-{waits}"
-            xla_ckpt.save(root, tag, tree, async_save=not waits, snapshot=mode).result()
+            xla_ckpt.save(root, tag, tree, async_save=not waits, options=xla_ckpt.SaveOptions(snapshot=mode)).result()
             bad += [f"{tag}{path}" for path in different(xla_ckpt.restore(root, tag).tree, wanted)]
     shard = TensorShard(torch.arange(40, dtype=torch.uint8).to("sim"))
     assert shard.look(Look(offset=2, count=3, stride=10, nbytes=2)) == bytes([2, 3, 12, 13, 22, 23])
@@ -172,7 +174,9 @@ def replicas(rank: int, root: Path) -> list[Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         device.bandwidth(0.1)
         device.reset()
-        handle = xla_ckpt.save_checkpoint(root, f"t{number}", model, optimizer, async_save=True, snapshot=mode)
+        handle = xla_ckpt.save_checkpoint(
+            root, f"t{number}", model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot=mode)
+        )
         optimizer.step()
         report = handle.result()
         copied = device.stats()["d2h_bytes"]
@@ -181,7 +185,9 @@ def replicas(rank: int, root: Path) -> list[Any]:
     with torch.no_grad():
         model[3].add_(rank)  # drifts apart
     with pytest.raises(xla_ckpt.DivergentReplicasError) as raised:
-        xla_ckpt.save_checkpoint(root, "b", model, async_save=True, snapshot="overlap").result()
+        xla_ckpt.save_checkpoint(
+            root, "b", model, async_save=True, options=xla_ckpt.SaveOptions(snapshot="overlap")
+        ).result()
     return [*found, raised.value.leaf]
 
 
@@ -217,7 +223,9 @@ def without_streams(root: Path) -> list[Any]:
         model = model_of(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         device.bandwidth(0.1)
-        handle = xla_ckpt.save_checkpoint(root, mode, model, optimizer, async_save=True, snapshot=mode)
+        handle = xla_ckpt.save_checkpoint(
+            root, mode, model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot=mode)
+        )
         optimizer.step()
         handle.result()
         found += values(root, mode)

@@ -20,7 +20,7 @@ import torch
 
 import xla_ckpt
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.tags.entry import MANIFEST
 
 FEW, MANY = 60, 240
 

@@ -20,7 +20,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.engine import save as engine_save
-from xla_ckpt.tags import commit as tags
+from xla_ckpt.tags.root import Transaction
 
 MEGABYTES = 40
 
@@ -60,13 +60,13 @@ def interrupted_at(segment: int, patch: pytest.MonkeyPatch) -> None:
 
 def interrupted_in_the_commit(patch: pytest.MonkeyPatch) -> None:
     """Have the process get SIGINT when rank 0 is about to commit."""
-    commit = tags.commit
+    commit = Transaction.commit
 
     def committing(*args: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         return commit(*args, **options)
 
-    patch.setattr(tags, "commit", committing)
+    patch.setattr(Transaction, "commit", committing)
 
 
 def model_of(value: float) -> dict[str, torch.Tensor]:
@@ -152,7 +152,7 @@ def is_interrupted_on_one_rank(rank: int, root: Path, which: int, when: str) -> 
     model = model_of(2.0)
     try:
         with raising(KeyboardInterrupt):  # a job that a shell has started in the background ignores SIGINT
-            xla_ckpt.save_checkpoint(root, "next", model, num_kept_ckpts=1, timeout=60)
+            xla_ckpt.save_checkpoint(root, "next", model, num_kept_ckpts=1, options=xla_ckpt.SaveOptions(timeout=60))
     except KeyboardInterrupt:
         outcome = "KeyboardInterrupt"
     except xla_ckpt.SaveError as error:

@@ -63,7 +63,7 @@ def tag() -> TagReader:
         arrays=merged.arrays,
         files=merged.files,
     )
-    directory.contents["manifest.json"] = manifest_json.dump(manifest)
+    directory.objects["manifest.json"] = manifest_json.dump(manifest)
     return TagReader(directory, "root", "t")
 
 

@@ -31,7 +31,7 @@ def test_digests_are_those_of_the_bytes_that_were_written() -> None:
         array[...] += 1  # between two segments, which cut a block of digests in two
 
     write_files(directory, plan, {("w", 0): bytes_view(array)}, workers=1, segment_bytes=6144, progress=written)
-    (data,) = directory.contents.values()
+    (data,) = directory.objects.values()
     codec = plan.files[0].codec
     ((at, nbytes),) = codec.places
     block = block_size(nbytes)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from xla_ckpt import dtypes
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.files.distcp import Distcp
-from xla_ckpt.layouts.dcp.chunks import around, chunk, object_zip, value_zip
+from xla_ckpt.layouts.dcp.chunks import around, chunk_of, object_zip, value_zip
 from xla_ckpt.sharding.box import Box
 
 NAMED = ["float64", "float32", "bfloat16", "int8", "uint16", "bool", "complex64", "float8_e4m3fn", "float8_e5m2fnuz"]
@@ -27,7 +27,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def written(tensors: dict[str, torch.Tensor]) -> tuple[Distcp, bytes]:
     """The file that holds these tensors, each whole."""
-    codec = Distcp("one", tuple(chunk(name, dtype_of(t), Box.whole(tuple(t.shape))) for name, t in tensors.items()))
+    codec = Distcp("one", tuple(chunk_of(name, dtype_of(t), Box.whole(tuple(t.shape))) for name, t in tensors.items()))
     data = bytearray(b"\xff" * codec.size)
     for (at, nbytes), tensor in zip(codec.places, tensors.values(), strict=True):
         data[at : at + nbytes] = raw(tensor)
@@ -71,24 +71,24 @@ def test_safetensors_opens_it(tmp_path: Path) -> None:
 
 
 def test_a_part_of_an_array_says_where_it_begins() -> None:
-    codec = Distcp("one", (chunk("w", dtypes.dtype("float32"), Box((2, 0), (4, 3))),))
+    codec = Distcp("one", (chunk_of("w", dtypes.dtype("float32"), Box((2, 0), (4, 3))),))
     assert rb"\"w\":{\"saved_offsets\":[2,0]}" in codec.glue((), ())[0][1]
 
 
 def test_a_file_less_some_regions_is_the_file_of_the_others() -> None:
-    chunks = tuple(chunk(name, dtypes.dtype("int8"), Box.whole((n,))) for n, name in enumerate("abcd"))
+    chunks = tuple(chunk_of(name, dtypes.dtype("int8"), Box.whole((n,))) for n, name in enumerate("abcd"))
     assert Distcp("one", chunks).without(frozenset({0, 2})) == Distcp("one", (chunks[1], chunks[3]))
 
 
 def test_a_name_stands_once_in_a_file() -> None:
-    twice = chunk("w", dtypes.dtype("int8"), Box.whole((2,)))
+    twice = chunk_of("w", dtypes.dtype("int8"), Box.whole((2,)))
     with pytest.raises(FormatError, match="twice"):
         Distcp("one", (twice, twice))
 
 
 def test_an_element_type_that_torch_does_not_have_is_refused() -> None:
     with pytest.raises(UnsupportedStateError, match="float8_e3m4"):
-        chunk("w", dtypes.dtype("float8_e3m4"), Box.whole((2,)))
+        chunk_of("w", dtypes.dtype("float8_e3m4"), Box.whole((2,)))
 
 
 def test_values_are_files_of_torch_save() -> None:

@@ -360,7 +360,7 @@ def test_garbage_is_no_header(data: bytes) -> None:
 
 @given(json_any)
 def test_json_garbage_is_no_header(value: Any) -> None:
-    text = json.dumps({"__metadata__": {payload.DIGESTS: ""}, "w": value}).encode()
+    text = json.dumps({"__metadata__": {payload.DIGESTS_KEY: ""}, "w": value}).encode()
     try:
         payload.parse_header(len(text).to_bytes(8, "little") + text)
     except FormatError:

@@ -22,7 +22,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.arrays.torch_host import bytes_of
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.files.crc32 import crc32, joined
+from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
@@ -107,7 +107,7 @@ def test_torch_zipfile_and_our_scanner_read_it(
         directory: Any = LocalDirectory(folder) if local else MemoryDirectory()
         written = write_files(directory, SavePlan((plan,)), memory, workers=2, segment_bytes=segment_bytes)
         found = read(directory, "a/b.pt")
-        content = Path(folder, "a/b.pt").read_bytes() if local else directory.contents["a/b.pt"]
+        content = Path(folder, "a/b.pt").read_bytes() if local else directory.objects["a/b.pt"]
         directory.close()
     assert len(content) == plan.codec.size
     made = torch.load(io.BytesIO(content), weights_only=True)
@@ -142,7 +142,7 @@ def test_the_bytes_depend_on_nothing_but_the_state() -> None:
         directory = MemoryDirectory()
         memory = {("w", 0): memoryview(bits(value))}
         write_files(directory, SavePlan((plan,)), memory, workers=workers, segment_bytes=segment_bytes)
-        contents.add(directory.contents["a/b.pt"])
+        contents.add(directory.objects["a/b.pt"])
     (content,) = contents
     torch.save({"w": value}, buffer := io.BytesIO())
     assert len(content) <= len(buffer.getvalue())
@@ -176,7 +176,7 @@ def test_files_beyond_four_gib(tmp_path: Path, sizes: list[int]) -> None:
     with zipfile.ZipFile(path) as archive:
         infos = [i for i in archive.infolist() if "/data/" in i.filename]
         assert [i.file_size for i in infos] == [i.compress_size for i in infos] == sizes
-        assert [i.CRC for i in infos] == [joined([(a, n // 2), (b, n - n // 2)])
+        assert [i.CRC for i in infos] == [joined_crc32([(a, n // 2), (b, n - n // 2)])
                                           for (a, b), n in zip(zeros, sizes, strict=True)]  # fmt: skip
         assert archive.read("big/version") == b"3\n"
         assert all(archive.open(i).read(1) == bytes([k + 1]) for k, i in enumerate(infos))
@@ -210,7 +210,7 @@ def zero_crc(nbytes: int) -> int:
     if nbytes < 1024:
         return zlib.crc32(bytes(nbytes))
     half = zero_crc(nbytes // 2)
-    return joined([(half, nbytes // 2), (half, nbytes // 2), (zero_crc(nbytes % 2), nbytes % 2)])
+    return joined_crc32([(half, nbytes // 2), (half, nbytes // 2), (zero_crc(nbytes % 2), nbytes % 2)])
 
 
 def test_more_records_than_the_counters_of_a_zip_hold(tmp_path: Path) -> None:
@@ -235,12 +235,12 @@ def test_more_records_than_the_counters_of_a_zip_hold(tmp_path: Path) -> None:
 
 @given(st.lists(st.binary(max_size=200), max_size=8))
 def test_checksums_of_parts_are_joined(parts: list[bytes]) -> None:
-    assert joined((crc32(p), len(p)) for p in parts) == zlib.crc32(b"".join(parts))
+    assert joined_crc32((crc32(p), len(p)) for p in parts) == zlib.crc32(b"".join(parts))
 
 
 def test_checksums_of_large_parts_are_joined() -> None:
     a, b = bytes(range(256)) * 5000, b"\xff" * 3_000_001
-    assert joined([(crc32(a), len(a)), (crc32(b), len(b))]) == zlib.crc32(a + b)
+    assert joined_crc32([(crc32(a), len(a)), (crc32(b), len(b))]) == zlib.crc32(a + b)
 
 
 @given(trees)

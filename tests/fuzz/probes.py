@@ -149,7 +149,9 @@ class Case:
     def convert(self) -> str:
         made = self.root.parent / "made"
         shutil.rmtree(made, ignore_errors=True)
-        xla_ckpt.convert(self.specimen.path(self.root), made, self.specimen.tag, num_workers=1)
+        xla_ckpt.convert(
+            self.specimen.path(self.root), made, self.specimen.tag, options=xla_ckpt.ConvertOptions(num_workers=1)
+        )
         return "ok"
 
     def save(self) -> str:

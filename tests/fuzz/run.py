@@ -39,8 +39,12 @@ def ready() -> None:
     """Import what the workers need. A process with threads must not fork."""
     from tests.nursery import LIGHT, _import_all
 
-    _import_all((*LIGHT, "xla_ckpt.dcp", "xla_ckpt.tags.orbax_dir", "xla_ckpt.cli.render", "rich.console",
-                 "tests.fuzz.probes", "xla_ckpt.cli.facts", "xla_ckpt.api.convert"))  # fmt: skip
+    _import_all((*LIGHT, "xla_ckpt.dcp", "orbax.checkpoint", "xla_ckpt.cli.render", "rich.console", "tests.fuzz.probes",
+                 "xla_ckpt.cli.facts", "xla_ckpt.api.convert", "xla_ckpt.tags.orbax_process"))  # fmt: skip
+    from tests.helper import InFork
+    from xla_ckpt.tags import orbax_commit
+
+    orbax_commit.Program = InFork  # type: ignore[misc]
     gc.collect()
     gc.freeze()
     assert threading.active_count() == 1

@@ -123,7 +123,9 @@ def _bare(layout: str) -> Callable[[Path], None]:
 
 def _converted(root: Path, to: str, name: str, **options: Any) -> None:
     _saved(root / "source")
-    xla_ckpt.convert(root / "source", root / name, TAG, to=to, num_workers=1, **options)
+    xla_ckpt.convert(
+        root / "source", root / name, TAG, to=to, options=xla_ckpt.ConvertOptions(num_workers=1), **options
+    )
     shutil.rmtree(root / "source")
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.rounds import agree
 from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
 from xla_ckpt.job.communicator import Solo
 from xla_ckpt.job.rounds import Rounds
-from xla_ckpt.job.verdict import agree
 
 
 def test_the_store_is_tidied_behind_the_slowest() -> None:

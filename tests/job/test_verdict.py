@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.rounds import agree
 from xla_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -18,7 +19,7 @@ from xla_ckpt.errors import (
     UsageError,
 )
 from xla_ckpt.job.communicator import Solo
-from xla_ckpt.job.verdict import COMPRESS_BYTES, LEAD, Deadline, Round, agree
+from xla_ckpt.job.verdict import COMPRESS_BYTES, LEAD, Deadline, Round
 
 
 class Board(Solo):

@@ -46,7 +46,7 @@ def add_digests(path: Path) -> Path:
     records = []
     for file in sorted(p for p in path.iterdir() if p.name != DIGESTS):
         records.append(record_of(file.name, file.read_bytes(), sorted(regions.get(file.name, ()))))
-    (path / DIGESTS).write_bytes(digests.dump(records))
+    (path / DIGESTS).write_bytes(digests.dump_digests(records))
     return path
 
 

@@ -21,13 +21,27 @@ def converted(gold: Gold, root: Path, mesh: Mesh) -> None:
     """To our format, and from there to the layout that it had, for a mesh."""
     target, config = Target(gold), gold.topology["config"]
     xla_ckpt.convert(
-        gold.root, root, gold.tag, to="native", mesh="dp=2", as_tag="ours", model=target.model,
-        optimizer=target.optimizer, max_memory=10_000,
-    )  # fmt: skip
+        gold.root,
+        root,
+        gold.tag,
+        to="native",
+        mesh="dp=2",
+        as_tag="ours",
+        model=target.model,
+        optimizer=target.optimizer,
+        options=xla_ckpt.ConvertOptions(max_memory=10_000),
+    )
     xla_ckpt.convert(
-        root, root, "ours", to="xser" if "xser" in gold.case else "pt", mesh=mesh, as_tag="theirs",
-        pipeline_cuts=["model.layers.0"] * (mesh.pp - 1), zero1=bool(config["zero1"]), max_memory=10_000,
-    )  # fmt: skip
+        root,
+        root,
+        "ours",
+        to="xser" if "xser" in gold.case else "pt",
+        mesh=mesh,
+        as_tag="theirs",
+        pipeline_cuts=["model.layers.0"] * (mesh.pp - 1),
+        zero1=bool(config["zero1"]),
+        options=xla_ckpt.ConvertOptions(max_memory=10_000),
+    )
 
 
 @pytest.mark.parametrize(("case", "tag"), CASES, ids=[c for c, _ in CASES])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
-from xla_ckpt.layouts.dcp.digests import DIGESTS, VERSION, dump, parse, record_of
+from xla_ckpt.layouts.dcp.digests import DIGESTS, DIGESTS_VERSION, dump_digests, parse_digests, record_of
 from xla_ckpt.layouts.dcp.metadata import METADATA
 from xla_ckpt.manifest.digest import block_count, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord
@@ -26,23 +26,23 @@ def signed(body: bytes) -> bytes:
 
 
 def test_records_come_back() -> None:
-    assert parse(dump(FILES)).files == FILES
+    assert parse_digests(dump_digests(FILES)).files == FILES
 
 
 def test_every_flipped_byte_is_found() -> None:
-    data = dump(FILES)
+    data = dump_digests(FILES)
     for i in range(len(data)):
         bad = bytearray(data)
         bad[i] ^= 1
         with pytest.raises(CorruptCheckpointError, match="digests"):
-            parse(bytes(bad))
+            parse_digests(bytes(bad))
 
 
 def test_every_cut_is_found() -> None:
-    data = dump(FILES)
+    data = dump_digests(FILES)
     for n in range(len(data)):
         with pytest.raises(CorruptCheckpointError, match="cut off"):
-            parse(data[:n])
+            parse_digests(data[:n])
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_every_cut_is_found() -> None:
 )
 def test_content_that_makes_no_sense_is_refused(body: bytes) -> None:
     with pytest.raises(FormatError):
-        parse(signed(body))
+        parse_digests(signed(body))
 
 
 def test_a_newer_version_is_refused() -> None:
-    text = f'"version":{VERSION}'.encode()
+    text = f'"version":{DIGESTS_VERSION}'.encode()
     with pytest.raises(UnsupportedVersionError):
-        parse(signed(dump(FILES)[: -len(signed(b""))].replace(text, b'"version":99')))
+        parse_digests(signed(dump_digests(FILES)[: -len(signed(b""))].replace(text, b'"version":99')))
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_a_newer_version_is_refused() -> None:
 )
 def test_records_of_no_directory_are_refused(files: tuple[FileRecord, ...]) -> None:
     with pytest.raises(CheckpointError):
-        dump(files)
+        dump_digests(files)

@@ -30,7 +30,7 @@ from xla_ckpt.errors import (
     UntrustedObjectError,
 )
 from xla_ckpt.layouts.dcp.digests import DIGESTS
-from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, parse
+from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, parse_metadata
 
 
 def copy(path: Path, to: Path) -> Path:
@@ -302,7 +302,7 @@ def test_mutated_metadata_gives_only_errors_of_ours(changes: list[tuple[int, int
             continue
         data[place] = value
     try:
-        assert isinstance(parse(bytes(data)), Contents)
+        assert isinstance(parse_metadata(bytes(data)), Contents)
     except CheckpointError:
         pass
 
@@ -311,7 +311,7 @@ def test_mutated_metadata_gives_only_errors_of_ours(changes: list[tuple[int, int
 def test_metadata_that_is_cut_off_gives_only_errors_of_ours(size: int) -> None:
     if size < len(DATA):
         with pytest.raises(CorruptCheckpointError):
-            parse(DATA[:size])
+            parse_metadata(DATA[:size])
 
 
 # Digests.
@@ -373,7 +373,7 @@ def test_a_file_that_the_digests_do_not_know_is_refused(digested: Path) -> None:
 def loads_a_damaged_one(rank: int, path: Path) -> str:
     model = {"w": torch.full((4, 3), -1.0), "x": torch.full((4, 3), -1.0)}
     with pytest.raises(CorruptCheckpointError) as caught:
-        xla_ckpt.load_checkpoint(path, model=model, timeout=60)
+        xla_ckpt.load_checkpoint(path, model=model, options=xla_ckpt.LoadOptions(timeout=60))
     assert all((tensor == -1).all() for tensor in model.values())
     return f"{caught.value.file} {caught.value.leaf}"
 
@@ -437,4 +437,7 @@ def test_opening_reads_no_tensor_and_few_pieces(tmp_path: Path, monkeypatch: pyt
 
 
 def test_pickles_of_the_metadata_of_this_torch_are_known() -> None:
-    assert pickle.loads(DATA).state_dict_metadata.keys() == {**parse(DATA).tensors, **parse(DATA).objects}.keys()
+    assert (
+        pickle.loads(DATA).state_dict_metadata.keys()
+        == {**parse_metadata(DATA).tensors, **parse_metadata(DATA).objects}.keys()
+    )

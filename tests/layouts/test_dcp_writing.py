@@ -39,9 +39,16 @@ def saves(rank: int, root: Path, kinds: Sequence[str], layout: str) -> None:
     for n, kind in enumerate(kinds):
         held = build(kind, blank=False)
         xla_ckpt.save_checkpoint(
-            root, tag_of(kind), held.model, held.optimizer, user_content={"kind": kind, "n": (n, None)}, timeout=60,
-            async_save=n % 2 == 0, layout=layout, **held.options,
-        ).result()  # fmt: skip
+            root,
+            tag_of(kind),
+            held.model,
+            held.optimizer,
+            user_content={"kind": kind, "n": (n, None)},
+            options=xla_ckpt.SaveOptions(timeout=60),
+            async_save=n % 2 == 0,
+            layout=layout,
+            **held.options,
+        ).result()
 
 
 def tag_of(kind: str) -> str:
@@ -122,7 +129,9 @@ def loads_ours(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[st
     bad = []
     for source, kind in itertools.product(sources, kinds):
         held = build(kind, blank=True)
-        xla_ckpt.load_checkpoint(root, tag_of(source), held.model, held.optimizer, timeout=60, **held.options)
+        xla_ckpt.load_checkpoint(
+            root, tag_of(source), held.model, held.optimizer, options=xla_ckpt.LoadOptions(timeout=60), **held.options
+        )
         bad += [f"{source} as {kind}: {found}" for found in held.differences()]
     return bad
 

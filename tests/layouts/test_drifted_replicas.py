@@ -60,7 +60,7 @@ def test_the_first_replica_is_stored_whole(
         saved("equal")
     assert "replicas='first'" in str(caught.value.hint)
     with caplog.at_level(logging.WARNING):
-        saved("first", replicas="first")
+        saved("first", options=xla_ckpt.SaveOptions(replicas="first"))
     (told,) = [r.getMessage() for r in caplog.records if "the replicas of 2 arrays differ" in r.getMessage()]
     assert "model/up: rank 0 against ranks 2, 3" in told
     assert "model/norm: rank 0 against ranks 1, 3" in told
@@ -103,7 +103,7 @@ def test_files_of_neuronx_distributed_hold_what_each_tp_rank_had(
     state = {"model": model_of(0)}
     save_as_job(
         monkeypatch, MESH, tmp_path, "a", lambda rank: {"model": model_of(rank)},
-        layout=layout, shardings=RULES, replicas="first",
+        layout=layout, shardings=RULES, options=xla_ckpt.SaveOptions(replicas="first"),
     )  # fmt: skip
     as_theirs(tmp_path / "a")
     for rank in (0, 1):
@@ -119,7 +119,15 @@ def test_conversions_keep_the_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {rank: {"model": model_of(rank)} for rank in range(MESH.size)}
-    save_as_job(monkeypatch, MESH, tmp_path, "a", state.__getitem__, shardings=RULES, replicas="first")
+    save_as_job(
+        monkeypatch,
+        MESH,
+        tmp_path,
+        "a",
+        state.__getitem__,
+        shardings=RULES,
+        options=xla_ckpt.SaveOptions(replicas="first"),
+    )
     for to in ("native", "pt", "xser", "smp"):
         with caplog.at_level(logging.WARNING):
             xla_ckpt.convert(tmp_path, tmp_path / to, "a", to=to, mesh="tp=2", shardings=RULES)
@@ -136,7 +144,7 @@ def test_conversions_keep_the_mark(
 
 def test_a_choice_that_makes_no_sense(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.UsageError, match="no such choice for replicas") as caught:
-        xla_ckpt.save(tmp_path / "new", "a", {"w": torch.ones(2)}, replicas="last")  # type: ignore[arg-type]
+        xla_ckpt.save(tmp_path / "new", "a", {"w": torch.ones(2)}, options=xla_ckpt.SaveOptions(replicas="last"))  # type: ignore[arg-type]
     assert caught.value.found == "'last'"
     assert not (tmp_path / "new").exists()
 
@@ -161,7 +169,7 @@ def test_keys_and_values_that_several_ranks_hold(
 
     with pytest.raises(xla_ckpt.DivergentReplicasError):
         saved("equal")
-    saved("first", replicas="first")
+    saved("first", options=xla_ckpt.SaveOptions(replicas="first"))
     found = xla_ckpt.restore(tmp_path, "first").tree["model"]["qkv"][:, 0].tolist()
     assert found == [*range(8), 100, 101, 102, 103]
     if layout == "native":

@@ -154,7 +154,7 @@ def test_a_config_that_makes_no_sense(content: Any, said: str, tmp_path: Path) -
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     xla_ckpt.save_checkpoint(tmp_path / "run", "a", {"w": torch.ones(2)})
     with pytest.raises(xla_ckpt.UsageError, match=said):
-        xla_ckpt.export_hf(tmp_path / "run", tmp_path / "hf", config=path)
+        xla_ckpt.export_hf(tmp_path / "run", tmp_path / "hf", llama=xla_ckpt.LlamaJob(path))
     path.write_bytes(b" " * (1 << 20) + b"{}")
     with pytest.raises(xla_ckpt.UsageError, match="too large"):
-        xla_ckpt.export_hf(tmp_path / "run", tmp_path / "hf", config=path)
+        xla_ckpt.export_hf(tmp_path / "run", tmp_path / "hf", llama=xla_ckpt.LlamaJob(path))

@@ -229,7 +229,12 @@ def test_a_tied_embedding_that_lost_its_attributes(
         return wrong(model, optimizer, part_of, rank % part_of.size, zero=zero)
 
     for replica_read in ("each",):
-        found = as_job(monkeypatch, mesh, "load", lambda r: loaded(mesh, r, mesh, replica_read=replica_read))
+        found = as_job(
+            monkeypatch,
+            mesh,
+            "load",
+            lambda r: loaded(mesh, r, mesh, options=xla_ckpt.LoadOptions(replica_read=replica_read)),
+        )
         assert found == [[]] * 4
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="different tensors of this name") as caught:
         as_job(monkeypatch, Mesh(dp=2), "load", lambda r: loaded(Mesh(dp=2), r, Mesh(dp=2, tp=2)))
@@ -388,7 +393,9 @@ def load_together(rank: int, root: str) -> list[Any]:
     for replica_read in ("each", "share"):
         model = Tied(mesh, rank, blank=True)
         optimizer = optimizer_of(model, mesh, rank, zero=False, blank=True)
-        xla_ckpt.load_checkpoint(root, "t", model, optimizer, mesh=mesh, replica_read=replica_read)
+        xla_ckpt.load_checkpoint(
+            root, "t", model, optimizer, mesh=mesh, options=xla_ckpt.LoadOptions(replica_read=replica_read)
+        )
         told.append(wrong(model, optimizer, mesh, rank, zero=False))
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
         xla_ckpt.load_checkpoint(root, "t", Tied(mesh, rank, blank=True))

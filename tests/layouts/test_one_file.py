@@ -105,7 +105,13 @@ def test_what_programs_give_to_torch_save(form: str, tmp_path: Path) -> None:
     assert (found.report.tag, found.report.path) == ("c.pt", str(tmp_path))
     # By a root directory and a name, and converted, it is the same.
     comes_back(tmp_path, net, optimizer, tag="c.pt")
-    report = xla_ckpt.convert(tmp_path / "c.pt", tmp_path / "run", model=net, optimizer=optimizer, max_memory=100)
+    report = xla_ckpt.convert(
+        tmp_path / "c.pt",
+        tmp_path / "run",
+        model=net,
+        optimizer=optimizer,
+        options=xla_ckpt.ConvertOptions(max_memory=100),
+    )
     assert (report.tag, xla_ckpt.list_tags(tmp_path / "run")) == ("c", ["c"])
     assert xla_ckpt.verify(tmp_path / "run").ok
     comes_back(tmp_path / "run", net, optimizer)

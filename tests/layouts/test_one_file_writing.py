@@ -32,7 +32,7 @@ def loaded(file: Path, **options: Any) -> Any:
 
 def test_it_is_what_torch_save_would_leave(tmp_path: Path) -> None:
     model, optimizer = make(tmp_path)
-    report = xla_ckpt.convert(tmp_path, tmp_path / "out.pt", to="torch", max_memory=64)
+    report = xla_ckpt.convert(tmp_path, tmp_path / "out.pt", to="torch", options=xla_ckpt.ConvertOptions(max_memory=64))
     assert (report.path, report.tag, report.layout, report.files) == (str(tmp_path / "out.pt"), "a", "torch", 1)
     held = loaded(tmp_path / "out.pt")
     assert list(held) == MEMBERS
@@ -105,7 +105,7 @@ def test_every_element_type_of_torchs(tmp_path: Path) -> None:
     }
     tree |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
     xla_ckpt.save(tmp_path, "a", tree)
-    xla_ckpt.convert(tmp_path, tmp_path / "out.pt", to="torch", max_memory=16)
+    xla_ckpt.convert(tmp_path, tmp_path / "out.pt", to="torch", options=xla_ckpt.ConvertOptions(max_memory=16))
     held = loaded(tmp_path / "out.pt")
     assert list(held) == list(tree)
     for name, value in tree.items():
@@ -132,7 +132,13 @@ def test_memory_is_bounded_and_does_not_change_a_byte(tmp_path: Path) -> None:
     for name, limit in (("wide.pt", 1 << 30), ("narrow.pt", 1 << 20)):
         tracemalloc.start()
         try:
-            xla_ckpt.convert(tmp_path, tmp_path / name, "a", to="torch", max_memory=limit, num_workers=1)
+            xla_ckpt.convert(
+                tmp_path,
+                tmp_path / name,
+                "a",
+                to="torch",
+                options=xla_ckpt.ConvertOptions(max_memory=limit, num_workers=1),
+            )
             peaks[name] = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -149,7 +155,7 @@ def test_from_tags_of_other_layouts_and_meshes(layout: str, mesh: str, tmp_path:
     xla_ckpt.convert(tmp_path, tmp_path / "one.pt", to="torch")
     cuts = ["layers.0"] if "pp=2" in mesh else []
     xla_ckpt.convert(tmp_path, tmp_path / "b", to=layout, mesh=mesh, shardings=RULES, pipeline_cuts=cuts)
-    xla_ckpt.convert(tmp_path / "b", tmp_path / "two.pt", to="torch", max_memory=100)
+    xla_ckpt.convert(tmp_path / "b", tmp_path / "two.pt", to="torch", options=xla_ckpt.ConvertOptions(max_memory=100))
     one, two = loaded(tmp_path / "one.pt"), loaded(tmp_path / "two.pt")
     assert not list(differences(one, two, order=False))
 
@@ -162,9 +168,14 @@ def test_what_neuronx_distributed_wrote(case: str, tag: str, tmp_path: Path) -> 
     gold = Gold(case, tag)
     target = Target(gold)
     xla_ckpt.convert(
-        gold.root, tmp_path / "out.pt", tag, to="torch", model=target.model, optimizer=target.optimizer,
-        max_memory=10_000,
-    )  # fmt: skip
+        gold.root,
+        tmp_path / "out.pt",
+        tag,
+        to="torch",
+        model=target.model,
+        optimizer=target.optimizer,
+        options=xla_ckpt.ConvertOptions(max_memory=10_000),
+    )
     held = loaded(tmp_path / "out.pt")
     truth = gold.truth
     assert not list(differences({**truth["params"], **truth["buffers"]}, held["model"], order=False))

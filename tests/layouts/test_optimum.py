@@ -109,7 +109,7 @@ def test_it_is_exported_as_hugging_face_has_it(job: Job, tmp_path: Path) -> None
     if job.bias:
         return  # transformers' Llama has a bias in the output layer, too, if it has any
     # A configuration that is given is compared, and takes the place of the checkpoint's own.
-    xla_ckpt.export_hf(tmp_path / "out", tmp_path / "again", config=folder / "config.json")
+    xla_ckpt.export_hf(tmp_path / "out", tmp_path / "again", llama=xla_ckpt.LlamaJob(folder / "config.json"))
     equal({n: t for n, t in files_in(tmp_path / "again").items() if n != "lm_head.weight"},
           {n: t for n, t in exported.items() if n != "lm_head.weight"})  # fmt: skip
 

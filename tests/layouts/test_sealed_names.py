@@ -14,7 +14,7 @@ from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.dcp import metadata
 from xla_ckpt.layouts.smp.parts import SCALERS
 from xla_ckpt.layouts.torch_save import restricted_pickle
-from xla_ckpt.layouts.torch_save.restricted_pickle import View, loads
+from xla_ckpt.layouts.torch_save.restricted_pickle import TensorView, loads
 
 STATES: tuple[Any, ...] = (
     {"dtype": "int8", "made": None, "tid": 7},
@@ -58,9 +58,9 @@ def test_a_name_takes_no_state(called: str, tolerant: bool) -> None:
 
 
 def test_a_tensor_takes_no_state_of_another_type() -> None:
-    """A `View` is checked when it is made, and not again."""
+    """A `TensorView` is checked when it is made, and not again."""
     data = tensors()
-    assert isinstance(loads(data, "good.pt")["a"], View)
+    assert isinstance(loads(data, "good.pt")["a"], TensorView)
     end = data.rindex(b"u.")  # after the last tensor, before the dict takes it
     crafted = data[:end] + pickle.dumps([None, "int8", 0, (9,), (1,)], protocol=2)[2:-1] + b"b" + data[end:]
     with pytest.raises(CheckpointError, match="which has none"):

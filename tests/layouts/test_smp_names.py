@@ -15,7 +15,7 @@ from tests.layouts.writing import toy
 from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError
-from xla_ckpt.layouts.smp.tags import find_tag, listed_sets, part_of
+from xla_ckpt.layouts.smp.tags import find_smp_tag, listed_sets, part_of
 from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.local import LocalStore
@@ -64,7 +64,8 @@ def test_numbers_that_count_all_ranks(tmp_path: Path) -> None:
 def test_a_store_in_memory(tmp_path: Path) -> None:
     store = store_at(f"memory://{tmp_path.name}")
     store.prepare()
-    with closing(store.open("")) as directory:
+    assert store.object_store is not None
+    with closing(store.object_store.fill("")) as directory:
         for file in write_set(tmp_path / "c.pt", Mesh(pp=2, tp=2), "documents"):
             write_small(directory, file.name, file.read_bytes())
     loads(f"memory://{tmp_path.name}/c.pt")
@@ -235,6 +236,6 @@ def test_names_alone_are_looked_at(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     for file in files:
         file.chmod(0)
-    found = find_tag(store, "c.pt")
+    found = find_smp_tag(store, "c.pt")
     assert found is not None
     assert found.files == ("c.pt_0_0.pt", "c.pt_0_1.pt")

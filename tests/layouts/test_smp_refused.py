@@ -21,7 +21,7 @@ from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.cli.main import main
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError
-from xla_ckpt.layouts.smp.sidecar import Save, directory_digest, dump, name_of, parse, renewed
+from xla_ckpt.layouts.smp.sidecar import SaveNote, directory_digest, dump_notes, note_name, parse_notes, renewed
 
 PP2TP2 = Mesh(pp=2, tp=2)
 
@@ -279,16 +279,19 @@ def test_the_format_of_notes(tmp_path: Path) -> None:
     (file,) = write_set(tmp_path / "c.pt", Mesh(), "1.12")
     written = note(file, "job-1")
     data = file.read_bytes()
-    one = Save(
+    one = SaveNote(
         size=len(data),
         directory=directory_digest(lambda offset, nbytes: data[offset : offset + nbytes], len(data)),
         save="job-1",
         rank=written["rank"],
         sizes=written["sizes"],
     )
-    assert (name_of(str(file)), parse(dump([one]))) == (str(tmp_path / ".c.pt_0_0.pt.xla_ckpt.json"), (one,))
-    assert json.loads(dump([one])) == {"format": 1, "saves": [written]}
-    two, three = (Save(**{**written, "save": f"job-{n}", "size": n}) for n in (2, 3))
+    assert (note_name(str(file)), parse_notes(dump_notes([one]))) == (
+        str(tmp_path / ".c.pt_0_0.pt.xla_ckpt.json"),
+        (one,),
+    )
+    assert json.loads(dump_notes([one])) == {"format": 1, "saves": [written]}
+    two, three = (SaveNote(**{**written, "save": f"job-{n}", "size": n}) for n in (2, 3))
     assert renewed((), None, one) == (one,)
     assert renewed((one,), one, two) == (one, two)
     assert renewed((one, two), one, three) == (one, three)  # the second never got its name

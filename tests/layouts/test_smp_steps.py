@@ -12,7 +12,7 @@ import neuron_compat.smp as smp
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.smp.sidecar import name_of
+from xla_ckpt.layouts.smp.sidecar import note_name
 
 
 def stages() -> torch.nn.Sequential:
@@ -59,6 +59,6 @@ def test_a_stage_that_is_trained_from_a_later_step_on(tmp_path: Path) -> None:
         assert all(torch.equal(value, known["optimizer"]["state"][n][name]) for name, value in members.items())
     # Without a note nothing tells such parts from those of two saves.
     for file in ("c.pt_0", "c.pt_1"):
-        (tmp_path / name_of(file)).unlink()
+        (tmp_path / note_name(file)).unlink()
     with pytest.raises(CorruptCheckpointError, match="the parts are of two saves"):
         xla_ckpt.load_checkpoint(tmp_path / "c.pt", None, model, optimizer)

@@ -14,7 +14,7 @@ from tests import xla
 from tests.layouts.writing import as_job, as_kwargs, names, save_as_job, toy, unlike
 from tests.topology.state import GROUPS, differences, known, names_of, tp_part, whole, zero1_part
 from xla_ckpt import Mesh
-from xla_ckpt.state.wrappers import View
+from xla_ckpt.state.wrappers import ModelView
 
 OURS = {"manifest.json", "_CHECKPOINT_METADATA", "commit_success.txt"}
 NUMBERS = {  # of the whole model, group by group: those that decay come first
@@ -323,7 +323,7 @@ def test_the_modules_of_a_wrapped_model_are_known(tmp_path: Path, monkeypatch: p
 
     def owned(rank: int) -> dict[str, Any]:
         mine = {name: value for name, value in entries.items() if name.startswith("0") == (rank == 0)}
-        return {"model": View(mine, parameters=list(mine.items()), parts=[model], put=lambda _: None)}
+        return {"model": ModelView(mine, parameters=list(mine.items()), parts=[model], put=lambda _: None)}
 
     save_as_job(monkeypatch, Mesh(pp=2), tmp_path, "a", owned, layout="smp")
     info = read(tmp_path / "a", "model_1_0.pt")["_smp_load_info"]["partition_info"]

@@ -35,7 +35,12 @@ def test_a_tag_of_any_layout_becomes_the_files_that_a_job_would_have_saved(
     states = [toy(old, rank) for rank in range(old.size)]
     save_as_job(monkeypatch, old, tmp_path, "a", lambda rank: as_kwargs(states[rank]), layout=source)
     cuts = ["layers.0"] if new.pp > 1 else []
-    options: dict[str, Any] = {"to": "smp", "mesh": mesh, "pipeline_cuts": cuts, "max_memory": 200}
+    options: dict[str, Any] = {
+        "to": "smp",
+        "mesh": mesh,
+        "pipeline_cuts": cuts,
+        "options": xla_ckpt.ConvertOptions(max_memory=200),
+    }
     report = xla_ckpt.convert(tmp_path, tmp_path / "b", "a", as_tag="a_partial", **options)
     assert (report.layout, report.tag) == ("smp", "a_partial")
     assert xla_ckpt.verify(tmp_path / "b", "a_partial").ok
@@ -72,9 +77,17 @@ def test_neuronx_distributed_to_smp_and_back_is_the_same(case: str, tag: str, tm
     target, back = Target(gold), Mesh(**{a: config[a] for a in ("pp", "dp", "ep", "cp", "tp")})
     mesh = Mesh(pp=2, tp=2 if back.tp > 1 else 1)  # a job without tp says of nothing how it would be split
     xla_ckpt.convert(
-        gold.root, tmp_path, tag, to="smp", mesh=mesh, as_tag="smp", model=target.model,
-        optimizer=target.optimizer, pipeline_cuts=["model.layers.0"], max_memory=10_000,
-    )  # fmt: skip
+        gold.root,
+        tmp_path,
+        tag,
+        to="smp",
+        mesh=mesh,
+        as_tag="smp",
+        model=target.model,
+        optimizer=target.optimizer,
+        pipeline_cuts=["model.layers.0"],
+        options=xla_ckpt.ConvertOptions(max_memory=10_000),
+    )
     assert {n for n in names(tmp_path / "smp") if n.startswith(("model", "optim"))} == {
         f"{kind}_{pp}_{tp}.pt" for kind in ("model", "optimizer_states") for pp in (0, 1) for tp in range(mesh.tp)
     }
@@ -83,9 +96,16 @@ def test_neuronx_distributed_to_smp_and_back_is_the_same(case: str, tag: str, tm
     xla_ckpt.load_checkpoint(tmp_path, "smp", again.model, again.optimizer)
     assert not again.differences()
     xla_ckpt.convert(
-        tmp_path, tmp_path, "smp", to="xser" if "xser" in case else "pt", mesh=back, as_tag="theirs",
-        pipeline_cuts=["model.layers.0"] * (back.pp - 1), zero1=bool(config["zero1"]), max_memory=10_000,
-    )  # fmt: skip
+        tmp_path,
+        tmp_path,
+        "smp",
+        to="xser" if "xser" in case else "pt",
+        mesh=back,
+        as_tag="theirs",
+        pipeline_cuts=["model.layers.0"] * (back.pp - 1),
+        zero1=bool(config["zero1"]),
+        options=xla_ckpt.ConvertOptions(max_memory=10_000),
+    )
     if "legacy" in case:
         return
     stored = gold.root / tag
@@ -289,9 +309,15 @@ def test_it_takes_no_more_memory_than_it_is_given(tmp_path: Path) -> None:
         tracemalloc.start()
         try:
             xla_ckpt.convert(
-                tmp_path, tmp_path / name, "a", to="smp", mesh="pp=2,tp=2", shardings=rules,
-                pipeline_cuts=["layers.7"], max_memory=limit, num_workers=1,
-            )  # fmt: skip
+                tmp_path,
+                tmp_path / name,
+                "a",
+                to="smp",
+                mesh="pp=2,tp=2",
+                shardings=rules,
+                pipeline_cuts=["layers.7"],
+                options=xla_ckpt.ConvertOptions(max_memory=limit, num_workers=1),
+            )
             peaks[name] = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -19,7 +19,7 @@ from tests.nursery import Call, bear
 from tests.runs import names_in
 from tests.topology.state import differences
 from xla_ckpt import Mesh
-from xla_ckpt.engine import save as engine
+from xla_ckpt.engine import seal as engine
 
 MESH = Mesh(pp=2, tp=2)
 
@@ -90,7 +90,9 @@ def test_a_rank_that_fails_is_not_waited_for(
 
     def save(rank: int) -> Any:
         model: Any = {"w": torch.ones(2, device="meta")} if rank == fails else states[rank]
-        return xla_ckpt.save_checkpoint(tmp_path, "a", model, layout="smp", timeout=600).result()
+        return xla_ckpt.save_checkpoint(
+            tmp_path, "a", model, layout="smp", options=xla_ckpt.SaveOptions(timeout=600)
+        ).result()
 
     began = time.monotonic()
     with pytest.raises(xla_ckpt.UnsupportedStateError) as caught:

@@ -37,7 +37,7 @@ class Hostile:
 
 def scan(data: bytes, **kwargs: Any) -> Any:
     directory = MemoryDirectory()
-    directory.contents["f.pt"] = data
+    directory.objects["f.pt"] = data
     return read(directory, "f.pt", **kwargs)
 
 
@@ -203,7 +203,7 @@ def test_zips_without_checksums_have_none() -> None:
     assert scan(saved(torch.arange(100.0))).crc is not None
     assert scan(data).crc is None
     directory = MemoryDirectory()
-    directory.contents["f.pt"] = data
+    directory.objects["f.pt"] = data
     assert check_zip(directory, "f.pt") == len(data)
 
 
@@ -211,7 +211,7 @@ def test_a_record_that_is_not_what_its_checksum_says_is_found() -> None:
     data = bytearray(saved(torch.arange(100.0)))
     data[scan(bytes(data)).offset + 7] ^= 1
     directory = MemoryDirectory()
-    directory.contents["f.pt"] = data
+    directory.objects["f.pt"] = data
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="data/0 is not what its CRC-32 says"):
         check_zip(directory, "f.pt")
 

@@ -133,10 +133,21 @@ def saves_and_loads(rank: int, root: Path) -> list[str]:
     with registered():
         mesh = Mesh(tp=2)
         model, optimizer = toy(mesh, rank)
-        xla_ckpt.save_checkpoint(root, "a", model, optimizer, mesh=mesh, layout="toy", async_save=True, timeout=60)
+        xla_ckpt.save_checkpoint(
+            root,
+            "a",
+            model,
+            optimizer,
+            mesh=mesh,
+            layout="toy",
+            async_save=True,
+            options=xla_ckpt.SaveOptions(timeout=60),
+        )
         other = Mesh(dp=2)
         model, optimizer = toy(other, rank, blank=True)
-        xla_ckpt.load_checkpoint(root, "a", model, optimizer, mesh=other, replica_read="share", timeout=60)
+        xla_ckpt.load_checkpoint(
+            root, "a", model, optimizer, mesh=other, options=xla_ckpt.LoadOptions(replica_read="share", timeout=60)
+        )
         return differences(optimizer, model.by_name, other, rank)
 
 
@@ -191,7 +202,7 @@ def test_from_and_to_other_layouts(other: str, mesh: str, tmp_path: Path, monkey
     tp = Mesh(tp=2)
     save_as_job(monkeypatch, tp, tmp_path, "a", lambda rank: as_kwargs(toy(tp, rank)), layout=other)
     cuts = CUTS if "pp" in mesh else []
-    xla_ckpt.convert(tmp_path, tmp_path / "toy", to="toy", mesh=mesh, max_memory=200)
+    xla_ckpt.convert(tmp_path, tmp_path / "toy", to="toy", mesh=mesh, options=xla_ckpt.ConvertOptions(max_memory=200))
     assert (tmp_path / "toy/a/model/layers.0.out.weight.0.npy").exists()
     xla_ckpt.convert(tmp_path / "toy", tmp_path / "back", to=other, mesh=mesh, pipeline_cuts=cuts)
     for root in (tmp_path / "toy", tmp_path / "back"):

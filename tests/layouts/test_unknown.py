@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt.api.opened import opened
+from xla_ckpt.api.opened import Knowledge, opened
 from xla_ckpt.storage.local import LocalStore
 
 
@@ -19,7 +19,7 @@ def test_errors_do_not_share_what_is_added_to_them(tmp_path: Path) -> None:
     for tp in range(2):
         torch.save({"w": torch.zeros(2, 3)}, tmp_path / f"a/model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_00.pt")
     (tmp_path / "a/done").write_text("1")
-    with opened(LocalStore(str(tmp_path)), "a") as reader:
+    with opened(LocalStore(str(tmp_path)), "a", Knowledge()) as reader:
         manifest = reader.manifest
     (why,) = manifest.unknown.values()
     assert not isinstance(why, BaseException)

@@ -7,7 +7,6 @@ like in any other layout. docs/adding-a-layout.md explains it step by step.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +18,15 @@ import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.index import Index, no_index
+from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.layouts.registry import register_layout, remove_layout
+from xla_ckpt.layouts.scanned import directory_to_scan
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
 from xla_ckpt.plan.hints import Hints
@@ -34,7 +35,7 @@ from xla_ckpt.plan.save_plan import Entry, FilePlan, SavePlan, item_and_name, ow
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.state.describe import Description
 from xla_ckpt.storage.base import Directory, Store
-from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tree import path as paths
 
 
@@ -120,7 +121,7 @@ def files_of(leaves: Sequence[Leaf], rank: int, world: int) -> tuple[FilePlan, .
 
 @dataclass(frozen=True)
 class Writing:
-    """How one rank writes its state (see `xla_ckpt.engine.save.Writing`)."""
+    """How one rank writes its state (see `xla_ckpt.engine.writing.Writing`)."""
 
     description: Description
     whole: frozenset[str] = frozenset()
@@ -153,16 +154,11 @@ class Npy(Layout):
     def find(self, store: Store, tag: str) -> TagEntry | None:
         if not any(name.endswith(".npy") for part in store.names(tag) for name in store.names(f"{tag}/{part}")):
             return None
-        changed = datetime.datetime.fromtimestamp((store.modified(tag) or 0) / 1e9, datetime.UTC)
-        return TagEntry(tag=tag, created=changed.isoformat(timespec="microseconds"), directory=tag)
+        return TagEntry(tag=tag, created=time_text(store.modified(tag) or 0), directory=tag)
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
-        directory = store.open(found.tag)
-        try:
-            return TagReader(directory, store.path, found.tag, scan(directory, found.tag), foreign_objects=())
-        except CheckpointError as error:
-            directory.close()
-            raise error.at(path=store.path, tag=found.tag)  # noqa: B904  # it is the same error
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        with directory_to_scan(store, entry.tag, lambda: store.open(entry.tag)) as directory:
+            return TagReader(directory, store.path, entry.tag, scan(directory, entry.tag), foreign_objects=())
 
 
 def scan(directory: Directory, tag: str) -> Manifest:

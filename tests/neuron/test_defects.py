@@ -26,6 +26,7 @@ from tests.jobs import run_on_ranks
 from tests.layouts.test_nxd_layouts import rank_file
 from tests.nursery import Call, bear
 from tests.runs import names_in
+from xla_ckpt.storage.local import LocalStore
 
 pytestmark = pytest.mark.xla
 
@@ -144,26 +145,30 @@ def die(*_: Any, **__: Any) -> None:
 
 
 def saves_again_and_is_killed(root: Path, layout: str, instant: str) -> None:
+    from tests.helper import InThread
+    from xla_ckpt.tags import orbax_commit
+
+    orbax_commit.Program = InThread  # type: ignore[misc]  # it is killed with this process
     save_best(root, layout, 1.0, "abc")
     fsync, rename, done = os.fsync, os.rename, list[Any]()
+
+    def rename_and_die(old: str, new: str, **options: Any) -> None:
+        rename(old, new, **options)
+        if os.path.basename(new) == ".old-best":
+            die()
+
     if instant == "writing":
         os.fsync = lambda fd: die() if len(done) > 1 else done.append(fsync(fd))
-    else:
-        # "moving": some of the new files are in the directory that orbax made, and some are not.
-        # "replacing": the old version is out of the way, the new one not in its place.
-        last = ".old-best" if instant == "replacing" else "model"
-
-        def rename_and_die(old: str, new: str, **options: Any) -> None:
-            rename(old, new, **options)
-            if os.path.basename(new) == last:
-                die()
-
+    elif instant == "handing over":
+        orbax_commit.Committer.commit = die  # type: ignore[assignment]
+    else:  # the old version is out of the way, the new one not in its place
+        LocalStore.exchange = lambda *_: False  # type: ignore[method-assign]  # as on a file system that cannot
         os.rename = rename_and_die  # type: ignore[assignment]
     save_best(root, layout, 2.0, "a")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("instant", ["writing", "moving", "replacing"])
+@pytest.mark.parametrize("instant", ["writing", "handing over", "replacing"])
 def test_n10_a_tag_that_is_saved_again_stays_whole(tmp_path: Path, layout: str, instant: str) -> None:
     root = tmp_path / "run"
     process = bear(Call.of(saves_again_and_is_killed, root, layout, instant), xla=True)

@@ -242,7 +242,7 @@ def test_samples_of_the_developer_guide(tmp_path: Path) -> None:
 def test_signatures_are_those_of_neuronx_distributed() -> None:
     save = inspect.signature(nxd.save_checkpoint).parameters
     own = {n for n, p in save.items() if p.kind is p.KEYWORD_ONLY}
-    assert own == {"layout", "parity", "replicas", "snapshot"}
+    assert own == {"layout", "options"}
     assert [(n, p.default) for n, p in save.items() if n not in own][2:] == [
         ("model", None), ("optimizer", None), ("scheduler", None), ("user_content", None), ("num_workers", 8),
         ("use_xser", False), ("num_kept_ckpts", None), ("async_save", False), ("zero1_optimizer", False),

@@ -135,7 +135,7 @@ def dies_when_it_creates(rank: int, root: Path, victim: int, file: str) -> None:
     LocalDirectory.create = dying  # type: ignore[method-assign]
     with pytest.raises(xla_ckpt.RankFailedError):
         xla_ckpt.save_checkpoint(
-            root, "bad", model, scheduler={"at": 1}, timeout=4, async_save=True, **options
+            root, "bad", model, scheduler={"at": 1}, options=xla_ckpt.SaveOptions(timeout=4), async_save=True, **options
         ).result()
 
 

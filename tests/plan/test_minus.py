@@ -7,11 +7,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.boxes import is_partition
 from xla_ckpt import dtypes
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource, SavePlan, plan_save
-from xla_ckpt.sharding.box import Box, is_partition
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.owners import SPLIT_BYTES

@@ -8,16 +8,16 @@ import operator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xla_ckpt.plan.parity import BLOCK, MAX_DEPTH, At, Blocks, Sum, file_sizes, places, share, solve
+from xla_ckpt.plan.parity import MAX_CHAIN, PARITY_BLOCK, BlockAt, Blocks, Sum, file_sizes, places, share, solve
 
-SIZES = st.lists(st.integers(0, 5 * BLOCK), min_size=1, max_size=6)
+SIZES = st.lists(st.integers(0, 5 * PARITY_BLOCK), min_size=1, max_size=6)
 
 
 def total(values: list[int]) -> int:
     return functools.reduce(operator.xor, values, 0)
 
 
-def cells(blocks: Blocks) -> list[At]:
+def cells(blocks: Blocks) -> list[BlockAt]:
     return [(file, block) for file in range(len(blocks.sizes)) for block in range(blocks.count(file))]
 
 
@@ -38,7 +38,7 @@ def test_the_steps_give_every_block_back(sizes: list[int], data: st.DataObject) 
         known[at] = sums[sum_] ^ total([known[other] for other in blocks.members(sum_) if other != at])
     assert all(known[at] == values[at] for at in steps)
     # Every sum that could go on lacks two blocks or more: nothing that one step gives back is left out.
-    if len(steps) < MAX_DEPTH:
+    if len(steps) < MAX_CHAIN:
         assert all(len(left & set(blocks.members(sum_))) != 1 for sum_ in sound)
 
 
@@ -59,7 +59,7 @@ def test_a_lost_file_and_then_a_bad_block_in_each_other_file(sizes: list[int], d
 
 def test_two_bad_blocks_in_each_of_two_files_at_the_same_places_are_lost() -> None:
     bad = {(file, block) for file in (0, 1) for block in (1, 2)}
-    assert solve(bad, Blocks((4 * BLOCK,) * 3).sums("file")) == ({}, bad)
+    assert solve(bad, Blocks((4 * PARITY_BLOCK,) * 3).sums("file")) == ({}, bad)
 
 
 @given(SIZES, st.integers(1, 5), st.sampled_from(["block", "file"]))

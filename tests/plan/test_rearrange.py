@@ -16,7 +16,7 @@ from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard
-from xla_ckpt.plan.rearrange import Part, Rearranged, rearranged
+from xla_ckpt.plan.rearrange import Excerpt, Rearranged, rearranged
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box, Frame
 from xla_ckpt.sharding.grid import Grid
@@ -61,7 +61,7 @@ def put_together(chosen: list[tuple[str, int, int]], dim: int, other: int) -> Re
     whole = Box.whole((total, other) if dim == 0 else (other, total))
     at, parts = 0, []
     for name, a, b in chosen:
-        parts.append(Part(whole.along(dim, at, at + b - a), name, whole.along(dim, a, b)))
+        parts.append(Excerpt(whole.along(dim, at, at + b - a), name, whole.along(dim, a, b)))
         at += b - a
     return Rearranged(shape=whole.shape, parts=tuple(parts), spec=("tp", None))
 
@@ -100,16 +100,16 @@ def small() -> tuple[MemoryDirectory, np.ndarray]:
 def test_a_part_of_a_region_is_verified_with_all_of_it() -> None:
     directory, array = small()
     reader = TagReader(directory, "root", "t")
-    lower = Rearranged(shape=(3, 4), parts=(Part(Box.whole((3, 4)), "a", Box((3, 0), (6, 4))),))
+    lower = Rearranged(shape=(3, 4), parts=(Excerpt(Box.whole((3, 4)), "a", Box((3, 0), (6, 4))),))
     manifest = replace(reader.manifest, arrays={"low": rearranged("low", lower, reader.manifest)})
     reader.manifest = manifest
     (shard,) = manifest.arrays["low"]
     assert shard.frame == Frame((-3, 0), (3, 4))
     assert np.array_equal(read(reader, "low", Box.whole((3, 4))), array[3:])
-    path = next(name for name in directory.contents if name.endswith(".safetensors"))
-    data = bytearray(directory.contents[path])
+    path = next(name for name in directory.objects if name.endswith(".safetensors"))
+    data = bytearray(directory.objects[path])
     data[-array.nbytes] ^= 1  # in the other half
-    directory.contents[path] = bytes(data)
+    directory.objects[path] = bytes(data)
     with pytest.raises(CorruptCheckpointError, match="stored bytes are damaged"):
         read(TagReader(directory, "root", "t", manifest), "low", Box.whole((3, 4)))
 
@@ -121,16 +121,16 @@ def test_what_makes_no_array() -> None:
         manifest = reader.manifest
     bits = replace(manifest.arrays["a"], dtype=dtypes.dtype("int32"))
     mixed = replace(manifest, arrays={"a": manifest.arrays["a"], "b": bits})
-    low = Part(half, "a", half)
+    low = Excerpt(half, "a", half)
     for parts, of, error, said in (
         ((low,), manifest, FormatError, "shards are missing"),
-        ((low, Part(half, "a", half)), manifest, FormatError, "hold the same elements"),
-        ((Part(whole, "x", whole),), manifest, IncompatibleCheckpointError, "no such array"),
-        ((low, Part(Box((3, 0), (6, 4)), "b", half)), mixed, IncompatibleCheckpointError, "uint32 in a, int32 in b"),
+        ((low, Excerpt(half, "a", half)), manifest, FormatError, "hold the same elements"),
+        ((Excerpt(whole, "x", whole),), manifest, IncompatibleCheckpointError, "no such array"),
+        ((low, Excerpt(Box((3, 0), (6, 4)), "b", half)), mixed, IncompatibleCheckpointError, "uint32 in a, int32 in b"),
     ):
         with pytest.raises(error, match=said):
             rearranged("new", Rearranged(shape=(6, 4), parts=parts), of)
     with pytest.raises(ValueError, match="cannot be"):
-        Part(half, "a", whole)
+        Excerpt(half, "a", whole)
     with pytest.raises(ValueError, match="of a frame runs from 2 to 1"):
         Frame((2,), (1,))

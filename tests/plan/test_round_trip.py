@@ -62,7 +62,7 @@ def store(ranks: list[list[tuple[Leaf, list[Any]]]], segment_bytes: int = 4096) 
         arrays=merged.arrays,
         files=merged.files,
     )
-    directory.contents["manifest.json"] = manifest_json.dump(manifest)
+    directory.objects["manifest.json"] = manifest_json.dump(manifest)
     return directory
 
 
@@ -111,8 +111,8 @@ def layouts(draw: st.DrawFn) -> tuple[Arrays, list[list[tuple[Leaf, list[Any]]]]
 def test_any_layout_to_any_box(case: tuple[Arrays, list[list[tuple[Leaf, list[Any]]]]], data: st.DataObject) -> None:
     whole, ranks = case
     directory = store(ranks)
-    written = sum(len(d) for p, d in directory.contents.items() if p != "manifest.json")
-    heads = sum(f.head for f in manifest_json.parse(directory.contents["manifest.json"]).files)
+    written = sum(len(d) for p, d in directory.objects.items() if p != "manifest.json")
+    heads = sum(f.head for f in manifest_json.parse(directory.objects["manifest.json"]).files)
     assert written - heads == sum(a.nbytes for a in whole.values())  # every byte once
     wants = [(p, data.draw(boxes_in(a.shape), label=p)) for p, a in whole.items() for _ in range(2)]
     arrays, plan = fetch(directory, wants)
@@ -129,10 +129,10 @@ def test_every_flipped_bit_is_found(case: Any, data: st.DataObject) -> None:
     whole, ranks = case
     directory = store(ranks)
     name = data.draw(st.sampled_from([p for p in directory.files() if p != "manifest.json"]))
-    content = bytearray(directory.contents[name])
+    content = bytearray(directory.objects[name])
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     content[bit // 8] ^= 1 << bit % 8
-    directory.contents[name] = bytes(content)
+    directory.objects[name] = bytes(content)
     report = verify_tag(TagReader(directory, "root", "t"))
     assert not report.ok
     assert {p.file for p in report.problems} == {name}
@@ -196,12 +196,12 @@ def test_unknown_leaves_and_boxes_outside_are_refused() -> None:
 def test_missing_and_cut_off_files_are_named() -> None:
     _, directory = one((4, 4))
     name = "model/00001-of-00001.safetensors"
-    whole = directory.contents[name]
-    directory.contents[name] = whole[:-1]
+    whole = directory.objects[name]
+    directory.objects[name] = whole[:-1]
     with pytest.raises(CorruptCheckpointError, match="does not have its size") as caught:
         fetch(directory, [("model/w", Box.whole((4, 4)))])
     assert (caught.value.file, caught.value.expected, caught.value.found) == (name, "4160 bytes", 4159)
-    del directory.contents[name]
+    del directory.objects[name]
     with pytest.raises(CorruptCheckpointError, match="is missing"):
         fetch(directory, [("model/w", Box.whole((4, 4)))])
 

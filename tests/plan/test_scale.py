@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import scale
+from tests.boxes import is_partition
 from xla_ckpt.plan.save_plan import SavePlan, plan_save
-from xla_ckpt.sharding.box import Box, is_partition
+from xla_ckpt.sharding.box import Box
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,11 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.boxes import is_partition
 from tests.strategies import boxes_in
 from xla_ckpt.plan.restore_plan import Want
 from xla_ckpt.plan.shared_reads import Mixed, Together, find_common, share_out
-from xla_ckpt.sharding.box import Box, is_partition
+from xla_ckpt.sharding.box import Box
 
 
 @given(

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.boxes import is_partition
 from tests.strategies import boxes_in, cuts_of, full_shapes, shapes
-from xla_ckpt.sharding.box import Box, is_partition, overlapping_pair
+from xla_ckpt.sharding.box import Box, overlapping_pair
 from xla_ckpt.sharding.grid import Grid, fit, fit_all
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.owners import SPLIT_BYTES, HeldShard, owned, row_range

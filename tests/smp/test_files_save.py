@@ -50,8 +50,8 @@ def saves_everywhere(rank: int, root: str, pp: int, tp: int) -> None:
 )  # fmt: skip
 def test_what_is_on_disk(tmp_path: Path, pp: int, tp: int, deep: list[str], new: list[str], v3: list[str]) -> None:
     run_on_ranks(saves_everywhere, 4, str(tmp_path), pp, tp)
-    assert names(tmp_path / "deep/er") == sorted([*deep, *map(sidecar.name_of, deep)])
-    beside = [sidecar.name_of(name) for name in (*new, *v3)]
+    assert names(tmp_path / "deep/er") == sorted([*deep, *map(sidecar.note_name, deep)])
+    beside = [sidecar.note_name(name) for name in (*new, *v3)]
     assert names(tmp_path) == sorted(["deep", "full.pt", *new, *v3, *beside])
     assert torch.load(tmp_path / "full.pt")["rank"] == 0  # only rank 0 wrote it
     for prefix in ("deep/er/a.pt", "new.pt", "v3"):
@@ -187,7 +187,7 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path: Path, alone: Any) -
         part = parts_at(f)[(0,)]
         check_whole_file(part.file)
         assert part.saved is not None, f"the note is not that of the file after {moment} calls"
-        assert len(sidecar.parse(Path(sidecar.name_of(part.file)).read_bytes())) <= 2
+        assert len(sidecar.parse_notes(Path(sidecar.note_name(part.file)).read_bytes())) <= 2
         seen.append(alone.load(f)["w"][0].item())
         alone.save({"w": torch.full((100,), 3.0)}, f)  # what was left over does not stand in the way
         assert alone.load(f)["w"][0].item() == 3

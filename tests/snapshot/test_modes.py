@@ -19,7 +19,7 @@ from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from tests.snapshot.trials import different, trials
 from xla_ckpt.engine.feed import Feed
-from xla_ckpt.snapshot.arena import POOL, SLAB_BYTES
+from xla_ckpt.snapshot.arena import LARGEST_PIECE, POOL
 from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.state.guard import GUARD
 
@@ -70,7 +70,9 @@ def model_of(value: float = 1.0) -> torch.nn.Module:
 
 
 def overlapped(root: Path, model: Any, optimizer: Any = None, **more: Any) -> xla_ckpt.SaveHandle:
-    return xla_ckpt.save_checkpoint(root, "a", model, optimizer, async_save=True, snapshot="overlap", **more)
+    return xla_ckpt.save_checkpoint(
+        root, "a", model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot="overlap"), **more
+    )
 
 
 def weight(root: Path, tag: str = "a") -> float:
@@ -202,9 +204,14 @@ def test_what_forward_writes_to_and_small_things_are_copied_before_the_call_retu
     with torch.inference_mode():
         inference = {"t": torch.ones(ROWS)}
     handle = xla_ckpt.save_checkpoint(
-        tmp_path, "a", model, extras={"extra": extra, "inference": inference}, user_content={"x": torch.ones(ROWS)},
-        async_save=True, snapshot="overlap",
-    )  # fmt: skip
+        tmp_path,
+        "a",
+        model,
+        extras={"extra": extra, "inference": inference},
+        user_content={"x": torch.ones(ROWS)},
+        async_save=True,
+        options=xla_ckpt.SaveOptions(snapshot="overlap"),
+    )
     before = copy.deepcopy(extra.state_dict())
     model(torch.randn(8, ROWS))
     with torch.no_grad():
@@ -249,7 +256,9 @@ def test_load_state_dict_waits_and_leaves_no_hook_behind(tmp_path: Path, gate: G
     gate.open()
     load.ends()
     handle.result()
-    xla_ckpt.save_checkpoint(tmp_path, "b", model, async_save=True, snapshot="host").result()
+    xla_ckpt.save_checkpoint(
+        tmp_path, "b", model, async_save=True, options=xla_ckpt.SaveOptions(snapshot="host")
+    ).result()
     assert xla_ckpt.restore(tmp_path, "a").tree["model"]["0.weight"].unique().tolist() == [1.0]
     assert xla_ckpt.restore(tmp_path, "b").tree["model"]["0.weight"].unique().tolist() == [5.0]
     xla_ckpt.finalize_checkpoint()
@@ -316,7 +325,9 @@ def test_the_second_save_to_a_place_waits_for_the_first(tmp_path: Path) -> None:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
     for number in range(4):
-        xla_ckpt.save_checkpoint(tmp_path, f"t{number}", model, optimizer, async_save=True, snapshot="overlap")
+        xla_ckpt.save_checkpoint(
+            tmp_path, f"t{number}", model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot="overlap")
+        )
         optimizer.step()
     xla_ckpt.finalize_checkpoint()
     assert [weight(tmp_path, f"t{number}") for number in range(4)] == [1.0, 0.0, -1.0, -2.0]
@@ -325,13 +336,17 @@ def test_the_second_save_to_a_place_waits_for_the_first(tmp_path: Path) -> None:
 def test_memory_is_reused_within_the_budget_and_freed_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = torch.nn.Linear(3 * SLAB_BYTES // 4, 1, bias=False)
+    model = torch.nn.Linear(3 * LARGEST_PIECE // 4, 1, bias=False)
     lent: list[int] = []
     borrow = POOL.borrow
-    monkeypatch.setattr(POOL, "borrow", lambda link: lent.append(SLAB_BYTES) or borrow(link))
+    monkeypatch.setattr(POOL, "borrow", lambda link: lent.append(LARGEST_PIECE) or borrow(link))
     for number in range(2):
         xla_ckpt.save(
-            tmp_path, f"t{number}", {"w": model.weight}, async_save=True, snapshot="overlap", snapshot_budget=SLAB_BYTES
+            tmp_path,
+            f"t{number}",
+            {"w": model.weight},
+            async_save=True,
+            options=xla_ckpt.SaveOptions(snapshot="overlap", snapshot_budget=LARGEST_PIECE),
         ).result()
         assert len(lent) == number + 1
         assert len(POOL._kept["host"]) == 1
@@ -375,9 +390,9 @@ def test_a_scaler_waits_and_accumulated_gradients_do_not(tmp_path: Path, gate: G
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(xla_ckpt.UsageError, match="choice for snapshot.*'host' or 'device' or 'overlap'.*'copy'"):
-        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, snapshot="copy")
+        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, options=xla_ckpt.SaveOptions(snapshot="copy"))
     with pytest.raises(xla_ckpt.UsageError, match="snapshot_budget is no number of bytes.*'1 GB'"):
-        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, snapshot_budget="1 GB")
+        xla_ckpt.save(tmp_path, "a", {"w": torch.ones(2)}, options=xla_ckpt.SaveOptions(snapshot_budget="1 GB"))
     assert names_in(tmp_path) == []
 
 
@@ -419,7 +434,9 @@ def replicas_are_saved_while_they_change(rank: int, root: Path) -> list[Any]:
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         wanted = copy.deepcopy(model.state_dict())
-        handle = xla_ckpt.save_checkpoint(root, f"t{number}", model, optimizer, async_save=True, snapshot="overlap")
+        handle = xla_ckpt.save_checkpoint(
+            root, f"t{number}", model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot="overlap")
+        )
         optimizer.step()
         report = handle.result()
         found.append((different(xla_ckpt.restore(root, f"t{number}").tree["model"], wanted), report.nbytes > 0))
@@ -461,7 +478,9 @@ def shards_are_saved_while_they_change(rank: int, root: Path) -> list[tuple[bool
     for number in range(3):
         model(torch.randn(2, 64)).sum().backward()
         wanted = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
-        handle = xla_ckpt.save_checkpoint(root, f"t{number}", model, optimizer, async_save=True, snapshot="overlap")
+        handle = xla_ckpt.save_checkpoint(
+            root, f"t{number}", model, optimizer, async_save=True, options=xla_ckpt.SaveOptions(snapshot="overlap")
+        )
         guarded = bool(GUARD._watches)
         optimizer.step()
         handle.result()

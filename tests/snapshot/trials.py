@@ -39,7 +39,7 @@ def small_pieces() -> Iterator[None]:
     in_small_segments = functools.partial(write.write_files, segment_bytes=SEGMENT)
     with (
         mock.patch.object(save, "write_files", in_small_segments),
-        mock.patch.object(arena, "SLAB_BYTES", SLAB),
+        mock.patch.object(arena, "LARGEST_PIECE", SLAB),
         mock.patch.object(take, "SMALL_BYTES", 64),
     ):
         xla_ckpt.finalize_checkpoint()  # slabs of the usual size are kept
@@ -124,9 +124,15 @@ def trial(seed: int, mode: Any, device: str = "cpu", without: tuple[str, ...] = 
         run.step()
     wanted, root, tag = run.state(), f"memory://trials-{mode}-{device}", f"tag-{seed}"
     handle = xla_ckpt.save_checkpoint(
-        root, tag, run.model, run.optimizer, async_save=True, num_kept_ckpts=1,
-        snapshot=mode, snapshot_budget=chance.choice([1, 3 * SLAB, 1 << 20]), layout=chance.choice(LAYOUTS),
-    )  # fmt: skip
+        root,
+        tag,
+        run.model,
+        run.optimizer,
+        async_save=True,
+        num_kept_ckpts=1,
+        options=xla_ckpt.SaveOptions(snapshot=mode, snapshot_budget=chance.choice([1, 3 * SLAB, 1 << 20])),
+        layout=chance.choice(LAYOUTS),
+    )
     for _ in range(chance.randint(1, 3)):
         what = chance.choice(["step", "step", "forward", "load", "replace", "other"])
         if what == "step":

@@ -1,13 +1,14 @@
-"""A store that refuses one of the changes that are asked of it."""
+"""Stores that refuse one of the changes that are asked of them."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from xla_ckpt.storage.base import Directory, Sink, Source, Store
+from xla_ckpt.storage.base import Directory, FileSystem, Identity, LocalFiles, ObjectStore, Sink, Source, Store
 
 
 @dataclass
@@ -21,6 +22,9 @@ class Faults:
     """Whether all later changes that need space are refused, too."""
 
     number: int = errno.ENOSPC
+    applied: bool = False
+    """Whether what is refused is done all the same, where that can be: an answer that is lost."""
+
     done: int = 0
     refused: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -33,6 +37,16 @@ class Faults:
             if self.at is not None and (now == self.at or (self.lasts and needs_space and now > self.at)):
                 self.refused.append(what)
                 raise OSError(self.number, os.strerror(self.number), what)
+
+    def act(self, what: str, action: Callable[[], None], *, needs_space: bool = True) -> None:
+        """Do something that is about to change the store; or do it, and lose the answer."""
+        try:
+            self.change(what, needs_space=needs_space)
+        except OSError:
+            if self.applied:
+                action()
+            raise
+        action()
 
 
 @dataclass
@@ -63,12 +77,16 @@ class FailingSink:
 class FailingDirectory:
     """A directory of such a store."""
 
-    inner: Directory
+    inner: LocalFiles
     faults: Faults
 
     @property
     def name(self) -> str:
         return self.inner.name
+
+    @property
+    def fd(self) -> int:
+        return self.inner.fd
 
     def create(self, path: str, size: int) -> FailingSink:
         self.faults.change(f"create {path}")
@@ -107,13 +125,13 @@ class FailingDirectory:
         self.inner.close()
 
 
-@dataclass
-class FailingStore:
-    """Another store behind an address of its own."""
+class Unchanging:
+    """What no fault concerns: the half of a store that reads."""
 
-    path: str
     inner: Store
-    faults: Faults
+
+    def address(self, name: str) -> str:
+        return self.inner.address(name)
 
     def prepare(self) -> None:
         self.inner.prepare()
@@ -132,6 +150,24 @@ class FailingStore:
 
     def modified(self, path: str) -> int | None:
         return self.inner.modified(path)
+
+
+@dataclass
+class FailingStore(Unchanging):
+    """Another store behind an address of its own."""
+
+    path: str
+    inner: FileSystem
+    faults: Faults
+
+    object_store = None
+
+    @property
+    def file_system(self) -> FailingStore:
+        return self
+
+    def identity(self, name: str) -> Identity | None:
+        return self.inner.identity(name)
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> FailingDirectory:
         return FailingDirectory(self.inner.open(name, lock=lock, links=links), self.faults)
@@ -169,3 +205,93 @@ class FailingStore:
     def sync(self) -> None:
         self.faults.change("sync the root")
         self.inner.sync()
+
+
+@dataclass
+class FailingObject:
+    """A file of an object store that fails."""
+
+    inner: Sink
+    path: str
+    faults: Faults
+
+    def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
+        self.inner.write(buffer, nbytes, offset)
+
+    def patch(self, data: bytes | memoryview, offset: int) -> None:
+        self.inner.patch(data, offset)
+
+    def commit(self) -> None:
+        self.faults.act(f"put {self.path}", self.inner.commit)
+
+    def abandon(self) -> None:
+        self.inner.abandon()
+
+
+@dataclass
+class FailingFiles:
+    """A directory of such a store."""
+
+    inner: Directory
+    faults: Faults
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    def create(self, path: str, size: int) -> FailingObject:
+        return FailingObject(self.inner.create(path, size), path, self.faults)
+
+    def make(self, path: str) -> None:
+        self.inner.make(path)
+
+    def open(self, path: str) -> Source:
+        return self.inner.open(path)
+
+    def files(self) -> list[str]:
+        return self.inner.files()
+
+    def sync(self) -> None:
+        self.inner.sync()
+
+    def free(self) -> int | None:
+        return self.inner.free()
+
+    def is_at(self, name: str) -> bool:
+        return self.inner.is_at(name)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class FailingObjects(Unchanging):
+    """Another object store behind an address of its own. What changes it is a put, a copy, a record, or a removal."""
+
+    path: str
+    inner: ObjectStore
+    faults: Faults
+
+    file_system = None
+
+    @property
+    def object_store(self) -> FailingObjects:
+        return self
+
+    def open(self, name: str, *, lock: bool = True, links: bool = False) -> Directory:
+        return self.inner.open(name, lock=lock, links=links)
+
+    def fill(self, name: str) -> FailingFiles:
+        return FailingFiles(self.inner.fill(name), self.faults)
+
+    def copy(self, source: str, target: str) -> None:
+        self.faults.act(f"copy {source} to {target}", lambda: self.inner.copy(source, target))
+
+    def remove(self, name: str) -> None:
+        self.faults.act(f"remove {name}", lambda: self.inner.remove(name), needs_space=False)
+
+    def read_record(self, name: str) -> tuple[bytes, str] | None:
+        return self.inner.read_record(name)
+
+    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+        self.faults.act(f"write {name}", lambda: self.inner.write_record(name, data, version))

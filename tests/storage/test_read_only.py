@@ -27,7 +27,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("mounting needs root")
     path = tmp_path_factory.mktemp("read_only")
     for number, layout in enumerate(("native", "xser", "dcp")):
-        xla_ckpt.save_checkpoint(path, layout, module(number), user_content=number, layout=layout, parity="file")
+        xla_ckpt.save_checkpoint(
+            path,
+            layout,
+            module(number),
+            user_content=number,
+            layout=layout,
+            options=xla_ckpt.SaveOptions(parity="file"),
+        )
     dcp.save({"w": torch.ones(3)}, checkpoint_id=path / "of_dcp")
     xla_ckpt.finalize_checkpoint()
     done = subprocess.run(["mount", "--bind", path, path], capture_output=True, text=True, check=False)
@@ -79,7 +86,9 @@ def test_what_reads(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def loads(rank: int, root: Path) -> tuple[Any, list[float]]:
     model = module(-1)
-    return xla_ckpt.load_checkpoint(root, model=model, replica_read="share").user_content, model.bias.tolist()
+    return xla_ckpt.load_checkpoint(
+        root, model=model, options=xla_ckpt.LoadOptions(replica_read="share")
+    ).user_content, model.bias.tolist()
 
 
 def test_ranks_load(root: Path) -> None:
@@ -98,8 +107,8 @@ def test_ranks_load(root: Path) -> None:
         pytest.param(lambda at: xla_ckpt.save(at / "below", "new", {"w": torch.ones(3)}), id="save into a new root"),
         pytest.param(lambda at: dcp.save({"w": torch.zeros(3)}, checkpoint_id=at / "of_dcp"), id="dcp.save"),
         pytest.param(lambda at: dcp.save({"w": torch.zeros(3)}, checkpoint_id=at / "new"), id="dcp.save, new"),
-        pytest.param(lambda at: xla_ckpt.pin_tag(at, "native"), id="pin_tag"),
-        pytest.param(lambda at: xla_ckpt.delete_tag(at, "native"), id="delete_tag"),
+        pytest.param(lambda at: xla_ckpt.Checkpoints(at).pin("native"), id="pin_tag"),
+        pytest.param(lambda at: xla_ckpt.Checkpoints(at).delete("native"), id="delete_tag"),
         pytest.param(lambda at: xla_ckpt.convert(at, at, "native", as_tag="other"), id="convert"),
         pytest.param(lambda at: xla_ckpt.export_hf(at, at / "hf", "native"), id="export_hf"),
     ],

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from xla_ckpt.errors import NotAFileError, UsageError
-from xla_ckpt.storage.base import Store, read_whole, write_small
+from xla_ckpt.storage.base import Changed, Directory, FileSystem, ObjectStore, Store, read_whole, write_small
 from xla_ckpt.storage.door import above, full_path, same_directory, store_at
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.memory import MemoryStore
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -26,8 +28,32 @@ def store(root: str) -> Store:
     return made
 
 
+@pytest.fixture
+def local(tmp_path: Path) -> FileSystem:
+    store = LocalStore(str(tmp_path / "root"))
+    store.prepare()
+    return store
+
+
+@pytest.fixture
+def objects() -> ObjectStore:
+    return MemoryStore()
+
+
+def changing(store: Store) -> FileSystem | ObjectStore:
+    """The same, as those see it who change it."""
+    changed = store.file_system or store.object_store
+    assert changed is not None
+    return changed
+
+
+def begun(store: Store, name: str) -> Directory:
+    """A directory to write into, where nothing is."""
+    return store.object_store.fill(name) if store.object_store else changing(store).make(name)
+
+
 def fill(store: Store, name: str, *files: str) -> None:
-    directory = store.make(name)
+    directory = begun(store, name)
     for path in files:
         write_small(directory, path, path.encode())
     directory.sync()
@@ -39,11 +65,15 @@ def test_a_root_that_is_absent(root: str) -> None:
     assert store.path == root
     assert (store.names(), store.has(""), store.is_directory(""), store.has("a")) == ([], False, False, False)
     with pytest.raises(FileNotFoundError):
-        store.make("a")
-    with pytest.raises(FileNotFoundError):
         store.open("a")
     store.prepare()
     store.prepare()
+    if store.object_store is not None:  # it is there when a file is
+        fill(store, "a", "file")
+        changing(above(root)[0]).remove("run/a/file")
+        fill(store, "", "file")
+        assert (store.names(), store.has(""), store.is_directory("")) == (["file"], True, True)
+        return
     assert (store.names(), store.has(""), store.is_directory("")) == ([], True, True)
     assert above(root)[0].names() == ["run"]
 
@@ -54,17 +84,18 @@ def test_a_root_that_is_a_file(store: Store, root: str) -> None:
     assert (file.has(""), file.is_directory("")) == (True, False)
     with pytest.raises(NotADirectoryError):
         file.names()
-    with pytest.raises(OSError, match="EXIST|exists|ENOTDIR"):
-        file.prepare()
+    if file.file_system is not None:
+        with pytest.raises(OSError, match="exists"):
+            file.prepare()
 
 
 def test_names_and_what_they_are(store: Store) -> None:
-    fill(store, "b")
+    fill(store, "b", "b")
     fill(store, "a", "x", "sub/y", "sub/deep/z")
     assert store.names() == ["a", "b"]
     assert store.names("a") == ["sub", "x"]
     assert store.names("a/sub") == ["deep", "y"]
-    assert store.names("a/x") == store.names("c") == store.names("a/x/y") == store.names("b") == []
+    assert store.names("a/x") == store.names("c") == store.names("a/x/y") == []
     for path, there, folder in (
         ("a", True, True), ("a/sub", True, True), ("a/sub/deep", True, True), ("a/x", True, False),
         ("a/sub/y", True, False), ("c", False, False), ("a/c", False, False), ("a/x/y", False, False),
@@ -80,7 +111,7 @@ def test_the_start_of_a_file(store: Store) -> None:
         ("a/none", FileNotFoundError), ("none/file", FileNotFoundError), ("a/sub", NotAFileError),
         ("a/sub/file/x", NotADirectoryError),
     ):  # fmt: skip
-        with pytest.raises(error):
+        with pytest.raises(error if store.file_system else FileNotFoundError):
             store.start_of(path, 3)
 
 
@@ -94,54 +125,54 @@ def test_when_something_changed(store: Store) -> None:
     assert store.modified("b") is store.modified("a/b") is store.modified("a/x/y") is None
 
 
-def test_directories_are_made_once(store: Store) -> None:
-    directory = store.make("a")
+def test_directories_are_made_once(local: FileSystem) -> None:
+    directory = local.make("a")
     assert directory.name == "a"
     with pytest.raises(FileExistsError):
-        store.make("a")
+        local.make("a")
     directory.close()
-    store.make("a/sub").close()
-    assert store.is_directory("a/sub")
+    local.make("a/sub").close()
+    assert local.is_directory("a/sub")
     with pytest.raises(FileNotFoundError):
-        store.make("none/sub")
+        local.make("none/sub")
     with pytest.raises(FileNotFoundError):
-        store.open("none")
-    fill(store, "b", "file")
+        local.open("none")
+    fill(local, "b", "file")
     with pytest.raises(NotADirectoryError):
-        store.open("b/file")
+        local.open("b/file")
 
 
-def test_only_what_is_empty_is_removed_as_empty(store: Store) -> None:
-    fill(store, "a", "file")
-    store.make("b").close()
-    assert [store.remove_empty(name) for name in "ab"] == [False, True]
-    assert (store.names(), store.names("a")) == (["a"], ["file"])
+def test_only_what_is_empty_is_removed_as_empty(local: FileSystem) -> None:
+    fill(local, "a", "file")
+    local.make("b").close()
+    assert [local.remove_empty(name) for name in "ab"] == [False, True]
+    assert (local.names(), local.names("a")) == (["a"], ["file"])
     with pytest.raises(FileNotFoundError):
-        store.remove_empty("b")
+        local.remove_empty("b")
     with pytest.raises(NotADirectoryError):
-        store.remove_empty("a/file")
+        local.remove_empty("a/file")
 
 
-def test_where_a_directory_is_now(store: Store) -> None:
-    fill(store, "a", "file")
-    fill(store, "b")
-    made, read = store.make("c"), store.open("a")
+def test_where_a_directory_is_now(local: FileSystem) -> None:
+    fill(local, "a", "file")
+    fill(local, "b")
+    made, read = local.make("c"), local.open("a")
     assert [directory.is_at(directory.name) for directory in (made, read)] == [True, True]
-    store.rename("c", "d")
-    store.rename("a", "c")
+    local.rename("c", "d")
+    local.rename("a", "c")
     assert [directory.is_at(directory.name) for directory in (made, read)] == [False, False]
     assert (made.is_at("d"), read.is_at("c"), read.is_at("d"), read.is_at("none")) == (True, True, False, False)
-    store.rename("b", "a")
+    local.rename("b", "a")
     assert not read.is_at("a"), "another one has its name"
     assert read_whole(read, "file") == b"file"
-    store.remove("c")
+    local.remove("c")
     assert not read.is_at("c")
     for directory in (made, read):
         directory.close()
 
 
 def test_files_of_a_directory(store: Store) -> None:
-    directory = store.make("a")
+    directory = begun(store, "a")
     sink = directory.create("sub/deep/file", 6)
     sink.patch(b"def", 3)
     sink.patch(b"abc", 0)
@@ -150,18 +181,22 @@ def test_files_of_a_directory(store: Store) -> None:
     write_small(directory, "empty", b"")
     with pytest.raises(FileExistsError):
         directory.create("sub/deep/file", 6)
-    for path, error in (("none", FileNotFoundError), ("empty/x", NotADirectoryError)):
-        with pytest.raises(error):
+    if store.file_system is not None:
+        for path, error in (("none", FileNotFoundError), ("empty/x", NotADirectoryError)):
+            with pytest.raises(error):
+                directory.open(path)
+        with pytest.raises(OSError, match="not a regular file"):
+            directory.open("sub")
+        with pytest.raises(NotADirectoryError):
+            directory.create("empty/x", 1)
+        directory.make("sub/bare/deep")
+        directory.make("sub/bare/deep")
+        with pytest.raises((NotADirectoryError, FileExistsError)):
+            directory.make("empty/x")
+        assert store.is_directory("a/sub/bare/deep")
+    for path in ("none", "empty/x", "sub"):
+        with pytest.raises(OSError, match="ENO|No such|not a|Not a"):
             directory.open(path)
-    with pytest.raises(OSError, match="not a regular file"):
-        directory.open("sub")
-    with pytest.raises(NotADirectoryError):
-        directory.create("empty/x", 1)
-    directory.make("sub/bare/deep")
-    directory.make("sub/bare/deep")
-    with pytest.raises((NotADirectoryError, FileExistsError)):
-        directory.make("empty/x")
-    assert store.is_directory("a/sub/bare/deep")
     assert directory.files() == ["empty", "sub/deep/file"]
     assert (read_whole(directory, "sub/deep/file"), read_whole(directory, "empty")) == (b"abcdef", b"")
     directory.sync()
@@ -177,7 +212,7 @@ def test_a_file_that_is_open_stays_readable(store: Store) -> None:
     fill(store, "a", "file")
     directory = store.open("a")
     source = directory.open("file")
-    store.remove("a")
+    changing(store).remove("a")
     held = bytearray(4)
     assert (source.size, source.read_into(memoryview(held), 0), bytes(held)) == (4, 4, b"file")
     source.close()
@@ -186,93 +221,93 @@ def test_a_file_that_is_open_stays_readable(store: Store) -> None:
     directory.close()
 
 
-def test_who_uses_a_directory(store: Store) -> None:
-    writer = store.make("a")
-    assert store.in_use("a")
+def test_who_uses_a_directory(local: FileSystem) -> None:
+    writer = local.make("a")
+    assert local.in_use("a")
     writer.close()
-    assert not store.in_use("a")
-    readers = [store.open("a"), store.open("a")]
-    quiet = store.open("a", lock=False)
+    assert not local.in_use("a")
+    readers = [local.open("a"), local.open("a")]
+    quiet = local.open("a", lock=False)
     for reader in readers:
-        assert store.in_use("a")
+        assert local.in_use("a")
         reader.close()
-    assert not store.in_use("a")
+    assert not local.in_use("a")
     quiet.close()
-    assert not store.in_use("none")
-    fill(store, "b", "file")
-    assert not store.in_use("b/file")
+    assert not local.in_use("none")
+    fill(local, "b", "file")
+    assert not local.in_use("b/file")
 
 
-def test_what_is_used_is_not_removed(store: Store) -> None:
-    fill(store, "a", "x", "sub/y")
-    reader = store.open("a")
-    assert not store.remove_unused("a")
+def test_what_is_used_is_not_removed(local: FileSystem) -> None:
+    fill(local, "a", "x", "sub/y")
+    reader = local.open("a")
+    assert not local.remove_unused("a")
     assert read_whole(reader, "sub/y") == b"sub/y"
     reader.close()
-    assert store.remove_unused("a")
-    assert store.names() == []
+    assert local.remove_unused("a")
+    assert local.names() == []
     with pytest.raises(FileNotFoundError):
-        store.remove_unused("a")
+        local.remove_unused("a")
 
 
-def test_renaming(store: Store) -> None:
-    fill(store, "a", "x", "sub/y")
-    reader = store.open("a")
-    store.rename("a", "b")
-    store.sync()
-    assert store.names() == ["b"]
+def test_renaming(local: FileSystem) -> None:
+    fill(local, "a", "x", "sub/y")
+    reader = local.open("a")
+    local.rename("a", "b")
+    local.sync()
+    assert local.names() == ["b"]
     assert reader.name == "a"
     assert read_whole(reader, "sub/y") == b"sub/y"
-    assert (store.in_use("a"), store.in_use("b")) == (False, True)
-    fill(store, "a", "x")
+    assert (local.in_use("a"), local.in_use("b")) == (False, True)
+    fill(local, "a", "x")
     write_small(reader, "new", b"1")
-    assert store.names("b") == ["new", "sub", "x"], "an open directory stays the same one"
+    assert local.names("b") == ["new", "sub", "x"], "an open directory stays the same one"
     reader.close()
     with pytest.raises(OSError, match="ENOTEMPTY|not empty"):
-        store.rename("b", "a")
+        local.rename("b", "a")
     with pytest.raises(FileNotFoundError):
-        store.rename("none", "c")
+        local.rename("none", "c")
     with pytest.raises(FileNotFoundError):
-        store.rename("a", "none/a")
-    store.make("trash").close()
-    store.rename("a", "trash/a")
-    store.rename("b/sub", "sub")
-    assert (store.names(), store.names("trash"), store.names("sub")) == (["b", "sub", "trash"], ["a"], ["y"])
+        local.rename("a", "none/a")
+    local.make("trash").close()
+    local.rename("a", "trash/a")
+    local.rename("b/sub", "sub")
+    assert (local.names(), local.names("trash"), local.names("sub")) == (["b", "sub", "trash"], ["a"], ["y"])
 
 
-def test_two_directories_exchange_their_names(store: Store) -> None:
-    fill(store, "a", "old", "sub/y")
-    fill(store, "b", "new")
-    reader = store.open("a")
-    if not store.exchange("a", "b"):
+def test_two_directories_exchange_their_names(local: FileSystem) -> None:
+    fill(local, "a", "old", "sub/y")
+    fill(local, "b", "new")
+    reader = local.open("a")
+    if not local.exchange("a", "b"):
         pytest.skip("this file system cannot")
-    assert (store.names(), store.names("a"), store.names("b")) == (["a", "b"], ["new"], ["old", "sub"])
+    assert (local.names(), local.names("a"), local.names("b")) == (["a", "b"], ["new"], ["old", "sub"])
     assert read_whole(reader, "sub/y") == b"sub/y", "an open directory stays the same one"
     reader.close()
     for names in (("a", "none"), ("none", "a")):
         with pytest.raises(FileNotFoundError):
-            store.exchange(*names)
-    assert (store.names(), store.names("a")) == (["a", "b"], ["new"])
+            local.exchange(*names)
+    assert (local.names(), local.names("a")) == (["a", "b"], ["new"])
 
 
-def test_removing(store: Store) -> None:
-    fill(store, "a", "x", "sub/deep/y")
-    store.make("a/own").close()
-    store.remove("a/sub/deep")
-    assert store.names("a/sub") == []
-    store.remove("a")
-    assert store.names() == []
+def test_removing(local: FileSystem) -> None:
+    fill(local, "a", "x", "sub/deep/y")
+    local.make("a/own").close()
+    local.remove("a/sub/deep")
+    assert local.names("a/sub") == []
+    local.remove("a")
+    assert local.names() == []
     for name in ("a", "a/sub"):
         with pytest.raises(FileNotFoundError):
-            store.remove(name)
-    fill(store, "b", "file")
+            local.remove(name)
+    fill(local, "b", "file")
     with pytest.raises(NotADirectoryError):
-        store.remove("b/file")
+        local.remove("b/file")
 
 
 def test_many_threads(store: Store) -> None:
     """Writers of one save make files in one directory while others list it."""
-    directory = store.make("a")
+    directory = begun(store, "a")
     errors: list[BaseException] = []
 
     def write(rank: int) -> None:
@@ -292,6 +327,48 @@ def test_many_threads(store: Store) -> None:
     assert errors == []
     assert len(directory.files()) == 200
     directory.close()
+
+
+def test_a_file_of_an_object_store_appears_whole_and_stays_as_it_is(objects: ObjectStore) -> None:
+    one, other = objects.fill("a"), objects.fill("a")  # two ranks, or two threads
+    sinks = [directory.create("f", 3) for directory in (one, other)]
+    for sink, data in zip(sinks, (b"one", b"two"), strict=True):
+        sink.patch(data, 0)
+    assert (objects.names(), objects.has("a"), one.files()) == ([], False, [])
+    sinks[0].commit()
+    with pytest.raises(FileExistsError):
+        sinks[1].commit()
+    with pytest.raises(FileExistsError):
+        other.create("f", 3)
+    assert (read_whole(other, "f"), other.files()) == (b"one", ["f"])
+    objects.copy("a/f", "b/g")
+    with pytest.raises(FileExistsError):
+        objects.copy("a/f", "b/g")
+    with pytest.raises(FileNotFoundError):
+        objects.copy("a/none", "b/h")
+    write_small(other, "ff", b"")
+    objects.remove("a/f")
+    assert (objects.names(), objects.names("a"), objects.start_of("b/g", 9)) == (["a", "b"], ["ff"], b"one")
+    assert one.is_at("a")
+    for name in ("a", "a", "none"):
+        objects.remove(name)
+    assert (objects.names(), one.is_at("a")) == (["b"], False)
+
+
+def test_a_record_is_replaced_if_nobody_has_come_before(objects: ObjectStore) -> None:
+    assert objects.read_record("r") is None
+    objects.write_record("r", b"1", None)
+    with pytest.raises(Changed):
+        objects.write_record("r", b"2", None)
+    data, version = objects.read_record("r") or (b"", "")
+    assert data == b"1"
+    objects.write_record("r", b"1", version)  # equal bytes are another version
+    with pytest.raises(Changed):
+        objects.write_record("r", b"3", version)
+    objects.remove("r")
+    with pytest.raises(Changed):
+        objects.write_record("r", b"3", version)
+    assert objects.read_record("r") is None
 
 
 def test_addresses(root: str, tmp_path: Path) -> None:

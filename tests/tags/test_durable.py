@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,8 @@ import pytest
 import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.storage.local import LocalStore
+
+pytestmark = pytest.mark.usefixtures("commits_here")
 
 
 def put(root: Path, tag: str, value: int, **options: int) -> None:
@@ -59,7 +61,7 @@ def test_a_name_that_is_not_taken_back_either_is_said_to_be_there(
     tag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(tmp_path, "a", 1)
-    rename, refused = LocalStore.rename, []
+    rename, exchange, refused = LocalStore.rename, LocalStore.exchange, []
 
     def refuse(store: LocalStore) -> None:
         refused.append(tag)
@@ -67,7 +69,11 @@ def test_a_name_that_is_not_taken_back_either_is_said_to_be_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStore, "sync", refuse)
-        patch.setattr(LocalStore, "rename", lambda store, *names: refuse(store) if refused else rename(store, *names))
+        for name, change in (("rename", rename), ("exchange", exchange)):
+            changes = functools.partialmethod(
+                lambda store, change, *n: refuse(store) if refused else change(store, *n), change
+            )
+            patch.setattr(LocalStore, name, changes)
         with pytest.raises(xla_ckpt.NotDurableError, match=f"{tag} is in place and complete") as caught:
             put(tmp_path, tag, 2)
         assert caught.value.committed
@@ -80,35 +86,45 @@ def test_a_name_that_is_not_taken_back_either_is_said_to_be_there(
     assert set(names_in(tmp_path)) == {"a", tag, "c"}
 
 
-def test_what_orbax_writes_for_itself_may_fail_while_the_tag_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_what_orbax_cannot_write_for_itself_keeps_the_tag_from_appearing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread of orbax gives up, and another one goes on to the rename: what is said waits for both."""
     put(tmp_path, "a", 1)
-    from orbax.checkpoint import CheckpointManager
+    xla_ckpt.finalize_checkpoint()
+    write = Path.write_text
 
-    from xla_ckpt.tags import orbax_dir
+    def full(path: Path, *args: str, **options: str) -> int:
+        if path.name == "commit_success.txt":
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, *args, **options)
 
-    sync, told = orbax_dir._sync, threading.Event()
-
-    def waits_for_the_error(path: str) -> None:
-        assert told.wait(60)
-        sync(path)
-
-    def finalize(manager: object, *_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    def wait_until_finished(manager: CheckpointManager) -> None:
-        try:
-            wait(manager)
-        finally:
-            told.set()
-
-    wait = CheckpointManager.wait_until_finished
-    monkeypatch.setattr(orbax_dir, "_sync", waits_for_the_error)
-    monkeypatch.setattr(CheckpointManager, "_finalize", finalize)
-    monkeypatch.setattr(CheckpointManager, "wait_until_finished", wait_until_finished)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        for tag in ("a", "b"):
+            with pytest.raises(xla_ckpt.StorageError, match="No space left on device") as caught:
+                put(tmp_path, tag, 2)
+            assert caught.value.errno == 28
+    assert held(tmp_path) == {"a": 1}
+    assert names_in(tmp_path) == ["a"]
     put(tmp_path, "b", 2)
     assert held(tmp_path) == {"a": 1, "b": 2}
-    assert "tag b is committed, but deleting older tags failed" in caplog.text
+
+
+def test_what_comes_after_the_commit_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Retiring older tags is no part of the save."""
+    put(tmp_path, "a", 1)
     xla_ckpt.finalize_checkpoint()
+
+    def refuse(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    from xla_ckpt.tags import directories
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directories, "move_to_trash", refuse)
+        put(tmp_path, "b", 2, num_kept_ckpts=1)
+        xla_ckpt.finalize_checkpoint()
+    assert held(tmp_path) == {"a": 1, "b": 2}
+    assert "tag b is committed, but deleting older tags failed" in caplog.text

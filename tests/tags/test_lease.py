@@ -23,12 +23,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import xla_ckpt
+from tests.helper import children_of
 from tests.jobs import run_alone, run_on_ranks
 from tests.nursery import Born, Call, bear
 from tests.runs import environment, names_in, run
 from xla_ckpt.storage import this_process
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.storage.base import FileSystem
+from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags import lease
 from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
 
@@ -99,8 +100,9 @@ def model_of(number: int) -> torch.nn.Module:
     return made
 
 
-def save(root: Path, tag: str, **options: Any) -> None:
-    xla_ckpt.save_checkpoint(root, tag, model_of(7), stale="ignore", **options)
+def save(root: Path, tag: str, timeout: float = 1800.0, **options: Any) -> None:
+    how = xla_ckpt.SaveOptions(stale="ignore", timeout=timeout)
+    xla_ckpt.save_checkpoint(root, tag, model_of(7), options=how, **options)
     xla_ckpt.finalize_checkpoint()
 
 
@@ -251,7 +253,7 @@ def is_replaced_before_its_commit(root: Path) -> tuple[str, str]:
     save(root, "first")
     check = lease.LEASES.check
 
-    def late(store: Store, sequence: int) -> None:
+    def late(store: FileSystem, sequence: int) -> None:
         said, _ = run_alone(saves_after, root, {}, {}, env={"XLA_CKPT_LEASE": "take"})
         assert said == ""
         check(store, sequence)
@@ -304,7 +306,7 @@ def test_a_forked_child_shares_the_lease_and_does_not_keep_it(root: Path, tmp_pa
     os.mkfifo(tmp_path / "saved")
     parent = bear(Call.of(forks_and_is_killed, root, tmp_path), env=environment())
     (tmp_path / "saved").open().close()
-    child = int(Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text())
+    child = children_of(parent.pid)[0]
     try:
         os.kill(parent.pid, signal.SIGKILL)
         parent.communicate(60)
@@ -316,7 +318,7 @@ def test_a_forked_child_shares_the_lease_and_does_not_keep_it(root: Path, tmp_pa
 
 def is_refused(rank: int, root: Path) -> tuple[str, str]:
     try:
-        xla_ckpt.save_checkpoint(root, "ranks", model_of(rank), timeout=30)
+        xla_ckpt.save_checkpoint(root, "ranks", model_of(rank), options=xla_ckpt.SaveOptions(timeout=30))
     except xla_ckpt.CheckpointError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -361,8 +363,8 @@ def test_of_several_jobs_at_once_one_saves(root: Path, tmp_path: Path) -> None:
     assert len(xla_ckpt.list_tags(root)) == 2
 
 
-def test_a_lease_that_was_taken_over_meanwhile_is_not_removed() -> None:
-    store = MemoryStore()
+def test_a_lease_that_was_taken_over_meanwhile_is_not_removed(root: Path) -> None:
+    store = LocalStore(str(root))
     store.prepare()
     directory = store.make(".lease")
     directory.replace("owner.json", replace(OWNER, token="a third").to_json())
@@ -411,7 +413,7 @@ def test_readers_and_calls_on_single_tags_need_no_lease(root: Path, tmp_path: Pa
     first = Job(root, tmp_path / "job")
     xla_ckpt.load_checkpoint(root, model=model_of(0))
     assert xla_ckpt.verify(root, "first").ok
-    xla_ckpt.pin_tag(root, "first")
+    xla_ckpt.Checkpoints(root).pin("first")
     xla_ckpt.convert(root, tmp_path / "out.pt", tag="first", to="torch")
     assert first.go_on() == ""
 

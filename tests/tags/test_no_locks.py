@@ -19,7 +19,8 @@ from xla_ckpt.storage import local
 from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.cleaning import clean
-from xla_ckpt.tags.commit import abandon, begin, commit
+from xla_ckpt.tags.directories import DirectoryRoot
+from xla_ckpt.tags.root import Transaction
 
 UNSUPPORTED = [errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS]
 
@@ -49,6 +50,10 @@ def age(path: Path, seconds: float) -> None:
         os.utime(place, (then, then))
 
 
+def begin(root: Path, tag: str) -> Transaction:
+    return Transaction(DirectoryRoot(LocalStore(str(root))), tag).begin()
+
+
 def names(root: Path) -> list[str]:
     return names_in(root)
 
@@ -56,15 +61,15 @@ def names(root: Path) -> list[str]:
 @pytest.mark.usefixtures("no_locks")
 def test_a_save_that_is_alive_is_not_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Another job cleans the same root, twice, while this one writes."""
-    draft = begin(LocalStore(str(tmp_path)), "a")
+    draft = begin(tmp_path, "a")
     write_small(draft.directory, "model/half", b"x" * 100)
     clean(LocalStore(str(tmp_path)))
     clean(LocalStore(str(tmp_path)))
     assert draft.directory.files().count("model/half") == 1
     write_small(draft.directory, "manifest.json", b"{}")
-    draft.directory.sync()
-    commit(draft, pinned=False, num_kept=None)
-    abandon(draft)
+    draft.seal({})
+    draft.commit()
+    draft.abandon()
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a/model/half").read_bytes() == b"x" * 100
     told = [r.getMessage() for r in caplog.records if "cannot find out whether" in r.getMessage()]
@@ -114,9 +119,9 @@ def test_a_tag_is_replaced_while_its_old_versions_are_young(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("no_locks")
 def test_a_save_that_failed_removes_its_own_directory(tmp_path: Path) -> None:
-    draft = begin(LocalStore(str(tmp_path)), "a")
+    draft = begin(tmp_path, "a")
     write_small(draft.directory, "model/half", b"x")
-    abandon(draft)
+    draft.abandon()
     assert names(tmp_path) == []
 
 
@@ -156,16 +161,16 @@ def test_a_job_that_starts_again_saves_the_tag_in_which_it_was_killed(tmp_path: 
 def test_a_draft_that_became_a_tag_leaves_the_next_one_alone(tmp_path: Path) -> None:
     """Its name is free as soon as it is committed, and may be taken by another job before it is let go of."""
     store = LocalStore(str(tmp_path))
-    first = begin(store, "a")
+    first = begin(tmp_path, "a")
     write_small(first.directory, "manifest.json", b"{}")
-    first.directory.sync()
-    other = begin(store, "a")
-    assert (first.name, other.name) == (".new-a", ".new-a-1")
-    commit(first, pinned=False, num_kept=None)
-    third = begin(store, "a")
-    assert third.name == ".new-a"
-    abandon(first)
+    first.seal({})
+    other = begin(tmp_path, "a")
+    assert (first.directory.name, other.directory.name) == (".new-a", ".new-a-1")
+    first.commit()
+    third = begin(tmp_path, "a")
+    assert third.directory.name == ".new-a"
+    first.abandon()
     assert store.names() == [".new-a", ".new-a-1", "a"]
-    abandon(other)
-    abandon(third)
+    other.abandon()
+    third.abandon()
     assert store.names() == ["a"]

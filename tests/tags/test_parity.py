@@ -18,7 +18,7 @@ from xla_ckpt.cli.main import main
 from xla_ckpt.engine.parity import write_share
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.plan.parity import BLOCK
+from xla_ckpt.plan.parity import PARITY_BLOCK
 from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.local import LocalDirectory, LocalStore
 
@@ -36,9 +36,16 @@ def tag_with(root: Path, parity: str | None = "file", **options: object) -> Path
 
     model = {name: torch.from_numpy(value.copy()) for name, value in TREE.items() if name != "n"}  # type: ignore[attr-defined]
     xla_ckpt.save_checkpoint(
-        root, "t", model, {"momentum": torch.ones(300_000)}, user_content={"n": 7},
-        extras={"c": {"c": torch.arange(400_000)}}, parity=parity, num_workers=2, **options,  # type: ignore[arg-type]
-    ).result()  # fmt: skip
+        root,
+        "t",
+        model,
+        {"momentum": torch.ones(300_000)},
+        user_content={"n": 7},
+        extras={"c": {"c": torch.arange(400_000)}},
+        options=xla_ckpt.SaveOptions(parity=parity),
+        num_workers=2,
+        **options,  # type: ignore[arg-type]
+    ).result()
     return root / "t"
 
 
@@ -63,7 +70,7 @@ def flip(path: Path, at: int) -> None:
 def flip_one_block_of_each(tag: Path) -> None:
     for number, path in enumerate(payload(tag)):
         size = path.stat().st_size
-        flip(path, min(number * BLOCK + 5, size - 1))
+        flip(path, min(number * PARITY_BLOCK + 5, size - 1))
 
 
 def lose(tag: Path, number: int = 0) -> None:
@@ -77,7 +84,7 @@ def lose_and_flip(tag: Path) -> None:
 
 def cut(tag: Path) -> None:
     path = payload(tag)[0]
-    path.write_bytes(path.read_bytes()[: BLOCK + 17])
+    path.write_bytes(path.read_bytes()[: PARITY_BLOCK + 17])
 
 
 def grow(tag: Path) -> None:
@@ -234,7 +241,7 @@ def test_an_index_that_nobody_wrote_is_a_typed_error(change: dict[str, object], 
 
 def test_a_load_that_meets_damage_names_the_way_out(tmp_path: Path) -> None:
     tag = tag_with(tmp_path)
-    flip(max(payload(tag), key=lambda path: path.stat().st_size), 2 * BLOCK)
+    flip(max(payload(tag), key=lambda path: path.stat().st_size), 2 * PARITY_BLOCK)
     with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify --repair"):
         xla_ckpt.restore(tmp_path, "t")
     spoil_manifest(tag)
@@ -274,7 +281,7 @@ def test_a_save_that_replaces_the_tag_meanwhile_gets_none_of_the_old_bytes(
 
 
 def test_in_memory() -> None:
-    xla_ckpt.save("memory://parity", "t", {"x": np.arange(300_000)}, parity="file")
+    xla_ckpt.save("memory://parity", "t", {"x": np.arange(300_000)}, options=xla_ckpt.SaveOptions(parity="file"))
     assert xla_ckpt.verify("memory://parity").ok
     assert xla_ckpt.repair("memory://parity") == ()
 
@@ -284,7 +291,12 @@ def saves(rank: int, root: Path) -> dict[str, int]:
 
     half = {"w": torch.arange(600_000, dtype=torch.float32)[300_000 * rank : 300_000 * (rank + 1)].clone()}
     report = xla_ckpt.save_checkpoint(
-        root, "t", half, mesh=xla_ckpt.Mesh(tp=2), shardings=[("", ("tp",))], parity="file", timeout=60
+        root,
+        "t",
+        half,
+        mesh=xla_ckpt.Mesh(tp=2),
+        shardings=[("", ("tp",))],
+        options=xla_ckpt.SaveOptions(parity="file", timeout=60),
     ).result()
     return {"files": report.phases["parity"].files}
 
@@ -304,7 +316,9 @@ def test_two_ranks_share_the_work(tmp_path: Path) -> None:
 
 def differs(rank: int, root: Path, parity: list[str | None]) -> str:
     try:
-        xla_ckpt.save(root, "t", {"x": 1}, mesh=xla_ckpt.Mesh(dp=2), parity=parity[rank], timeout=60)  # type: ignore[arg-type]
+        xla_ckpt.save(
+            root, "t", {"x": 1}, mesh=xla_ckpt.Mesh(dp=2), options=xla_ckpt.SaveOptions(parity=parity[rank], timeout=60)
+        )  # type: ignore[arg-type]
     except xla_ckpt.UsageError as error:
         return f"rank {error.rank}: {error.problem}"
     return "saved"

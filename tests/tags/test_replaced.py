@@ -11,7 +11,7 @@ import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.layouts.registry import find_foreign
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.directory import entries, entry_of, open_directory
+from xla_ckpt.tags.roots import root_of
 
 
 def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_read(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_a_tag_is_replaced_as_often_as_one_likes_while_all_of_its_versions_are_r
     for value in range(4):
         xla_ckpt.save(tmp_path, "best", {"value": value})
         assert xla_ckpt.restore(tmp_path, "best").tree == {"value": value}
-        readers.append(open_directory(LocalStore(str(tmp_path)), "best"))
+        readers.append(root_of(LocalStore(str(tmp_path))).open("best"))
     manifests = []
     for reader in readers:
         source = reader.open("manifest.json")
@@ -60,11 +60,11 @@ def test_a_tag_is_listed_while_it_is_replaced(tmp_path: Path, steps: list[tuple[
         xla_ckpt.save(tmp_path, tag, {"value": 1})
     xla_ckpt.finalize_checkpoint()
     store = Replaced(str(tmp_path), list(steps))
-    assert [entry.tag for entry in entries(store)] == ["step_1", "best"]
+    assert [entry.tag for entry in root_of(store).entries()] == ["step_1", "best"]
     assert store.steps == []
     if steps[-1] == ASIDE:
         LocalStore(str(tmp_path)).rename(*BACK)
-    found = entry_of(Replaced(str(tmp_path), list(steps)), "best")
+    found = root_of(Replaced(str(tmp_path), list(steps))).entry("best")
     assert found is not None
     assert found.tag == "best"
 
@@ -80,7 +80,7 @@ class Retired(LocalStore):
             self.todo -= 1
             number = int(path.split("/")[0].removeprefix("step_"))
             xla_ckpt.save(self.path, f"step_{number + 1}", {"value": number + 1})
-            xla_ckpt.delete_tag(self.path, f"step_{number}")
+            xla_ckpt.Checkpoints(self.path).delete(f"step_{number}")
         return super().start_of(path, nbytes, links=links)
 
 
@@ -92,7 +92,7 @@ def test_a_tag_that_came_while_others_were_retired_is_listed(tmp_path: Path, tim
     (tmp_path / "logs").mkdir()
     store = Retired(str(tmp_path))
     store.todo = times
-    assert [entry.tag for entry in entries(store)] == ["best", f"step_{1 + times}"]
+    assert [entry.tag for entry in root_of(store).entries()] == ["best", f"step_{1 + times}"]
     assert store.todo == 0
 
 
@@ -102,7 +102,7 @@ def test_a_new_version_that_comes_between_two_looks_is_not_damaged(tmp_path: Pat
     xla_ckpt.finalize_checkpoint()
     store = BackBetween(str(tmp_path))
     store.rename(*ASIDE)
-    assert [(entry.tag, entry.damage) for entry in entries(store)] == [("best", None)]
+    assert [(entry.tag, entry.damage) for entry in root_of(store).entries()] == [("best", None)]
     assert names_in(tmp_path) == ["best"]
 
 

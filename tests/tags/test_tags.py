@@ -18,9 +18,9 @@ import xla_ckpt
 from tests.runs import names_in
 from xla_ckpt.engine.verify import ORBAX_FILES
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags.directory import entries, open_directory
 from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.retention import TagFact, superfluous
+from xla_ckpt.tags.roots import root_of
 
 
 def put(root: Path, tag: str, value: Any = 0, **options: Any) -> None:
@@ -147,8 +147,8 @@ def test_retention_laws(some: list[TagFact], kept: int | None) -> None:
 def test_a_tag_that_is_read_is_not_deleted_under_its_reader(tmp_path: Path) -> None:
     put(tmp_path, "a", "old a"), put(tmp_path, "b", "old b")
     reading_a, reading_b = (
-        open_directory(LocalStore(str(tmp_path)), "a"),
-        open_directory(LocalStore(str(tmp_path)), "b"),
+        root_of(LocalStore(str(tmp_path))).open("a"),
+        root_of(LocalStore(str(tmp_path))).open("b"),
     )
     put(tmp_path, "c", num_kept_ckpts=1)
     put(tmp_path, "b", "new b", num_kept_ckpts=1)
@@ -204,7 +204,7 @@ def test_a_damaged_manifest_keeps_its_place_in_the_order(tmp_path: Path) -> None
     put(tmp_path, "a", 1), put(tmp_path, "b", 2), put(tmp_path, "c", 3)
     (tmp_path / "b/manifest.json").write_bytes(b"{}")
     assert xla_ckpt.list_tags(tmp_path) == ["a", "b", "c"]
-    assert [e.tag for e in entries(LocalStore(str(tmp_path))) if e.damage] == ["b"]
+    assert [e.tag for e in root_of(LocalStore(str(tmp_path))).entries() if e.damage] == ["b"]
     report = xla_ckpt.verify(tmp_path, "b")
     assert not report.ok
     assert report.problems[0].file == "manifest.json"
@@ -282,7 +282,7 @@ def test_orbax_opens_what_it_manages(tmp_path: Path) -> None:
     metadata = json.loads((tmp_path / "a/_CHECKPOINT_METADATA").read_text())
     custom = metadata["custom_metadata"]
     assert (custom["tag"], custom["sequence"], custom["report"]["ranks"]) == ("a", 1, 1)
-    assert metadata["item_handlers"] == {"payload": "xla_ckpt.payload"}
+    assert metadata["item_handlers"] == "xla_ckpt.payload"
     assert names_in(tmp_path / "a") == [
         "_CHECKPOINT_METADATA", "commit_success.txt", "manifest.json", "tree",
     ]  # fmt: skip
@@ -302,6 +302,7 @@ def test_a_tag_that_lost_its_manifest_is_reported(tmp_path: Path, caplog: pytest
     assert xla_ckpt.restore(tmp_path).tree["w"][0] == 3
 
 
+@pytest.mark.usefixtures("commits_here")
 @pytest.mark.parametrize("layout", ["native", "pt", "xser"])
 def test_everything_is_durable_before_a_tag_appears(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -316,7 +317,7 @@ def test_everything_is_durable_before_a_tag_appears(
 
     def note_rename(source: str, target: str, **how: Any) -> None:
         if Path(target) == tmp_path / "a":
-            found = [p for p in Path(source).rglob("*") if p.name not in ORBAX_FILES]
+            found = [*Path(source).rglob("*")]
             late = [str(p) for p in found if durable.get(p.stat().st_ino) != p.stat().st_mtime_ns]
             appeared.append([str(len(found)), *late])
         rename(source, target, **how)
@@ -328,7 +329,7 @@ def test_everything_is_durable_before_a_tag_appears(
     model = torch.nn.Linear(300, 200)
     xla_ckpt.save_checkpoint(tmp_path, "a", model, user_content={"x": 1, "o": {1, 2}}, layout=layout)
     ((count, *late),) = appeared
-    assert int(count) >= 3
+    assert int(count) >= 5  # orbax's own among them
     assert late == []
 
 

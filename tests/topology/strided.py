@@ -41,7 +41,9 @@ def save(root: str, tag: str, *, interleaved: bool, async_save: bool) -> None:
     model = model_of(sharded(fused(), placement))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     optimizer.state[model.weight]["momentum_buffer"] = sharded(fused() * 2, placement)
-    xla_ckpt.save_checkpoint(root, tag, model, optimizer, async_save=async_save, timeout=60).result()
+    xla_ckpt.save_checkpoint(
+        root, tag, model, optimizer, async_save=async_save, options=xla_ckpt.SaveOptions(timeout=60)
+    ).result()
 
 
 def load(root: str, tag: str, *, interleaved: bool) -> None:
@@ -53,7 +55,7 @@ def load(root: str, tag: str, *, interleaved: bool) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.1)
         if has_state:
             optimizer.state[model.weight]["momentum_buffer"] = sharded(torch.zeros(ROWS, COLUMNS), placement)
-        xla_ckpt.load_checkpoint(root, tag, model, optimizer, timeout=60)
+        xla_ckpt.load_checkpoint(root, tag, model, optimizer, options=xla_ckpt.LoadOptions(timeout=60))
         moment = optimizer.state[model.weight]["momentum_buffer"]
         for found, want in ((model.weight, wanted), (moment, moments)):
             assert isinstance(found, DTensor)

@@ -93,7 +93,7 @@ def stored(topology: Topology) -> TagReader:
     manifest = Manifest(
         head=head, skeleton=None, arrays=merged.arrays, files=merged.files, mesh=str(topology.mesh), world=world
     )
-    directory.contents["manifest.json"] = manifest_json.dump(manifest)
+    directory.objects["manifest.json"] = manifest_json.dump(manifest)
     payload = sum(f.size - f.head for f in manifest.files)
     assert payload == manifest.nbytes == sum(4 * whole(n).numel() for n in WHOLE) * 3  # every byte, once
     return TagReader(directory, "memory", "t")

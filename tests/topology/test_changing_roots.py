@@ -60,7 +60,7 @@ def replaces(root: Path) -> None:
 
 def deletes(root: Path) -> None:
     """Delete the tag, although it is being read."""
-    xla_ckpt.delete_tag(root, "new", force=True)
+    xla_ckpt.Checkpoints(root).delete("new", force=True)
     clean(LocalStore(str(root)))
 
 
@@ -101,7 +101,9 @@ WITHOUT_LOCKS = [
 
 
 def put(root: Path, tag: str, number: float, **options: Any) -> None:
-    xla_ckpt.save_checkpoint(root, tag, {"w": torch.full((8,), float(number))}, stale="ignore", **options)
+    xla_ckpt.save_checkpoint(
+        root, tag, {"w": torch.full((8,), float(number))}, options=xla_ckpt.SaveOptions(stale="ignore"), **options
+    )
     xla_ckpt.finalize_checkpoint()
 
 
@@ -144,7 +146,9 @@ def _load(root: Path, case: Case, tag: str | None) -> Outcome:
         patch.setattr(load_steps, "open_tag", opens)
         patch.setattr(load_steps, "fill", fills)
         try:
-            told = xla_ckpt.load_checkpoint(root / "tags", tag, model=target, timeout=20).report.tag
+            told = xla_ckpt.load_checkpoint(
+                root / "tags", tag, model=target, options=xla_ckpt.LoadOptions(timeout=20)
+            ).report.tag
         except xla_ckpt.CheckpointError as error:
             told = type(error).__name__
     assert todo == [], told
@@ -229,7 +233,7 @@ def misses_a_tag(rank: int, root: Path) -> tuple[str, list[str]]:
     if rank == 1:
         patch.setattr(load_steps, "open_tag", lambda store, tag, *_: (_ for _ in ()).throw(no_tag(store, tag)))
     try:
-        xla_ckpt.restore(root, "old", timeout=60)
+        xla_ckpt.restore(root, "old", options=xla_ckpt.LoadOptions(timeout=60))
     except xla_ckpt.CheckpointError as error:
         raised = type(error).__name__
     else:

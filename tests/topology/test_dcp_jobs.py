@@ -54,7 +54,12 @@ def loads(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str], m
         for kind in kinds:
             held = build(kind, blank=True)
             xla_ckpt.load_checkpoint(
-                root / source, None, held.model, held.optimizer, timeout=60, replica_read=mode, **held.options
+                root / source,
+                None,
+                held.model,
+                held.optimizer,
+                options=xla_ckpt.LoadOptions(timeout=60, replica_read=mode),
+                **held.options,
             )
             found = [*held.differences(), *(["buffer"] if float(held.model.seen) != 5.0 else [])]
             bad += [f"{source} as {kind}: {found}"] if found else []

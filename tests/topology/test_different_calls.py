@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import xla_ckpt
 from tests.jobs import run_on_ranks
-from xla_ckpt.job.opening import Call, difference
+from xla_ckpt.job.call import Call, different_calls
 
 RANKS = 4
 ODD = 2
@@ -49,6 +49,10 @@ def same(rank: int, root: Path, call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+def saving(**options: Any) -> xla_ckpt.SaveOptions:
+    return xla_ckpt.SaveOptions(timeout=LONG, **options)
+
+
 def calls_differ(rank: int, root: Path) -> dict[str, str]:
     odd, told = rank == ODD, dict[str, str]()
     model, optimizer = trained()
@@ -56,24 +60,25 @@ def calls_differ(rank: int, root: Path) -> dict[str, str]:
     rng = {"rng": xla_ckpt.RNGState()}
 
     def save(tag: str = "t", **options: Any) -> object:
-        given = {"model": model, "optimizer": optimizer} | options
-        return xla_ckpt.save_checkpoint(root, tag, timeout=LONG, **given).result()
+        given = {"model": model, "optimizer": optimizer, "options": saving()} | options
+        return xla_ckpt.save_checkpoint(root, tag, **given).result()
 
     def load(tag: str | None = "base", **options: Any) -> object:
-        return xla_ckpt.load_checkpoint(root, tag, timeout=LONG, **({"model": model} | options))
+        given = {"model": model, "options": xla_ckpt.LoadOptions(timeout=LONG)} | options
+        return xla_ckpt.load_checkpoint(root, tag, **given)
 
     save("base")
-    save("other", stale="ignore")
+    save("other", options=saving(stale="ignore"))
     for name, usual, own in (
         ("tag", {"tag": "x"}, {"tag": "y"}),
         ("num_kept_ckpts", {}, {"num_kept_ckpts": 1}),
         ("pinned", {}, {"pinned": True}),
         ("async_save", {}, {"async_save": True}),
         ("layout", {}, {"layout": "xser"}),
-        ("replicas", {}, {"replicas": "first"}),
-        ("parity", {}, {"parity": "block"}),
-        ("stale", {}, {"stale": "ignore"}),
-        ("on_error", {"on_error": "raise"}, {"on_error": "warn"}),
+        ("replicas", {}, {"options": saving(replicas="first")}),
+        ("parity", {}, {"options": saving(parity="block")}),
+        ("stale", {}, {"options": saving(stale="ignore")}),
+        ("on_error", {}, {"options": saving(on_error="warn")}),
         ("optimizer", {}, {"optimizer": None}),
         ("scheduler", {}, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)}),
         ("extras", {"extras": rng}, {}),
@@ -86,24 +91,32 @@ def calls_differ(rank: int, root: Path) -> dict[str, str]:
         ("strict", {}, {"strict": False}),
         ("cast", {}, {"cast": True}),
         ("trust_pickle", {}, {"trust_pickle": True}),
-        ("replica_read", {}, {"replica_read": "share"}),
+        ("replica_read", {}, {"options": xla_ckpt.LoadOptions(timeout=LONG, replica_read="share")}),
         ("optimizer", {"optimizer": optimizer}, {}),
     ):
         told[f"load: {name}"] = same(rank, root, lambda own=own, usual=usual: load(**(own if odd else usual)))
     elsewhere = f"{root}.elsewhere"
     tree = {"w": torch.ones(3)}
     for name, usually, oddly in (
-        ("path", lambda: save(), lambda: xla_ckpt.save(elsewhere, "t", tree, timeout=LONG)),
+        (
+            "path",
+            lambda: save(),
+            lambda: xla_ckpt.save(elsewhere, "t", tree, options=xla_ckpt.SaveOptions(timeout=LONG)),
+        ),
         ("save and load", lambda: load(), lambda: save()),
         ("load and save", lambda: save(), lambda: load()),
-        ("restore and load", lambda: load(), lambda: xla_ckpt.restore(root, "base", timeout=LONG)),
+        (
+            "restore and load",
+            lambda: load(),
+            lambda: xla_ckpt.restore(root, "base", options=xla_ckpt.LoadOptions(timeout=LONG)),
+        ),
         ("save and ask", lambda: xla_ckpt.PreemptionGuard(signals=(), timeout=LONG).should_save(), lambda: save()),
     ):
         told[name] = same(rank, root, oddly if odd else usually)
     told["rank 0"] = same(rank, root, lambda: save(pinned=rank == 0))
     assert not Path(elsewhere).exists()
     assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
-    save("good", stale="ignore")
+    save("good", options=saving(stale="ignore"))
     load("good")
     return told
 
@@ -132,7 +145,9 @@ def arrays_differ(rank: int, root: Path) -> dict[str, str]:
     odd, told = rank == ODD, dict[str, str]()
 
     def save(tree: Mapping[str, torch.Tensor], **options: Any) -> object:
-        return xla_ckpt.save(root, "t", {"v": torch.ones(3), **tree}, timeout=LONG, **options)
+        return xla_ckpt.save(
+            root, "t", {"v": torch.ones(3), **tree}, options=xla_ckpt.SaveOptions(timeout=LONG), **options
+        )
 
     torch.manual_seed(0)
     for size in (64, 300_000):
@@ -178,7 +193,7 @@ def leaves_out(rank: int, root: Path) -> dict[str, Any]:
     logging.getLogger("xla_ckpt").addHandler(handler)
 
     def save(tag: str, timeout: float = LONG) -> None:
-        xla_ckpt.save(root, tag, {"w": torch.ones(3)}, timeout=timeout, stale="ignore")
+        xla_ckpt.save(root, tag, {"w": torch.ones(3)}, options=xla_ckpt.SaveOptions(timeout=timeout, stale="ignore"))
 
     save("a")
     for lazy in (ODD, 0):
@@ -190,7 +205,9 @@ def leaves_out(rank: int, root: Path) -> dict[str, Any]:
                 dist.barrier()
             lines.clear()
             save(f"after_{lazy}_{count}")
-            assert xla_ckpt.restore(root, timeout=LONG).report.tag == f"after_{lazy}_{count}"
+            assert (
+                xla_ckpt.restore(root, options=xla_ckpt.LoadOptions(timeout=LONG)).report.tag == f"after_{lazy}_{count}"
+            )
             told[f"{lazy}, {count}"] = [line for line in lines if "left out" in line]
     return told
 
@@ -212,7 +229,14 @@ def leaves_out_in_flight(rank: int, root: Path) -> list[str]:
     told = []
 
     def save(tag: str, **options: Any) -> xla_ckpt.SaveHandle:
-        return xla_ckpt.save(root, tag, {"w": torch.ones(3)}, async_save=True, stale="ignore", timeout=LONG, **options)
+        return xla_ckpt.save(
+            root,
+            tag,
+            {"w": torch.ones(3)},
+            async_save=True,
+            options=xla_ckpt.SaveOptions(stale="ignore", timeout=LONG),
+            **options,
+        )
 
     if rank != ODD:
         told.append(save("left_out"))
@@ -236,8 +260,8 @@ def test_saves_in_flight_are_compared_too(tmp_path: Path) -> None:
 
 def test_all_that_differs_is_named() -> None:
     calls = [Call.of("save", "/p", "a", pinned=n == 1, layout="pt" if n else "native") for n in range(3)]
-    found = difference(calls)
+    found = different_calls(calls)
     assert found is not None
     assert (found.rank, found.expected, found.found) == (1, "pinned=False on ranks 0, 2", "pinned=True on rank 1")
     assert found.details == "  expected layout='pt' on ranks 1, 2, found layout='native' on rank 0"
-    assert difference([]) is None
+    assert different_calls([]) is None

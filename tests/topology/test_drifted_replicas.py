@@ -36,8 +36,15 @@ def real_job(rank: int, root: Path) -> list[str]:
     with pytest.raises(xla_ckpt.DivergentReplicasError):
         nxd.save_checkpoint(root, "equal", model, optimizer)
     for use_xser in (False, True):
-        nxd.save_checkpoint(root, f"nxd{use_xser:d}", model, optimizer, use_xser=use_xser, replicas="first")
-    xla_ckpt.save(root, "tree", {"w": model.norm.detach()}, replicas="first", timeout=60)
+        nxd.save_checkpoint(
+            root,
+            f"nxd{use_xser:d}",
+            model,
+            optimizer,
+            use_xser=use_xser,
+            options=xla_ckpt.SaveOptions(replicas="first"),
+        )
+    xla_ckpt.save(root, "tree", {"w": model.norm.detach()}, options=xla_ckpt.SaveOptions(replicas="first", timeout=60))
     moment = xla_ckpt.restore(root, "nxd0").tree["optimizer"]["state"]["norm"]["exp_avg"]
     assert moment.unique().tolist() == [pytest.approx(0.1)]  # 0.1 of rank 0's gradient, everywhere
     for tag in ("nxd0", "nxd1"):
@@ -46,7 +53,9 @@ def real_job(rank: int, root: Path) -> list[str]:
         assert torch.equal(found["count"], rank_0["count"])
     # what ranks must agree about is compared before anything is written
     with pytest.raises(xla_ckpt.UsageError, match="different calls") as caught:
-        xla_ckpt.save_checkpoint(root, "bad", model, replicas="first" if rank else "equal", timeout=60)
+        xla_ckpt.save_checkpoint(
+            root, "bad", model, options=xla_ckpt.SaveOptions(replicas="first" if rank else "equal", timeout=60)
+        )
     assert "replicas=" in str(caught.value)
     assert xla_ckpt.list_tags(root) == ["nxd0", "nxd1", "tree"]
     return heard.lines
@@ -68,11 +77,11 @@ def apart(rank: int, root: Path) -> None:
     tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     value = distribute_tensor(torch.arange(12.0).reshape(4, 3) + 100 * (rank // 2), tp, [Shard(0)])
     with pytest.raises(xla_ckpt.DivergentReplicasError, match="two ranks hold different values") as caught:
-        xla_ckpt.save(root, "bad", {"w": value}, timeout=60)
+        xla_ckpt.save(root, "bad", {"w": value}, options=xla_ckpt.SaveOptions(timeout=60))
     assert "replicas='first'" in str(caught.value.hint)
     heard = Heard()
     logging.getLogger().addHandler(heard)
-    xla_ckpt.save(root, "a", {"w": value}, replicas="first", timeout=60)
+    xla_ckpt.save(root, "a", {"w": value}, options=xla_ckpt.SaveOptions(replicas="first", timeout=60))
     assert (rank == 0) == any("w: rank 0 against rank 2" in line for line in heard.lines)
     assert torch.equal(xla_ckpt.restore(root, "a").tree["w"], torch.arange(12.0).reshape(4, 3))
     assert "divergent" in json.loads((root / "a/manifest.json").read_text())["arrays"]["w"]

@@ -50,11 +50,11 @@ class Rank:
         self._write_files = engine.write_files
 
     def save(self, number: int, tag: str = "good", timeout: float = LONG, **options: Any) -> xla_ckpt.SaveHandle:
-        return xla_ckpt.save(self.root, tag, state(number), timeout=timeout, **options)
+        return xla_ckpt.save(self.root, tag, state(number), options=xla_ckpt.SaveOptions(timeout=timeout), **options)
 
     def stored(self) -> int | str:
         """The number of the state that is stored, if it is that in every bit. All ranks call it."""
-        tree = xla_ckpt.restore(self.root, "good", timeout=LONG).tree
+        tree = xla_ckpt.restore(self.root, "good", options=xla_ckpt.LoadOptions(timeout=LONG)).tree
         number = int(tree["w0"][0]) // 1000
         whole = tree.keys() == state(0).keys() and all(torch.equal(tree[n], w) for n, w in state(number).items())
         return number if whole else "a mixture"
@@ -154,7 +154,9 @@ def loses_one(rank: int, root: Path, victim: int, load: bool) -> dict[str, Told]
     me.write_on(victim, die)
     me.attempt("save", lambda: me.save(3, timeout=TIMEOUT))
     if load:
-        me.attempt("load", lambda: xla_ckpt.restore(root, timeout=TIMEOUT).tree and "loaded")
+        me.attempt(
+            "load", lambda: xla_ckpt.restore(root, options=xla_ckpt.LoadOptions(timeout=TIMEOUT)).tree and "loaded"
+        )
     return me.told
 
 
@@ -280,7 +282,7 @@ def disagrees(rank: int, root: Path) -> dict[str, Told]:
     def odd(which: int, **options: Any) -> xla_ckpt.SaveHandle:
         arrays = state(2)
         tree = {"deep": {"w": arrays["w1"].to("meta") if rank == which else arrays["w1"]}}
-        return xla_ckpt.save(root, "good", tree, timeout=LONG, **options)
+        return xla_ckpt.save(root, "good", tree, options=xla_ckpt.SaveOptions(timeout=LONG), **options)
 
     for which in (3, 0):
         me.attempt(f"unsupported on {which}", lambda w=which: odd(w))
@@ -304,9 +306,9 @@ def damaged_on_rank_3(rank: int, root: Path) -> dict[str, Told]:
         return {"w": torch.arange(1000.0) + 1000 * rank + 10_000 * number, "c": torch.full((10,), float(number))}
 
     me = Rank(rank, root)
-    layout: dict[str, Any] = {"mesh": xla_ckpt.Mesh(tp=RANKS), "shardings": [("w", ("tp",))], "timeout": LONG}
+    layout: dict[str, Any] = {"mesh": xla_ckpt.Mesh(tp=RANKS), "shardings": [("w", ("tp",))]}
     for number, tag in enumerate(("older", "newer")):
-        xla_ckpt.save_checkpoint(root, tag, model=split(number), **layout)
+        xla_ckpt.save_checkpoint(root, tag, model=split(number), options=xla_ckpt.SaveOptions(timeout=LONG), **layout)
     if rank == 0:
         with open(f"{root}/newer/model/00004-of-00004.safetensors", "r+b") as file:
             file.seek(-5, 2)
@@ -320,6 +322,7 @@ def damaged_on_rank_3(rank: int, root: Path) -> dict[str, Told]:
     def is_now(number: int) -> bool:
         return all(torch.equal(mine[n], v) for n, v in split(number).items())
 
+    layout["options"] = xla_ckpt.LoadOptions(timeout=LONG)
     me.attempt("damaged", lambda: xla_ckpt.load_checkpoint(root, "newer", model=mine, **layout).user_content)
     me.attempt("damaged, memory", lambda: is_now(7))
     me.attempt("newest", lambda: reports.append(xla_ckpt.load_checkpoint(root, model=mine, **layout).report))

@@ -25,7 +25,7 @@ def fsdp1(rank: int, root: Path) -> str:
     FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False))
     state = model.state_dict()
     kind = type(state["0.weight"]).__name__
-    xla_ckpt.save_checkpoint(root, "fsdp1", state, timeout=60)
+    xla_ckpt.save_checkpoint(root, "fsdp1", state, options=xla_ckpt.SaveOptions(timeout=60))
     stored = xla_ckpt.restore(root, "fsdp1").tree["model"]
     assert all(torch.equal(stored[k], v) for k, v in want.items()), stored
     with torch.no_grad():
@@ -33,7 +33,7 @@ def fsdp1(rank: int, root: Path) -> str:
             parameter.zero_()
     state = model.state_dict()
     assert not state["0.weight"].local_shards() or not state["0.weight"].local_shards()[0].tensor.any()
-    xla_ckpt.load_checkpoint(root, "fsdp1", state, timeout=60)
+    xla_ckpt.load_checkpoint(root, "fsdp1", state, options=xla_ckpt.LoadOptions(timeout=60))
     model.load_state_dict(state)
     with FSDP.summon_full_params(model):
         again = {k.replace("_fsdp_wrapped_module.", ""): v for k, v in model.named_parameters()}
@@ -58,13 +58,13 @@ def tensor_parallel(rank: int, root: Path) -> None:
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     want = {k: v.full_tensor() for k, v in model.state_dict().items()}
-    xla_ckpt.save_checkpoint(root, "tp", model, optimizer, timeout=60)
+    xla_ckpt.save_checkpoint(root, "tp", model, optimizer, options=xla_ckpt.SaveOptions(timeout=60))
     stored = xla_ckpt.restore(root, "tp").tree
     assert all(torch.equal(stored["model"][k], v) for k, v in want.items())
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = parallel(1, two["tp"])
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
-    xla_ckpt.load_checkpoint(root, "tp", other, fresh, timeout=60)
+    xla_ckpt.load_checkpoint(root, "tp", other, fresh, options=xla_ckpt.LoadOptions(timeout=60))
     assert all(torch.equal(v.full_tensor(), want[k]) for k, v in other.state_dict().items())
     for name, parameter in other.named_parameters():
         moment = fresh.state[parameter]["exp_avg"]
@@ -72,16 +72,21 @@ def tensor_parallel(rank: int, root: Path) -> None:
         assert moment.placements == parameter.placements
         assert torch.equal(moment.full_tensor(), stored["optimizer"]["state"][name]["exp_avg"])
     # replicas that a DTensor's own mesh does not know of (it lies along tp only): each writes, one copy is kept
-    xla_ckpt.save_checkpoint(root, "sub", other, fresh, timeout=60)
+    xla_ckpt.save_checkpoint(root, "sub", other, fresh, options=xla_ckpt.SaveOptions(timeout=60))
     assert all(torch.equal(v, want[k]) for k, v in xla_ckpt.restore(root, "sub").tree["model"].items())
     with torch.no_grad():
         if rank >= 2:
             other[0].weight.to_local().add_(1)
     with pytest.raises(xla_ckpt.DivergentReplicasError) as differ:
-        xla_ckpt.save_checkpoint(root, "bad", other, timeout=60)
+        xla_ckpt.save_checkpoint(root, "bad", other, options=xla_ckpt.SaveOptions(timeout=60))
     assert differ.value.leaf == "model/0.weight"
     with pytest.raises(xla_ckpt.UnsupportedStateError) as partial:
-        xla_ckpt.save(root, "bad", {"p": DTensor.from_local(torch.ones(2), four, [Partial()])}, timeout=60)
+        xla_ckpt.save(
+            root,
+            "bad",
+            {"p": DTensor.from_local(torch.ones(2), four, [Partial()])},
+            options=xla_ckpt.SaveOptions(timeout=60),
+        )
     assert partial.value.leaf == "p"
     like = distribute_tensor(torch.zeros(8, 6), four, [Replicate()])
     again = xla_ckpt.restore(root, "tp", {"model": {"0.weight": like}}).tree

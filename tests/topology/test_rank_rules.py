@@ -160,26 +160,30 @@ def differ(rank: int, root: Path) -> dict[str, Any]:
 
     def refused(**state: Any) -> str:
         with pytest.raises(xla_ckpt.DivergentReplicasError) as caught:
-            xla_ckpt.save_checkpoint(root, "bad", timeout=60, **state)
+            xla_ckpt.save_checkpoint(root, "bad", options=xla_ckpt.SaveOptions(timeout=60), **state)
         return str(caught.value)
 
     told["weight"] = refused(model=model_of(weight=float(rank == 2)))
     told["plain"] = refused(model=model_of(), extras={"data": Loader(rank)})
     told["lr"] = refused(optimizer=torch.optim.SGD(model_of().parameters(), lr=0.1 * (1 + (rank == 1))))
     assert xla_ckpt.list_tags(root) == []
-    handle = xla_ckpt.save_checkpoint(root, "async", model_of(weight=float(rank > 1)), async_save=True, timeout=60)
+    handle = xla_ckpt.save_checkpoint(
+        root, "async", model_of(weight=float(rank > 1)), async_save=True, options=xla_ckpt.SaveOptions(timeout=60)
+    )
     with pytest.raises(xla_ckpt.DivergentReplicasError) as caught:
         handle.result()
     told["async"] = caught.value.leaf, caught.value.expected, caught.value.found
 
     # a buffer that differs is one rank's, whole, and a member that differs is every rank's own
     extras = {"data": xla_ckpt.PerRank(Loader(10 + rank)), "rng": xla_ckpt.RNGState()}
-    xla_ckpt.save_checkpoint(root, "good", model_of(buffer=float(rank)), timeout=60, extras=extras)
+    xla_ckpt.save_checkpoint(
+        root, "good", model_of(buffer=float(rank)), options=xla_ckpt.SaveOptions(timeout=60), extras=extras
+    )
     kept = xla_ckpt.restore(root, "good").tree["model"]["mean"]
     assert (kept == 0).all(), kept
     loader = Loader(0)
     torch.manual_seed(rank)
-    xla_ckpt.save_checkpoint(root, "rng", timeout=60, extras={"rng": xla_ckpt.RNGState()})
+    xla_ckpt.save_checkpoint(root, "rng", options=xla_ckpt.SaveOptions(timeout=60), extras={"rng": xla_ckpt.RNGState()})
     want = torch.rand(3)
     torch.manual_seed(99)
     xla_ckpt.load_checkpoint(root, "rng", extras={"rng": xla_ckpt.RNGState()})
@@ -191,7 +195,10 @@ def differ(rank: int, root: Path) -> dict[str, Any]:
     told["unwrapped"] = unwrapped.value.details
     # what only rank 0 has
     xla_ckpt.save_checkpoint(
-        root, "content", user_content={"rank": rank, "t": torch.full((5,), float(rank))}, timeout=60
+        root,
+        "content",
+        user_content={"rank": rank, "t": torch.full((5,), float(rank))},
+        options=xla_ckpt.SaveOptions(timeout=60),
     )
     content = xla_ckpt.load_checkpoint(root, "content").user_content
     assert content["rank"] == 0
@@ -234,7 +241,12 @@ def rushes(rank: int, root: Path, gate: Path) -> list[tuple[str, int | None]]:
     told = []
     for i in range(12):
         with pytest.raises(xla_ckpt.CheckpointError) as caught:
-            xla_ckpt.save(root, "no/tag" if rank == 0 else f"tag_{i}", {"w": torch.ones(3)}, timeout=30)
+            xla_ckpt.save(
+                root,
+                "no/tag" if rank == 0 else f"tag_{i}",
+                {"w": torch.ones(3)},
+                options=xla_ckpt.SaveOptions(timeout=30),
+            )
         told.append((type(caught.value).__name__, caught.value.rank))
     if rank == 0:
         gate.touch()
@@ -294,7 +306,9 @@ def shares_out(rank: int, root: Path) -> dict[str, Any]:
         told["read"].append((reports[0].needed_bytes, reports[0].read_bytes, system))
 
     whole = like(1)
-    report = xla_ckpt.load_checkpoint(root, "a", whole, mesh=Mesh(dp=4), replica_read="share").report
+    report = xla_ckpt.load_checkpoint(
+        root, "a", whole, mesh=Mesh(dp=4), options=xla_ckpt.LoadOptions(replica_read="share")
+    ).report
     told["shared"] = report.needed_bytes, report.read_bytes
     for k, v in whole.items():
         assert torch.equal(v if "norm" in k else v.chunk(2, 0 if "up" in k else 1)[tp], tree[k])
@@ -305,7 +319,7 @@ def shares_out(rank: int, root: Path) -> dict[str, Any]:
     columns = {k: torch.zeros(512, 512) for k in downs}
     over = {"mesh": Mesh(tp=4), "shardings": RULES}
     alone = xla_ckpt.restore(root, "whole", columns, **over)
-    together = xla_ckpt.restore(root, "whole", columns, replica_read="share", **over)
+    together = xla_ckpt.restore(root, "whole", columns, options=xla_ckpt.LoadOptions(replica_read="share"), **over)
     for k in downs:
         assert torch.equal(together.tree[k], downs[k].chunk(4, 1)[rank])
         assert torch.equal(alone.tree[k], together.tree[k])

@@ -27,9 +27,16 @@ def saves(rank: int, root: Path, kinds: Sequence[str]) -> None:
     for n, kind in enumerate(kinds):
         held = build(kind, blank=False)
         xla_ckpt.save_checkpoint(
-            root, str(n), held.model, held.optimizer, user_content=kind, timeout=60, async_save=n % 2 == 0,
-            extras={"rng": xla_ckpt.RNGState()}, **held.options,
-        ).result()  # fmt: skip
+            root,
+            str(n),
+            held.model,
+            held.optimizer,
+            user_content=kind,
+            options=xla_ckpt.SaveOptions(timeout=60),
+            async_save=n % 2 == 0,
+            extras={"rng": xla_ckpt.RNGState()},
+            **held.options,
+        ).result()
 
 
 def loads(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str], mode: str) -> list[str]:
@@ -39,7 +46,12 @@ def loads(rank: int, root: Path, sources: Sequence[str], kinds: Sequence[str], m
     for source, kind in itertools.product(sources, kinds):
         held = build(kind, blank=True)
         content = xla_ckpt.load_checkpoint(
-            root, tag_of(source), held.model, held.optimizer, timeout=60, replica_read=mode, **held.options
+            root,
+            tag_of(source),
+            held.model,
+            held.optimizer,
+            options=xla_ckpt.LoadOptions(timeout=60, replica_read=mode),
+            **held.options,
         ).user_content
         differences = [*held.differences(), *(["buffer"] if float(held.model.seen) != 5.0 else [])]
         bad += [f"{source} as {kind}: {differences}"] if differences or content != source else []

@@ -19,8 +19,8 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import leaf_of
 from xla_ckpt.plan.merge import Record, merge
-from xla_ckpt.plan.place import sharding_of
 from xla_ckpt.plan.save_plan import plan_save
+from xla_ckpt.plan.stored_shardings import sharding_of
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.sections import Section, parse_section
 from xla_ckpt.sharding.sharding import Sharding, Split
@@ -111,7 +111,7 @@ def stored(job: Job, full: torch.Tensor) -> TagReader:
         files=merged.files, mesh=str(job.mesh), world=job.mesh.size,
     )  # fmt: skip
     assert sum(f.size - f.head for f in manifest.files) == full.numel() * 4  # keys and values once, too
-    directory.contents["manifest.json"] = manifest_json.dump(manifest)
+    directory.objects["manifest.json"] = manifest_json.dump(manifest)
     return TagReader(directory, "memory", "t")
 
 

@@ -25,7 +25,9 @@ def loads(rank: int, path: Path, kinds: Sequence[str]) -> list[str]:
     bad = []
     for kind in kinds:
         held = build(kind, blank=True)
-        found = xla_ckpt.load_checkpoint(path, None, held.model, held.optimizer, timeout=60, **held.options)
+        found = xla_ckpt.load_checkpoint(
+            path, None, held.model, held.optimizer, options=xla_ckpt.LoadOptions(timeout=60), **held.options
+        )
         assert found.user_content == {"epoch": 3}
         differences = held.differences()
         bad += [f"as {kind}: {differences}"] if differences else []
@@ -76,7 +78,7 @@ def trains_on(rank: int, path: Path, mesh: Mesh) -> list[str]:
     """Resume, take one step more, and compare with what the whole model has after as many steps in one go."""
     model = Toy(mesh, rank, blank=True)
     optimizer = adamw(model.by_name)
-    xla_ckpt.load_checkpoint(path, None, model, optimizer, mesh=mesh, timeout=60)
+    xla_ckpt.load_checkpoint(path, None, model, optimizer, mesh=mesh, options=xla_ckpt.LoadOptions(timeout=60))
     at = mesh.coordinates(rank)
     give_gradients(model.by_name.items(), STEPS, mesh.tp, at["tp"])
     optimizer.step()

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.boxes import is_partition
 from xla_ckpt.arrays.registry import require
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.box import Box, is_partition
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.memory import Slabs
 

@@ -181,7 +181,7 @@ def saves_while_the_cable_is_pulled_out(shared: str, namespaces: Sequence[str]) 
         return result
 
     engine.write_files = hold  # type: ignore[assignment]
-    told = attempt(lambda: xla_ckpt.save(shared, "a", state(2), timeout=TIMEOUT).tag)
+    told = attempt(lambda: xla_ckpt.save(shared, "a", state(2), options=xla_ckpt.SaveOptions(timeout=TIMEOUT)).tag)
     open(f"{shared}.told.{rank}", "w").close()
     while rank == 0 and not os.path.exists(f"{shared}.told.1"):
         time.sleep(0.01)  # the store, from which the other rank of this host hears, is here

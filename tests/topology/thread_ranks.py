@@ -30,12 +30,12 @@ def train(index: int, folder: str, init_method: str | None) -> None:
     with open(os.path.join(folder, f"said.{index}"), "w") as said:
         try:
             state = {"x": torch.full((3,), float(index), device=torch_xla.device())}
-            xla_ckpt.save(root, "a", state, timeout=TIMEOUT)
+            xla_ckpt.save(root, "a", state, options=xla_ckpt.SaveOptions(timeout=TIMEOUT))
             print("saved", file=said)
         except xla_ckpt.UsageError as error:
             print(error, file=said)
         try:
-            print("loaded", xla_ckpt.restore(root, timeout=TIMEOUT).tree, file=said)
+            print("loaded", xla_ckpt.restore(root, options=xla_ckpt.LoadOptions(timeout=TIMEOUT)).tree, file=said)
         except xla_ckpt.CheckpointError as error:
             print(error, file=said)
         print(xla_ckpt.has_checkpoint(root), xla_ckpt.list_tags(root), file=said)

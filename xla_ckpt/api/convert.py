@@ -10,41 +10,49 @@ from typing import Any, get_args
 
 from xla_ckpt.api.export import check_no_file, with_config, with_files, write_directory, write_file
 from xla_ckpt.api.llama import (
-    Config,
     KnownModel,
+    LlamaJob,
+    form_not_wanted,
     form_of_job,
-    known_model,
+    job_of,
     name_as_hugging_face,
     name_as_told,
     own_config,
 )
-from xla_ckpt.api.opened import OpenState, check_split, leave_out_numbers, opened, source_of, tell_divergent
-from xla_ckpt.engine.index import indexed
+from xla_ckpt.api.opened import (
+    Knowledge,
+    OpenState,
+    check_split,
+    opened,
+    source_of,
+    tell_divergent,
+    without_rank_numbers,
+)
+from xla_ckpt.engine.merged import new_head
 from xla_ckpt.engine.parity import covered, write_alone
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.save import new_head
-from xla_ckpt.engine.stream import MAX_MEMORY, stream_files
+from xla_ckpt.engine.seal import Ending, seal
+from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError, naming, storage_errors
+from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, Topology
 from xla_ckpt.layouts.llama_manifest import reordered, to_fused
 from xla_ckpt.layouts.llama_names import Form, Projection
-from xla_ckpt.layouts.registry import find_foreign, named, tag_names
-from xla_ckpt.manifest import manifest_json
+from xla_ckpt.layouts.registry import find_foreign, layout_named, tag_names
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.options import known_options
+from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.plan.merge import Record, merge
 from xla_ckpt.plan.parity import Parity
-from xla_ckpt.plan.place import parameters_in
+from xla_ckpt.plan.stored_shardings import parameters_in
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
-from xla_ckpt.storage.base import Store, write_small
+from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, same_directory, store_at
-from xla_ckpt.tags import commit as tags
-from xla_ckpt.tags.directory import MANIFEST
 from xla_ckpt.tags.names import check_tag
+from xla_ckpt.tags.root import Transaction
+from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
@@ -69,7 +77,7 @@ class ConvertReport:
     seconds: float
 
 
-@known_options
+@taking_values(options=ConvertOptions, llama=LlamaJob)
 def convert(
     source: PathLike,
     destination: PathLike,
@@ -81,26 +89,21 @@ def convert(
     as_tag: str | None = None,
     model: Any = None,
     optimizer: Any = None,
-    config: Config | None = None,
-    kv_size_multiplier: int | None = None,
-    hardware: str | None = None,
-    fuse_qkv: bool | None = None,
-    qkv_linear: bool = True,
+    llama: LlamaJob | None = None,
     shardings: Rules | None = None,
     pipeline_cuts: Sequence[str] = (),
     zero1: bool | None = None,
     parity: Parity | None = None,
-    max_memory: int = MAX_MEMORY,
-    num_workers: int = READERS,
     trust_pickle: bool = False,
-    progress: bool | None = None,
+    options: ConvertOptions | None = None,
 ) -> ConvertReport:
     """Write a tag anew, in another layout or for another topology. The source stays as it is.
 
     Every byte is verified on the way. The new tag appears complete or not at all.
 
-    A directory of Hugging Face's is a source, too. In neuronx-distributed's layouts, and in others with `fuse_qkv`, a
-    Llama-like model gets the names and fused projections of neuronx-distributed's examples, split over tp as they are.
+    A directory of Hugging Face's is a source, too. In neuronx-distributed's layouts, and in others if `llama` says the
+    form of the job, a Llama-like model gets the names and fused projections of neuronx-distributed's examples, split
+    over tp as they are.
 
     Args:
         source: Root directory of the tag: one of ours, neuronx-distributed's, SageMaker's or
@@ -120,16 +123,10 @@ def convert(
         model: What neuronx-distributed's own tags do not say is taken from here: names, shapes and splits of the
             parameters. On the device ``meta`` it takes no memory. Our own tags do not need it.
         optimizer: An optimizer over its parameters: their order, which is all that names them there.
-        config: The config.json of a Llama-like model: its path, that of its directory, or what it holds. For
-            neuronx-distributed's own tags it says what `model` would; to ``"safetensors"`` it gives Hugging Face's
-            names (see `export_hf`). A directory of Hugging Face's has its own.
-        kv_size_multiplier: How many tensor-parallel ranks of the new job hold each key-value head of
-            neuronx-distributed's `GQAQKVColumnParallelLinear`. With `config`, the heads of a job with another one are
-            put into its order, in the optimizer's states, too.
-        hardware: ``"trn1"`` or ``"trn2"``: with several copies the order of the heads depends on it.
-        fuse_qkv: Of a directory of Hugging Face's: whether the job has queries, keys and values in one array.
-        qkv_linear: Of a directory of Hugging Face's: whether the job has neuronx-distributed's layer for grouped-query
-            attention; else queries, keys and values are separate layers.
+        llama: A Llama-like model, and how a job has it. For neuronx-distributed's own tags its config.json says what
+            `model` would; to ``"safetensors"`` it gives Hugging Face's names (see `export_hf`), and a directory of
+            Hugging Face's has its own. With a `kv_size_multiplier` of the new job, the heads of a job with another one
+            are put into its order, in the optimizer's states, too.
         shardings: Rules as in `save_checkpoint`, found in leaf paths: how the new job splits arrays, where it is not
             as the old one did; for neuronx-distributed's own tags also how the old one did.
         pipeline_cuts: For several pipeline stages in the layouts of neuronx-distributed and SageMaker: the modules
@@ -137,10 +134,8 @@ def convert(
         zero1: Whether the optimizer's states are dealt out over dp in those layouts; None does as the old job did, and
             in ``"smp"`` puts them together: SageMaker's library reads no others.
         parity: What the new tag is to survive, as in `save_checkpoint`. The old one's parity is not carried over.
-        max_memory: Bytes of array data in memory at a time.
-        num_workers: Threads that read, at most.
         trust_pickle: Load pickled objects where they have to be written anew, which can run any code.
-        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
+        options: How the conversion goes about its work; by default those of `default_options`.
 
     Raises:
         NoCheckpointError: There is no such tag.
@@ -154,8 +149,8 @@ def convert(
     Example:
         ``convert("nxd_run", "run", to="native", model=model, optimizer=optimizer)``
     """
-    began = time.monotonic()
-    layout = named(to)
+    began, options, job = time.monotonic(), chosen(ConvertOptions, options), job_of(llama)
+    layout = layout_named(to)
     if part is not None and not layout.one_file:
         raise UsageError(f"part= is for a single file, and the layout {layout.name} is none", found=repr(part))
     if parity is not None and (parity not in get_args(Parity) or not layout.tagged):
@@ -164,30 +159,27 @@ def convert(
             expected=" or ".join(map(repr, get_args(Parity))),
             found=f"{parity!r} for {layout.name}",
         )
-    if max_memory < 1:
-        raise UsageError("max_memory is a number of bytes", found=max_memory)
     topology = Topology(
         mesh=as_mesh(mesh) or Mesh(), rules=parse_rules(shardings), pipeline_cuts=pipeline_cuts, zero1=zero1
     )
     store, tag = source_of(source, tag)
-    own = own_config(store, tag)
-    known = known_model(own if config is None else config, kv_size_multiplier, hardware)
-    form = _new_form(store, tag, layout, known, fuse_qkv, qkv_linear)
+    known = job.model(own_config(store, tag))
+    form = _new_form(store, tag, layout, known, job)
     called = _tag_of(store, tag) if as_tag is None else as_tag
     wanted = layout.holds if part is None else part
     if layout.one_file:
         check_no_file(destination)
-    with opened(store, tag, topology.rules, model, optimizer, part=wanted, known=known) as reader:
-        stored = OpenState(reader, trust=trust_pickle, part=wanted)
+    about = Knowledge(rules=topology.rules, model=model, optimizer=optimizer, known=known)
+    with opened(store, tag, about, part=wanted) as old_tag:
         if layout.tagged:
-            target = store_at(destination)
-            _check_free(target, called, store, tag)
+            target = _Target(store_at(destination), called, topology.mesh, parity)
+            _check_free(target.store, called, store, tag)
         # An error names the tag that is read. Only an error of the storage names the tag that is written.
         with (
             naming(path=store.path, tag=tag),
             storage_errors("converting", path=full_path(destination), tag=called),
         ):
-            leave_out_numbers(reader)
+            reader = without_rank_numbers(old_tag)
             to_hf = layout.model_names is ModelNames.HUGGING_FACE
             if to_hf:
                 check_split(reader, schema.MODEL)
@@ -196,70 +188,64 @@ def convert(
             tell_divergent(reader)
             _tell_left_out(reader)
             if known is not None and form is not None:
-                reader.manifest = to_fused(reader.manifest, known.config, form, topology.mesh)
+                reader = reader.with_manifest(to_fused(reader.manifest, known.config, form, topology.mesh))
             elif known is not None and known.copies.count is not None and not to_hf:
-                reader.manifest = reordered(reader.manifest, known.config, known.copies, topology.mesh)
-            beside = name_as_told(store, reader) if to_hf else {}
+                reader = reader.with_manifest(reordered(reader.manifest, known.config, known.copies, topology.mesh))
+            reader, beside = name_as_told(store, reader) if to_hf else (reader, {})
             if known is not None and to_hf:
-                name_as_hugging_face(reader, schema.MODEL, known, max_memory=max_memory, workers=num_workers)
-            made = with_files(layout.rewriting(stored, topology), beside)
+                reader = name_as_hugging_face(reader, schema.MODEL, known, options)
+            stored = OpenState(reader, trust=trust_pickle, part=wanted)
+            rewriting = with_files(layout.rewriting(stored, topology), beside)
             if known is not None and to_hf:
-                made = with_config(made, reader, known.config)
-            with Progress(f"convert {tag}", made.nbytes, progress) as bar:
+                rewriting = with_config(rewriting, reader, known.config)
+            memory, workers = options.max_memory, options.num_workers
+            with Progress(f"convert {tag}", rewriting.nbytes, options.progress) as bar:
                 if layout.tagged:
-                    _write_tag(stored, target, called, made, topology.mesh, parity, max_memory, num_workers, bar)
+                    _write_tag(target, stored, rewriting, max_memory=memory, workers=workers, progress=bar)
                 else:
                     write = write_file if layout.one_file else write_directory
-                    write(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
+                    write(reader, destination, rewriting, max_memory=memory, workers=workers, progress=bar)
     return ConvertReport(
         path=full_path(destination),
         tag=called,
         layout=layout.name,
         mesh=str(topology.mesh),
-        files=sum(map(len, made.files)),
-        nbytes=made.nbytes,
+        files=sum(map(len, rewriting.files)),
+        nbytes=rewriting.nbytes,
         seconds=time.monotonic() - began,
     )
 
 
-def _new_form(
-    store: Store, tag: str, layout: Layout, known: KnownModel | None, fuse_qkv: bool | None, qkv_linear: bool
-) -> Form | None:
+def _new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, job: LlamaJob) -> Form | None:
     """The form of a model of Hugging Face's in the new tag; None if the names stay.
 
     Raises:
         UsageError: It is no such model, and a form is asked for; or it is one, and needs its configuration or a form.
     """
-    found = find_foreign(store, tag)
-    theirs = found is not None and found[0].model_names is ModelNames.HUGGING_FACE
-    asked = fuse_qkv is not None or not qkv_linear
-    if not theirs and asked:
-        raise UsageError(
-            "fuse_qkv and qkv_linear say how a job has the arrays of a model of Hugging Face's",
-            path=store.path,
-            tag=tag,
-            expected="a directory with model.safetensors, or model.safetensors.index.json",
-        )
+    foreign = find_foreign(store, tag)
+    theirs = foreign is not None and foreign[0].model_names is ModelNames.HUGGING_FACE
+    if not theirs and job.says_form:
+        raise form_not_wanted().at(path=store.path, tag=tag)
     if not theirs or layout.model_names is ModelNames.HUGGING_FACE:
         return None
     if known is None:
-        if not asked and layout.model_names is ModelNames.PROGRAM:
+        if not job.says_form and layout.model_names is ModelNames.PROGRAM:
             return None
         raise UsageError(
             "there is no config.json beside the model",
             path=store.path,
             tag=tag,
-            hint="Give it: config= (--config).",
+            hint="Give it: llama=LlamaJob(config) (--config).",
         )
-    if not asked and known.copies.count is None and layout.model_names is ModelNames.PROGRAM:
+    if not job.says_form and known.copies.count is None and layout.model_names is ModelNames.PROGRAM:
         return Form(projection=Projection.SEPARATE, fuse_mlp=False)
-    return form_of_job(known.config, fuse_qkv, qkv_linear, known.copies)
+    return form_of_job(known.config, job)
 
 
 def _tag_of(store: Store, tag: str) -> str:
     """The name of a tag that is made of another one, or of a file."""
-    found = find_foreign(store, tag)
-    return tag if found is None else found[0].tag_of(found[1])
+    foreign = find_foreign(store, tag)
+    return tag if foreign is None else foreign[0].tag_of(foreign[1])
 
 
 def _check_free(target: Store, called: str, source: Store, tag: str) -> None:
@@ -286,11 +272,11 @@ def _check_arrays(reader: TagReader, to: Topology, part: str) -> None:
         CheckpointError: Something is not stored, or not known.
     """
     try:
-        held = part_at(reader.manifest.skeleton, part)
+        content = part_at(reader.manifest.skeleton, part)
     except KeyError:
-        there = ", ".join(list(children(reader.manifest.skeleton) or ())[:8]) or "nothing"
-        raise UsageError("the checkpoint has no such part", expected=f"one of {there}", found=part) from None
-    leaves = array_paths(held, part)
+        parts = ", ".join(list(children(reader.manifest.skeleton) or ())[:8]) or "nothing"
+        raise UsageError("the checkpoint has no such part", expected=f"one of {parts}", found=part) from None
+    leaves = array_paths(content, part)
     if reader.foreign_objects is not None:
         _check_names(reader.manifest, array_paths(reader.manifest.skeleton, paths.ROOT))
     for path in leaves:
@@ -332,45 +318,53 @@ def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The tag that is to be."""
+
+    store: Store
+    tag: str
+    mesh: Mesh
+    parity: Parity | None
+
+
 def _write_tag(
+    target: _Target,
     stored: OpenState,
-    target: Store,
-    tag: str,
-    made: Rewriting,
-    mesh: Mesh,
-    parity: Parity | None,
+    rewriting: Rewriting,
+    *,
     max_memory: int,
     workers: int,
     progress: Callable[[int], None],
 ) -> None:
     """Write a new tag: all files, then the manifest, then the marks, then the commit."""
     objects = stored.objects()  # one that is not trusted is found out before anything is written
-    files = [file for of_rank in made.files for file in of_rank]
+    files = [file for of_rank in rewriting.files for file in of_rank]
     old = stored.manifest
-    with tags.Filling(target, tag) as draft:
+    with Transaction(root_of(target.store), target.tag) as transaction:
         written = stream_files(
-            stored.reader, draft.directory, files, max_memory=max_memory, workers=workers, progress=progress
+            stored.reader, transaction.directory, files, max_memory=max_memory, workers=workers, progress=progress
         )
-        records = [*written.files, *write_objects(draft.directory, objects, 0, mesh.size)]
+        records = [*written.files, *write_objects(transaction.directory, objects, 0, target.mesh.size)]
         record = Record(
             rank=0,
             files=tuple(records),
             shards=written.shards,
-            arrays={leaf: (r.dtype.name, r.shape, made.specs.get(leaf)) for leaf, r in old.arrays.items()},
+            arrays={leaf: (r.dtype.name, r.shape, rewriting.specs.get(leaf)) for leaf, r in old.arrays.items()},
             aliases=old.aliases,
             skeleton=old.skeleton,
             objects=tuple(range(len(written.files), len(records))),
         )
-        manifest = merge([record], mesh).manifest(new_head(tag, draft.sequence, pinned=False), mesh, mesh.size)
+        mesh, head = target.mesh, new_head(target.tag, transaction.sequence, pinned=False)
+        manifest = merge([record], mesh).manifest(head, mesh, mesh.size)
         marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in old.divergent}
         manifest = replace(manifest, arrays={**manifest.arrays, **marked})
-        manifest = indexed(draft.directory, target.path, manifest, made.index)
-        text = manifest_json.dump(manifest)
-        write_small(draft.directory, MANIFEST, text)
-        if parity is not None:
-            write_alone(draft.directory, covered(manifest), parity, text, workers=workers)
-        draft.directory.sync()
-        for name, data in made.marks.items():
-            write_small(draft.directory, name, data)
-        draft.directory.sync()
-        tags.commit(draft, pinned=False, num_kept=None)
+        write_parity = None
+        if (parity := target.parity) is not None:
+
+            def write_parity(sealed: Manifest, text: bytes) -> None:
+                write_alone(transaction.directory, covered(sealed), parity, text, workers=workers)
+
+        ending = Ending(index=rewriting.index, marks=rewriting.marks, parity=write_parity)
+        seal(transaction, target.store.path, manifest, ending)
+        transaction.commit()

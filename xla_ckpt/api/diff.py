@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.api.llama import Config, known_model
-from xla_ckpt.api.opened import opened, source_of
+from xla_ckpt.api.llama import LlamaJob, known_model
+from xla_ckpt.api.opened import Knowledge, opened, source_of
 from xla_ckpt.engine.difference import Distance, distance
-from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.stream import MAX_MEMORY
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import StorageError, UsageError
+from xla_ckpt.keywords import taking_values
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
-from xla_ckpt.options import known_options
+from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
@@ -59,7 +58,7 @@ class Difference:
         return not (self.only_in_a or self.only_in_b or self.retyped or self.moved or self.values)
 
 
-@known_options
+@taking_values(options=ConvertOptions, llama=LlamaJob)
 def diff(
     a: PathLike,
     b: PathLike,
@@ -70,11 +69,8 @@ def diff(
     shardings: Rules | None = None,
     model: Any = None,
     optimizer: Any = None,
-    config: Config | None = None,
-    kv_size_multiplier: int | None = None,
-    hardware: str | None = None,
-    max_memory: int = MAX_MEMORY,
-    num_workers: int = READERS,
+    llama: LlamaJob | None = None,
+    options: ConvertOptions | None = None,
 ) -> Difference:
     """Compare two tags of any layouts: what only one of them has, what has another type or shape, what moved how far.
 
@@ -90,11 +86,8 @@ def diff(
         shardings: For tags that another library wrote: what their files do not say, as for `convert`.
         model: Likewise.
         optimizer: Likewise.
-        config: As for `export_hf`.
-        kv_size_multiplier: As for `export_hf`.
-        hardware: As for `export_hf`.
-        max_memory: Bytes in memory at a time, beside the readers' own buffers.
-        num_workers: Threads that read, at most.
+        llama: Likewise, of a Llama-like model.
+        options: How much memory and how many threads it takes; by default those of `default_options`.
 
     Returns:
         A `Difference`; `same` says whether there is none.
@@ -108,21 +101,20 @@ def diff(
     Example:
         ``xla_ckpt.diff("runs/lm", "runs/lm", "step_10", "step_20", leaf="model").moved``
     """
-    rules, known = parse_rules(shardings), known_model(config, kv_size_multiplier, hardware)
+    options = chosen(ConvertOptions, options)
+    about = Knowledge(rules=parse_rules(shardings), model=model, optimizer=optimizer, known=known_model(llama))
     sources = [source_of(path, tag) for path, tag in ((a, tag_a), (b, tag_b))]
     try:
-        with (
-            opened(*sources[0], rules, model, optimizer, known=known) as one,
-            opened(*sources[1], rules, model, optimizer, known=known) as other,
-        ):
-            return _compared(one, other, leaf, max_memory, num_workers)
+        with opened(*sources[0], about) as one, opened(*sources[1], about) as other:
+            return _compared(one, other, leaf, options)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise StorageError.of(error, "comparing two tags") from error
 
 
-def _compared(one: TagReader, other: TagReader, pattern: str | None, max_memory: int, workers: int) -> Difference:
+def _compared(one: TagReader, other: TagReader, pattern: str | None, options: ConvertOptions) -> Difference:
+    memory, workers = options.max_memory, options.num_workers
     arrays_a, arrays_b = _arrays(one.manifest, pattern), _arrays(other.manifest, pattern)
     values_a, values_b = _values(one, pattern), _values(other, pattern)
     if not (arrays_a or arrays_b or values_a or values_b):
@@ -141,13 +133,13 @@ def _compared(one: TagReader, other: TagReader, pattern: str | None, max_memory:
             continue
         pair = one.manifest.aliases.get(leaf, leaf), other.manifest.aliases.get(leaf, leaf)
         if pair not in known:  # shared arrays are compared once
-            known[pair] = distance(one, leaf, other, leaf, max_memory=max_memory, workers=workers)
+            known[pair] = distance(one, leaf, other, leaf, max_memory=memory, workers=workers)
         part = paths.split(leaf)[0] if leaf else leaf
-        if (found := known[pair]) is None:
+        if (moved_by := known[pair]) is None:
             equal += 1
         else:
-            moved[leaf] = found
-            parts[part] = parts.get(part, Distance()) + found
+            moved[leaf] = moved_by
+            parts[part] = parts.get(part, Distance()) + moved_by
     names_a, names_b = {**arrays_a, **values_a}, {**arrays_b, **values_b}
     return Difference(
         a=(one.root, one.tag),
@@ -168,22 +160,22 @@ def _arrays(manifest: Manifest, pattern: str | None) -> dict[str, ArrayRecord]:
     Raises:
         IncompatibleCheckpointError: Nothing says how one of them was split.
     """
-    found = {}
+    records = {}
     for leaf in (*manifest.arrays, *manifest.unknown, *manifest.aliases):
         if paths.is_like(leaf, pattern) and (record := manifest.array(leaf)) is not None:
-            found[leaf] = record
-    return found
+            records[leaf] = record
+    return records
 
 
 def _values(reader: TagReader, pattern: str | None) -> dict[str, Any]:
     """Plain values that are meant, and of pickled objects what tells one from another one."""
     manifest = reader.manifest
-    found = {leaf: v for leaf, v in plain_values(manifest.skeleton).items() if paths.is_like(leaf, pattern)}
-    for leaf, value in found.items():
+    values = {leaf: v for leaf, v in plain_values(manifest.skeleton).items() if paths.is_like(leaf, pattern)}
+    for leaf, value in values.items():
         if is_object(value) and value["$object"] < len(manifest.objects):
             record = manifest.files[manifest.objects[value["$object"]]]
-            found[leaf] = {"$object": f"{record.size} bytes, digest {record.digest:016x}"}
-    return found
+            values[leaf] = {"$object": f"{record.size} bytes, digest {record.digest:016x}"}
+    return values
 
 
 def _equal(one: Any, other: Any) -> bool:

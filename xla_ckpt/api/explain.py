@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.api.llama import Config, known_model
-from xla_ckpt.api.opened import opened, source_of
+from xla_ckpt.api.llama import LlamaJob, known_model
+from xla_ckpt.api.opened import Knowledge, opened, source_of
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.registry import find_foreign
 from xla_ckpt.manifest.records import Manifest, UnknownArray
-from xla_ckpt.options import known_options
 from xla_ckpt.plan.explain import Explanation, explain_manifest
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
@@ -20,7 +20,7 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
 
-@known_options
+@taking_values(llama=LlamaJob)
 def explain(
     path: PathLike,
     tag: str | None = None,
@@ -29,9 +29,7 @@ def explain(
     shardings: Rules | None = None,
     model: Any = None,
     optimizer: Any = None,
-    config: Config | None = None,
-    kv_size_multiplier: int | None = None,
-    hardware: str | None = None,
+    llama: LlamaJob | None = None,
 ) -> Explanation:
     """Say what a restore over another mesh would read from where, how much, and every reason why it would fail.
 
@@ -45,9 +43,7 @@ def explain(
         shardings: Rules as in `save_checkpoint`, found in leaf paths.
         model: For tags that another library wrote: what their files do not say, as for `convert`.
         optimizer: Likewise.
-        config: In place of `model`: the config.json of a Llama-like model, as for `export_hf`.
-        kv_size_multiplier: As for `export_hf`.
-        hardware: As for `export_hf`.
+        llama: In place of `model`: a Llama-like model, and how the job had it.
 
     Returns:
         An `Explanation`: `ok`, `problems`, `notes`, and per rank the bytes needed and read, by file.
@@ -63,18 +59,18 @@ def explain(
     store, tag = source_of(path, tag)
     over = as_mesh(mesh) or Mesh()
     rules = parse_rules(shardings)
-    known = known_model(config, kv_size_multiplier, hardware)
-    with opened(store, tag, rules, model, optimizer, known=known) as reader:
-        found = explain_manifest(reader.manifest, store.path, tag, over, rules)
+    about = Knowledge(rules=rules, model=model, optimizer=optimizer, known=known_model(llama))
+    with opened(store, tag, about) as reader:
+        explanation = explain_manifest(reader.manifest, store.path, tag, over, rules)
         more = [*_unknown(reader.manifest), *_broken_files(reader)]
-        notes = [*found.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]
-        if (told := reader.manifest.divergence()) is not None:
-            notes.append(told)
+        notes = [*explanation.notes, *_own_members(reader.manifest, over), *_own_states(reader.manifest, over)]
+        if (divergence := reader.manifest.divergence()) is not None:
+            notes.append(divergence)
         if find_foreign(store, tag) is not None:
             notes += _cut(reader.manifest)
         if reader.manifest.objects:
             notes.append(f"{len(reader.manifest.objects)} values are pickled: loading them needs trust_pickle=True")
-    return replace(found, problems=(*found.problems, *more), notes=tuple(notes))
+    return replace(explanation, problems=(*explanation.problems, *more), notes=tuple(notes))
 
 
 def _unknown(manifest: Manifest) -> list[str]:
@@ -82,15 +78,15 @@ def _unknown(manifest: Manifest) -> list[str]:
     problems = []
     for group in UnknownArray.by_reason(manifest.unknown):
         leaf, array = next(iter(group.items()))
-        told = str(array.error(leaf))
+        text = str(array.error(leaf))
         if len(group) > 1:
             named = f"{len(group)} arrays: {paths.listed(list(group))}"
             alike = len({(other.expected, other.found) for other in group.values()}) == 1
             facts = [("expected", array.expected), ("found", array.found)] if alike else []
             compared = ", ".join(f"{word} {fact}" for word, fact in facts if fact is not None)
-            told = f"{array.problem} [{named}]" + (f": {compared}" if compared else "")
-            told += f". {array.hint}" if array.hint else ""
-        problems.append(told)
+            text = f"{array.problem} [{named}]" + (f": {compared}" if compared else "")
+            text += f". {array.hint}" if array.hint else ""
+        problems.append(text)
     return problems
 
 
@@ -99,9 +95,9 @@ def _cut(manifest: Manifest) -> list[str]:
     cut = [leaf for leaf, r in manifest.arrays.items() if r.spec is None and sum(g.grid.cells for g in r.grids) > 1]
     if not cut:
         return []
-    told = f"{paths.listed(cut)}: stored in several parts, and nothing says over which axes the job had them split"
+    fact = f"{paths.listed(cut)}: stored in several parts, and nothing says over which axes the job had them split"
     why = "Every rank is taken to read them whole; with FSDP2 or tensor parallelism it reads its own part only"
-    return [f"{told}. {why}. Rules say so (shardings=, --sharding)"]
+    return [f"{fact}. {why}. Rules say so (shardings=, --sharding)"]
 
 
 def _broken_files(reader: TagReader) -> list[str]:

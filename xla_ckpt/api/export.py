@@ -9,24 +9,32 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt import dtypes
-from xla_ckpt.api.llama import Config, known_model, name_as_hugging_face, name_as_told, own_config
-from xla_ckpt.api.opened import OpenState, check_split, leave_out_numbers, opened, source_of, tell_divergent
+from xla_ckpt.api.llama import LlamaJob, known_model, name_as_hugging_face, name_as_told, own_config
+from xla_ckpt.api.opened import (
+    Knowledge,
+    OpenState,
+    check_split,
+    opened,
+    source_of,
+    tell_divergent,
+    without_rank_numbers,
+)
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.stream import MAX_MEMORY, partial_directory, stream_files
+from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import UsageError, naming, storage_errors
+from xla_ckpt.errors import SaveError, UsageError, naming, storage_errors
+from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Rewriting
 from xla_ckpt.layouts.hugging_face import MAX_FILE_BYTES, model_files
 from xla_ckpt.layouts.llama_config import CONFIG, LlamaConfig, with_dtype
-from xla_ckpt.options import known_options
-from xla_ckpt.plan.order import is_grouped
-from xla_ckpt.plan.place import stored_sharding
+from xla_ckpt.options import ConvertOptions, chosen
+from xla_ckpt.plan.row_order import is_grouped
+from xla_ckpt.plan.stored_shardings import stored_sharding
 from xla_ckpt.sharding.rules import Rules, parse_rules
-from xla_ckpt.storage.base import rename_durably, write_small
 from xla_ckpt.storage.door import PathLike, above, full_path
-from xla_ckpt.tags.cleaning import remove_unused
+from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree import schema
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
@@ -49,7 +57,7 @@ class ExportReport:
     seconds: float = 0.0
 
 
-@known_options
+@taking_values(options=ConvertOptions, llama=LlamaJob)
 def export_hf(
     path: PathLike,
     destination: PathLike,
@@ -57,22 +65,18 @@ def export_hf(
     *,
     part: str = schema.MODEL,
     max_shard_bytes: int = MAX_FILE_BYTES,
-    config: Config | None = None,
+    llama: LlamaJob | None = None,
     dtype: str | None = None,
-    kv_size_multiplier: int | None = None,
-    hardware: str | None = None,
     model: Any = None,
     shardings: Rules | None = None,
-    max_memory: int = MAX_MEMORY,
-    progress: bool | None = None,
-    num_workers: int = READERS,
+    options: ConvertOptions | None = None,
 ) -> ExportReport:
     """Write the model of a checkpoint, whatever its topology, as Hugging Face safetensors: files and index.
 
     Every byte is verified on the way. The destination appears complete or not at all. Memory does not grow with the
     model: bytes go from file to file.
 
-    With a `config` the arrays of a Llama-like model get Hugging Face's names, shapes and order of heads, whatever
+    With a `LlamaJob` the arrays of a Llama-like model get Hugging Face's names, shapes and order of heads, whatever
     neuronx-distributed fused: transformers loads the directory. Without one they keep the names that they have, but for
     checkpoints of optimum-neuron's, whose metadata say all that.
 
@@ -83,62 +87,61 @@ def export_hf(
         tag: Which checkpoint; None takes the newest.
         part: Leaf path of what is exported; names are relative to it.
         max_shard_bytes: A further file is begun when one would grow beyond this.
-        config: The model's config.json: its path, that of its directory, or what it holds. It is copied, and also says
-            what `model` would.
+        llama: A Llama-like model, and how the job had it. Its config.json is copied, and also says what `model` would.
         dtype: Element type of all floating-point arrays in the files, such as ``"bfloat16"``; by default as stored.
-        kv_size_multiplier: How many tensor-parallel ranks held each key-value head of neuronx-distributed's
-            `GQAQKVColumnParallelLinear`, which orders its heads; needed where the checkpoint does not say it.
-        hardware: ``"trn1"`` or ``"trn2"``: with several copies the order depends on it, too.
         model: For tags that another library wrote: what their files do not say, as for `convert`.
         shardings: Likewise: rules as in `save_checkpoint`.
-        max_memory: Bytes of array data in memory at a time.
-        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
-        num_workers: Threads that read, at most.
+        options: How the export goes about its work; by default those of `default_options`.
 
     Raises:
         NoCheckpointError: There is no such tag.
         CorruptCheckpointError: It is damaged. Nothing was written.
         IncompatibleCheckpointError: Nobody says how an array of another library's tag is split, or the model is not the
-            one of `config`.
+            one of its config.json.
         UsageError: The destination exists, or there is nothing to export.
         UnsupportedStateError: An array has an element type that safetensors has no name for.
         StorageError: The destination cannot be written.
         NotDurableError: The directory is there, and a loss of power may undo that.
     """
-    began = time.monotonic()
+    began, options = time.monotonic(), chosen(ConvertOptions, options)
     cast = _floating(dtype)
     store, tag = source_of(path, tag)
-    known = known_model(own_config(store, tag) if config is None else config, kv_size_multiplier, hardware)
-    with (
-        opened(store, tag, parse_rules(shardings), model, part=part, known=known) as reader,
-        naming(path=reader.root, tag=reader.tag),
-    ):
-        leave_out_numbers(reader)
+    known = known_model(llama, own_config(store, tag))
+    about = Knowledge(rules=parse_rules(shardings), model=model, known=known)
+    with opened(store, tag, about, part=part) as stored, naming(path=store.path, tag=tag):
+        reader = without_rank_numbers(stored)
         check_split(reader, part)
         tell_divergent(reader)
-        beside = name_as_told(store, reader) if part == schema.MODEL else {}
+        reader, beside = name_as_told(store, reader) if part == schema.MODEL else (reader, {})
         if known is not None:
-            name_as_hugging_face(reader, part, known, max_memory=max_memory, workers=num_workers)
+            reader = name_as_hugging_face(reader, part, known, options)
             part = schema.MODEL
         elif not beside and any(is_grouped(stored_sharding(r)) for r in reader.manifest.arrays.values()):
             logger.warning(
                 "tag %s: queries, keys and values stay fused, or as often as ranks held them, as in the training. "
-                "transformers does not load that: give the model's config.json (config=, --config)",
+                "transformers does not load that: give the model's config.json (llama=LlamaJob(config), --config)",
                 tag,
             )
-        made = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
-        made = with_files(made, beside)
+        rewriting = model_files(OpenState(reader, trust=False), part=part, max_file_bytes=max_shard_bytes, dtype=cast)
+        rewriting = with_files(rewriting, beside)
         if known is not None:
-            made = with_config(made, reader, known.config)
-        with Progress(f"export {tag}", made.nbytes, progress) as bar:
-            write_directory(reader, destination, made, max_memory=max_memory, workers=num_workers, progress=bar)
-    files = [file for rank in made.files for file in rank]
+            rewriting = with_config(rewriting, reader, known.config)
+        with Progress(f"export {tag}", rewriting.nbytes, options.progress) as bar:
+            write_directory(
+                reader,
+                destination,
+                rewriting,
+                max_memory=options.max_memory,
+                workers=options.num_workers,
+                progress=bar,
+            )
+    files = [file for rank in rewriting.files for file in rank]
     return ExportReport(
         path=full_path(destination),
         tag=tag,
         files=tuple(f.path for f in files),
         arrays=sum(len(f.entries) for f in files),
-        nbytes=made.nbytes,
+        nbytes=rewriting.nbytes,
         seconds=time.monotonic() - began,
     )
 
@@ -154,27 +157,27 @@ def _floating(name: str | None) -> DType | None:
     return None if name is None else dtypes.dtype(name)
 
 
-def with_files(made: Rewriting, files: Mapping[str, bytes]) -> Rewriting:
+def with_files(rewriting: Rewriting, files: Mapping[str, bytes]) -> Rewriting:
     """The same files, and small ones beside them."""
-    return replace(made, marks={**made.marks, **files})
+    return replace(rewriting, marks={**rewriting.marks, **files})
 
 
-def with_config(made: Rewriting, reader: TagReader, config: LlamaConfig) -> Rewriting:
+def with_config(rewriting: Rewriting, reader: TagReader, config: LlamaConfig) -> Rewriting:
     """The same files, and the config.json beside them, with the element type that the arrays have in them."""
-    entries = [entry for of_rank in made.files for file in of_rank for entry in file.entries]
+    entries = [entry for of_rank in rewriting.files for file in of_rank for entry in file.entries]
     types = [
         entry.cast or record.dtype for entry in entries if (record := reader.manifest.array(entry.leaf)) is not None
     ]
     floats = sorted((dtype for dtype in types if dtype.floating), key=lambda dtype: dtype.itemsize)
     # The widest: transformers gives all arrays this type, and none of them may lose anything.
     text = with_dtype(config.content, floats[-1].name if floats else None)
-    return replace(made, marks={**made.marks, CONFIG: text})
+    return replace(rewriting, marks={**rewriting.marks, CONFIG: text})
 
 
 def write_directory(
     reader: TagReader,
     destination: PathLike,
-    made: Rewriting,
+    rewriting: Rewriting,
     *,
     max_memory: int,
     workers: int,
@@ -188,29 +191,18 @@ def write_directory(
         StorageError: The destination cannot be written.
     """
     store, name = above(destination)
-    target, partial = full_path(destination), partial_name(name)
+    target = full_path(destination)
     if store.has(name) and (not store.is_directory(name) or store.names(name)):
         raise UsageError("the destination of an export must not exist, or be empty", path=target)
-    files = [file for rank in made.files for file in rank]
-    with storage_errors("exporting", path=target, tag=reader.tag):
-        store.prepare()
-        with partial_directory(store, partial) as directory:
-            stream_files(reader, directory, files, max_memory=max_memory, workers=workers, progress=progress)
-            for path, data in made.marks.items():
-                write_small(directory, path, data)
-            directory.sync()
-            if store.has(name):
-                store.remove(name)  # it is empty
-            rename_durably(store, partial, name)
-
-
-def partial_name(name: str) -> str:
-    """The name of the directory in which something is written that is no tag.
-
-    >>> partial_name("lm.pt")
-    'lm.pt.partial'
-    """
-    return f"{name}.partial"
+    files = [file for rank in rewriting.files for file in rank]
+    with (
+        storage_errors("exporting", path=target, tag=reader.tag),
+        Transaction(root_of(store), name, Kind.NEW) as transaction,
+    ):
+        directory = transaction.directory
+        stream_files(reader, directory, files, max_memory=max_memory, workers=workers, progress=progress)
+        transaction.seal(rewriting.marks)
+        transaction.commit()
 
 
 def check_no_file(destination: PathLike) -> None:
@@ -226,8 +218,7 @@ def check_no_file(destination: PathLike) -> None:
             "the destination is a single file, and there is a directory", path=store.path, file=name, hint=hint
         )
     if store.has(name):
-        if not store.names(partial_name(name)):
-            remove_unused(store, partial_name(name))  # a program was killed when it had given the file its name
+        root_of(store).clean(name)  # a program was killed when it had given the file its name
         raise UsageError(
             "there is a file of this name already",
             path=store.path,
@@ -239,7 +230,7 @@ def check_no_file(destination: PathLike) -> None:
 def write_file(
     reader: TagReader,
     destination: PathLike,
-    made: Rewriting,
+    rewriting: Rewriting,
     *,
     max_memory: int,
     workers: int,
@@ -252,14 +243,17 @@ def write_file(
         CorruptCheckpointError: The tag is damaged. Nothing was written.
         StorageError: The destination cannot be written.
     """
-    (plan,) = (file for rank in made.files for file in rank)
+    (plan,) = (file for rank in rewriting.files for file in rank)
     store, name = above(destination)
-    partial = partial_name(name)
-    with storage_errors("writing", path=full_path(destination), tag=reader.tag):
-        store.prepare()
-        with partial_directory(store, partial) as directory:
-            file = replace(plan, path=name)
-            stream_files(reader, directory, [file], max_memory=max_memory, workers=workers, progress=progress)
-            directory.sync()
-            check_no_file(destination)  # a rename would replace a file that appeared meanwhile
-            rename_durably(store, f"{partial}/{name}", name)
+    with (
+        storage_errors("writing", path=full_path(destination), tag=reader.tag),
+        Transaction(root_of(store), name, Kind.FILE) as transaction,
+    ):
+        file, directory = replace(plan, path=name), transaction.directory
+        stream_files(reader, directory, [file], max_memory=max_memory, workers=workers, progress=progress)
+        transaction.seal({})
+        try:
+            transaction.commit()
+        except SaveError:
+            check_no_file(destination)  # somebody has put one there meanwhile
+            raise

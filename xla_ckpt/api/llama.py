@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from xla_ckpt.engine.compare import same_bytes
@@ -11,9 +11,10 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import ModelNames
 from xla_ckpt.layouts.llama_config import CONFIG, MAX_CONFIG, LlamaConfig, parse_config
-from xla_ckpt.layouts.llama_manifest import Copies, to_hugging_face, unsaid_order
+from xla_ckpt.layouts.llama_manifest import KeyCopies, to_hugging_face, unsaid_order
 from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import as_hugging_face, find_foreign
+from xla_ckpt.options import ConvertOptions
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above, full_path
 
@@ -25,11 +26,115 @@ HARDWARE = {"trn1": False, "trn2": True}
 
 
 @dataclass(frozen=True, slots=True)
+class LlamaJob:
+    """A Llama-like model, and how a job of neuronx-distributed's has it: what the files of a tag may not say.
+
+    Raises (on construction):
+        UsageError: It makes no sense, or contradicts itself.
+
+    Example:
+        ``xla_ckpt.export_hf("nxd_run", "hf", llama=xla_ckpt.LlamaJob("config.json", kv_size_multiplier=4))``
+    """
+
+    config: Config | None = None
+    """The model's config.json: its path, that of its directory, or what it holds. None where a directory of Hugging
+    Face's has its own."""
+
+    _: KW_ONLY
+    kv_size_multiplier: int | None = None
+    """How many tensor-parallel ranks hold each key-value head of neuronx-distributed's `GQAQKVColumnParallelLinear`,
+    which orders its heads; needed where a checkpoint does not say it."""
+
+    hardware: str | None = None
+    """``"trn1"`` or ``"trn2"``: with several copies the order of the heads depends on it, too."""
+
+    fuse_qkv: bool | None = None
+    """For `convert` of a directory of Hugging Face's: whether the job has queries, keys and values in one array; None
+    where only one form is usual."""
+
+    qkv_linear: bool = True
+    """Likewise: whether the job has neuronx-distributed's layer for grouped-query attention; else queries, keys and
+    values are separate layers."""
+
+    def __post_init__(self) -> None:
+        if self.hardware is not None and self.hardware not in HARDWARE:
+            raise UsageError("no such hardware is known", expected=" or ".join(HARDWARE), found=self.hardware)
+        count = self.kv_size_multiplier
+        if count is not None and (type(count) is not int or count < 1):
+            raise UsageError("kv_size_multiplier is a number of at least 1", found=count)
+        if not self.qkv_linear and (self.fuse_qkv or (count or 1) > 1):
+            raise UsageError("without qkv_linear the projections are separate, and keys are held once")
+
+    @property
+    def says_form(self) -> bool:
+        """Whether it says in which form the job has queries, keys and values."""
+        return self.fuse_qkv is not None or not self.qkv_linear
+
+    @property
+    def copies(self) -> KeyCopies:
+        """What it says about keys and values that several ranks hold."""
+        adjacent = None if self.hardware is None else HARDWARE[self.hardware]
+        return KeyCopies(count=self.kv_size_multiplier, adjacent=adjacent)
+
+    def model(self, own: Config | None = None) -> KnownModel | None:
+        """What is known of the model; None without a configuration.
+
+        Args:
+            own: The configuration that a checkpoint has itself, or None.
+
+        Raises:
+            UsageError: There is no configuration, and something is said that needs one; or it is none of such a model.
+            StorageError: The configuration cannot be read.
+        """
+        config = own if self.config is None else self.config
+        if config is not None:
+            return KnownModel(read_config(config), self.copies)
+        if self.copies != KeyCopies():
+            raise UsageError(
+                "kv_size_multiplier and hardware are about the heads of a model, which its config.json names",
+                hint="Give its config as well: llama=LlamaJob(config, ...) (--config).",
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class KnownModel:
     """What a configuration, and the caller, say about a model."""
 
     config: LlamaConfig
-    copies: Copies
+    copies: KeyCopies
+
+
+def job_of(llama: LlamaJob | None) -> LlamaJob:
+    """What a caller gives as ``llama=``.
+
+    Raises:
+        UsageError: It is something else, such as the path of a config.json.
+    """
+    if llama is not None and not isinstance(llama, LlamaJob):
+        raise UsageError("llama= is of another class", expected="xla_ckpt.LlamaJob", found=type(llama).__name__)
+    return llama or LlamaJob()
+
+
+def known_model(llama: LlamaJob | None, own: Config | None = None) -> KnownModel | None:
+    """What a caller says about a model whose tag has its form itself; None without a configuration.
+
+    Raises:
+        UsageError: It makes no sense, or says in which form the model shall be.
+        StorageError: The configuration cannot be read.
+    """
+    job = job_of(llama)
+    if job.says_form:
+        raise form_not_wanted()
+    return job.model(own)
+
+
+def form_not_wanted() -> UsageError:
+    """The error for a caller who says in which form a job has arrays that have their form already."""
+    return UsageError(
+        "fuse_qkv and qkv_linear say how a job has the arrays of a model of Hugging Face's",
+        expected="a conversion of a directory with model.safetensors, or model.safetensors.index.json",
+    )
 
 
 def read_config(config: Config) -> LlamaConfig:
@@ -54,92 +159,51 @@ def read_config(config: Config) -> LlamaConfig:
     return parse_config(data, path)
 
 
-def copies_said(kv_size_multiplier: int | None, hardware: str | None) -> Copies:
-    """What a caller says about keys and values that several ranks hold.
-
-    Raises:
-        UsageError: It makes no sense.
-    """
-    if hardware is not None and hardware not in HARDWARE:
-        raise UsageError("no such hardware is known", expected=" or ".join(HARDWARE), found=hardware)
-    if kv_size_multiplier is not None and (type(kv_size_multiplier) is not int or kv_size_multiplier < 1):
-        raise UsageError("kv_size_multiplier is a number of at least 1", found=kv_size_multiplier)
-    return Copies(count=kv_size_multiplier, adjacent=None if hardware is None else HARDWARE[hardware])
-
-
-def known_model(config: Config | None, kv_size_multiplier: int | None, hardware: str | None) -> KnownModel | None:
-    """What a caller says about a model; None without a configuration.
-
-    Raises:
-        UsageError: It makes no sense.
-        StorageError: The configuration cannot be read.
-    """
-    copies = copies_said(kv_size_multiplier, hardware)
-    if config is None:
-        if copies != Copies():
-            raise UsageError(
-                "kv_size_multiplier and hardware are about the heads of a model, which its config.json names",
-                hint="Give config= (--config) as well.",
-            )
-        return None
-    return KnownModel(read_config(config), copies)
-
-
-def form_of_job(config: LlamaConfig, fuse_qkv: bool | None, qkv_linear: bool, copies: Copies) -> Form:
+def form_of_job(config: LlamaConfig, job: LlamaJob) -> Form:
     """How a neuronx-distributed job has a model.
 
-    Args:
-        config: The sizes.
-        fuse_qkv: Whether it has them in one array; None where only one form is usual.
-        qkv_linear: Whether it has its own layer for grouped-query attention.
-        copies: What the caller says about keys and values that several ranks hold.
-
     Raises:
-        UsageError: It is not said, and several forms are usual; or it contradicts itself.
+        UsageError: It is not said, and several forms are usual.
     """
+    copies = job.copies
     count = copies.count or 1
-    if not qkv_linear:
-        if fuse_qkv or count > 1:
-            raise UsageError("without qkv_linear the projections are separate, and keys are held once")
+    if not job.qkv_linear:
         return Form(projection=Projection.SEPARATE)
     if config.group == 1 and count == 1:
-        return Form(projection=Projection.SEPARATE if fuse_qkv is False else Projection.STRIDED)
-    if fuse_qkv is None:
+        return Form(projection=Projection.SEPARATE if job.fuse_qkv is False else Projection.STRIDED)
+    if job.fuse_qkv is None:
         raise UsageError(
             "a job has grouped-query attention in one of three forms",
             expected="fuse_qkv=True (--fuse-qkv) for qkv_proj.weight_qkv, fuse_qkv=False (--no-fuse-qkv) for "
             "weight_q, weight_k and weight_v, or qkv_linear=False (--no-qkv-linear) for q_proj, k_proj and v_proj",
-            hint="The job's own script has the flags fuse_qkv and qkv_linear.",
+            hint="Say it in llama=LlamaJob(...). The job's own script has the flags fuse_qkv and qkv_linear.",
         )
     if count > 1 and copies.adjacent is None:
         raise unsaid_order(count)
-    projection = Projection.FUSED if fuse_qkv else Projection.LINEAR
+    projection = Projection.FUSED if job.fuse_qkv else Projection.LINEAR
     return Form(projection=projection, copies=count, adjacent=count > 1 and bool(copies.adjacent))
 
 
 def own_config(store: Store, tag: str) -> str | None:
     """The directory of a config.json that lies in one of Hugging Face's; None for any other tag, and without one."""
-    found = find_foreign(store, tag)
-    if found is None or found[0].model_names is not ModelNames.HUGGING_FACE or not store.has(f"{tag}/{CONFIG}"):
+    foreign = find_foreign(store, tag)
+    if foreign is None or foreign[0].model_names is not ModelNames.HUGGING_FACE or not store.has(f"{tag}/{CONFIG}"):
         return None
     return f"{store.path.rstrip('/')}/{tag}"
 
 
-def name_as_told(store: Store, reader: TagReader) -> Mapping[str, bytes]:
-    """Let a reader find its model under Hugging Face's names, if the tag itself says how; files that belong to it.
+def name_as_told(store: Store, reader: TagReader) -> tuple[TagReader, Mapping[str, bytes]]:
+    """The reader with its model under Hugging Face's names, if the tag itself says how; files that belong to it.
 
     Raises:
         CheckpointError: It says it, and it does not fit.
     """
-    told = as_hugging_face(store, reader)
-    if told is None:
-        return {}
-    reader.manifest = told.manifest
-    return told.files
+    model = as_hugging_face(store, reader)
+    return (reader, {}) if model is None else (reader.with_manifest(model.manifest), model.files)
 
 
-def name_as_hugging_face(reader: TagReader, part: str, known: KnownModel, *, max_memory: int, workers: int) -> None:
-    """Let a reader find its model under Hugging Face's names, and nothing else.
+def name_as_hugging_face(reader: TagReader, part: str, known: KnownModel, options: ConvertOptions) -> TagReader:
+    """The reader with its model under Hugging Face's names, and nothing else.
 
     Raises:
         IncompatibleCheckpointError: Names or shapes are not those of the configuration, or nothing says in which order
@@ -148,7 +212,9 @@ def name_as_hugging_face(reader: TagReader, part: str, known: KnownModel, *, max
         CorruptCheckpointError: The tag is damaged.
     """
     renamed = to_hugging_face(reader.manifest, part, known.config, known.copies)
-    if renamed.equal is not None and not same_bytes(reader, *renamed.equal, max_memory=max_memory, workers=workers):
+    if renamed.equal is not None and not same_bytes(
+        reader, *renamed.equal, max_memory=options.max_memory, workers=options.num_workers
+    ):
         raise IncompatibleCheckpointError(
             "the output layer is not the embedding, and config.json says that it is",
             leaf=renamed.equal[1],
@@ -156,4 +222,4 @@ def name_as_hugging_face(reader: TagReader, part: str, known: KnownModel, *, max
             found="others",
             hint="Give a config.json with tie_word_embeddings false.",
         )
-    reader.manifest = renamed.manifest
+    return reader.with_manifest(renamed.manifest)

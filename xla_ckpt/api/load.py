@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-from xla_ckpt.api.load_steps import Load
+from xla_ckpt.api.load_steps import Load, LoadWish
 from xla_ckpt.api.tags import expect_commit, located
 from xla_ckpt.engine.background import SAVES, install_exit_hook
 from xla_ckpt.engine.ending import end
@@ -17,15 +17,16 @@ from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
 from xla_ckpt.engine.report import LoadReport
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.errors import naming
-from xla_ckpt.job.current import TIMEOUT, current_job
-from xla_ckpt.job.opening import Call
-from xla_ckpt.job.shared_reads import SharedReads
-from xla_ckpt.options import check_choice, known_options
+from xla_ckpt.job.call import Call
+from xla_ckpt.job.current import current_job, job_alone
+from xla_ckpt.keywords import taking_values
+from xla_ckpt.options import LoadOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Like, Objects
 from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.pool import READERS
 from xla_ckpt.storage.trace_file import trace_file
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Restored:
     """Which tag it was, and where the time went."""
 
 
-@known_options
+@taking_values(options=LoadOptions)
 def load_checkpoint(
     path: PathLike,
     tag: str | None = None,
@@ -68,10 +69,7 @@ def load_checkpoint(
     mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
     trust_pickle: bool = False,
-    progress: bool | None = None,
-    trace: PathLike | None = None,
-    replica_read: Literal["each", "share"] = "each",
-    timeout: float = TIMEOUT,
+    options: LoadOptions | None = None,
 ) -> Loaded:
     """Load a tag into the given objects, each of them optional.
 
@@ -100,12 +98,7 @@ def load_checkpoint(
         mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code. Plain values never need it.
-        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
-        trace: Where a trace of the load goes (see `save_checkpoint`).
-        replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
-            columns of the same rows, read a part each and send it to the others, so that the storage is read once.
-            Each rank reads itself what goes through a `load_state_dict` of an object.
-        timeout: Seconds that a rank waits for another one.
+        options: How the load goes about its work; by default those of `default_options`.
 
     Returns:
         The `user_content` of the save, None if there was none, and a report: which tag was loaded, and what that took.
@@ -125,21 +118,20 @@ def load_checkpoint(
         path,
         tag,
         content,
-        mesh=mesh,
-        shardings=shardings,
-        strict=strict,
-        cast=cast,
-        num_workers=num_workers,
-        trust=trust_pickle,
-        progress=progress,
-        trace=trace,
-        replica_read=replica_read,
-        timeout=timeout,
+        LoadWish(
+            mesh=mesh,
+            rules=parse_rules(shardings),
+            strict=strict,
+            cast=cast,
+            workers=max(1, num_workers),
+            trust=trust_pickle,
+            options=chosen(LoadOptions, options),
+        ),
     )
     return Loaded(user_content=value, report=report)
 
 
-@known_options
+@taking_values(options=LoadOptions)
 def restore(
     path: PathLike,
     tag: str | None = None,
@@ -150,10 +142,7 @@ def restore(
     mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
     trust_pickle: bool = False,
-    progress: bool | None = None,
-    trace: PathLike | None = None,
-    replica_read: Literal["each", "share"] = "each",
-    timeout: float = TIMEOUT,
+    options: LoadOptions | None = None,
 ) -> Restored:
     """Restore a tag, or a part of it, as a new tree. Nothing that exists is changed.
 
@@ -170,11 +159,7 @@ def restore(
         mesh: How the ranks of this job are arranged now, which need not be how they were; by default found out.
         shardings: Rules for arrays that do not say themselves how they are split now (see `save_checkpoint`).
         trust_pickle: Load pickled objects, which can run any code.
-        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
-        trace: Where a trace of the load goes (see `save_checkpoint`).
-        replica_read: ``"each"``: every rank reads what it needs. ``"share"``: ranks that need the same bytes, or
-            columns of the same rows, read a part each and send it to the others, so that the storage is read once.
-        timeout: Seconds that a rank waits for another one.
+        options: How the load goes about its work; by default those of `default_options`.
 
     Returns:
         The restored tree, and a report: which tag was restored, and what that took.
@@ -190,54 +175,55 @@ def restore(
         path,
         tag,
         Like(like),
-        mesh=mesh,
-        shardings=shardings,
-        strict=True,
-        cast=cast,
-        num_workers=num_workers,
-        trust=trust_pickle,
-        progress=progress,
-        trace=trace,
-        replica_read=replica_read,
-        timeout=timeout,
+        LoadWish(
+            mesh=mesh,
+            rules=parse_rules(shardings),
+            strict=True,
+            cast=cast,
+            workers=max(1, num_workers),
+            trust=trust_pickle,
+            options=chosen(LoadOptions, options),
+        ),
     )
     return Restored(tree=value, report=report)
 
 
-def _load(
-    path: PathLike,
-    tag: str | None,
-    content: Objects | Like,
-    *,
-    mesh: Mesh | str | None,
-    shardings: Rules | None,
-    strict: bool,
-    cast: bool,
-    num_workers: int,
-    trust: bool,
-    progress: bool | None,
-    trace: PathLike | None,
-    replica_read: str,
-    timeout: float,
-) -> tuple[Any, LoadReport]:
+def read_part(path: PathLike, tag: str | None, leaf: str, *, shardings: Rules | None, trust: bool) -> Any:
+    """Read a part of a tag, as `restore` would read all of it, by this process alone (see `Checkpoints.read`)."""
+    wish = LoadWish(
+        mesh=None,
+        rules=parse_rules(shardings),
+        strict=True,
+        cast=False,
+        workers=READERS,
+        trust=trust,
+        options=replace(chosen(LoadOptions, None), replica_read="each"),
+        alone=True,
+    )
+    return _load(path, tag, Like(None, part=leaf), wish)[0]
+
+
+def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWish) -> tuple[Any, LoadReport]:
     """A load of the tag that is named, or of the newest one that is not damaged: its value, and what it did."""
-    rules = parse_rules(shardings)
-    file = trace_file(trace)
+    options = wish.options
+    file = trace_file(options.trace)
     phases = Phases(LOAD_PHASES, keep=file is not None)
     store, tag = located(path, tag)
-    check_choice("replica_read", replica_read, ("each", "share"))
     install_exit_hook()
-    job = current_job(store.path, mesh, doing="load", timeout=timeout)
+    if wish.alone:
+        job = job_alone(options.timeout)
+    else:
+        job = current_job(store.path, wish.mesh, doing="load", timeout=options.timeout)
     call = Call.of(
         "load_checkpoint" if isinstance(content, Objects) else "restore",
         path=store.path,
         tag=tag,
         mesh=str(job.placement.mesh),
         objects=content.given,
-        strict=strict,
-        cast=cast,
-        trust_pickle=trust,
-        replica_read=replica_read,
+        strict=wish.strict,
+        cast=wish.cast,
+        trust_pickle=wish.trust,
+        **options.in_common(),
     )
     traced: Trace | None = None
     if file is not None:
@@ -247,13 +233,7 @@ def _load(
         store=store,
         job=job,
         content=content,
-        rules=rules,
-        strict=strict,
-        cast=cast,
-        workers=max(1, num_workers),
-        trust=trust,
-        shown=job.shows(progress),
-        sharing=SharedReads() if replica_read == "share" else None,
+        wish=wish,
         phases=phases,
     )
     try:

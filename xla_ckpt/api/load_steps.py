@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from xla_ckpt.engine.collector import collector_paused
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.report import LoadReport
-from xla_ckpt.engine.restore import Sharing, fill
+from xla_ckpt.engine.restore import Filling, fill
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import (
     ChangedTagError,
@@ -26,10 +26,13 @@ from xla_ckpt.errors import (
     RankFailedError,
     naming,
 )
-from xla_ckpt.job.call import Job
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, agreed, agreed_unless_lost, as_checkpoint_error
+from xla_ckpt.job.job import Job
+from xla_ckpt.job.shared_reads import SharedReads
+from xla_ckpt.job.verdict import LEAD, Deadline, LateLoss, Round, agreed, as_checkpoint_error
 from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
+from xla_ckpt.options import LoadOptions
 from xla_ckpt.plan.hints import Hints
+from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.state.loading import Problem, Stored, incompatible
 from xla_ckpt.state.members import Like, Loadings, Objects
@@ -40,10 +43,25 @@ from xla_ckpt.tree import path as paths
 
 logger = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
-LOOKS = 8
+SEARCHES = 8
 """How often the newest tag is looked for, if the one that was found is always replaced or removed meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadWish:
+    """What a caller asks of a load."""
+
+    mesh: Mesh | str | None
+    rules: Parsed
+    strict: bool
+    cast: bool
+    workers: int
+    trust: bool
+    options: LoadOptions
+    alone: bool = False
+    """Whether this process reads by itself, whatever other ranks of its job do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +71,7 @@ class Load:
     store: Store
     job: Job
     content: Objects | Like
-    rules: Parsed
-    strict: bool
-    cast: bool
-    workers: int
-    trust: bool
-    shown: bool | None
-    sharing: Sharing | None
+    wish: LoadWish
     phases: Phases
 
     def newest(self) -> tuple[Any, LoadReport]:
@@ -76,7 +88,7 @@ class Load:
                 damaged[tag] = error
             except (ChangedTagError, NoCheckpointError) as error:
                 changed.append(error)
-                if len(changed) == LOOKS:
+                if len(changed) == SEARCHES:
                     raise
                 logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
                 todo = [tag for tag in self._newest_first(f"tags/{len(changed)}") if tag not in damaged]
@@ -100,25 +112,23 @@ class Load:
                 with agreed(exchange, "comparing"):
                     skipped = self._compare(reader, loadings, unwanted, fits=fits)
                 self._tell_divergent(reader, loadings)
-            lost: list[RankFailedError] = []
+            late_loss = LateLoss(exchange)
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
-                needed, read = fill(
-                    reader,
-                    loadings.targets,
-                    exchange,
-                    self.phases,
+                how = Filling(
+                    exchange=exchange,
+                    phases=self.phases,
                     hand_over=hand_over,
                     alone=loadings.alone,
-                    sharing=self.sharing,
-                    workers=self.workers,
-                    shown=self.shown,
-                    lost=lost,
+                    sharing=SharedReads() if self.wish.options.replica_read == "share" else None,
+                    late_loss=late_loss,
+                    workers=self.wish.workers,
+                    shown=self.job.shows(self.wish.options.progress),
                 )
-                ending = agreed_unless_lost(exchange, "installing", lost)
-                with self.phases.timed("install"), ending, collector_paused():
+                needed, read = fill(reader, loadings.targets, how)
+                with self.phases.timed("install"), late_loss.agreed("installing"), collector_paused():
                     value = loadings.install()
-            if lost:
-                raise _loaded_without(lost[0], reader)
+            if late_loss.error is not None:
+                raise _loaded_without(late_loss.error, reader)
         report = LoadReport(
             path=self.store.path,
             tag=tag,
@@ -134,17 +144,17 @@ class Load:
         return _of_lead(self.job.exchange, key, self._listed)
 
     def _listed(self) -> list[str]:
-        found = all_tags(self.store)
-        if (newer := passed_over(found)) is not None:
+        tags = all_tags(self.store)
+        if (newer := passed_over(tags)) is not None:
             logger.warning(
                 "%s: %s's tag %s has a newer time stamp than %s, which is taken for the newest: name the tag if it is "
                 "not",
                 self.store.path,
                 newer[0],
                 newer[1],
-                found[-1][1].tag,
+                tags[-1][1].tag,
             )
-        return [entry.tag for _, entry in found][::-1]
+        return [entry.tag for _, entry in tags][::-1]
 
     def _open(self, tag: str, exchange: Round) -> TagReader:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
@@ -152,7 +162,7 @@ class Load:
         hints: Hints | None = None
         if _of_lead(exchange, "asks", lambda: self._asks(tag)):
             with agreed(exchange, "describing"):
-                hints = self.content.hints(StateShardings(self.job.placement, self.rules))
+                hints = self.content.hints(StateShardings(self.job.placement, self.wish.rules))
             hints = self._of_all_stages(hints, exchange)
         with contextlib.ExitStack() as unless_all_have:
             with agreed(exchange, "opening"):
@@ -163,8 +173,8 @@ class Load:
 
     def _asks(self, tag: str) -> bool:
         """Whether the files of a tag do not say everything."""
-        found = find_foreign(self.store, tag)
-        return found is not None and found[0].asks
+        foreign = find_foreign(self.store, tag)
+        return foreign is not None and foreign[0].asks
 
     def _check_version(self, reader: TagReader, exchange: Round) -> None:
         """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded.
@@ -199,39 +209,39 @@ class Load:
             manifest=reader.manifest,
             prefix=paths.ROOT,
             skeleton=reader.manifest.skeleton,
-            read_object=partial(reader.object, trust=self.trust),
-            resolve=resolver(self.trust),
-            shardings=StateShardings(self.job.placement, self.rules),
-            cast=self.cast,
+            read_object=partial(reader.object, trust=self.wish.trust),
+            resolve=resolver(self.wish.trust),
+            shardings=StateShardings(self.job.placement, self.wish.rules),
+            cast=self.wish.cast,
         )
 
     def _unwanted(self, loadings: Loadings, exchange: Round) -> list[Problem]:
         """What is stored and not wanted here; over pipeline stages, what none of them wants."""
-        mine = {p.leaf: p for part in loadings.parts for p in part.unwanted}
+        own = {p.leaf: p for part in loadings.parts for p in part.unwanted}
         if self.job.placement.mesh.pp == 1 or exchange.size == 1:
-            return list(mine.values())
+            return list(own.values())
 
-        def by_nobody(told: list[list[str]]) -> list[list[str]]:
-            everywhere = set(mine).intersection(*told)
-            return [[p.leaf, p.text] for leaf, p in mine.items() if leaf in everywhere]
+        def by_nobody(of_ranks: list[list[str]]) -> list[list[str]]:
+            everywhere = set(own).intersection(*of_ranks)
+            return [[p.leaf, p.text] for leaf, p in own.items() if leaf in everywhere]
 
-        found = _put_together(exchange, "unwanted", list(mine), by_nobody, range(exchange.size))
-        return [Problem(leaf, text) for leaf, text in found]
+        common = _put_together(exchange, "unwanted", list(own), by_nobody, range(exchange.size))
+        return [Problem(leaf, text) for leaf, text in common]
 
     def _anything_fits(self, loadings: Loadings, exchange: Round) -> bool:
         """Whether an array of some rank fits."""
-        mine = bool(loadings.targets)
-        if self.strict or exchange.size == 1:
-            return mine
-        return bool(_put_together(exchange, "fits", mine, any, range(exchange.size)))
+        fits = bool(loadings.targets)
+        if self.wish.strict or exchange.size == 1:
+            return fits
+        return bool(_put_together(exchange, "fits", fits, any, range(exchange.size)))
 
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
         placement = self.job.placement
         at = placement.mesh.coordinates(placement.rank)
-        told = reader.manifest.divergence(loadings.targets)
-        if told is not None and not any(place for axis, place in at.items() if axis != "pp"):
-            logger.warning("tag %s: %s", reader.tag, told)
+        divergence = reader.manifest.divergence(loadings.targets)
+        if divergence is not None and not any(place for axis, place in at.items() if axis != "pp"):
+            logger.warning("tag %s: %s", reader.tag, divergence)
 
     def _compare(
         self, reader: TagReader, loadings: Loadings, unwanted: Sequence[Problem], *, fits: bool
@@ -243,7 +253,7 @@ class Load:
         """
         problems = [*(p for part in loadings.parts for p in part.problems), *unwanted]
         refused = [problem for problem in problems if not problem.stays]
-        if refused and (self.strict or (not fits and reader.manifest.arrays)):
+        if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):
             optional = isinstance(self.content, Objects)
             error = incompatible(refused, fits=fits, optional=optional, ranks=self.job.placement.world)
             raise error.at(path=self.store.path, tag=reader.tag)
@@ -263,7 +273,7 @@ def _loaded_without(lost: RankFailedError, reader: TagReader) -> RankFailedError
     )
 
 
-def _of_lead(exchange: Round, key: str, look: Callable[[], Found]) -> Found:
+def _of_lead(exchange: Round, key: str, look: Callable[[], Answer]) -> Answer:
     """What rank 0 finds; it is told to all, and so is an error that it meets."""
     if exchange.size == 1:
         return look()
@@ -273,16 +283,16 @@ def _of_lead(exchange: Round, key: str, look: Callable[[], Found]) -> Found:
         except Exception as error:
             # The others wait for it.
             exchange.say(key, error=as_checkpoint_error(error, "looking for tags", 0, LoadError))
-    found: Found = exchange.hear(key, 0)
-    return found
+    answer: Answer = exchange.hear(key, 0)
+    return answer
 
 
 def _put_together(
-    exchange: Round, name: str, mine: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
+    exchange: Round, name: str, own_value: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
 ) -> Any:
     """What rank 0 makes, by `unite`, of what some ranks say, in their order; it is told to all."""
     if exchange.rank in ranks:
-        exchange.say(f"{name}/{exchange.rank}", mine)
+        exchange.say(f"{name}/{exchange.rank}", own_value)
     if exchange.rank == 0:
         deadline = Deadline(exchange.timeout * LEAD)
         exchange.say(name, unite([exchange.hear(f"{name}/{rank}", rank, deadline) for rank in ranks]))

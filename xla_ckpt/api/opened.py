@@ -14,6 +14,7 @@ from xla_ckpt.errors import naming
 from xla_ckpt.layouts.llama_manifest import check_shapes, llama_hints
 from xla_ckpt.layouts.registry import find_foreign, open_tag
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.rank_numbers import without_numbers
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
@@ -39,72 +40,68 @@ def source_of(path: PathLike, tag: str | None) -> tuple[Store, str]:
     return store, chosen_tag(store, tag)
 
 
-def opened(
-    store: Store,
-    tag: str,
-    rules: Parsed = (),
-    model: Any = None,
-    optimizer: Any = None,
-    *,
-    part: str = "",
-    known: KnownModel | None = None,
-) -> TagReader:
-    """A reader of a tag of any layout; model, optimizer and rules say what the files of some layouts do not.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knowledge:
+    """What a caller knows of a tag, where another library wrote it and its files do not say everything."""
+
+    rules: Parsed = ()
+    model: Any = None
+    optimizer: Any = None
+    known: KnownModel | None = None
+    """What a config.json says of a Llama-like model. It is compared with the shapes of what is stored."""
+
+    def hints(self, part: str) -> Hints:
+        """What readers of such tags take. `part` is the leaf path of what is wanted."""
+        from xla_ckpt.state.program_hints import hints_of
+        from xla_ckpt.state.shardings import StateShardings
+        from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
+
+        model, optimizer = unwrapped_model(self.model, loading=True), unwrapped_optimizer(self.optimizer)
+        if optimizer is None and schema.member_of(part) in (paths.ROOT, schema.OPTIMIZER):
+            optimizer = {}  # all of it, whoever it is for
+        hints = hints_of(model, optimizer, StateShardings(rules=self.rules))
+        if self.known is None:
+            return hints
+        # What a program says of an array itself counts more.
+        return replace(hints, arrays={**llama_hints(self.known.config), **hints.arrays})
+
+
+def opened(store: Store, tag: str, about: Knowledge, *, part: str = paths.ROOT) -> TagReader:
+    """A reader of a tag of any layout.
 
     Args:
         store: The root directory.
         tag: Which tag.
-        rules: The caller's rules.
-        model: The program's model, or None.
-        optimizer: Its optimizer, or None.
+        about: What the caller knows of it.
         part: The leaf path of what is wanted of it: without its optimizer a tag may be sound.
-        known: What a config.json says of a Llama-like model. It is compared with the shapes of what is stored.
 
     Raises:
         NoCheckpointError: There is no such tag.
         CheckpointError: It is damaged, or model, optimizer, rules or configuration contradict it.
     """
-    reader = _opened(store, tag, rules, model, optimizer, part, known)
-    if known is not None:
+    foreign = find_foreign(store, tag)
+    hints = about.hints(part) if foreign is not None and foreign[0].asks else None
+    reader = open_tag(store, tag, hints)
+    if about.known is not None:
         try:
             with naming(path=reader.root, tag=reader.tag):
-                check_shapes(reader.manifest, known.config)
+                check_shapes(reader.manifest, about.known.config)
         except BaseException:
             reader.close()  # nobody else will
             raise
     return reader
 
 
-def _opened(
-    store: Store, tag: str, rules: Parsed, model: Any, optimizer: Any, part: str, known: KnownModel | None
-) -> TagReader:
-    found = find_foreign(store, tag)
-    if found is None or not found[0].asks:
-        return open_tag(store, tag)
-    from xla_ckpt.state.hints import hints_of
-    from xla_ckpt.state.shardings import StateShardings
-    from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
-
-    model, optimizer = unwrapped_model(model, loading=True), unwrapped_optimizer(optimizer)
-    if optimizer is None and schema.member_of(part) in (paths.ROOT, schema.OPTIMIZER):
-        optimizer = {}  # all of it, whoever it is for
-    hints = hints_of(model, optimizer, StateShardings(rules=rules))
-    if known is not None:
-        # What a program says of an array itself counts more.
-        hints = replace(hints, arrays={**llama_hints(known.config), **hints.arrays})
-    return open_tag(store, tag, hints)
-
-
 def tell_divergent(reader: TagReader) -> None:
     """Log which arrays of a tag were stored from replicas that differed."""
-    told = reader.manifest.divergence()
-    if told is not None:
-        logger.warning("tag %s: %s", reader.tag, told)
+    divergence = reader.manifest.divergence()
+    if divergence is not None:
+        logger.warning("tag %s: %s", reader.tag, divergence)
 
 
-def leave_out_numbers(reader: TagReader) -> None:
-    """Leave out what says something of each rank of the job that saved: the new tag is for other ranks, or for none."""
-    reader.manifest, numbers = without_numbers(reader.manifest)
+def without_rank_numbers(reader: TagReader) -> TagReader:
+    """The reader less what says something of each rank that saved: the new tag is for other ranks, or for none."""
+    manifest, numbers = without_numbers(reader.manifest)
     if numbers:
         logger.warning(
             "tag %s: left out, because they say something of each rank of the job that saved: %s. A load of ours does "
@@ -112,6 +109,7 @@ def leave_out_numbers(reader: TagReader) -> None:
             reader.tag,
             paths.listed(numbers),
         )
+    return reader.with_manifest(manifest)
 
 
 def check_split(reader: TagReader, part: str) -> None:
@@ -160,5 +158,5 @@ class OpenState:
 
         if self.reader.foreign_objects is None:
             return [self.reader.pickled(i) for i in range(len(self.manifest.objects))]
-        found = objects_in(self.manifest.skeleton)
-        return [pickles.dump(self.reader.object(i, found[i], trust=self.trust), found[i]) for i in sorted(found)]
+        leaves = objects_in(self.manifest.skeleton)
+        return [pickles.dump(self.reader.object(i, leaves[i], trust=self.trust), leaves[i]) for i in sorted(leaves)]

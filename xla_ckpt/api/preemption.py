@@ -11,8 +11,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from xla_ckpt.errors import UsageError
-from xla_ckpt.job.current import TIMEOUT, current_job
-from xla_ckpt.job.opening import Call
+from xla_ckpt.job.call import Call
+from xla_ckpt.job.current import current_job
+from xla_ckpt.job.rounds import TIMEOUT
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 

@@ -5,47 +5,41 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
-from xla_ckpt.api.taking import Taking
-from xla_ckpt.engine.background import MISTAKES, SAVES, OnError, SaveHandle, install_exit_hook
+from xla_ckpt.api.freezing import freeze
+from xla_ckpt.api.wish import Wish, chosen_layouts
+from xla_ckpt.engine.background import MISTAKES, SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.cancellation import Cancellation
-from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.ending import end
+from xla_ckpt.engine.frozen import Frozen
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save import Part, Save, Stale, Writing
+from xla_ckpt.engine.save import Order, Save, Timing
 from xla_ckpt.engine.trace import Trace
-from xla_ckpt.errors import CheckpointError, StorageError, UnsupportedStateError, UsageError
-from xla_ckpt.job.call import Job
-from xla_ckpt.job.current import TIMEOUT, current_job
-from xla_ckpt.job.opening import Call
+from xla_ckpt.errors import CheckpointError, StorageError
+from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.registry import named, saved
-from xla_ckpt.options import check_choice, known_options
-from xla_ckpt.plan.merge import Replicas
-from xla_ckpt.plan.parity import Parity
+from xla_ckpt.keywords import taking_values
+from xla_ckpt.options import SaveOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Rules
-from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
-from xla_ckpt.snapshot.take import Mode
-from xla_ckpt.state.describe import Description, describe
+from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
-from xla_ckpt.state.members import Objects, State, Tree
+from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.names import check_tag
-from xla_ckpt.tags.orbax_import import ORBAX
 from xla_ckpt.tags.retention import check_keep
+from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
 
 
-@known_options
+@taking_values(options=SaveOptions)
 def save_checkpoint(
     path: PathLike,
     tag: str,
@@ -64,15 +58,7 @@ def save_checkpoint(
     shardings: Rules | None = None,
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
-    replicas: Replicas = "equal",
-    on_error: OnError = "raise",
-    stale: Stale = "warn",
-    parity: Parity | None = None,
-    snapshot: Mode = "host",
-    snapshot_budget: int = BUDGET_BYTES,
-    progress: bool | None = None,
-    trace: PathLike | None = None,
-    timeout: float = TIMEOUT,
+    options: SaveOptions | None = None,
 ) -> SaveHandle:
     """Save a training state as one tag, completely or not at all.
 
@@ -105,31 +91,7 @@ def save_checkpoint(
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
             model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
             under torchtitan's keys; or several of them, of which the first that can hold the state is written.
-        replicas: ``"equal"``: what several ranks hold alike is compared, by samples, and a difference is an error.
-            ``"first"``, for a job whose replicas have drifted apart: the first replica of each array is stored, whole,
-            and the rank that has it writes all of it. What differed is logged, and recorded in the tag. Parts of an
-            array that nobody declared as such look like drifted replicas, and all but the first would be lost.
-        on_error: What happens if the save fails: ``"raise"``; ``"warn"``, which logs a warning, so that a run goes on
-            that can wait for its next save; or a function, which is called with the error, for an asynchronous save
-            on a thread of this library. With the last two nothing is raised but by ``handle.result()``, and
-            ``handle.error`` has the error. Mistakes of the program (`UsageError`, `UnsupportedStateError`,
-            `InvalidTagError`) are raised in any case. All ranks say the same.
-        stale: What happens if all arrays of the model have the bytes of the newest tag, although something else in the
-            state, or the number in the tag's name, says that training went on: ``"warn"``, ``"raise"`` (a
-            `SaveError`; nothing is committed) or ``"ignore"``.
-        parity: What the tag is to survive (docs/repair.md): ``"block"``, a damaged block of 1 MiB in each of its files,
-            or ``"file"``, that and the loss of one file. `repair` gives the bytes back. The files are read once more
-            for ``"block"``, and twice more for ``"file"``, which takes as much room as the largest file.
-        snapshot: How an asynchronous save freezes memory that the program writes to (docs/snapshots.md): ``"host"``
-            copies it to host memory before the call returns; ``"device"`` clones what is on an accelerator there, and
-            transfers the clones in the background; ``"overlap"`` copies parameters and optimizer state in the
-            background, and has the next optimizer step wait for that. XLA's and jax's arrays are never copied.
-        snapshot_budget: Host memory for what is copied in the background (bytes); the state may be larger.
-        progress: Show a progress bar: True, False, or None for only if it takes long, on a terminal.
-        trace: Where a trace of the save goes that Perfetto shows: a file, or a directory that is there, in which each
-            rank makes a file of its own. By default the directory that ``XLA_CKPT_TRACE`` names in the environment, if
-            it does (docs/reports.md).
-        timeout: Seconds that a rank which is done waits for the others before all that are left give up.
+        options: How the save goes about its work; by default those of `default_options`.
 
     Returns:
         The save; finished already unless `async_save`.
@@ -148,26 +110,20 @@ def save_checkpoint(
         path,
         tag,
         Objects(model=model, optimizer=optimizer, scheduler=scheduler, user_content=user_content, extras=extras or {}),
-        _Options(
-            layouts=_layouts(layout, use_xser=use_xser),
+        Wish(
+            layouts=chosen_layouts(layout, use_xser=use_xser),
             workers=num_workers,
             num_kept=num_kept_ckpts,
-            taking=Taking(mode=snapshot, waits=not async_save, budget=snapshot_budget),
+            waits=not async_save,
             mesh=mesh,
             shardings=shardings,
             pinned=pinned,
-            replicas=replicas,
-            on_error=on_error,
-            stale=stale,
-            parity=parity,
-            progress=progress,
-            trace=trace,
-            timeout=timeout,
+            options=chosen(SaveOptions, options),
         ),
     )
 
 
-@known_options
+@taking_values(options=SaveOptions)
 def save(
     path: PathLike,
     tag: str,
@@ -181,15 +137,7 @@ def save(
     shardings: Rules | None = None,
     pinned: bool = False,
     layout: str | Sequence[str] | None = None,
-    replicas: Replicas = "equal",
-    on_error: OnError = "raise",
-    stale: Stale = "warn",
-    parity: Parity | None = None,
-    snapshot: Mode = "host",
-    snapshot_budget: int = BUDGET_BYTES,
-    progress: bool | None = None,
-    trace: PathLike | None = None,
-    timeout: float = TIMEOUT,
+    options: SaveOptions | None = None,
 ) -> SaveHandle:
     """Save any tree of containers, arrays (torch, XLA, numpy, jax) and plain values as one tag.
 
@@ -204,151 +152,79 @@ def save(
         path,
         tag,
         Tree(tree),
-        _Options(
-            layouts=_layouts(layout, use_xser=use_xser),
+        Wish(
+            layouts=chosen_layouts(layout, use_xser=use_xser),
             workers=num_workers,
             num_kept=num_kept_ckpts,
-            taking=Taking(mode=snapshot, waits=not async_save, budget=snapshot_budget),
+            waits=not async_save,
             mesh=mesh,
             shardings=shardings,
             pinned=pinned,
-            replicas=replicas,
-            on_error=on_error,
-            stale=stale,
-            parity=parity,
-            progress=progress,
-            trace=trace,
-            timeout=timeout,
+            options=chosen(SaveOptions, options),
         ),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """What a caller may say of a save, checked.
-
-    Raises (on construction):
-        UsageError: There is no such choice.
-    """
-
-    layouts: Sequence[Layout]
-    workers: int
-    num_kept: int | None
-    taking: Taking
-    mesh: Mesh | str | None
-    shardings: Rules | None
-    pinned: bool
-    replicas: Replicas
-    on_error: OnError
-    stale: Stale
-    parity: Parity | None
-    progress: bool | None
-    trace: PathLike | None
-    timeout: float
-
-    def __post_init__(self) -> None:
-        for name, choice, choices in (
-            ("replicas", self.replicas, get_args(Replicas)),
-            ("stale", self.stale, get_args(Stale)),
-            ("parity", self.parity, (None, *get_args(Parity))),
-        ):
-            check_choice(name, choice, choices)
-        if not callable(self.on_error):
-            check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
-        self.taking.check()
-
-    def shown(self, job: Job) -> bool | None:
-        """Whether this rank shows a progress bar; None decides by itself."""
-        return False if not self.taking.waits and self.progress is None else job.shows(self.progress)
-
-    def call(self, store: Store, tag: str, content: Objects | Tree, mesh: Mesh) -> Call:
-        """The save as far as all ranks have to ask for the same."""
-        return Call.of(
-            "save_checkpoint" if isinstance(content, Objects) else "save",
-            path=store.path,
-            tag=tag,
-            mesh=str(mesh),
-            objects=content.given,
-            layout=", ".join(layout.name for layout in self.layouts),
-            num_kept_ckpts=self.num_kept,
-            pinned=self.pinned,
-            async_save=not self.taking.waits,
-            replicas=self.replicas,
-            parity=self.parity,
-            stale=self.stale,
-            on_error="a function" if callable(self.on_error) else self.on_error,
-        )
-
-
-def _save(path: PathLike, tag: str, content: Objects | Tree, options: _Options) -> SaveHandle:
+def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> SaveHandle:
     """A save, from the call to the thread that writes: freeze the state, then start.
 
     Whatever is raised from here, by this library or by a signal handler, the save has ended or is given up, and reads
     none of the program's memory.
     """
-    began = time.perf_counter()
-    store, file = store_at(path), trace_file(options.trace)
+    began, options = time.perf_counter(), wish.options
+    root, file = root_of(store_at(path)), trace_file(options.trace)
     phases = Phases(keep=file is not None)
     install_exit_hook()
     cancellation = Cancellation()
-    handle = SaveHandle(store.path, tag, cancellation)
-    part: Part | CheckpointError | None = None
+    handle = SaveHandle(root.path, tag, cancellation)
+    frozen: Frozen | CheckpointError | None = None
     refused: BaseException | None = None
     try:
-        with SAVES.turn(store.path), ORBAX.resting():
-            untold = SAVES.before(store.path)
+        with SAVES.turn(root.path):
+            earlier_error = SAVES.before(root.path)
             phases.keep(WAIT, began, time.perf_counter(), about="for the save before")
-            job = current_job(store.path, options.mesh, doing="save", timeout=options.timeout)
+            job = current_job(root.path, wish.mesh, doing="save", timeout=options.timeout)
             rank, world = job.exchange.rank, job.exchange.size
-            traced = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
+            order = Order(
+                root=root,
+                tag=tag,
+                call=wish.call(root.path, tag, content, job.placement.mesh),
+                options=options,
+                pinned=wish.pinned,
+                num_kept=wish.num_kept,
+                workers=max(1, wish.workers),
+                shown=wish.shown(job),
+            )
             try:
-                if untold is not None:
-                    raise untold
-                part = _part(store, tag, content, job.placement, phases, options)
+                if earlier_error is not None:
+                    raise earlier_error
+                frozen = _prepared(order, content, job.placement, phases, wish)
             except BaseException as error:
                 # The other ranks wait for this one: they hear of it through the save's verdict, and so does the caller.
-                part = as_checkpoint_error(error, "preparing", rank, path=store.path, tag=tag)
+                frozen = as_checkpoint_error(error, "preparing", rank, path=root.path, tag=tag)
                 if not isinstance(error, Exception) or (
-                    world == 1 and (options.on_error == "raise" or isinstance(part, MISTAKES))
+                    world == 1 and (options.on_error == "raise" or isinstance(frozen, MISTAKES))
                 ):
                     refused = error
-            stall = _stalled(phases, began)
+            trace = None if file is None else Trace(file=file, doing="save", rank=rank, world=world)
+            timing = Timing(phases=phases, stall=_stalled(phases, began), trace=trace)
             if refused is None or world > 1:
-                SAVES.start(
-                    handle,
-                    Save(
-                        store=store,
-                        tag=tag,
-                        job=job,
-                        part=part,
-                        call=options.call(store, tag, content, job.placement.mesh),
-                        pinned=options.pinned,
-                        num_kept=options.num_kept,
-                        replicas=options.replicas,
-                        stale=options.stale,
-                        parity=options.parity,
-                        workers=max(1, options.workers),
-                        shown=options.shown(job),
-                        phases=phases,
-                        stall=stall,
-                        trace=traced,
-                        cancellation=cancellation,
-                    ),
-                    options.on_error,
-                )
+                save = Save(order=order, job=job, frozen=frozen, timing=timing, cancellation=cancellation)
+                SAVES.start(handle, save, options.on_error)
+                del save  # the state is in memory as long as its thread needs it
         if refused is not None:
             if world == 1:
                 # Only now: a function of the program that hears of it may save on the same path.
-                end(_refused(store, tag, stall, phases, refused), phases, traced)
+                end(_refused(order, timing, refused), phases, trace)
             raise refused
-        if options.taking.waits:
+        if wish.waits:
             handle.finish()
         return handle
     except BaseException as error:
         handle.give_up(error)
         raise
     finally:
-        del part, refused  # or this frame and the error's traceback would keep each other, and the state, in memory
+        del frozen, refused  # or this frame and the error's traceback would keep each other, and the state, in memory
 
 
 def _stalled(phases: Phases, began: float) -> float:
@@ -358,17 +234,17 @@ def _stalled(phases: Phases, began: float) -> float:
     return now - began
 
 
-def _refused(store: Store, tag: str, stall: float, phases: Phases, error: BaseException) -> SaveReport:
+def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
     """The report of a save that was not even begun."""
     return SaveReport(
-        path=store.path,
-        tag=tag,
+        path=order.root.path,
+        tag=order.tag,
         sequence=0,
         nbytes=0,
         files=0,
         seconds=0.0,
-        stall=stall,
-        phases=phases.report(),
+        stall=timing.stall,
+        phases=timing.phases.report(),
         error=error,
     )
 
@@ -378,90 +254,25 @@ def _prepare(store: Store) -> None:
     try:
         store.prepare()
     except (FileExistsError, NotADirectoryError) as error:
-        made = StorageError.of(error, "making the root directory", path=store.path)
-        made.hint = "A file has this name, or lies on the way to it: pass the path of a directory."
-        raise made from error
+        problem = StorageError.of(error, "making the root directory", path=store.path)
+        problem.hint = "A file has this name, or lies on the way to it: pass the path of a directory."
+        raise problem from error
     except OSError as error:
-        made = StorageError.of(error, "making the root directory", path=store.path)
-        made.hint = "Nothing was written. Pass a directory in which this user may make files."
-        raise made from error
+        problem = StorageError.of(error, "making the root directory", path=store.path)
+        problem.hint = "Nothing was written. Pass a directory in which this user may make files."
+        raise problem from error
 
 
-def _part(
-    store: Store, tag: str, content: Objects | Tree, placement: Placement, phases: Phases, options: _Options
-) -> Part:
+def _prepared(order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
     """What this rank saves. Mistakes of the program are found before the root directory is made."""
-    check_tag(tag, store.path)
-    check_keep(options.num_kept)
+    check_tag(order.tag, order.root.path)
+    check_keep(order.num_kept)
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
     if placement.rank == 0:
-        _prepare(store)
+        _prepare(order.root.store)
     with collector_paused():
-        return _freeze(state, placement, phases, options)
-
-
-def _freeze(state: State, placement: Placement, phases: Phases, options: _Options) -> Part:
-    """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
-    with phases.timed("describe"):
-        structure = any(layout.pickles for layout in options.layouts)
-        description = describe(
-            state,
-            placement,
-            options.shardings,
-            structure=structure,
-            takes_apart=all(layout.takes_apart for layout in options.layouts),
-            replicas=options.replicas,
-        )
-        writing = _first_that_can(options.layouts, description)
-    with phases.timed("snapshot"):
-        snapshot = options.taking.take(description, writing, phases)
-    return Part(
-        leaves=description.leaves,
-        writing=writing,
-        snapshot=snapshot,
-        skeleton=description.skeleton,
-        aliases=description.aliases,
-        objects=description.objects,
-        speaks=description.speaks,
-        alone=state.alone,
-        parts=description.parts,
-    )
-
-
-def _layouts(layout: str | Sequence[str] | None, *, use_xser: bool) -> tuple[Layout, ...]:
-    """The layouts that a caller wants, in order of preference.
-
-    Raises:
-        UsageError: There is no such layout, or `use_xser` contradicts it.
-    """
-    wanted = ("xser" if use_xser else "native",) if layout is None else layout
-    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
-    if not names:
-        raise UsageError("there is no such layout", expected=f"one of {', '.join(saved())}", found=str(layout))
-    if use_xser and names[0] != "xser":
-        raise UsageError("use_xser=True asks for another layout than layout=", expected="xser", found=str(layout))
-    return tuple(named(name, among=saved()) for name in names)
-
-
-def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:
-    """How the first of the layouts that can hold the state writes it.
-
-    Raises:
-        UnsupportedStateError: None of them can.
-    """
-    problem: UnsupportedStateError | None = None
-    for layout in layouts:
-        try:
-            writing = layout.writing(description)
-        except UnsupportedStateError as error:
-            problem = problem or error
-            continue
-        if problem is not None:
-            logger.warning("the %s layout is written in place of %s: %s", layout.name, layouts[0].name, problem)
-        return writing
-    assert problem is not None
-    raise problem
+        return freeze(state, placement, phases, wish)
 
 
 def finalize_checkpoint() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import naming, storage_errors
+from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
-from xla_ckpt.options import known_options
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
-from xla_ckpt.tags.directory import roots_below
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.missing import roots_below
+from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def list_tags(path: PathLike) -> list[str]:
 def latest_tag(path: PathLike) -> str | None:
     """The newest committed tag in `path`; None when there is none.
 
-    A program that trains looks for it before its first save, so orbax's import begins (see `expect_commit`).
+    A program that trains looks for it before its first save, so what commits is started (see `expect_commit`).
     """
     tags = list_tags(path)
     expect_commit(store_at(path))
@@ -43,18 +44,15 @@ def latest_tag(path: PathLike) -> str | None:
 
 
 def expect_commit(store: Store) -> None:
-    """Have orbax imported in the background where this process is going to save, it seems: it trains, as rank 0.
+    """Have the process started in which orbax commits, if this one is going to save, it seems: it trains, as rank 0.
 
     A program that has not imported torch trains nothing, and is left as light as it is.
     """
     if "torch" in sys.modules:
-        from xla_ckpt.engine.background import install_exit_hook
         from xla_ckpt.job import process_group
-        from xla_ckpt.tags import commit
 
-        if process_group.leads() and process_group.has_opened_devices():
-            install_exit_hook()
-            commit.expect(store)
+        if process_group.leads():
+            root_of(store).expect()
 
 
 def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
@@ -76,10 +74,10 @@ def chosen_tag(store: Store, tag: str | None) -> str:
     """
     if tag is not None:
         return tag
-    found = tag_names(store)
-    if not found:
+    names = tag_names(store)
+    if not names:
         raise no_tag(store, None)
-    return found[-1]
+    return names[-1]
 
 
 @known_options
@@ -89,14 +87,14 @@ def has_checkpoint(path: PathLike) -> bool:
     Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
     nobody begins anew over the others.
 
-    A program that trains looks for it before its first save, so orbax's import begins (see `expect_commit`).
+    A program that trains looks for it before its first save, so what commits is started (see `expect_commit`).
     """
     store, tag = located(path, None)
-    found = tag is not None or bool(list_tags(path))
-    if not found and (below := roots_below(store)):
+    exists = tag is not None or bool(list_tags(path))
+    if not exists and (below := roots_below(root_of(store))):
         logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below))
     expect_commit(store)
-    return found
+    return exists
 
 
 @known_options

@@ -31,14 +31,14 @@ class TorchLink:
         """Pinned memory; ordinary memory where the backend pins none."""
         if nbytes == 0:
             return allocate(0)
-        made = _pinned(nbytes)
-        if made is None:
+        memory = _pinned(nbytes)
+        if memory is None:
             return allocate(nbytes)
-        if made.ctypes.data % BLOCK:  # files are written from it without the page cache
-            made = _pinned(nbytes + BLOCK)
-            assert made is not None, "it was pinned a moment ago"
-            return made[-made.ctypes.data % BLOCK :][:nbytes]
-        return made
+        if memory.ctypes.data % BLOCK:  # files are written from it without the page cache
+            memory = _pinned(nbytes + BLOCK)
+            assert memory is not None, "it was pinned a moment ago"
+            return memory[-memory.ctypes.data % BLOCK :][:nbytes]
+        return memory
 
     def follow(self) -> None:
         if self._stream is None:
@@ -129,8 +129,8 @@ class TensorShard:
 
     def look(self, look: Look) -> bytes:
         flat = _flat(self.in_order()._value)[look.offset :]
-        found: bytes = flat.as_strided((look.count, look.nbytes), (look.stride, 1)).cpu().numpy().tobytes()
-        return found
+        data: bytes = flat.as_strided((look.count, look.nbytes), (look.stride, 1)).cpu().numpy().tobytes()
+        return data
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:

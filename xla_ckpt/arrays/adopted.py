@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_ckpt.snapshot.memory import HUGE_BYTES, MEMORY_ALIGNMENT, Region, Slabs, huge_pages
+from xla_ckpt.snapshot.memory import HUGE_BYTES, MEMORY_ALIGNMENT, PageRegion, Slabs, huge_pages
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
@@ -74,13 +74,13 @@ class Adoptable:
         self.dtype = dtype
         self.shape = tuple(shape)
         self.nbytes = prod(self.shape) * dtype.itemsize
-        found, large = ctypes.c_void_p(), self.nbytes >= HUGE_BYTES
+        address, large = ctypes.c_void_p(), self.nbytes >= HUGE_BYTES
         alignment = HUGE_BYTES if large else MEMORY_ALIGNMENT
-        if _libc.posix_memalign(ctypes.byref(found), alignment, _HEADER + self.nbytes) != 0 or not found.value:
+        if _libc.posix_memalign(ctypes.byref(address), alignment, _HEADER + self.nbytes) != 0 or not address.value:
             raise MemoryError(f"no {self.nbytes} bytes of host memory")
-        self._at = found.value
+        self._at = address.value
         if large:
-            region = Region(np.asarray(self), self._advise)
+            region = PageRegion(np.asarray(self), self._advise)
             huge_pages.begin(region)
             slabs.add(region)
 
@@ -95,9 +95,9 @@ class Adoptable:
 
     def memory(self) -> memoryview:
         """The elements as bytes, to be filled, which keep this object. They must not be used once XLA has them."""
-        held: Any = (ctypes.c_ubyte * self.nbytes).from_address(self._at + _HEADER)
-        held.owner = self
-        return memoryview(held).cast("B")
+        elements: Any = (ctypes.c_ubyte * self.nbytes).from_address(self._at + _HEADER)
+        elements.owner = self
+        return memoryview(elements).cast("B")
 
     def tensor(self) -> torch.Tensor:
         """The memory as a CPU tensor, to be filled. It must not be used any more once XLA has it."""
@@ -105,7 +105,7 @@ class Adoptable:
 
     def capsule(self) -> Any:
         """What a consumer of DLPack takes. `given` has to be called when it has."""
-        made = _MANAGED_TENSOR.pack(
+        header = _MANAGED_TENSOR.pack(
             self._at + _HEADER,
             _CPU,
             0,
@@ -119,7 +119,7 @@ class Adoptable:
             0,
             _FREE,
         ) + struct.pack(f"@{len(self.shape)}q", *self.shape)
-        ctypes.memmove(self._at, made, len(made))
+        ctypes.memmove(self._at, header, len(header))
         return _new_capsule(self._at, b"dltensor", None)
 
     def given(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.tree.codec import Composite
 
-Members = Mapping[str, torch.Tensor]
+TensorMembers = Mapping[str, torch.Tensor]
 
 _COMPRESSED: dict[torch.layout, tuple[str, str, Any]] = {
     torch.sparse_csr: ("crow_indices", "col_indices", torch.sparse_csr_tensor),
@@ -34,7 +34,7 @@ class _Kind:
     apart: Callable[[torch.Tensor], tuple[dict[str, torch.Tensor], Any]]
     """The plain tensors, and what else it takes."""
 
-    compose: Callable[[Members, Any], torch.Tensor]
+    compose: Callable[[TensorMembers, Any], torch.Tensor]
 
 
 def _coo_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
@@ -42,9 +42,9 @@ def _coo_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
     return members, {"size": list(value.shape), "coalesced": value.is_coalesced()}
 
 
-def _coo(members: Members, about: Any) -> torch.Tensor:
-    made = torch.sparse_coo_tensor(members["indices"], members["values"], about["size"], check_invariants=True)
-    return made._coalesced_(about["coalesced"])
+def _coo(members: TensorMembers, about: Any) -> torch.Tensor:
+    tensor = torch.sparse_coo_tensor(members["indices"], members["values"], about["size"], check_invariants=True)
+    return tensor._coalesced_(about["coalesced"])
 
 
 def _compressed_kind(layout: torch.layout) -> _Kind:
@@ -53,11 +53,11 @@ def _compressed_kind(layout: torch.layout) -> _Kind:
     def apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any]:
         return {n: getattr(value, n)() for n in (first, second, "values")}, {"size": list(value.shape)}
 
-    def compose(members: Members, about: Any) -> torch.Tensor:
-        made: torch.Tensor = make(
+    def compose(members: TensorMembers, about: Any) -> torch.Tensor:
+        tensor: torch.Tensor = make(
             members[first], members[second], members["values"], about["size"], check_invariants=True
         )
-        return made
+        return tensor
 
     return _Kind(apart, compose)
 
@@ -70,7 +70,7 @@ def _per_tensor_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any
     }
 
 
-def _per_tensor(members: Members, about: Any) -> torch.Tensor:
+def _per_tensor(members: TensorMembers, about: Any) -> torch.Tensor:
     return torch._make_per_tensor_quantized_tensor(members["values"], about["scale"], about["zero_point"])
 
 
@@ -83,7 +83,7 @@ def _per_channel_apart(value: torch.Tensor) -> tuple[dict[str, torch.Tensor], An
     return members, {"dtype": value.dtype, "axis": value.q_per_channel_axis()}
 
 
-def _per_channel(members: Members, about: Any) -> torch.Tensor:
+def _per_channel(members: TensorMembers, about: Any) -> torch.Tensor:
     return torch._make_per_channel_quantized_tensor(
         members["values"], members["scales"], members["zero_points"], about["axis"]
     )
@@ -104,7 +104,7 @@ def _jagged_apart(value: Any) -> tuple[dict[str, torch.Tensor], Any]:
     }
 
 
-def _jagged(members: Members, about: Any) -> torch.Tensor:
+def _jagged(members: TensorMembers, about: Any) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(
         members["values"], members["offsets"], members.get("lengths"), jagged_dim=about["ragged"]
     )
@@ -144,15 +144,15 @@ def apart(value: Any) -> Composite | None:
     """The plain tensors of a tensor that is made of several; None for anything else."""
     if not isinstance(value, torch.Tensor) or (name := name_of(value)) is None:
         return None
-    held = value.detach()
+    tensor = value.detach()
     if name in _KINDS:
-        members, about = _KINDS[name].apart(held)
+        members, about = _KINDS[name].apart(tensor)
         return Composite(name, members, about)
-    names, context = held.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return Composite(
         name,
-        {inner: getattr(held, inner) for inner in names},
-        {"context": context, "size": list(held.shape), "stride": list(held.stride())},
+        {inner: getattr(tensor, inner) for inner in names},
+        {"context": context, "size": list(tensor.shape), "stride": list(tensor.stride())},
     )
 
 

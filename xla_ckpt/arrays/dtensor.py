@@ -13,7 +13,7 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.sharding.cuts import Cut, Interval, held, interleaved, mesh_order, pieces_of, uneven
+from xla_ckpt.sharding.cuts import Cut, IndexRange, held, interleaved, mesh_order, pieces_of, uneven
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.snapshot.shards import HostShard, MemoryShard
 
@@ -81,16 +81,16 @@ class DTensors:
         )
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        found: list[list[HostShard]] = []
+        shards: list[list[HostShard]] = []
         for value, local in values:
-            found += self._plain(value._local_tensor).host([(value._local_tensor, local)])
-        return found
+            shards += self._plain(value._local_tensor).host([(value._local_tensor, local)])
+        return shards
 
     def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
-        found: list[Sequence[MemoryShard]] = []
+        pieces: list[Sequence[MemoryShard]] = []
         for value, local in values:
-            found += self._plain(value._local_tensor).shards([(value._local_tensor, local)])
-        return found
+            pieces += self._plain(value._local_tensor).shards([(value._local_tensor, local)])
+        return pieces
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         inner = self._plain(value._local_tensor).into(value._local_tensor, local, owned=owned)
@@ -152,7 +152,7 @@ def _check_order(value: Any, path: str) -> None:
         )
 
 
-def _held(size: int, cuts: Sequence[Cut], path: str) -> list[Interval]:
+def _held(size: int, cuts: Sequence[Cut], path: str) -> list[IndexRange]:
     """What this rank holds of a tensor dim.
 
     Raises:

@@ -47,7 +47,7 @@ class _Plain:
 def parts(value: Any) -> Composite | None:
     """An object as its attributes, whatever these are; None for one of another kind of class."""
     kind = type(value)
-    if not is_plain_class(kind) or _found(kind.__module__, kind.__qualname__) is not kind:
+    if not is_plain_class(kind) or imported(kind.__module__, kind.__qualname__) is not kind:
         return None
     return Composite(INSTANCE + class_name(kind), vars(value), None)
 
@@ -68,11 +68,16 @@ def apart(value: Any, codec: ValueCodec) -> Composite | None:
         return None
 
 
-def _found(module: str, path: str) -> Any:
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found
+def imported(module: str, qualname: str) -> Any:
+    """What stands in an imported module under a qualified name; None if nothing does, or it is not imported.
+
+    >>> imported("enum", "Enum"), imported("enum", "Nothing.at_all")
+    (<enum 'Enum'>, None)
+    """
+    value: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        value = getattr(value, part, None)
+    return value
 
 
 def is_name(name: str) -> bool:
@@ -104,6 +109,6 @@ def compose(composite: Composite, resolve: Callable[[str, type], Any]) -> Any:
     Raises:
         IncompatibleCheckpointError, UntrustedObjectError: See `class_of`.
     """
-    made = object.__new__(class_of(composite, resolve))
-    made.__dict__.update(composite.members)
-    return made
+    value = object.__new__(class_of(composite, resolve))
+    value.__dict__.update(composite.members)
+    return value

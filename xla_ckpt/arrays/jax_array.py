@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from xla_ckpt import dtypes
-from xla_ckpt.arrays.numpy_array import bytes_of
+from xla_ckpt.arrays.numpy_array import bytes_of_array
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
@@ -70,7 +70,7 @@ def _host(data: Any) -> HostShard:
     # On CPU this is a view that holds the buffer: jax copies rather than donate a buffer that is held.
     plain = np.asarray(data)
     plain = plain if plain.flags.c_contiguous else np.ascontiguousarray(plain)
-    return HostShard(bytes_of(plain), (data, plain), immutable=True)
+    return HostShard(bytes_of_array(plain), (data, plain), immutable=True)
 
 
 def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
@@ -87,7 +87,7 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
 
     def memory(_: Slabs) -> list[memoryview]:
         parts.update({box: np.empty(box.shape, numpy_dtype(dtype)) for box in parts})
-        return [bytes_of(part) for part in parts.values()]
+        return [bytes_of_array(part) for part in parts.values()]
 
     def install() -> Any:
         if sharding is None:

@@ -20,7 +20,7 @@ from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard
 
 
-def bytes_of(array: Any) -> memoryview:
+def bytes_of_array(array: Any) -> memoryview:
     """The memory of a C-contiguous array, of any dtype."""
     return memoryview(array.reshape(-1).view(np.uint8)) if array.nbytes else memoryview(bytearray())
 
@@ -61,23 +61,23 @@ class Numpy:
                 shape=local.shape,
                 boxes=boxes,
                 live=True,
-                memory=lambda _: [bytes_of(value)],
+                memory=lambda _: [bytes_of_array(value)],
                 install=lambda: value,
                 over=lambda: over,
             )
         fresh = self.like(value, local)
 
         def install() -> Any:
-            made = fresh.install()
+            loaded = fresh.install()
             for piece in local.pieces:
-                np.copyto(_cut(value, piece.local), _cut(made, piece.local))
+                np.copyto(_cut(value, piece.local), _cut(loaded, piece.local))
             return value
 
         return replace(fresh, install=install, over=lambda: over)
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or self.dtype(value)
-        return fresh(element, tuple(value.shape), numpy_dtype(element), local)
+        return fresh_numpy(element, tuple(value.shape), numpy_dtype(element), local)
 
 
 def _strided(value: Any) -> Strided:
@@ -112,27 +112,27 @@ def _is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
 
 def _host(value: Any) -> HostShard:
     plain = np.ascontiguousarray(value).reshape(value.shape)  # a copy exactly where it was not contiguous
-    return HostShard(bytes_of(plain), plain, immutable=not value.flags.c_contiguous)
+    return HostShard(bytes_of_array(plain), plain, immutable=not value.flags.c_contiguous)
 
 
-def fresh(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local: LocalArray) -> Target:
+def fresh_numpy(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any], local: LocalArray) -> Target:
     """A target that makes a new array of a local shape; its padding is zero."""
-    made: Any = None
+    array: Any = None
     buffers: list[Any] = []
 
     def memory(_: Slabs) -> list[memoryview]:
-        nonlocal made
+        nonlocal array
         if _is_whole(local, shape):
-            made = np.empty(shape, numpy_type)
-            return [bytes_of(made)]
-        made = np.zeros(shape, numpy_type)
+            array = np.empty(shape, numpy_type)
+            return [bytes_of_array(array)]
+        array = np.zeros(shape, numpy_type)
         buffers.extend(np.empty(p.local.shape, numpy_type) for p in local.pieces)
-        return [bytes_of(b) for b in buffers]
+        return [bytes_of_array(b) for b in buffers]
 
     def install() -> Any:
         for piece, buffer in zip(local.pieces, buffers, strict=False):
-            np.copyto(_cut(made, piece.local), buffer)
-        return made
+            np.copyto(_cut(array, piece.local), buffer)
+        return array
 
     return Target(
         dtype=dtype,

@@ -19,7 +19,7 @@ from xla_ckpt.errors import FormatError
 from xla_ckpt.tree.classes import class_name
 from xla_ckpt.tree.codec import Composite, ValueCodec
 from xla_ckpt.tree.flatten import flatten
-from xla_ckpt.tree.skeleton import Parts
+from xla_ckpt.tree.skeleton import ValueParts
 
 KEY = "jax:key"
 """Name of a typed key of random numbers."""
@@ -53,13 +53,13 @@ def _is_key_type(jax: Any, dtype: Any) -> bool:
     return bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
 
 
-def parts(value: Any) -> Parts | None:
+def parts(value: Any) -> ValueParts | None:
     """The parts of a value of a registered class, and what makes a value like it; None for any other value."""
     taken = _taken(value)
     if taken is None:
         return None
     members, structure = taken
-    return members, lambda made: structure.unflatten([made[name] for name in members])
+    return members, lambda values: structure.unflatten([values[name] for name in members])
 
 
 def _taken(value: Any) -> tuple[dict[str, Any], Any] | None:
@@ -67,13 +67,13 @@ def _taken(value: Any) -> tuple[dict[str, Any], Any] | None:
     jax = _jax()
     if jax is None or _is_builtin(value):
         return None
-    found, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
+    children, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda part: part is not value)
     if structure.node_data() is None:
         return None
-    names = [_name(path[0]) for path, _ in found]
+    names = [_name(path[0]) for path, _ in children]
     if len(set(names)) < len(names):
         names = [str(n) for n in range(len(names))]
-    return dict(zip(names, (part for _, part in found), strict=True)), structure
+    return dict(zip(names, (part for _, part in children), strict=True)), structure
 
 
 def _name(entry: Any) -> str:

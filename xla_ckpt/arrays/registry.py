@@ -11,11 +11,9 @@ import torch
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.composite import name_of
-from xla_ckpt.arrays.numpy_array import Numpy
-from xla_ckpt.arrays.numpy_array import fresh as fresh_numpy
+from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
 from xla_ckpt.arrays.pytree import is_key
-from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, is_plain, is_xla, torch_dtype
-from xla_ckpt.arrays.torch_host import fresh as fresh_torch
+from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
@@ -23,7 +21,6 @@ from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.tags.orbax_import import ORBAX
 
 _TORCH_HOST: ArrayAdapter = TorchHost()
 _NUMPY: ArrayAdapter = Numpy()
@@ -205,12 +202,12 @@ class ArraySpec:
         return new_array(dtype(_name(self.dtype)), local, kind)
 
 
-def _name(given: Any) -> str:
-    if isinstance(given, str | torch.dtype):
-        return str(given).removeprefix("torch.")
+def _name(element_type: Any) -> str:
+    if isinstance(element_type, str | torch.dtype):
+        return str(element_type).removeprefix("torch.")
     import numpy as np
 
-    return str(np.dtype(given).name)
+    return str(np.dtype(element_type).name)
 
 
 def is_spec(value: Any) -> bool:
@@ -231,12 +228,12 @@ def number_like(pattern: Any, number: float) -> Any:
         return torch.tensor(number, dtype=getattr(torch, _name(pattern.dtype)))
     import numpy as np
 
-    made = np.asarray(number, numpy_dtype(dtype(_name(pattern.dtype))))
+    array = np.asarray(number, numpy_dtype(dtype(_name(pattern.dtype))))
     if isinstance(pattern, np.ndarray | ArraySpec):
-        return made
+        return array
     import jax
 
-    return jax.device_put(made, getattr(pattern, "sharding", None))
+    return jax.device_put(array, getattr(pattern, "sharding", None))
 
 
 def target_of_spec(value: Any, placement: Placement) -> Target:
@@ -256,11 +253,11 @@ def new_array(element: DType, local: LocalArray, kind: str, device: torch.device
     shape = tuple(max((p.local.stop[d] for p in local.pieces), default=0) for d in range(len(local.shape)))
     if kind == "torch" and (torch_type := torch_dtype(element)) is not None:
         if device is not None and device.type == "xla":
-            from xla_ckpt.arrays.xla import fresh as fresh_xla
+            from xla_ckpt.arrays.xla import fresh_xla
 
             return fresh_xla(element, shape, torch_type, device, local)
         return fresh_torch(element, shape, torch_type, device, local)
-    if kind == "jax" and ("jax" in sys.modules or ORBAX.begun()):
+    if kind == "jax" and "jax" in sys.modules:
         import jax
 
         from xla_ckpt.arrays.jax_array import fresh_jax

@@ -48,18 +48,18 @@ class ShardedTensors:
         return LocalArray(shape=self.shape(value), pieces=pieces)
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        found = []
+        shards = []
         for value, _ in values:
             tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
-            found.append([self._plain(t).host([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
-        return found
+            shards.append([self._plain(t).host([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
+        return shards
 
     def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[MemoryShard]]:
-        found: list[Sequence[MemoryShard]] = []
+        pieces: list[Sequence[MemoryShard]] = []
         for value, _ in values:
             tensors = [s.tensor for s in value.local_shards() if s.tensor.numel()]
-            found.append([self._plain(t).shards([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
-        return found
+            pieces.append([self._plain(t).shards([(t, whole(tuple(t.shape)))])[0][0] for t in tensors])
+        return pieces
 
     def into(self, value: Any, local: LocalArray, *, owned: bool) -> Target:
         parts = [

@@ -21,7 +21,7 @@ from xla_ckpt.snapshot.shards import HostShard
 _XLAC: Any = torch_xla._XLAC
 
 
-def plain(value: torch.Tensor) -> torch.Tensor:
+def global_tensor(value: torch.Tensor) -> torch.Tensor:
     """The tensor inside of an `XLAShardedTensor`; any other as it is."""
     inner: torch.Tensor = getattr(value, "global_tensor", value)
     return inner
@@ -29,7 +29,7 @@ def plain(value: torch.Tensor) -> torch.Tensor:
 
 def is_sharded(value: torch.Tensor) -> bool:
     """Whether a tensor on an XLA device is annotated as sharded."""
-    return bool(_XLAC._get_xla_sharding_spec(plain(value)))
+    return bool(_XLAC._get_xla_sharding_spec(global_tensor(value)))
 
 
 def _regions(value: torch.Tensor) -> list[tuple[int, Box]]:
@@ -38,15 +38,15 @@ def _regions(value: torch.Tensor) -> list[tuple[int, Box]]:
         materialize([value])  # with all others: the next line would compile a graph for each pending tensor alone
     shape = tuple(value.shape)
     (entries,) = _XLAC._get_local_shard_replica_and_indices([value])
-    found = []
+    regions = []
     for replica, index in entries:
         if not isinstance(index, list):  # Ellipsis: the device holds all of it
-            found.append((replica, Box.whole(shape)))
+            regions.append((replica, Box.whole(shape)))
             continue
         bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
         start = tuple(min(b[0], n) for b, n in zip(bounds, shape, strict=True))
-        found.append((replica, Box(start, tuple(max(a, b[1]) for a, b in zip(start, bounds, strict=True)))))
-    return found
+        regions.append((replica, Box(start, tuple(max(a, b[1]) for a, b in zip(start, bounds, strict=True)))))
+    return regions
 
 
 class Spmd:
@@ -58,10 +58,10 @@ class Spmd:
         return isinstance(value, torch.Tensor) and value.device.type == "xla" and is_sharded(value)
 
     def identity(self, value: torch.Tensor) -> Hashable | None:
-        return "xla", _XLAC._xla_get_tensor_id(plain(value))
+        return "xla", _XLAC._xla_get_tensor_id(global_tensor(value))
 
     def dtype(self, value: torch.Tensor, path: str = "") -> DType:
-        check_dense(plain(value), path)
+        check_dense(global_tensor(value), path)
         return dtype_of(value, path)
 
     def shape(self, value: torch.Tensor) -> tuple[int, ...]:
@@ -70,13 +70,13 @@ class Spmd:
     def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
         pieces = [
             Piece(Box.whole(box.shape), box, lane)
-            for lane, (replica, box) in enumerate(_regions(plain(value)))
+            for lane, (replica, box) in enumerate(_regions(global_tensor(value)))
             if replica == 0 and box.size
         ]
         return LocalArray(shape=tuple(value.shape), pieces=tuple(pieces))
 
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
-        tensors = [plain(v).detach() for v, _ in values]
+        tensors = [global_tensor(v).detach() for v, _ in values]
         if not tensors:
             return []
         materialize(tensors)
@@ -88,7 +88,7 @@ class Spmd:
     shards = host
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
-        inner = plain(value)
+        inner = global_tensor(value)
         shards = _Shards(inner, dtype_of(inner), inner.dtype)
 
         whole = packed(self.identity(value), 0, tuple(value.shape), value.element_size())
@@ -109,14 +109,14 @@ class Spmd:
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
-        inner = plain(value)
+        inner = global_tensor(value)
         element = dtype or dtype_of(inner)
         shards = _Shards(inner, element, torch_type(element, inner))
         sharding, shape = _XLAC._get_xla_op_sharding(inner), tuple(value.shape)
 
         def install() -> torch.Tensor:
-            made: torch.Tensor = _XLAC._global_tensor_from_cpu_shards(shards.filled(), sharding, shape)
-            return made
+            tensor: torch.Tensor = _XLAC._global_tensor_from_cpu_shards(shards.filled(), sharding, shape)
+            return tensor
 
         return Target(dtype=element, shape=shape, boxes=shards.boxes, live=False, memory=shards.memory, install=install)
 
@@ -142,11 +142,11 @@ class _Shards:
         return tuple(self._spreads)
 
     def memory(self, _: Slabs) -> list[memoryview]:
-        found = []
+        views = []
         for box, spread in self._spreads.items():
             self._made[box] = torch.zeros(self._padded, dtype=self._torch_dtype)
-            found += spread.over(self._made[box])
-        return found
+            views += spread.over(self._made[box])
+        return views
 
     def filled(self) -> list[torch.Tensor]:
         """One padded shard for each local device."""

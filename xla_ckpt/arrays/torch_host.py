@@ -53,8 +53,8 @@ def _element_type(dtype: torch.dtype) -> DType:
 
 def torch_dtype(dtype: DType) -> torch.dtype | None:
     """Torch's type of this name; None if it has none."""
-    found = getattr(torch, dtype.name, None)
-    return found if isinstance(found, torch.dtype) else None
+    attribute = getattr(torch, dtype.name, None)
+    return attribute if isinstance(attribute, torch.dtype) else None
 
 
 def is_xla(tensor: torch.Tensor) -> bool:
@@ -108,7 +108,7 @@ def attributes_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor of a subclass has beside its elements."""
     if type(tensor) in PLAIN or not _has_elements(tensor):
         return []
-    return [held for held in vars(tensor).values() if isinstance(held, torch.Tensor)]
+    return [member for member in vars(tensor).values() if isinstance(member, torch.Tensor)]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -126,18 +126,10 @@ def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.
     return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
 
 
-class TorchHost:
-    """Dense torch tensors that are not on an XLA device."""
+class WholeTensors:
+    """What kinds of torch tensors answer alike of which this process holds all elements in one."""
 
     kind = "torch"
-
-    def accepts(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor)
-
-    def identity(self, value: torch.Tensor) -> Hashable | None:
-        if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
-            return None
-        return value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
 
     def dtype(self, value: torch.Tensor, path: str = "") -> DType:
         check_dense(value, path)
@@ -148,6 +140,18 @@ class TorchHost:
 
     def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
         return None
+
+
+class TorchHost(WholeTensors):
+    """Dense torch tensors that are not on an XLA device."""
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def identity(self, value: torch.Tensor) -> Hashable | None:
+        if value.layout is not torch.strided or value.device.type == "meta" or value.numel() == 0:
+            return None
+        return value.device, value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg()
 
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
         return [[self._host(cut(v.detach(), p.local)) for p in local.pieces] for v, local in values]
@@ -173,10 +177,10 @@ class TorchHost:
             fresh = self.like(value, local)
 
             def install() -> torch.Tensor:
-                made = fresh.install()
+                loaded = fresh.install()
                 with torch.no_grad():
                     for piece in local.pieces:
-                        cut(value, piece.local).copy_(cut(made, piece.local))
+                        cut(value, piece.local).copy_(cut(loaded, piece.local))
                 return value
 
             return replace(fresh, install=install, over=over)
@@ -193,7 +197,7 @@ class TorchHost:
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
-        return fresh(element, tuple(value.shape), torch_type(element, value), value.device, local)
+        return fresh_torch(element, tuple(value.shape), torch_type(element, value), value.device, local)
 
 
 def check_writable(value: torch.Tensor) -> None:
@@ -280,19 +284,19 @@ class Spread:
         return sum(p.local.size for p in self._pieces) == prod(shape)
 
 
-def fresh(
+def fresh_torch(
     dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Target:
     """A target that makes a new tensor of a local shape; its padding is zero."""
-    spread, made = Spread(local), torch.empty(0)
+    spread, tensor = Spread(local), torch.empty(0)
 
     def memory(_: Slabs) -> list[memoryview]:
-        nonlocal made
-        made = (torch.empty if spread.covers(shape) else torch.zeros)(shape, dtype=torch_type)
-        return spread.over(made)
+        nonlocal tensor
+        tensor = (torch.empty if spread.covers(shape) else torch.zeros)(shape, dtype=torch_type)
+        return spread.over(tensor)
 
     def install() -> torch.Tensor:
-        spread.fill(made)
-        return made if device is None or device.type == "cpu" else made.to(device)
+        spread.fill(tensor)
+        return tensor if device is None or device.type == "cpu" else tensor.to(device)
 
     return Target(dtype=dtype, shape=local.shape, boxes=spread.boxes, live=False, memory=memory, install=install)

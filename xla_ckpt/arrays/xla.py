@@ -17,7 +17,7 @@ import torch_xla
 import torch_xla.runtime
 
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
-from xla_ckpt.arrays.torch_host import Spread, bytes_of, check_dense, cut, dtype_of, is_xla, tensor_from, torch_type
+from xla_ckpt.arrays.torch_host import Spread, WholeTensors, bytes_of, cut, dtype_of, is_xla, tensor_from, torch_type
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UsageError
@@ -93,10 +93,8 @@ def _adopt(memory: Adoptable) -> torch.Tensor:
     return adopted
 
 
-class Xla:
+class Xla(WholeTensors):
     """Tensors that lie whole on one XLA device. `spmd`: whether torch_xla runs in SPMD mode."""
-
-    kind = "torch"
 
     def __init__(self, *, spmd: bool = False) -> None:
         self._adopts = on_cpu() and not spmd
@@ -107,33 +105,23 @@ class Xla:
     def identity(self, value: torch.Tensor) -> Hashable | None:
         return "xla", _XLAC._xla_get_tensor_id(value)
 
-    def dtype(self, value: torch.Tensor, path: str = "") -> DType:
-        check_dense(value, path)
-        return dtype_of(value, path)
-
-    def shape(self, value: torch.Tensor) -> tuple[int, ...]:
-        return tuple(value.shape)
-
-    def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
-        return None
-
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
-        held = to_host([v for v, _ in values])
-        return [_shards(h, local) for h, (_, local) in zip(held, values, strict=True)]
+        tensors = to_host([v for v, _ in values])
+        return [_shards(h, local) for h, (_, local) in zip(tensors, values, strict=True)]
 
     shards = host
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         target = self.like(value, local)
-        made = target.install
+        install = target.install
 
         def take_over() -> torch.Tensor:
-            value.data = made()  # the parameter takes over the new buffer: no copy, no graph
+            value.data = install()  # the parameter takes over the new buffer: no copy, no graph
             return value
 
         def copy() -> torch.Tensor:
             with torch.no_grad():
-                value.copy_(made())  # an alias cannot hand a buffer on to what it is an alias of
+                value.copy_(install())  # an alias cannot hand a buffer on to what it is an alias of
             return value
 
         target.install = take_over if owned else copy
@@ -143,11 +131,11 @@ class Xla:
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
-        shape, made = tuple(value.shape), torch_type(element, value)
-        return fresh(element, shape, made, value.device, local, adopts=self._adopts)
+        shape, torch_element = tuple(value.shape), torch_type(element, value)
+        return fresh_xla(element, shape, torch_element, value.device, local, adopts=self._adopts)
 
 
-def fresh(
+def fresh_xla(
     dtype: DType,
     shape: tuple[int, ...],
     torch_type: torch.dtype,
@@ -163,24 +151,24 @@ def fresh(
     adopts = (_adopts() if adopts is None else adopts) and adoptable(torch_type, shape)
     if adopts and _is_whole(local, shape):
         return _fresh_whole(dtype, torch_type, local)
-    spread, made = Spread(local), torch.empty(0)
-    held: Adoptable | None = None
+    spread, tensor = Spread(local), torch.empty(0)
+    buffer: Adoptable | None = None
 
     def memory(slabs: Slabs) -> list[memoryview]:
-        nonlocal made, held
+        nonlocal tensor, buffer
         if adopts:
-            held = Adoptable(torch_type, shape, slabs)
-            made = held.tensor()
+            buffer = Adoptable(torch_type, shape, slabs)
+            tensor = buffer.tensor()
         else:
-            made = tensor_from(slabs.take(prod(shape) * torch_type.itemsize), torch_type, shape)
+            tensor = tensor_from(slabs.take(prod(shape) * torch_type.itemsize), torch_type, shape)
         if not spread.covers(shape):
-            made.zero_()
-        return spread.over(made)
+            tensor.zero_()
+        return spread.over(tensor)
 
     def install() -> torch.Tensor:
-        nonlocal made
-        filled, made = spread.fill(made), torch.empty(0)
-        return from_host(filled, held, device)
+        nonlocal tensor
+        filled, tensor = spread.fill(tensor), torch.empty(0)
+        return from_host(filled, buffer, device)
 
     return Target(
         dtype=dtype,
@@ -200,16 +188,16 @@ def _is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
 def _fresh_whole(dtype: DType, torch_type: torch.dtype, local: LocalArray) -> Target:
     """A target that makes a new tensor of one piece, in memory that XLA adopts."""
     (piece,) = local.pieces
-    held: Adoptable | None = None
+    buffer: Adoptable | None = None
 
     def memory(slabs: Slabs) -> list[memoryview]:
-        nonlocal held
-        held = Adoptable(torch_type, piece.local.shape, slabs)
-        return [held.memory()]
+        nonlocal buffer
+        buffer = Adoptable(torch_type, piece.local.shape, slabs)
+        return [buffer.memory()]
 
     def install() -> torch.Tensor:
-        assert held is not None, "memory() comes first"
-        return _adopt(held)
+        assert buffer is not None, "memory() comes first"
+        return _adopt(buffer)
 
     return Target(dtype=dtype, shape=local.shape, boxes=(piece.box,), live=False, memory=memory, install=install)
 
@@ -225,18 +213,18 @@ def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [(v if v is not None else next(moved)).contiguous() for v in views]
 
 
-def _shards(held: torch.Tensor, local: LocalArray) -> list[HostShard]:
+def _shards(tensor: torch.Tensor, local: LocalArray) -> list[HostShard]:
     """The pieces of a contiguous CPU tensor that nobody writes to."""
     # A save asks this of each array while training waits. The only piece is somewhere in the tensor, so that it is all
     # of it if it has as many elements.
-    if len(local.pieces) == 1 and local.pieces[0].local.size == held.numel():
-        return [HostShard(bytes_of(held), held, immutable=True)]
-    return [shard_of(cut(held, piece.local)) for piece in local.pieces]
+    if len(local.pieces) == 1 and local.pieces[0].local.size == tensor.numel():
+        return [HostShard(bytes_of(tensor), tensor, immutable=True)]
+    return [shard_of(cut(tensor, piece.local)) for piece in local.pieces]
 
 
-def shard_of(held: torch.Tensor) -> HostShard:
+def shard_of(tensor: torch.Tensor) -> HostShard:
     """A CPU tensor that nobody writes to, a view of a buffer or a copy of one, as a shard."""
-    plain = held.contiguous()
+    plain = tensor.contiguous()
     return HostShard(bytes_of(plain), plain, immutable=True)
 
 

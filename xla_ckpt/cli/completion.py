@@ -22,8 +22,8 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    made = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(next(made).choices)
+    subparsers = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(next(subparsers).choices)
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
@@ -41,8 +41,8 @@ def _choices(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 def _positional(parser: argparse.ArgumentParser) -> str:
     """The choices of a positional argument; none where it is a path."""
-    found = (a.choices for a in parser._actions if not a.option_strings and a.choices is not None)
-    return " ".join(map(str, next(found, ())))
+    choices = (a.choices for a in parser._actions if not a.option_strings and a.choices is not None)
+    return " ".join(map(str, next(choices, ())))
 
 
 def _cases(commands: dict[str, argparse.ArgumentParser]) -> str:

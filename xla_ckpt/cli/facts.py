@@ -6,24 +6,18 @@ import importlib
 import os
 import re
 import sys
-from contextlib import closing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from xla_ckpt.api.checkpoints import Checkpoints
+from xla_ckpt.api.contents import summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, repair, verify
-from xla_ckpt.engine.measured import measured_of
-from xla_ckpt.engine.parity import parity_of
-from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.registry import all_tags, find_foreign, layout_of, no_tag, open_tag, tag_directory
-from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
-from xla_ckpt.sharding.rules import Rules, parse_rules
-from xla_ckpt.storage.base import Store
+from xla_ckpt.engine.rank_timings import measured_of
+from xla_ckpt.errors import UsageError
+from xla_ckpt.layouts.registry import find_foreign, no_tag, tag_directory
 from xla_ckpt.storage.door import full_path, store_at
-from xla_ckpt.tags.directory import TagEntry, names_in, open_directory
-from xla_ckpt.tree import path as paths
-from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import plain_values
+from xla_ckpt.tags.listing import names_in
+from xla_ckpt.tags.roots import root_of
 
 MAX_DEPTH = 3
 """Levels below a directory at which roots are looked for."""
@@ -31,14 +25,11 @@ MAX_DEPTH = 3
 MAX_LOOKED_AT = 1000
 """Directories that are looked at for that."""
 
-if TYPE_CHECKING:
-    from xla_ckpt.api.llama import Config
-
 
 def locate(path: str, tag: str | None) -> tuple[str, str | None]:
     """Root directory and tag from what a person types: a root, or the directory of a tag itself."""
-    if tag is None and (found := tag_directory(full_path(path))) is not None:
-        return found[0].path, found[1]
+    if tag is None and (place := tag_directory(full_path(path))) is not None:
+        return place[0].path, place[1]
     return full_path(path), tag
 
 
@@ -63,7 +54,7 @@ def list_facts(root: str) -> dict[str, Any]:
     store = store_at(root)
     if not store.is_directory(""):
         raise no_tag(store, None)
-    tags = [_tag_facts(store, layout, entry) for layout, entry in all_tags(store)]
+    tags = [asdict(summary) for summary in Checkpoints(root).summaries()]
     return {"path": root, "tags": tags, "roots": [] if tags else roots_below(root)}
 
 
@@ -72,7 +63,7 @@ def roots_below(path: str) -> list[dict[str, Any]]:
 
     Those `MAX_DEPTH` levels below are found, and `MAX_LOOKED_AT` directories are looked at.
     """
-    found: list[dict[str, Any]] = []
+    roots: list[dict[str, Any]] = []
     level, left = [path], MAX_LOOKED_AT
     for _ in range(MAX_DEPTH):
         below: list[str] = []
@@ -83,139 +74,28 @@ def roots_below(path: str) -> list[dict[str, Any]]:
             for name in names:
                 child = f"{directory.rstrip('/')}/{name}"
                 if tags := list_tags(child):
-                    found.append({"path": child, "tags": len(tags), "newest": tags[-1]})
+                    roots.append({"path": child, "tags": len(tags), "newest": tags[-1]})
                 else:
                     below.append(child)
         level = below
-    return sorted(found, key=lambda root: root["path"])
+    return sorted(roots, key=lambda root: root["path"])
 
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     """The same of one tag, or of what is none, and which no root lists: a single file, say."""
     store = store_at(root)
-    found = find_foreign(store, tag)
-    if found is not None and not found[0].tagged:
-        return {"path": root, "tags": [_tag_facts(store, *found)], "roots": []}
+    foreign = find_foreign(store, tag)
+    if foreign is not None and not foreign[0].tagged:
+        return {"path": root, "tags": [asdict(summary_of(store, *foreign))], "roots": []}
     facts = list_facts(root)
     return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
-
-
-def _tag_facts(store: Store, layout: Layout | None, entry: TagEntry) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        "tag": entry.tag,
-        "sequence": entry.sequence,
-        "created": entry.created,
-        "pinned": entry.pinned,
-        "arrays": None,
-        "nbytes": None,
-        "files": None,
-        "ranks": None,
-        "problem": None,
-        "layout": None,
-        "note": entry.note,
-    }
-    try:
-        if layout is not None:  # it has no index: its directory says what there is
-            files = _files(store, entry)
-            nbytes = sum(size for _, size in files)
-            return {**facts, "nbytes": nbytes, "files": len(files), "layout": layout.origin or layout.name}
-        with open_tag(store, entry.tag) as reader:
-            manifest = reader.manifest
-    except CheckpointError as error:
-        return {**facts, "problem": str(error)}
-    return {
-        **facts,
-        "arrays": len(manifest.arrays),
-        "nbytes": manifest.nbytes,
-        "files": len(manifest.files),
-        "ranks": manifest.world,
-        "layout": layout_of(manifest).name,
-    }
-
-
-def _files(store: Store, entry: TagEntry) -> list[tuple[str, int]]:
-    """Path and bytes of each file of a tag; those that lie in the root itself are named in it."""
-    apart = entry.files or (() if store.is_directory(entry.directory) else (entry.directory,))
-    # Files that a path names may be links.
-    directory = store.open("", lock=False, links=True) if apart else store.open(entry.directory)
-    with closing(directory):
-        found = []
-        for path in apart or directory.files():
-            with closing(directory.open(path)) as source:
-                found.append((path, source.size))
-        return found
-
-
-def show_facts(
-    root: str,
-    tag: str,
-    pattern: str | None,
-    rules: Rules = (),
-    model: Any = None,
-    optimizer: Any = None,
-    *,
-    config: Config | None = None,
-    kv_size_multiplier: int | None = None,
-    hardware: str | None = None,
-) -> dict[str, Any]:
-    """Everything that the manifest of a tag says. `pattern` selects leaves, as in a shell."""
-    from xla_ckpt.api.llama import known_model
-    from xla_ckpt.api.opened import opened
-
-    store = store_at(root)
-    known = known_model(config, kv_size_multiplier, hardware)
-    with opened(store, tag, parse_rules(rules), model, optimizer, known=known) as reader:
-        manifest, survives = reader.manifest, parity_of(reader.directory)
-    found = find_foreign(store, tag)
-    leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *plain_values(manifest.skeleton)]
-    if not any(paths.is_like(leaf, pattern) for leaf in leaves):
-        tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
-        raise UsageError("no leaf is like this", path=root, tag=tag, found=pattern, hint=f"Leaves begin with: {tops}.")
-    head = manifest.head
-    chosen = {leaf: r for leaf, r in manifest.arrays.items() if paths.is_like(leaf, pattern)}
-    unknown = {leaf: u for leaf, u in manifest.unknown.items() if paths.is_like(leaf, pattern)}
-    files = [(f.path, f.size) for f in manifest.files] if found is None else _files(store, found[1])
-    arrays = [
-        {
-            "leaf": leaf,
-            "dtype": r.dtype.name,
-            "shape": list(r.shape),
-            "nbytes": r.nbytes,
-            "shards": sum(g.grid.cells for g in r.grids),
-        }
-        for leaf, r in chosen.items()
-    ]
-    return {
-        "path": root,
-        "tag": tag,
-        "sequence": head.sequence,
-        "created": head.created,
-        "pinned": head.pinned,
-        "parity": survives,
-        "version": head.version,
-        "mesh": manifest.mesh,
-        "ranks": manifest.world,
-        # Of a tag without an index the bytes of all arrays are not known: its files say what is stored.
-        "nbytes": manifest.nbytes if found is None else sum(size for _, size in files),
-        "arrays": arrays,
-        "parts": _parts([*chosen.items(), *unknown.items()]),
-        "unknown": [_unknown_facts(group) for group in UnknownArray.by_reason(unknown)],
-        "layout": layout_of(manifest).name if found is None else found[0].origin or found[0].name,
-        "divergent": [leaf for leaf in chosen if chosen[leaf].divergent],
-        "aliases": {a: t for a, t in manifest.aliases.items() if paths.is_like(a, pattern)},
-        "values": {leaf: v for leaf, v in plain_values(manifest.skeleton).items() if paths.is_like(leaf, pattern)},
-        "files": [{"path": path, "size": size} for path, size in files],
-    }
 
 
 def report_facts(root: str, tag: str) -> dict[str, Any]:
     """What the ranks measured of the save of a tag, until its commit; the slowest rank first."""
     store = store_at(root)
-    if find_foreign(store, tag) is None:
-        with closing(open_directory(store, tag)) as directory:
-            ranks, measured = measured_of(store, tag, directory.name)
-    else:
-        ranks, measured = measured_of(store, tag, tag)  # says that it has none
+    report = root_of(store).report_of(tag) if find_foreign(store, tag) is None else None
+    ranks, measured = measured_of(report, store.path, tag)
     return {
         "path": root,
         "tag": tag,
@@ -233,41 +113,6 @@ def report_facts(root: str, tag: str) -> dict[str, Any]:
             for m in measured
         ],
     }
-
-
-def _parts(arrays: list[tuple[str, ArrayRecord | UnknownArray]]) -> list[dict[str, Any]]:
-    """Number and bytes of the arrays of each part of the state: of known ones each byte once, of others as stored."""
-    parts: dict[str, dict[str, Any]] = {}
-    for leaf, array in sorted(arrays, key=lambda pair: _place(pair[0])):
-        if isinstance(array, ArrayRecord) or array.tensors:
-            part = parts.setdefault(leaf.split("/")[0], {"arrays": 0, "nbytes": 0})
-            part["arrays"] += 1
-            part["nbytes"] += array.nbytes
-    return [{"part": name, **facts} for name, facts in parts.items()]
-
-
-def _place(leaf: str) -> int:
-    """Where the part of a leaf stands in a training state."""
-    part = leaf.split("/", maxsplit=1)[0]
-    return schema.MEMBERS.index(part) if part in schema.MEMBERS else len(schema.MEMBERS)
-
-
-def _unknown_facts(group: dict[str, UnknownArray]) -> dict[str, Any]:
-    """Arrays of which it is not known, for the same reason, how they were split."""
-    first = next(iter(group.values()))
-    arrays = [
-        {
-            "leaf": leaf,
-            "dtype": None if array.dtype is None else array.dtype.name,
-            "rank_shape": None if array.shape is None else list(array.shape),
-            "tensors": array.tensors,
-            "nbytes": array.nbytes,
-            "expected": array.expected,
-            "found": array.found,
-        }
-        for leaf, array in group.items()
-    ]
-    return {"problem": first.problem, "hint": first.hint, "arrays": arrays}
 
 
 def verify_facts(root: str, tag: str, *, repairs: bool = False) -> dict[str, Any]:
@@ -322,32 +167,24 @@ def _split(word: str) -> Any:
     return axes if len(axes) > 1 else word
 
 
-def explain_facts(
-    root: str,
-    tag: str,
-    mesh: str,
-    rules: Rules,
-    model: Any = None,
-    optimizer: Any = None,
-    **known: Any,
-) -> dict[str, Any]:
-    """What a restore over a mesh would do; `known` is what `explain` takes about a Llama-like model."""
+def explain_facts(root: str, tag: str, mesh: str, **about: Any) -> dict[str, Any]:
+    """What a restore over a mesh would do; `about` is what `explain` takes."""
     from xla_ckpt.api.explain import explain
 
-    found = explain(root, tag, mesh=mesh, shardings=rules, model=model, optimizer=optimizer, **known)
+    explanation = explain(root, tag, mesh=mesh, **about)
     return {
         "path": root,
         "tag": tag,
-        "saved_mesh": found.saved_mesh,
-        "saved_ranks": found.saved_ranks,
-        "mesh": str(found.mesh),
-        "ok": found.ok,
-        "problems": list(found.problems),
-        "notes": list(found.notes),
-        "split": {leaf: list(how) for leaf, how in found.split.items()},
+        "saved_mesh": explanation.saved_mesh,
+        "saved_ranks": explanation.saved_ranks,
+        "mesh": str(explanation.mesh),
+        "ok": explanation.ok,
+        "problems": list(explanation.problems),
+        "notes": list(explanation.notes),
+        "split": {leaf: list(how) for leaf, how in explanation.split.items()},
         "ranks": [
             {"rank": r.rank, "needed_bytes": r.needed_bytes, "read_bytes": r.read_bytes, "files": dict(r.files)}
-            for r in found.readings
+            for r in explanation.readings
         ],
     }
 
@@ -365,7 +202,7 @@ def targets(name: str | None) -> tuple[Any, Any]:
         raise UsageError("--like names a function", expected="MODULE:FUNCTION, such as my_job:build", found=name)
     sys.path.insert(0, os.getcwd())  # as python -m does
     try:
-        made = getattr(importlib.import_module(module), function)()
+        built = getattr(importlib.import_module(module), function)()
     except Exception as error:
         # It is the user's code, and may raise anything.
         raise UsageError(
@@ -373,9 +210,9 @@ def targets(name: str | None) -> tuple[Any, Any]:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    if made is None:
+    if built is None:
         raise UsageError("the function returns nothing", expected="the model, or (model, optimizer)", found=name)
-    return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
+    return (built[0], built[1]) if isinstance(built, tuple) else (built, None)
 
 
 def nbytes(text: str) -> int:
@@ -384,7 +221,7 @@ def nbytes(text: str) -> int:
     >>> nbytes("5GB"), nbytes("1.5 mb"), nbytes("4096")
     (5000000000, 1500000, 4096)
     """
-    found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)b?", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)b?", text.strip().lower())
+    if match is None:
         raise ValueError(f"{text!r} is no size; write 5GB or 500MB")
-    return int(float(found.group(1)) * 1000 ** " kmgt".index(found.group(2) or " "))
+    return int(float(match.group(1)) * 1000 ** " kmgt".index(match.group(2) or " "))

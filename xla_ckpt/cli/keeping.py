@@ -27,22 +27,22 @@ def add_rm(parser: argparse.ArgumentParser) -> None:
 
 def rm(args: argparse.Namespace) -> int:
     """The command ``rm``; returns its exit code."""
-    from xla_ckpt.api.keeping import delete_tag
-    from xla_ckpt.api.tags import list_tags
+    from xla_ckpt.api.checkpoints import Checkpoints
     from xla_ckpt.layouts.registry import no_tag
     from xla_ckpt.storage.door import store_at
 
-    there = list_tags(args.path)
+    root = Checkpoints(args.path)
+    existing = root.tags()
     tags = [*dict.fromkeys(args.tags)]
     for tag in tags:
-        if tag not in there:
+        if tag not in existing:
             raise no_tag(store_at(args.path), tag)  # before any other one is deleted
     if not args.yes and not _confirmed(f"Delete {', '.join(tags)} in {args.path}? [y/N] "):
         print("xla-ckpt: nothing was deleted", file=sys.stderr)
         return 1
 
     def delete(tag: str) -> str:
-        delete_tag(args.path, tag, force=args.force)
+        root.delete(tag, force=args.force)
         return "deleted"
 
     return _each(args, tags, delete)
@@ -50,16 +50,18 @@ def rm(args: argparse.Namespace) -> int:
 
 def pin(args: argparse.Namespace) -> int:
     """The command ``pin``; returns its exit code."""
-    from xla_ckpt.api.keeping import pin_tag
+    from xla_ckpt.api.checkpoints import Checkpoints
 
-    return _each(args, args.tags, lambda tag: "pinned" if pin_tag(args.path, tag) else "was pinned already")
+    root = Checkpoints(args.path)
+    return _each(args, args.tags, lambda tag: "pinned" if root.pin(tag) else "was pinned already")
 
 
 def unpin(args: argparse.Namespace) -> int:
     """The command ``unpin``; returns its exit code."""
-    from xla_ckpt.api.keeping import unpin_tag
+    from xla_ckpt.api.checkpoints import Checkpoints
 
-    return _each(args, args.tags, lambda tag: "unpinned" if unpin_tag(args.path, tag) else "was not pinned")
+    root = Checkpoints(args.path)
+    return _each(args, args.tags, lambda tag: "unpinned" if root.unpin(tag) else "was not pinned")
 
 
 def _each(args: argparse.Namespace, tags: list[str], act: Callable[[str], str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
@@ -36,17 +37,15 @@ def add_show(parser: argparse.ArgumentParser) -> None:
 
 def show(args: argparse.Namespace) -> int:
     """The command ``show``; returns its exit code."""
+    from xla_ckpt.api.checkpoints import Checkpoints
     from xla_ckpt.cli import bars, facts, render
 
     root, tag = facts.locate(args.path, args.tag)
     if args.report:
         print_answer(args, facts.report_facts(root, facts.newest(root, tag)), bars.report)
         return 0
-    known = options.model_of(args)
-    answer = facts.show_facts(
-        root, facts.newest(root, tag), args.leaf, options.rules(args), *facts.targets(args.like), **known
-    )
-    print_answer(args, answer, render.tag)
+    contents = Checkpoints(root).show(facts.newest(root, tag), leaf=args.leaf, **options.about(args))
+    print_answer(args, dataclasses.asdict(contents), render.tag)
     return 0
 
 
@@ -94,10 +93,7 @@ def explain(args: argparse.Namespace) -> int:
     from xla_ckpt.cli import facts, render
 
     root, tag = facts.locate(args.path, args.tag)
-    known = options.model_of(args)
-    answer = facts.explain_facts(
-        root, facts.newest(root, tag), args.mesh, options.rules(args), *facts.targets(args.like), **known
-    )
+    answer = facts.explain_facts(root, facts.newest(root, tag), args.mesh, **options.about(args))
     print_answer(args, answer, render.explanation)
     return int(not answer["ok"])
 
@@ -120,17 +116,6 @@ def diff(args: argparse.Namespace) -> int:
 
     a = facts.locate(args.a, args.tag_a)
     b = facts.locate_beside(a[0], args.b, args.tag_b)
-    model, optimizer = facts.targets(args.like)
-    known = options.model_of(args)
-    answer = moves.diff_facts(
-        a,
-        b,
-        leaf=args.leaf,
-        shardings=options.rules(args),
-        model=model,
-        optimizer=optimizer,
-        max_memory=args.max_memory,
-        **known,
-    )
+    answer = moves.diff_facts(a, b, leaf=args.leaf, options=options.of_conversion(args), **options.about(args))
     print_answer(args, answer, moves.difference)
     return int(not answer["same"])

@@ -142,7 +142,7 @@ def _parser(chosen: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"xla-ckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in _COMMANDS.items():
-        made = commands.add_parser(
+        subparser = commands.add_parser(
             name,
             help=command.help,
             description=command.help,
@@ -150,8 +150,8 @@ def _parser(chosen: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in chosen:
-            made.set_defaults(action=command.action)
-            command.add_arguments(made)
+            subparser.set_defaults(action=command.action)
+            command.add_arguments(subparser)
     return parser
 
 

@@ -16,18 +16,18 @@ from xla_ckpt.engine.difference import Distance
 
 def diff_facts(a: tuple[str, str | None], b: tuple[str, str | None], **options: Any) -> dict[str, Any]:
     """What differs between two tags; `options` are those of `xla_ckpt.diff`."""
-    found = diff(a[0], b[0], a[1], b[1], **options)
+    difference = diff(a[0], b[0], a[1], b[1], **options)
     return {
-        "a": {"path": found.a[0], "tag": found.a[1]},
-        "b": {"path": found.b[0], "tag": found.b[1]},
-        "same": found.same,
-        "equal": found.equal,
-        "parts": [{"part": part, **_distance(how)} for part, how in found.parts.items()],
-        "moved": [{"leaf": leaf, **_distance(how)} for leaf, how in found.moved.items()],
-        "retyped": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in found.retyped.items()],
-        "values": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in found.values.items()],
-        "only_in_a": list(found.only_in_a),
-        "only_in_b": list(found.only_in_b),
+        "a": {"path": difference.a[0], "tag": difference.a[1]},
+        "b": {"path": difference.b[0], "tag": difference.b[1]},
+        "same": difference.same,
+        "equal": difference.equal,
+        "parts": [{"part": part, **_distance(how)} for part, how in difference.parts.items()],
+        "moved": [{"leaf": leaf, **_distance(how)} for leaf, how in difference.moved.items()],
+        "retyped": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in difference.retyped.items()],
+        "values": [{"leaf": leaf, "a": one, "b": other} for leaf, (one, other) in difference.values.items()],
+        "only_in_a": list(difference.only_in_a),
+        "only_in_b": list(difference.only_in_b),
     }
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xla_ckpt.api.llama import LlamaJob
+    from xla_ckpt.options import ConvertOptions
 
 PATH = (
     "root directory of tags, or one tag, or one file (.pt), or a set of SageMaker model parallel's parts "
@@ -66,7 +70,7 @@ def add_leaf(parser: argparse.ArgumentParser) -> None:
 
 def add_max_memory(parser: argparse.ArgumentParser) -> None:
     """How much memory arrays may take."""
-    from xla_ckpt.engine.stream import MAX_MEMORY
+    from xla_ckpt.options import MAX_MEMORY
 
     parser.add_argument(
         "--max-memory",
@@ -106,10 +110,29 @@ def rules(args: argparse.Namespace) -> list[tuple[str, Any]]:
     return [(pattern, facts.spec(text)) for pattern, text in args.sharding or ()]
 
 
-def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says about a Llama-like model."""
-    return {
-        "config": args.config,
-        "kv_size_multiplier": args.kv_size_multiplier,
-        "hardware": args.hardware,
-    }
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the state in a tag, as functions take it."""
+    from xla_ckpt.cli import facts
+
+    model, optimizer = facts.targets(args.like)
+    return {"shardings": rules(args), "model": model, "optimizer": optimizer, "llama": llama_job(args)}
+
+
+def llama_job(args: argparse.Namespace) -> LlamaJob:
+    """What the command line says about a Llama-like model, and a job that has it."""
+    from xla_ckpt.api.llama import LlamaJob
+
+    return LlamaJob(
+        args.config,
+        kv_size_multiplier=args.kv_size_multiplier,
+        hardware=args.hardware,
+        fuse_qkv=getattr(args, "fuse_qkv", None),
+        qkv_linear=getattr(args, "qkv_linear", True),
+    )
+
+
+def of_conversion(args: argparse.Namespace) -> ConvertOptions:
+    """How a conversion goes about its work."""
+    from xla_ckpt.options import ConvertOptions
+
+    return ConvertOptions(max_memory=args.max_memory, progress=False if args.json else None)

@@ -128,8 +128,8 @@ class Rows:
 def tag_table(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``ls``."""
     if facts["roots"]:
-        found = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
-        return Rows(f"No tags in {facts['path']}; below it:", ("root", ">tags", "newest"), found)
+        roots = [(r["path"], str(r["tags"]), r["newest"]) for r in facts["roots"]]
+        return Rows(f"No tags in {facts['path']}; below it:", ("root", ">tags", "newest"), roots)
     if not facts["tags"]:
         return Text(f"No tags in {facts['path']}")
     rows = []
@@ -300,14 +300,16 @@ def _in_sections(split: dict[str, list[Any]]) -> list[str]:
     >>> _in_sections({"model/a": [("tp", (8, "4x2/2")), None], "model/b": [("tp", (8, "4x2/2"))], "model/c": ["tp"]})
     ['  dim 0 over tp in sections of 8 + 4x2/2: model/a and 1 more']
     """
-    found: dict[str, list[str]] = {}
+    leaves_by_text: dict[str, list[str]] = {}
     for leaf, dims in split.items():
         for dim, how in enumerate(dims):
             if has_sections(how):
                 *axes, sections = how
                 text = f"  dim {dim} over {' and '.join(axes)} in sections of {' + '.join(map(str, sections))}"
-                found.setdefault(text, []).append(leaf)
-    return [f"{text}: {of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}" for text, of in found.items()]
+                leaves_by_text.setdefault(text, []).append(leaf)
+    return [
+        f"{text}: {of[0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}" for text, of in leaves_by_text.items()
+    ]
 
 
 def conversion(facts: dict[str, Any]) -> RenderableType:
@@ -321,10 +323,10 @@ def conversion(facts: dict[str, Any]) -> RenderableType:
 def exported(facts: dict[str, Any]) -> RenderableType:
     """The answer of ``export``."""
     files = f"{len(facts['files'])} files" if len(facts["files"]) > 1 else facts["files"][0]
-    told = f"{facts['tag']}: {count(facts['arrays'], 'array')}, {size(facts['nbytes'])}, as {files} in {facts['path']}"
+    text = f"{facts['tag']}: {count(facts['arrays'], 'array')}, {size(facts['nbytes'])}, as {files} in {facts['path']}"
     if not facts["config"]:
-        told += "\nThere is no config.json, which transformers needs: copy the model's, or give it with --config."
-    return Text(told)
+        text += "\nThere is no config.json, which transformers needs: copy the model's, or give it with --config."
+    return Text(text)
 
 
 def done(facts: dict[str, Any]) -> RenderableType:

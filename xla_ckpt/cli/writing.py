@@ -50,9 +50,8 @@ def export(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         model=model,
         shardings=options.rules(args),
-        **options.model_of(args),
-        max_memory=args.max_memory,
-        progress=False if args.json else None,
+        llama=options.llama_job(args),
+        options=options.of_conversion(args),
     )
     answer = {
         "path": report.path,
@@ -126,7 +125,6 @@ def convert(args: argparse.Namespace) -> int:
     from xla_ckpt.cli import facts, render
 
     root, tag = facts.locate(args.path, args.tag)
-    model, optimizer = facts.targets(args.like)
     report = convert(
         root,
         args.destination,
@@ -135,18 +133,12 @@ def convert(args: argparse.Namespace) -> int:
         part=args.part,
         mesh=args.mesh,
         as_tag=args.as_tag,
-        model=model,
-        optimizer=optimizer,
-        fuse_qkv=args.fuse_qkv,
-        qkv_linear=args.qkv_linear,
-        shardings=options.rules(args),
-        **options.model_of(args),
+        **options.about(args),
         pipeline_cuts=args.cut,
         zero1=args.zero1,
         parity=args.parity,
-        max_memory=args.max_memory,
         trust_pickle=args.trust_pickle,
-        progress=False if args.json else None,
+        options=options.of_conversion(args),
     )
     print_answer(args, dataclasses.asdict(report), render.conversion)
     return 0

@@ -37,11 +37,11 @@ from xla_ckpt.dcp.stager import AsyncStager
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json
-from xla_ckpt.job.opening import Call
-from xla_ckpt.job.process_group import check_ranks
+from xla_ckpt.job.call import Call
+from xla_ckpt.job.process_group import check_can_meet
 from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
-from xla_ckpt.options import known_options
-from xla_ckpt.plan.merge import Replicas
+from xla_ckpt.keywords import known_options, taking_values
+from xla_ckpt.options import SaveOptions
 from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.undisturbed import Undisturbed
 
@@ -53,12 +53,12 @@ _Storage = TypeVar("_Storage", StockReader, StockWriter)
 
 def _takes_storage_second(call: _Call) -> _Call:
     """Take a writer or reader as the second argument, too, with a warning: stock does, for programs of torch 2.2."""
-    made: _Call = _api_bc_check(call)  # type: ignore[no-untyped-call]
-    return made
+    wrapped: _Call = _api_bc_check(call)  # type: ignore[no-untyped-call]
+    return wrapped
 
 
 @_takes_storage_second
-@known_options
+@taking_values(options=SaveOptions)
 def save(
     state_dict: dict[str, Any],
     *,
@@ -68,7 +68,7 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    replicas: Replicas = "equal",
+    options: SaveOptions | None = None,
 ) -> Metadata:
     """Save a state dict as a directory of DCP's; arguments and result are those of DCP's `save`.
 
@@ -83,14 +83,14 @@ def save(
         process_group: The ranks that save; by default all.
         no_dist: Whether this process saves alone.
         use_collectives: False is not supported.
-        replicas: As for `StorageWriter`.
+        options: As for `StorageWriter`, which has them where a `storage_writer` is given.
 
     Raises:
         CheckpointError: The save failed, and there is what was there before; the same error on all ranks. It is also
             DCP's `CheckpointException`, whose `failures` are the errors of all ranks.
         SaveError: For instance, another job has saved the same checkpoint since this save began. That one stays.
     """
-    writer = _writer(storage_writer, checkpoint_id, replicas)
+    writer = _writer(storage_writer, checkpoint_id, options)
     path = _path_of(writer)
     _check(state_dict, path, no_dist)
     wait_for(path)
@@ -103,14 +103,19 @@ def save(
 
     def work() -> Metadata:
         return _save(
-            states, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
+            states,
+            writer,
+            planner=planner if problem is None else _FailingSave(problem),
+            group=group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
         )
 
     rank, world = _rank(group, no_dist), _world(group, no_dist)
     return DcpSave(path=path, writer=writer, rank=rank, world=world, save=work).run()[0]
 
 
-@known_options
+@taking_values(options=SaveOptions)
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -122,7 +127,7 @@ def async_save(
     async_stager: StockStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    replicas: Replicas = "equal",
+    options: SaveOptions | None = None,
 ) -> Future[Metadata] | AsyncSaveResponse:
     """Save a state dict in the background; arguments and result are those of DCP's `async_save`.
 
@@ -151,7 +156,7 @@ def async_save(
             found=str(async_checkpointer_type),
             hint="Leave async_checkpointer_type out: the thread does nearly all of its work without the GIL.",
         )
-    writer = _writer(storage_writer, checkpoint_id, replicas)
+    writer = _writer(storage_writer, checkpoint_id, options)
     path = _path_of(writer)
     _check(state_dict, path, no_dist)
     wait_for(path)
@@ -179,7 +184,12 @@ def async_save(
             with one_error("saving", SaveError, path):
                 check_same(_saving(path, writer), group)
         return _save(
-            ready, problem, writer, planner=planner, group=group, no_dist=no_dist, use_collectives=use_collectives
+            ready,
+            writer,
+            planner=planner if problem is None else _FailingSave(problem),
+            group=group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
         )
 
     rank, world, stall = _rank(group, no_dist), _world(group, no_dist), time.perf_counter() - began
@@ -256,15 +266,15 @@ def load(
         finally:
             if isinstance(reader, StorageReader):
                 reader.close()
-        mine = _install(state_dict, states, _rank(group, no_dist))
+        own_problem = _install(state_dict, states, _rank(group, no_dist))
         if _world(group, no_dist) > 1:
             problems: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(problems, None if mine is None else mine.to_json(), group)
+            dist.all_gather_object(problems, None if own_problem is None else own_problem.to_json(), group)
             first = next((p for p in problems if p is not None), None)
             if first is not None:
-                raise from_json(first) from mine
-        elif mine is not None:
-            raise mine
+                raise from_json(first) from own_problem
+        elif own_problem is not None:
+            raise own_problem
 
 
 def _saving(path: str | None, writer: StockWriter) -> Call:
@@ -276,7 +286,6 @@ def _saving(path: str | None, writer: StockWriter) -> Call:
 
 def _save(
     states: dict[str, Any],
-    problem: CheckpointError | None,
     writer: StockWriter,
     *,
     planner: SavePlanner | None,
@@ -286,15 +295,15 @@ def _save(
 ) -> Metadata:
     try:
         with one_error("saving", SaveError, _path_of(writer)):
-            told: Metadata = state_dict_saver.save(
+            metadata: Metadata = state_dict_saver.save(
                 states,
                 storage_writer=writer,
-                planner=planner if problem is None else _FailingSave(problem),
+                planner=planner,
                 process_group=group,
                 no_dist=no_dist,
                 use_collectives=use_collectives,
             )
-            return told
+            return metadata
     except CheckpointError as error:
         if isinstance(error, CheckpointException) or not isinstance(writer, StorageWriter):
             raise  # DCP has told all ranks
@@ -363,28 +372,31 @@ def _mostly_on_devices(value: Any) -> bool:
     """Whether most bytes of a state lie in the memory of accelerators."""
     if local_lanes() > 1:
         return False  # of an SPMD tensor a process needs parts only
-    here = there = 0
+    on_host = on_devices = 0
     todo = [value]
     while todo:
-        held = todo.pop()
-        if isinstance(held, GlobalTensor):
-            todo += [part for _, part in held.regions]
-        elif type(held).__name__ == "ShardedTensor":
-            todo += [shard.tensor for shard in held.local_shards()]
-        elif isinstance(held, torch.Tensor):
-            nbytes = held.numel() * held.element_size()
-            here, there = (here + nbytes, there) if held.device.type == "cpu" else (here, there + nbytes)
-        elif isinstance(held, Mapping):
-            todo += held.values()
-        elif isinstance(held, list | tuple):
-            todo += held
-    return there > here
+        member = todo.pop()
+        if isinstance(member, GlobalTensor):
+            todo += [part for _, part in member.regions]
+        elif type(member).__name__ == "ShardedTensor":
+            todo += [shard.tensor for shard in member.local_shards()]
+        elif isinstance(member, torch.Tensor):
+            nbytes = member.numel() * member.element_size()
+            if member.device.type == "cpu":
+                on_host += nbytes
+            else:
+                on_devices += nbytes
+        elif isinstance(member, Mapping):
+            todo += member.values()
+        elif isinstance(member, list | tuple):
+            todo += member
+    return on_devices > on_host
 
 
-def _writer(given: StockWriter | None, checkpoint_id: CheckpointId, replicas: Replicas) -> StockWriter:
-    if given is None:
-        return StorageWriter(_required(checkpoint_id), replicas=replicas)
-    return _given(given, checkpoint_id)
+def _writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: SaveOptions | None) -> StockWriter:
+    if writer is None:
+        return StorageWriter(_required(checkpoint_id), options=options)
+    return _given(writer, checkpoint_id)
 
 
 def _given(storage: _Storage, checkpoint_id: CheckpointId) -> _Storage:
@@ -410,9 +422,9 @@ def _required(checkpoint_id: CheckpointId) -> PathLike:
 
 def _path_of(storage: Any) -> str | None:
     """The directory of a reader or writer; None if it is none of a file system."""
-    found = getattr(storage, "checkpoint_id", None)
+    checkpoint_id = getattr(storage, "checkpoint_id", None)
     try:
-        return None if found is None else full_path(found)
+        return None if checkpoint_id is None else full_path(checkpoint_id)
     except (UsageError, TypeError):
         return None
 
@@ -441,7 +453,7 @@ def _check(state_dict: Any, path: str | None, no_dist: bool) -> None:
     if no_dist:
         return
     try:
-        check_ranks()
+        check_can_meet()
     except UsageError as error:
         error.at(path=path)
         raise

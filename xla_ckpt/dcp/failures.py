@@ -100,13 +100,13 @@ def of_stock(error: BaseException) -> CheckpointError | None:
     """An error of stock's planners about a state dict that does not fit, as one of ours; None for any other."""
     text = str(error)
     facts: dict[str, Any] = {}
-    if (found := _MISSING.fullmatch(text)) is not None:
+    if (match := _MISSING.fullmatch(text)) is not None:
         facts = {"hint": "DefaultLoadPlanner(allow_partial_load=True) leaves out what is not stored."}
-        text = f"Missing key in checkpoint state_dict: {found['key']}"
-    elif (found := _SIZE.fullmatch(text)) is not None:
-        facts = {"expected": found["stored"], "found": found["wanted"]}
+        text = f"Missing key in checkpoint state_dict: {match['key']}"
+    elif (match := _SIZE.fullmatch(text)) is not None:
+        facts = {"expected": match["stored"], "found": match["wanted"]}
     else:
         return None
-    made = IncompatibleCheckpointError(text, leaf=found["key"], **facts)
-    made.__cause__ = error
-    return made
+    problem = IncompatibleCheckpointError(text, leaf=match["key"], **facts)
+    problem.__cause__ = error
+    return problem

@@ -111,7 +111,7 @@ def in_background(save: DcpSave) -> Future[Metadata]:
     """Run a save in the background, after all that began before it; its result, or its error."""
     install_exit_hook()
     path = save.path or ""
-    handle = SaveHandle(path, path.rpartition("/")[2], Cancellation(), told=True)  # by the future
+    handle = SaveHandle(path, path.rpartition("/")[2], Cancellation(), error_heard=True)  # by the future
     with _lock:
         work = _InBackground(of=save, before=_latest[0] if _latest else None)
         SAVES.start(handle, work)

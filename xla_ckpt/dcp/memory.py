@@ -31,11 +31,11 @@ def in_host_memory(named: Sequence[tuple[str, torch.Tensor]]) -> list[HostShard]
         _, numbers, values = batches.setdefault(id(adapter), (adapter, [], []))
         numbers.append(i)
         values.append((value, local))
-    found: dict[int, HostShard] = {}
+    joined: dict[int, HostShard] = {}
     for adapter, numbers, values in batches.values():
         for i, (value, local), shards in zip(numbers, values, adapter.host(values), strict=True):
-            found[i] = _joined(named[i][0], value, local, shards)
-    return [found[i] for i in range(len(named))]
+            joined[i] = _joined(named[i][0], value, local, shards)
+    return [joined[i] for i in range(len(named))]
 
 
 def _joined(key: str, value: torch.Tensor, local: LocalArray, shards: Sequence[HostShard]) -> HostShard:
@@ -45,17 +45,17 @@ def _joined(key: str, value: torch.Tensor, local: LocalArray, shards: Sequence[H
         return HostShard(memoryview(b""), None, immutable=True)
     if len(shards) == 1 and local.pieces[0].box == everything:
         return shards[0]
-    held = sum(piece.box.size for piece in local.pieces)
-    if held != everything.size:
+    elements = sum(piece.box.size for piece in local.pieces)
+    if elements != everything.size:
         raise UnsupportedStateError(
             "a part of a tensor is on devices of other processes",
             leaf=key,
             expected=f"{everything.size} elements",
-            found=held,
+            found=elements,
             hint="Give dcp.sharded(state_dict), or use torch_xla's SPMDSavePlanner.",
         )
     element = torch_type(require(value).dtype(value), value)
-    made = torch.empty(everything.shape, dtype=element)
+    tensor = torch.empty(everything.shape, dtype=element)
     for piece, shard in zip(local.pieces, shards, strict=True):
-        cut(made, piece.box).copy_(torch.frombuffer(shard.data, dtype=element).reshape(piece.box.shape))
-    return HostShard(bytes_of(made), made, immutable=True)
+        cut(tensor, piece.box).copy_(torch.frombuffer(shard.data, dtype=element).reshape(piece.box.shape))
+    return HostShard(bytes_of(tensor), tensor, immutable=True)

@@ -19,7 +19,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super().set_up_planner(state_dict, *args, **kwargs)
         if self.flatten_state_dict:
-            held, mappings = flatten_state_dict(state_dict)
-            for key, value in held.items():
+            flat, mappings = flatten_state_dict(state_dict)
+            for key, value in flat.items():
                 if key not in self.state_dict and isinstance(value, ShardedTensor):
                     self.state_dict[key], self.mappings[key] = value, mappings[key]

@@ -36,7 +36,7 @@ from xla_ckpt.arrays.registry import new_array, require
 from xla_ckpt.arrays.torch_host import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.source import Opened, Places, open_source
-from xla_ckpt.engine.read import READERS, check_reads, read_into
+from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import (
     ChangedTagError,
@@ -46,13 +46,14 @@ from xla_ckpt.errors import (
     naming,
     storage_errors,
 )
-from xla_ckpt.layouts.dcp.metadata import Contents, StoredTensor
+from xla_ckpt.layouts.dcp.metadata import Contents, DcpTensor
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.pool import READERS
 from xla_ckpt.storage.undisturbed import undisturbed
 
 
@@ -167,8 +168,8 @@ class StorageReader(Named, StockReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         # A job that saves the same checkpoint anew may have replaced it between two ranks' looks.
-        found = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
-        if len(found) > 1:
+        versions = {plan.storage_data for plan in plans if isinstance(plan.storage_data, str)}
+        if len(versions) > 1:
             raise ChangedTagError(
                 "the checkpoint was replaced while the ranks opened it, and they have found different versions",
                 path=self._path,
@@ -252,10 +253,10 @@ class _Filling:
 
     def finish(self, planner: LoadPlanner) -> None:
         """Put what was read in place."""
-        made = self.target.install()
+        tensor = self.target.install()
         if not self.direct:
             with torch.no_grad():
-                self.value.copy_(made)
+                self.value.copy_(tensor)
         elif not self.value.is_inference():
             # As an in-place operation does: a backward pass over the old value has to be refused.
             torch.autograd.graph.increment_version(self.value)
@@ -265,15 +266,15 @@ class _Filling:
 
 def _fillings(opened: Opened, items: Sequence[ReadItem], planner: LoadPlanner) -> list[_Filling]:
     """What is filled: tensors as wholes, where the planner is DCP's own; else what it gives for each item."""
-    plain, found = _is_plain(planner), []
+    plain, fillings = _is_plain(planner), []
     for members in _by_destination(items).values():
         if plain:
             value = planner.lookup_tensor(members[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
             if sum(prod(item.lengths) for item in members) == value.numel():
-                found.append(_all(opened, members[0], value))
+                fillings.append(_all(opened, members[0], value))
                 continue
-        found += [_part(opened, item, planner) for item in members]
-    return found
+        fillings += [_part(opened, item, planner) for item in members]
+    return fillings
 
 
 _Destination = tuple[str, tuple[int, ...]]
@@ -330,30 +331,30 @@ def _put_kept(kept: Mapping[_Destination, _Kept], items: Sequence[ReadItem], pla
     """Put what was kept in place."""
     plain = _is_plain(planner)
     for destination, members in _by_destination(items).items():
-        made = kept.get(destination)
-        if made is None:
+        kept_tensor = kept.get(destination)
+        if kept_tensor is None:
             continue
         if plain:
             value = planner.lookup_tensor(members[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
-            if tuple(value.shape) == tuple(made.value.shape):
-                _take_over(value, made)
+            if tuple(value.shape) == tuple(kept_tensor.value.shape):
+                _take_over(value, kept_tensor)
                 continue
         for item in members:
             value, start = planner.resolve_tensor(item).detach(), tuple(item.dest_offsets)
             with torch.no_grad():
-                value.copy_(cut(made.value, Box(start, tuple(map(add, start, item.lengths)))))
+                value.copy_(cut(kept_tensor.value, Box(start, tuple(map(add, start, item.lengths)))))
             planner.commit_tensor(item, value)
 
 
 def _take_over(value: torch.Tensor, kept: _Kept) -> None:
     """Overwrite a tensor with one that nobody else uses."""
-    made = kept.value
+    tensor = kept.value
     if value.device.type == "xla":
         from xla_ckpt.arrays.xla import from_host
 
-        made = from_host(made, kept.memory, value.device)
+        tensor = from_host(tensor, kept.memory, value.device)
     with torch.no_grad():
-        value.copy_(made)
+        value.copy_(tensor)
 
 
 def _is_plain(planner: LoadPlanner) -> bool:
@@ -448,7 +449,7 @@ def _described(contents: Contents, path: str, load_id: str) -> Metadata:
     )
 
 
-def _tensor(key: str, tensor: StoredTensor) -> TensorStorageMetadata:
+def _tensor(key: str, tensor: DcpTensor) -> TensorStorageMetadata:
     dtype = torch_dtype(tensor.dtype)
     if dtype is None:
         raise CorruptCheckpointError(f"torch has no element type {tensor.dtype.name}", leaf=key)

@@ -11,8 +11,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xla_ckpt.errors import DivergentReplicasError
-from xla_ckpt.plan.agreement import MAX_NAMED
+from xla_ckpt.errors import DivergentReplicasError, UsageError
+from xla_ckpt.options import SaveOptions, chosen
+from xla_ckpt.plan.agreement import MAX_NAMED_RANKS
 from xla_ckpt.plan.merge import Replicas, first_stored
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ Place = tuple[str, tuple[int, ...]]
 _HINT = (
     "Tensor parallelism that nobody declared is the likely cause, or pipeline stages that use the same keys: give "
     "xla_ckpt.dcp.sharded(state_dict, model=model) to the call, or DTensors. If the ranks have really drifted apart, "
-    "replicas='first' of xla_ckpt.dcp.save and StorageWriter stores the first one, and says of which tensors."
+    "options=SaveOptions(replicas='first') stores the first one, and says of which tensors."
 )
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -55,6 +56,17 @@ def may_differ(key: str, dtype: str, shape: Sequence[int]) -> bool:
     return key.rpartition(".")[2] in _STATISTICS or (dtype == "uint8" and len(shape) == 1)
 
 
+def replicas_of(options: SaveOptions | None) -> Replicas:
+    """What is done with replicas that differ: the one option of a save that DCP's calls have a use for.
+
+    Raises:
+        UsageError: The caller says another one, which would have no effect.
+    """
+    if isinstance(options, SaveOptions) and options != SaveOptions(replicas=options.replicas):
+        raise UsageError("of the options of a save, xla_ckpt.dcp heeds replicas alone", found=repr(options))
+    return chosen(SaveOptions, options).replicas
+
+
 def compare(of_ranks: Sequence[Mapping[Place, Held]], replicas: Replicas) -> None:
     """Compare what all ranks have.
 
@@ -62,15 +74,15 @@ def compare(of_ranks: Sequence[Mapping[Place, Held]], replicas: Replicas) -> Non
         DivergentReplicasError: Two ranks hold different things under one key, and they have to be equal.
     """
     stored: dict[Place, tuple[int, Held]] = {}
-    for rank, held in enumerate(of_ranks):
-        stored.update({place: (rank, one) for place, one in held.items() if one.written})
+    for rank, samples in enumerate(of_ranks):
+        stored.update({place: (rank, one) for place, one in samples.items() if one.written})
     different: dict[str, tuple[int, Held, int, Held]] = {}
-    for rank, held in enumerate(of_ranks):
-        for place, one in held.items():
+    for rank, samples in enumerate(of_ranks):
+        for place, one in samples.items():
             owner, kept = stored.get(place, (rank, one))
             if (one.described, one.sample) != (kept.described, kept.sample):
                 different.setdefault(place[0], (owner, kept, rank, one))
-    strict = {key: found for key, found in different.items() if not found[1].loose}
+    strict = {key: difference for key, difference in different.items() if not difference[1].loose}
     if strict and replicas == "equal":
         key, (owner, kept, rank, one) = next(iter(strict.items()))
         others = f" ({len(strict) - 1} more keys differ, too)" if len(strict) > 1 else ""
@@ -84,5 +96,5 @@ def compare(of_ranks: Sequence[Mapping[Place, Held]], replicas: Replicas) -> Non
         )
     if different:
         lines = [f"  {key}: rank {rank} against rank {owner}" for key, (owner, _, rank, _) in different.items()]
-        more = [f"  and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
-        logger.warning("%s", "\n".join([first_stored(len(lines)), *lines[:MAX_NAMED], *more]))
+        more = [f"  and {len(lines) - MAX_NAMED_RANKS} more"] if len(lines) > MAX_NAMED_RANKS else []
+        logger.warning("%s", "\n".join([first_stored(len(lines)), *lines[:MAX_NAMED_RANKS], *more]))

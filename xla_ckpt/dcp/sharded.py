@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,11 +26,9 @@ from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.wrappers import unwrapped_model, unwrapped_optimizer
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.flatten import component
+from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 logger = logging.getLogger(__name__)
-
-Keys = tuple[str | int, ...]
-"""Where a tensor stands in a nested state dict."""
 
 
 def sharded(
@@ -73,15 +71,15 @@ class _Views:
     def __init__(self, model: Any, mesh: Mesh | str | None, shardings: Rules | None, optimizer: Any) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         rank, world = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        given = as_mesh(mesh) or current_mesh(rank, world)
-        if given is None and shardings and world > 1:
+        job_mesh = as_mesh(mesh) or current_mesh(rank, world)
+        if job_mesh is None and shardings and world > 1:
             raise UsageError("rules of shardings need a mesh", hint="Give mesh=, for instance Mesh(dp=2, tp=4).")
-        given = given or Mesh(dp=world)
-        if given.size != world:
+        job_mesh = job_mesh or Mesh(dp=world)
+        if job_mesh.size != world:
             raise UsageError(
-                "the mesh does not fit the job", expected=f"{world} ranks", found=f"{given.size} ({given})"
+                "the mesh does not fit the job", expected=f"{world} ranks", found=f"{job_mesh.size} ({job_mesh})"
             )
-        placement = Placement(rank, world, given)
+        placement = Placement(rank, world, job_mesh)
         model, self.optimizer = unwrapped_model(model), unwrapped_optimizer(optimizer)
         self.rules = parse_rules(shardings)
         self.placement = placement
@@ -93,21 +91,24 @@ class _Views:
         """Names of the optimizer's parameters, in the order of torch's numbers."""
         if self.optimizer is not None:
             names = parameter_names(model)
-            self.numbered = optimizers.names_of(self.optimizer, names)
-            held = optimizers.parameters_of(self.optimizer, model, names, placement)
-            self.parameters |= {parameter.name: parameter for parameter in held.values()}
+            self.numbered = optimizers.names_in_order(self.optimizer, names)
+            optimized = optimizers.parameters_of(self.optimizer, model, names, placement)
+            self.parameters |= {parameter.name: parameter for parameter in optimized.values()}
         self.places = StateShardings(
             placement, self.rules, {component(name): p for name, p in self.parameters.items()}
         ).of_model(model)
         self.seen: list[str] = []
 
     def of(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        made: dict[str, Any] = _mapped(state_dict, (), self._view)
+        views: dict[str, Any] = replaced_leaves(state_dict, self._view)
         for warning in idle(self.rules, self.seen):
             logger.warning("%s", warning)
-        return made
+        return views
 
-    def _view(self, keys: Keys, value: torch.Tensor) -> torch.Tensor:
+    def _view(self, keys: Keys, value: Any) -> Any:
+        """A tensor as a view that says where it lies; any other value as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
         name = ".".join(map(str, keys))
         self.seen.append(name)
         adapter = require(value, name)
@@ -117,8 +118,8 @@ class _Views:
         shape = tuple(value.shape)
         if local.shape == shape and [piece.box for piece in local.pieces] == [Box.whole(shape)]:
             return value
-        held = value.detach()
-        return GlobalTensor(local.shape, value.dtype, [(piece.box, cut(held, piece.local)) for piece in local.pieces])
+        tensor = value.detach()
+        return GlobalTensor(local.shape, value.dtype, [(piece.box, cut(tensor, piece.local)) for piece in local.pieces])
 
     def _local(self, name: str, keys: Keys, value: torch.Tensor, adapter: ArrayAdapter) -> LocalArray:
         """Where a plain tensor lies."""
@@ -157,10 +158,10 @@ class _Views:
         parts = ".".join(map(str, keys)).split(".")
         for length in range(len(parts), 0, -1):
             for first in range(len(parts) - length, -1, -1):
-                found = self.parameters.get(".".join(parts[first : first + length]))
-                if found is not None:
-                    rest = parts[first + length :]
-                    return found, schema.state(found.name, *rest) if rest else schema.weight(found.name)
+                parameter = self.parameters.get(".".join(parts[first : first + length]))
+                if parameter is not None:
+                    suffix = parts[first + length :]
+                    return parameter, schema.state(parameter.name, *suffix) if suffix else schema.weight(parameter.name)
         return None, ""
 
 
@@ -173,14 +174,3 @@ def _as(parameter: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Ten
             hint="Give the state dict of this model.",
         )  # fmt: skip
     return parameter
-
-
-def _mapped(value: Any, keys: Keys, view: Callable[[Keys, torch.Tensor], torch.Tensor]) -> Any:
-    """The same containers, with the views of the tensors in them."""
-    if isinstance(value, torch.Tensor):
-        return view(keys, value)
-    if isinstance(value, Mapping):
-        return {k: _mapped(v, (*keys, k), view) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(v, (*keys, i), view) for i, v in enumerate(value))
-    return value

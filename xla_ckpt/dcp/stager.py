@@ -39,14 +39,14 @@ class AsyncStager(StockStager):
         Raises:
             UnsupportedStateError: A tensor cannot be stored, or a value cannot be copied.
         """
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        tensors: dict[int, tuple[str, torch.Tensor]] = {}
         members: Members = {}
-        _visit(state_dict, "", members, lambda key, value: found.setdefault(id(value), (key, value)))
+        _visit(state_dict, "", members, lambda key, value: tensors.setdefault(id(value), (key, value)))
         pieces: list[_Piece] = []
-        rebuild = {number: _taken_apart(key, value, pieces) for number, (key, value) in found.items()}
+        rebuild = {number: _taken_apart(key, value, pieces) for number, (key, value) in tensors.items()}
         frozen = _frozen(pieces)
-        made = {number: build(frozen) for number, build in rebuild.items()}
-        return _visit(state_dict, "", members, lambda _, value: made[id(value)], copies={})
+        rebuilt = {number: build(frozen) for number, build in rebuild.items()}
+        return _visit(state_dict, "", members, lambda _, value: rebuilt[id(value)], copies={})
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` returns when everything is frozen."""
@@ -103,13 +103,13 @@ def _like(value: Mapping[Any, Any], members: dict[Any, Any]) -> Any:
     if not isinstance(value, dict):
         return members
     try:
-        made = copy.copy(value)
+        duplicate = copy.copy(value)
         for key, member in members.items():
-            made[key] = member  # `update` of a Counter adds
+            duplicate[key] = member  # `update` of a Counter adds
     except Exception:
         # It is code of the program's own. DCP walks into any mapping, so a plain dict is stored alike.
         return members
-    return members if made is value else made
+    return members if duplicate is value else duplicate
 
 
 def _tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
@@ -123,7 +123,7 @@ class _Piece:
     """A plain tensor that is to be frozen."""
 
     key: str
-    held: torch.Tensor | HostShard
+    content: torch.Tensor | HostShard
     """The tensor; or its bytes, where an adapter has given them already."""
 
     dtype: torch.dtype
@@ -135,7 +135,7 @@ def _taken_apart(key: str, value: torch.Tensor, pieces: list[_Piece]) -> Callabl
     first, shape, dtype = len(pieces), tuple(value.shape), value.dtype
     if isinstance(value, GlobalTensor):
         boxes = [box for box, _ in value.regions]
-        pieces += [_Piece(key, held, held.dtype, tuple(held.shape)) for _, held in value.regions]
+        pieces += [_Piece(key, tensor, tensor.dtype, tuple(tensor.shape)) for _, tensor in value.regions]
     else:
         adapter = require(value, key)
         adapter.dtype(value, key)  # refuses what cannot be stored
@@ -151,9 +151,9 @@ def _taken_apart(key: str, value: torch.Tensor, pieces: list[_Piece]) -> Callabl
 
 def _frozen(pieces: Sequence[_Piece]) -> list[torch.Tensor]:
     """CPU tensors with the elements of the pieces, which nobody else will write to."""
-    tensors = [(i, p.key, p.held) for i, p in enumerate(pieces) if isinstance(p.held, torch.Tensor)]
-    shards = {i: p.held for i, p in enumerate(pieces) if isinstance(p.held, HostShard)}
-    in_batch = in_host_memory([(key, held) for _, key, held in tensors])
+    tensors = [(i, p.key, p.content) for i, p in enumerate(pieces) if isinstance(p.content, torch.Tensor)]
+    shards = {i: p.content for i, p in enumerate(pieces) if isinstance(p.content, HostShard)}
+    in_batch = in_host_memory([(key, tensor) for _, key, tensor in tensors])
     shards.update({i: shard for (i, _, _), shard in zip(tensors, in_batch, strict=True)})
     moving = [i for i, shard in shards.items() if not shard.immutable and len(shard.data)]
     sizes = [-(-len(shards[i].data) // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT for i in moving]
@@ -166,10 +166,10 @@ def _frozen(pieces: Sequence[_Piece]) -> list[torch.Tensor]:
         copies.append((target, source))
         at += size
     copy_all(copies)
-    return [copied[i] if i in copied else _held(shards[i], piece) for i, piece in enumerate(pieces)]
+    return [copied[i] if i in copied else _tensor_over(shards[i], piece) for i, piece in enumerate(pieces)]
 
 
-def _held(shard: HostShard, piece: _Piece) -> torch.Tensor:
+def _tensor_over(shard: HostShard, piece: _Piece) -> torch.Tensor:
     """The tensor that has the bytes of a shard, which nobody else writes to."""
     if not len(shard.data):
         return torch.empty(piece.shape, dtype=piece.dtype)

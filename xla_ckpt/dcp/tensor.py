@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 
-Region = tuple[Box, torch.Tensor]
+TensorRegion = tuple[Box, torch.Tensor]
 """A region of a global tensor, and its elements: a tensor of that shape, which a load overwrites."""
 
 
@@ -23,22 +23,22 @@ class GlobalTensor(torch.Tensor):
     answers the protocol by which DTensor, too, tells DCP's planners what it holds.
     """
 
-    regions: tuple[Region, ...]
+    regions: tuple[TensorRegion, ...]
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, regions: Sequence[Region]) -> GlobalTensor:
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, regions: Sequence[TensorRegion]) -> GlobalTensor:
         """`regions` are disjoint, and may be none."""
         make: Any = torch.Tensor._make_wrapper_subclass
-        made: GlobalTensor = make(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False)
-        made.regions = tuple(regions)
-        return made
+        tensor: GlobalTensor = make(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"), requires_grad=False)
+        tensor.regions = tuple(regions)
+        return tensor
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = ", ".join(str(box) for box, _ in self.regions)
-        return f"GlobalTensor({list(self.shape)}, {self.dtype}, held: {held or 'nothing'})"
+        boxes = ", ".join(str(box) for box, _ in self.regions)
+        return f"GlobalTensor({list(self.shape)}, {self.dtype}, held: {boxes or 'nothing'})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return GlobalTensor, (tuple(self.shape), self.dtype, self.regions)
@@ -73,7 +73,7 @@ class GlobalTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The elements of one of them."""
         start = tuple(index.offset or ())
-        for box, held in self.regions:
+        for box, tensor in self.regions:
             if box.start == start:
-                return held
+                return tensor
         raise UnsupportedStateError(f"no region begins at {list(start)}", leaf=index.fqn, found=repr(self))

@@ -30,7 +30,7 @@ from torch.futures import Future
 from xla_ckpt.arrays.torch_host import dtype_of
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.named import Named
-from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ
+from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ, replicas_of
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
@@ -47,13 +47,13 @@ from xla_ckpt.errors import (
 from xla_ckpt.files.distcp import Chunk, Distcp
 from xla_ckpt.job.process_group import REACH, communicator
 from xla_ckpt.job.verdict import Deadline, Round, as_checkpoint_error
-from xla_ckpt.layouts.dcp.chunks import chunk
-from xla_ckpt.layouts.dcp.digests import DIGESTS, dump, record_of
+from xla_ckpt.layouts.dcp.chunks import chunk_of
+from xla_ckpt.layouts.dcp.digests import DIGESTS, dump_digests, record_of
 from xla_ckpt.layouts.dcp.index import pickled
 from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
 from xla_ckpt.manifest.digest import block_size, digest
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.plan.merge import Replicas
+from xla_ckpt.options import SaveOptions
 from xla_ckpt.plan.save_plan import FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan as FilePlans
 from xla_ckpt.sharding.box import Box
@@ -62,8 +62,8 @@ from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.storage.base import Directory, Store, write_small
 from xla_ckpt.storage.door import PathLike, above, is_working_directory
 from xla_ckpt.storage.undisturbed import undisturbed
-from xla_ckpt.tags import replacement
-from xla_ckpt.tags.directory import is_ours
+from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class _Report:
 
     rank: int
     files: tuple[FileRecord, ...] = ()
-    held: Mapping[Place, Held] = field(default_factory=dict)
+    samples: Mapping[Place, Held] = field(default_factory=dict)
     error: Mapping[str, Any] | None = None
 
 
@@ -122,8 +122,9 @@ class StorageWriter(Named, StockWriter):
 
     Args:
         checkpoint_id: The directory that is to hold the checkpoint.
-        replicas: ``"equal"``: tensors that several ranks hold under one key are compared, by samples, and a difference
-            is a `DivergentReplicasError`; ``"first"``: one of them is stored, and a warning says of which they are.
+        options: Its `replicas` count: ``"equal"``, tensors that several ranks hold under one key are compared, by
+            samples, and a difference is a `DivergentReplicasError`; ``"first"``, one of them is stored, and a warning
+            says of which they are. Others of its fields are refused. By default those of `default_options`.
         overwrite: Whether a checkpoint that is there already is replaced; else it is a `UsageError`.
         num_workers: Threads that write, at most.
     """
@@ -134,7 +135,7 @@ class StorageWriter(Named, StockWriter):
     # Stock's base class has no `__init__`, so classes that programs derive from it do not call one.
     _rank: int | None = None
     _planned: Sequence[WriteItem] = ()
-    _draft: replacement.Replacement | None = None
+    _draft: Transaction | None = None
     _fate: Round | None = None
     _forget: weakref.finalize[..., Any] | None = None
     phases: Phases | None = None
@@ -148,14 +149,12 @@ class StorageWriter(Named, StockWriter):
         self,
         checkpoint_id: PathLike | None = None,
         *,
-        replicas: Replicas = "equal",
+        options: SaveOptions | None = None,
         overwrite: bool = True,
         num_workers: int = WRITERS,
     ) -> None:
         super().__init__()
-        if replicas not in ("equal", "first"):
-            raise UsageError("replicas is 'equal' or 'first'", found=repr(replicas))
-        self.replicas = replicas
+        self.replicas = replicas_of(options)
         self.overwrite = overwrite
         self.num_workers = num_workers
         self.reset(checkpoint_id)
@@ -227,9 +226,9 @@ class StorageWriter(Named, StockWriter):
         with storage_errors("beginning a save", path=self._path), naming(path=self._path):
             self._check_target(store, name)
             with undisturbed():  # what a signal handler raises comes when somebody can remove the draft
-                self._draft = replacement.begin(store, name)
+                self._draft = Transaction(root_of(store), name, Kind.CHECKPOINT).begin()
                 # DCP tells a writer nothing of a rank that fails before it writes: then the draft goes with the writer.
-                self._forget = weakref.finalize(self, replacement.abandon, self._draft)
+                self._forget = weakref.finalize(self, self._draft.abandon)
         draft, fate = self._draft.directory.name, f"dcp/{self.save_id}"
         self._fate = _round(fate, len(plans))
         return [
@@ -253,7 +252,7 @@ class StorageWriter(Named, StockWriter):
         except Exception as error:
             # It travels to the coordinator, which raises it on all ranks and removes the draft.
             problem = as_checkpoint_error(error, "saving", rank, path=self._path)
-            results = [_told(_Report(rank=rank, error=problem.to_json()))]
+            results = [_result_of(_Report(rank=rank, error=problem.to_json()))]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -288,22 +287,22 @@ class StorageWriter(Named, StockWriter):
             )
         if not store.has(name):
             return
-        there = store.names(name)
-        other = [n for n in there if not _OF_DCP.fullmatch(n) or store.is_directory(f"{name}/{n}")]
-        if is_ours(store, name):
+        names = store.names(name)
+        other = [n for n in names if not _OF_DCP.fullmatch(n) or store.is_directory(f"{name}/{n}")]
+        if root_of(store).is_ours(name):
             problem, hint = "there is a tag of this library", "Choose another path, or delete the tag."
         elif not store.is_directory(name):
             problem, hint = "there is a file", "A checkpoint is a directory."
-        elif other or (there and not any(map(_SURELY_DCP.fullmatch, there))):
+        elif other or (names and not any(map(_SURELY_DCP.fullmatch, names))):
             problem = "the directory holds something else than a checkpoint of DCP's, which would be lost"
             hint = "Give the checkpoint a directory of its own."
-            there = other or there
-        elif there and not self.overwrite:
+            names = other or names
+        elif names and not self.overwrite:
             # Programs look for these words of stock's.
             problem, hint = "Checkpoint already exists, and overwrite=False", "Choose another path."
         else:
             return
-        raise UsageError(problem, path=self._path, found=", ".join(there[:8]) or None, hint=hint)
+        raise UsageError(problem, path=self._path, found=", ".join(names[:8]) or None, hint=hint)
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's part; one result for each item, behind the report."""
@@ -316,7 +315,7 @@ class StorageWriter(Named, StockWriter):
             )
         store, name = self._place()
         # A planner that keeps plans (enable_plan_caching) gives the order of an earlier save, with that one's draft.
-        draft = replacement.draft_name(name)
+        draft = root_of(store).draft_of(name)
         if order.answers in (None, self.save_id):
             draft = order.draft
             self._fate = _round(order.fate, order.world)
@@ -324,21 +323,21 @@ class StorageWriter(Named, StockWriter):
         objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         values = [(item.index.fqn, _resolved(item, planner)) for item in tensors]
         shards = in_host_memory(values)
-        held: dict[Place, Held] = {}
+        samples: dict[Place, Held] = {}
         if order.world > 1:
-            held = self._held(plan, planner, [*zip(tensors, values, shards, strict=True)])
-        mine = self._draft is not None
+            samples = self._samples(plan, planner, [*zip(tensors, values, shards, strict=True)])
+        owns_draft = self._draft is not None
         with storage_errors("saving", rank=order.rank, path=self._path):
-            directory = self._draft.directory if self._draft is not None else open_shared(store, draft)
+            directory = self._draft.directory if self._draft is not None else open_shared(root_of(store), draft)
             try:
                 results, files = self._write_tensors(directory, order, tensors, values, shards)
                 written, record = _write_objects(directory, order, objects, planner)
                 directory.sync()
             finally:
-                if not mine:
+                if not owns_draft:
                     directory.close()
         files = [*files, *([] if record is None else [record])]
-        return [_told(_Report(rank=order.rank, files=tuple(files), held=held)), *results, *written]
+        return [_result_of(_Report(rank=order.rank, files=tuple(files), samples=samples)), *results, *written]
 
     def _write_tensors(
         self,
@@ -371,26 +370,26 @@ class StorageWriter(Named, StockWriter):
         self.nbytes, self.files = files.nbytes, len(records)
         return results, list(records)
 
-    def _held(
+    def _samples(
         self, plan: SavePlan, planner: SavePlanner, writing: Sequence[tuple[WriteItem, tuple[str, Any], HostShard]]
     ) -> dict[Place, Held]:
         """What this rank planned to write, as samples; of what another rank writes, too."""
         final = {item.index for item in plan.items}
         dropped = [i for i in self._planned if i.type != WriteItemType.BYTE_IO and i.index not in final]
         values = [(item.index.fqn, _resolved(item, planner)) for item in dropped]
-        found = {_place_of(item): _described(item, value, shard, True) for item, (_, value), shard in writing}
+        samples = {_place_of(item): _described(item, value, shard, True) for item, (_, value), shard in writing}
         for item, (_, value), shard in zip(dropped, values, in_host_memory(values), strict=True):
-            found[_place_of(item)] = _described(item, value, shard, False)
-        return found
+            samples[_place_of(item)] = _described(item, value, shard, False)
+        return samples
 
-    def _finish(self, draft: replacement.Replacement, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _finish(self, draft: Transaction, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         reports = [_report(rank, of_rank) for rank, of_rank in enumerate(results)]
         failed = next((report for report in reports if report.error is not None), None)
         if failed is not None:
             assert failed.error is not None
             raise from_json(dict(failed.error))
         if len(reports) > 1:
-            compare([report.held for report in reports], self.replicas)
+            compare([report.samples for report in reports], self.replicas)
         paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
         for key, path in paths.items():
             if len(path) > MAX_STEPS:
@@ -400,16 +399,11 @@ class StorageWriter(Named, StockWriter):
         stored = {r.index: r.storage_data for of_rank in results for r in of_rank if r.index != _REPORT}
         complete = dataclasses.replace(metadata, version=VERSION, storage_data=stored, storage_meta=self.storage_meta())
         text = pickled(complete)
-        write_small(draft.directory, METADATA, text)
-        write_small(
-            draft.directory,
-            DIGESTS,
-            dump([*(record for report in reports for record in report.files), record_of(METADATA, text)]),
-        )
-        draft.directory.sync()
+        digests = dump_digests([*(record for report in reports for record in report.files), record_of(METADATA, text)])
+        draft.seal({METADATA: text, DIGESTS: digests})
         if self._fate is not None and (given_up := self._fate.decide()) is not None:
             raise given_up  # another rank, which has told its caller so
-        replacement.commit(draft)
+        draft.commit()
         if self._fate is not None:
             try:
                 self._fate.say(_COMMITTED)
@@ -470,17 +464,17 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     value: Any = planner.resolve_data(item)
     shard = getattr(value, "__get_tensor_shard__", None)  # some planners give the whole sharded tensor
     value = value if shard is None else shard(item.index)
-    told = item.tensor_data
-    assert told is not None
+    described = item.tensor_data
+    assert described is not None
     key = item.index.fqn
     if not isinstance(value, torch.Tensor):
         raise UnsupportedStateError("the planner gave no tensor", leaf=key, found=type(value).__name__)
-    wanted = f"{str(told.properties.dtype).removeprefix('torch.')} {list(told.chunk.sizes)}"
-    found = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if wanted != found:
+    wanted = f"{str(described.properties.dtype).removeprefix('torch.')} {list(described.chunk.sizes)}"
+    actual = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if wanted != actual:
         raise UnsupportedStateError(
             "a tensor is not what the metadata would say of it: it could not be loaded", leaf=key,
-            expected=wanted, found=found,
+            expected=wanted, found=actual,
             hint="The planner's create_local_plan and resolve_data have to agree.",
         )  # fmt: skip
     return value.detach()
@@ -491,7 +485,7 @@ def _chunk(item: WriteItem, value: torch.Tensor) -> Chunk:
     stored = item.tensor_data.chunk
     stop = tuple(low + n for low, n in zip(stored.offsets, stored.sizes, strict=True))
     with naming(leaf=item.index.fqn):
-        return chunk(item.index.fqn, dtype_of(value), Box(tuple(stored.offsets), stop))
+        return chunk_of(item.index.fqn, dtype_of(value), Box(tuple(stored.offsets), stop))
 
 
 def _place_of(item: WriteItem) -> Place:
@@ -540,7 +534,7 @@ def _result(index: MetadataIndex, path: str, offset: int, nbytes: int) -> WriteR
     return WriteResult(index=index, size_in_bytes=nbytes, storage_data=_StorageInfo(path, offset, nbytes))
 
 
-def _told(report: _Report) -> WriteResult:
+def _result_of(report: _Report) -> WriteResult:
     return WriteResult(index=_REPORT, size_in_bytes=0, storage_data=report)
 
 

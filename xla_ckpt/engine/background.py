@@ -7,22 +7,19 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
-from xla_ckpt.job.call import leave
+from xla_ckpt.job.job import leave
+from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.lease import LEASES
-from xla_ckpt.tags.orbax_import import ORBAX
 
 logger = logging.getLogger(__name__)
 
-
-OnError = Literal["raise", "warn"] | Callable[[CheckpointError], object]
-"""What happens to the error of a save that failed: it is raised, or logged, or handed to a function of the program."""
 
 MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
 """Errors of the program, which fail every save and not this one alone. They are raised in any case."""
@@ -52,7 +49,7 @@ class InFlight(Protocol):
 class SaveHandle:
     """A save that may still be in flight."""
 
-    def __init__(self, path: str, tag: str, cancellation: Cancellation, *, told: bool = False) -> None:
+    def __init__(self, path: str, tag: str, cancellation: Cancellation, *, error_heard: bool = False) -> None:
         self._cancellation = cancellation
         self._freezing: Freezing | None = None
         self.path = path
@@ -64,7 +61,7 @@ class SaveHandle:
         """What the save left behind is removed."""
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._told = told
+        self._error_heard = error_heard
         """Whether somebody has heard of the error, or will hear of it elsewhere."""
         self._thread: threading.Thread | None = None
 
@@ -86,7 +83,7 @@ class SaveHandle:
     @property
     def error(self) -> BaseException | None:
         """Why the save failed; None if it did not, or is in flight. Asking counts as being told."""
-        self._told = self._told or self._error is not None
+        self._error_heard = self._error_heard or self._error is not None
         return self._error
 
     def frozen(self, timeout: float | None = None) -> bool:
@@ -115,7 +112,7 @@ class SaveHandle:
         if not self._settled.wait(timeout):
             raise TimeoutError(f"the save of tag {self.tag} in {self.path} is still in flight after {timeout} s")
         if self._error is not None:
-            self._told = True
+            self._error_heard = True
             raise self._error
         assert self._report is not None
         return self._report
@@ -127,7 +124,7 @@ class SaveHandle:
             CheckpointError: It failed, and nobody has been told yet; the same error on every rank.
         """
         self.wait()
-        if not self._told:
+        if not self._error_heard:
             self.result()
 
     def give_up(self, cause: BaseException) -> None:
@@ -140,7 +137,7 @@ class SaveHandle:
         while not self.done():
             try:
                 if self._cancellation.request(cause):
-                    self._told = True  # the caller has the cause, and nobody else is to be told of it
+                    self._error_heard = True  # the caller has the cause, and nobody else is to be told of it
                     return
                 too_late = True
                 self._settled.wait()
@@ -161,7 +158,7 @@ class SaveHandle:
 
     @property
     def _untold(self) -> bool:
-        return self._error is not None and not self._told
+        return self._error is not None and not self._error_heard
 
     def _join(self) -> None:
         """Wait until the thread of the save has ended."""
@@ -221,7 +218,7 @@ class Saves:
                 handle._report = save.run()
             except BaseException as error:
                 # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
-                handle._told = handle._told or _tell(on_error, error)
+                handle._error_heard = handle._error_heard or _tell(on_error, error)
                 handle._error = error
             finally:
                 handle._settled.set()
@@ -299,8 +296,8 @@ def _tell(on_error: OnError, error: BaseException) -> bool:
 SAVES = Saves()
 """The saves of this process."""
 
-# orbax needs thread pools, and the interpreter closes those before it joins threads or runs atexit functions; only
-# this hook, the one that concurrent.futures itself uses, runs before.
+# Saves need thread pools, and the interpreter closes those before it joins threads or runs atexit functions; only this
+# hook, the one that concurrent.futures itself uses, runs before.
 _register: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
 
 
@@ -314,5 +311,4 @@ def install_exit_hook() -> None:
 
     _register(leave)
     _register(LEASES.give_back)
-    _register(ORBAX.give_up)  # only when no save in flight needs it any more
     _register(SAVES.at_exit)

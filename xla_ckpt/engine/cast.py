@@ -32,13 +32,13 @@ class Cast:
     def __call__(self, data: memoryview) -> memoryview:
         """The elements of the other type, as bytes."""
         source = np.frombuffer(data, numpy_dtype(self.stored))
-        made = np.empty(source.size, numpy_dtype(self.written))
+        array = np.empty(source.size, numpy_dtype(self.written))
         # What is too large becomes infinite, as in torch. numpy would warn of it.
         with np.errstate(over="ignore", invalid="ignore"):
             if self.stored.itemsize > 4 and self.written.itemsize < 4:
                 # torch rounds a float64 to float32 first. That differs where the first step makes a tie.
                 for at in range(0, source.size, _AT_A_TIME):
-                    np.copyto(made[at : at + _AT_A_TIME], source[at : at + _AT_A_TIME].astype(np.float32), "unsafe")
+                    np.copyto(array[at : at + _AT_A_TIME], source[at : at + _AT_A_TIME].astype(np.float32), "unsafe")
             else:
-                np.copyto(made, source, "unsafe")
-        return made.view(np.uint8).data if made.nbytes else memoryview(b"")
+                np.copyto(array, source, "unsafe")
+        return array.view(np.uint8).data if array.nbytes else memoryview(b"")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from xla_ckpt.engine.read import READERS, read_into
+from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
+from xla_ckpt.storage.pool import READERS
 
 
 def same_bytes(reader: TagReader, one: str, other: str, *, max_memory: int, workers: int = READERS) -> bool:

@@ -8,12 +8,13 @@ import numpy as np
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
-from xla_ckpt.engine.read import READERS, read_into
+from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.manifest.records import ArrayRecord
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
+from xla_ckpt.storage.pool import READERS
 
 MEMORY = 16
 """Bytes in memory for each byte of an array that is compared, both copies and their float64 values included."""
@@ -70,13 +71,13 @@ def distance(
     if same_digests(one, a, other, b):
         return None
     whole, itemsize = Box.whole(a.shape), a.dtype.itemsize
-    found = Distance()
+    total = Distance()
     for part in pieces(whole, whole, itemsize, max(max_memory // MEMORY, 1)):
         slots = [memoryview(bytearray(part.size * itemsize)) for _ in range(2)]
         for reader, name, slot in ((one, leaf, slots[0]), (other, its_leaf, slots[1])):
             read_into(reader, plan_restore(reader.manifest, [Want(name, part, 0)]), [slot], workers=workers)
-        found += of_bytes(slots[0], slots[1], a.dtype)
-    return found if found.elements else None
+        total += of_bytes(slots[0], slots[1], a.dtype)
+    return total if total.elements else None
 
 
 def same_digests(one: TagReader, a: ArrayRecord, other: TagReader, b: ArrayRecord) -> bool:

@@ -17,7 +17,7 @@ from types import TracebackType
 import numpy as np
 
 from xla_ckpt.errors import CheckpointError, SaveError
-from xla_ckpt.snapshot.arena import Arena, Piece
+from xla_ckpt.snapshot.arena import Arena, ArenaPiece
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.snapshot.shards import HOST, Link
 
@@ -64,7 +64,7 @@ class Feed:
                 shard.drop()
         self._arena = Arena(_filled_by(self._left), budget)
         self._changed = threading.Condition()
-        self._images: dict[Hashable, Piece] = {}
+        self._images: dict[Hashable, ArenaPiece] = {}
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="xla_ckpt-feed", daemon=True)
 
@@ -84,7 +84,7 @@ class Feed:
             self._thread.join()
         self._arena.close()
 
-    def image(self, segment: Hashable) -> Piece:
+    def image(self, segment: Hashable) -> ArenaPiece:
         """The image of a segment, to be given back. Waits until it is there.
 
         Raises:
@@ -134,7 +134,7 @@ class Feed:
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _begin(self, segment: Hashable, extracts: Sequence[Extract], image: Piece) -> Callable[[], None]:
+    def _begin(self, segment: Hashable, extracts: Sequence[Extract], image: ArenaPiece) -> Callable[[], None]:
         """Begin the copies of one segment; how to wait for them, settle what is complete, and hand the image out."""
         moved: list[Deferred] = []
         for extract in extracts:
@@ -144,8 +144,8 @@ class Feed:
                     extract.source.begin_copy(extract.offset, target)
                 moved.append(extract.source)
             else:
-                held = np.frombuffer(extract.source, np.uint8)
-                np.copyto(target, held[extract.offset : extract.offset + extract.nbytes])
+                source_bytes = np.frombuffer(extract.source, np.uint8)
+                np.copyto(target, source_bytes[extract.offset : extract.offset + extract.nbytes])
         waits = [link.mark() for link in {source.link for source in moved}]
 
         def finish() -> None:

@@ -20,5 +20,5 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     except TypeError:
         import ml_dtypes
 
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
-        return found
+        extension_type: np.dtype[Any] = np.dtype(getattr(ml_dtypes, dtype.name))
+        return extension_type

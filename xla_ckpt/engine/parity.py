@@ -17,10 +17,23 @@ from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.manifest.digest import digest, pack_digests, unpack_digests
 from xla_ckpt.manifest.parity_json import ParityFile, ParityIndex, parse
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.parity import BLOCK, COPY, FOLDER, INDEX, At, Blocks, Parity, Place, Sum, file_sizes, places, share
+from xla_ckpt.plan.parity import (
+    COPY,
+    FOLDER,
+    PARITY_BLOCK,
+    PARITY_INDEX,
+    BlockAt,
+    Blocks,
+    Parity,
+    Sum,
+    SumPlace,
+    file_sizes,
+    places,
+    share,
+)
 from xla_ckpt.storage.base import Directory, Sink, read_whole, write_small
 from xla_ckpt.storage.pool import threads, work_off
-from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.tags.entry import MANIFEST
 
 REPAIR = "`xla-ckpt verify --repair` may mend it: the tag has parity."
 """What to do about damage in a tag with parity."""
@@ -104,22 +117,22 @@ def write_share(
     placed = places(blocks, parity, rank, world)
     target = directory if into is None else into
     sinks: dict[str, Sink] = {}
-    found: dict[At, int] = {}
-    made: dict[Sum, int] = {}
+    block_digests: dict[BlockAt, int] = {}
+    sum_digests: dict[Sum, int] = {}
 
     def make(sum_: Sum, buffer: memoryview) -> None:
         total, data, scratch = _thirds(buffer)
         clear(total)
         for file, block in blocks.members(sum_):
             path, length = files[file][0], blocks.length(file, block)
-            got = read_block(directory, path, block * BLOCK, data[:length], scratch)
+            got = read_block(directory, path, block * PARITY_BLOCK, data[:length], scratch)
             if got != length:
                 raise StorageError("a file that was just written is too short", file=path, expected=length, found=got)
             add(total, data[:length])
             if sum_[0] == "file":
-                found[file, block] = digest(data[:length])
+                block_digests[file, block] = digest(data[:length])
         length = blocks.sum_length(sum_) if blocks.members(sum_) else 0
-        made[sum_] = digest(total[:length])
+        sum_digests[sum_] = digest(total[:length])
         if length:
             sinks[placed[sum_].file].write(total, length, placed[sum_].offset)
 
@@ -128,16 +141,16 @@ def write_share(
             sinks[path] = target.create(path, size)
             opened.callback(sinks[path].abandon)  # a full disk may refuse the next one
         _work(placed, make, sinks, workers, phases)
-    mine = share(len(files), rank, world)
-    stripes = [made[sum_] for sum_ in placed if sum_[0] == "stripe"]
+    own_files = share(len(files), rank, world)
+    stripes = [sum_digests[sum_] for sum_ in placed if sum_[0] == "stripe"]
     return Share(
-        [pack_digests([found[file, block] for block in range(blocks.count(file))]) for file in mine],
-        (pack_digests([made["file", file] for file in mine]), pack_digests(stripes)),
+        [pack_digests([block_digests[file, block] for block in range(blocks.count(file))]) for file in own_files],
+        (pack_digests([sum_digests["file", file] for file in own_files]), pack_digests(stripes)),
     )
 
 
 def _work(
-    placed: Mapping[Sum, Place],
+    placed: Mapping[Sum, SumPlace],
     make: Callable[[Sum, memoryview], None],
     sinks: Mapping[str, Sink],
     workers: int,
@@ -148,7 +161,7 @@ def _work(
             placed,
             make,
             workers=min(threads(min(workers, WORKERS), 2), len(placed)) or 1,
-            buffer_bytes=3 * BLOCK,
+            buffer_bytes=3 * PARITY_BLOCK,
             name="xla_ckpt-parity",
         )
         for sink in sinks.values():
@@ -156,7 +169,7 @@ def _work(
 
 
 def _thirds(buffer: memoryview) -> tuple[memoryview, memoryview, memoryview]:
-    return buffer[:BLOCK], buffer[BLOCK : 2 * BLOCK], buffer[2 * BLOCK : 3 * BLOCK]
+    return buffer[:PARITY_BLOCK], buffer[PARITY_BLOCK : 2 * PARITY_BLOCK], buffer[2 * PARITY_BLOCK : 3 * PARITY_BLOCK]
 
 
 def write_index(directory: Directory, files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]) -> None:
@@ -167,7 +180,7 @@ def write_index(directory: Directory, files: Files, parity: Parity, manifest: by
         OSError: The storage refused.
     """
     write_small(directory, COPY, manifest)
-    write_small(directory, INDEX, joined(files, parity, manifest, shares).dump())
+    write_small(directory, PARITY_INDEX, joined(files, parity, manifest, shares).dump())
 
 
 def write_alone(
@@ -211,18 +224,17 @@ def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]
     listed: list[ParityFile] = []
     of_files: list[int] = []
     of_stripes: list[int] = []
-    for rank, told in enumerate(shares):
-        digests, (for_files, for_stripes) = told
-        mine = share(len(files), rank, world)
-        for file, packed in zip(mine, digests, strict=True):
+    for rank, (digests, (for_files, for_stripes)) in enumerate(shares):
+        its_files = share(len(files), rank, world)
+        for file, packed in zip(its_files, digests, strict=True):
             path, size = files[file]
             listed.append(ParityFile(path=path, size=size, digests=unpack_digests(packed, blocks.count(file))))
-        of_files += unpack_digests(for_files, len(mine))
+        of_files += unpack_digests(for_files, len(its_files))
         stripes = share(blocks.stripes, rank, world) if parity == "file" else range(0)
         of_stripes += unpack_digests(for_stripes, len(stripes))
     return ParityIndex(
         survives=parity,
-        block=BLOCK,
+        block=PARITY_BLOCK,
         writers=world,
         manifest=digest(manifest),
         files=tuple(listed),
@@ -232,7 +244,7 @@ def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]
 
 def has_parity(directory: Directory) -> bool:
     """Whether a tag was saved with parity, as far as its files show."""
-    for path in (INDEX, COPY):
+    for path in (PARITY_INDEX, COPY):
         try:
             directory.open(path).close()
         except OSError:
@@ -246,7 +258,7 @@ def parity_of(directory: Directory) -> str | None:
     if not has_parity(directory):
         return None
     try:
-        return parse(read_whole(directory, INDEX)).survives
+        return parse(read_whole(directory, PARITY_INDEX)).survives
     except (CheckpointError, OSError):
         return "damaged"
 
@@ -259,36 +271,38 @@ def read_index(directory: Directory, manifest: Manifest) -> ParityIndex:
         UnsupportedVersionError: A newer version wrote it.
     """
     try:
-        index = parse(read_whole(directory, INDEX))
+        index = parse(read_whole(directory, PARITY_INDEX))
     except FileNotFoundError:
-        raise CorruptCheckpointError("the index of the parity is missing", file=INDEX) from None
+        raise CorruptCheckpointError("the index of the parity is missing", file=PARITY_INDEX) from None
     except OSError as error:
-        raise CorruptCheckpointError("the index of the parity cannot be read", file=INDEX, found=str(error)) from error
+        raise CorruptCheckpointError(
+            "the index of the parity cannot be read", file=PARITY_INDEX, found=str(error)
+        ) from error
     except CheckpointError as error:
-        error.at(file=INDEX)
+        error.at(file=PARITY_INDEX)
         raise
     listed = [(file.path, file.size) for file in index.files]
     sums = Blocks(tuple(size for _, size in listed)).sums(index.survives)
-    if listed != covered(manifest) or index.block != BLOCK or len(index.sums) != len(sums):
-        raise FormatError("the parity is not that of this tag", file=INDEX)
+    if listed != covered(manifest) or index.block != PARITY_BLOCK or len(index.sums) != len(sums):
+        raise FormatError("the parity is not that of this tag", file=PARITY_INDEX)
     return index
 
 
-def all_places(index: ParityIndex) -> dict[Sum, Place]:
+def all_places(index: ParityIndex) -> dict[Sum, SumPlace]:
     """Where all sums of a tag are stored."""
     blocks = Blocks(tuple(file.size for file in index.files))
-    found: dict[Sum, Place] = {}
+    sum_places: dict[Sum, SumPlace] = {}
     for rank in range(index.writers):
-        found |= places(blocks, index.survives, rank, index.writers)
-    return found
+        sum_places |= places(blocks, index.survives, rank, index.writers)
+    return sum_places
 
 
-def damaged_sums(directory: Directory, index: ParityIndex, *, workers: int = WORKERS) -> dict[Sum, Place]:
+def damaged_sums(directory: Directory, index: ParityIndex, *, workers: int = WORKERS) -> dict[Sum, SumPlace]:
     """The sums that cannot be read, or are not what was saved, and where they should be."""
     blocks = Blocks(tuple(file.size for file in index.files))
     placed = all_places(index)
     digests = dict(zip(blocks.sums(index.survives), index.sums, strict=True))
-    bad: dict[Sum, Place] = {}
+    bad: dict[Sum, SumPlace] = {}
 
     def check(sum_: Sum, buffer: memoryview) -> None:
         _, data, scratch = _thirds(buffer)
@@ -297,7 +311,7 @@ def damaged_sums(directory: Directory, index: ParityIndex, *, workers: int = WOR
         if length and not reads_as(directory, place.file, place.offset, data[:length], scratch, digests[sum_]):
             bad[sum_] = place
 
-    work_off(placed, check, workers=threads(workers, 2), buffer_bytes=3 * BLOCK, name="xla_ckpt-parity")
+    work_off(placed, check, workers=threads(workers, 2), buffer_bytes=3 * PARITY_BLOCK, name="xla_ckpt-parity")
     return {sum_: place for sum_, place in placed.items() if sum_ in bad}
 
 
@@ -332,9 +346,9 @@ def verify_parity(directory: Directory, manifest: Manifest) -> tuple[list[Checkp
     if not copy_is_sound(directory, index):
         problems.append(CorruptCheckpointError("the copy of the manifest is damaged", file=COPY, hint=REPAIR))
     if digest(read_whole(directory, MANIFEST)) != index.manifest:
-        problems.append(CorruptCheckpointError("the parity is not that of this manifest", file=INDEX))
+        problems.append(CorruptCheckpointError("the parity is not that of this manifest", file=PARITY_INDEX))
     blocks = Blocks(tuple(file.size for file in index.files))
-    return problems, frozenset({INDEX, COPY, *file_sizes(blocks, all_places(index))})
+    return problems, frozenset({PARITY_INDEX, COPY, *file_sizes(blocks, all_places(index))})
 
 
 def copy_is_sound(directory: Directory, index: ParityIndex) -> bool:

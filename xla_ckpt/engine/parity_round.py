@@ -11,7 +11,8 @@ from xla_ckpt.errors import CheckpointError
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.parity import Parity
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.tags.root import Root
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,18 @@ class ParityRound:
         exchange, files = self.exchange, covered(manifest)
         if exchange.size > 1:
             exchange.say("parity", files)
-        mine = self._write(directory, files)
+        own_share = self._write(directory, files)
         deadline = Deadline(exchange.timeout * LEAD)
         with self.phases.timed("meet"):
-            told = [exchange.hear(f"parity/{rank}", rank, deadline) for rank in range(1, exchange.size)]
-        write_index(directory, files, self.parity, text, [mine.to_json(), *told])
+            other_shares = [exchange.hear(f"parity/{rank}", rank, deadline) for rank in range(1, exchange.size)]
+        write_index(directory, files, self.parity, text, [own_share.to_json(), *other_shares])
 
     def give_up(self, problem: CheckpointError) -> None:
         """Tell the others, if they may wait for rank 0 to begin, that it does not."""
-        if not self.exchange.has("parity"):
+        if not self.exchange.has_said("parity"):
             self.exchange.say("parity", error=problem)
 
-    def follow(self, store: Store, name: str) -> None:
+    def follow(self, root: Root, name: str) -> None:
         """Another rank's part, in the directory of this name. What it meets is told to rank 0, which tells all.
 
         Raises:
@@ -58,7 +59,7 @@ class ParityRound:
         with self.phases.timed("meet"):
             files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
         try:
-            directory = open_shared(store, name)
+            directory = open_shared(root, name)
             try:
                 share = self._write(directory, files)
                 directory.sync()

@@ -18,7 +18,7 @@ SAVE_PHASES = (
     "fsync",
     "meet",
     "parity",
-    "import",
+    "helper",
     "commit",
     "retain",
 )
@@ -27,9 +27,9 @@ SAVE_PHASES = (
 LOAD_PHASES = ("open", "check", "plan", "read", "verify", "install")
 """Phases of a load, in their order. `read` and `verify` happen side by side on several threads."""
 
-STALL, SAVE, LOAD, WAIT, IMPORT = "stall", "save", "load", "wait", "import orbax"
+STALL, SAVE, LOAD, WAIT = "stall", "save", "load", "wait"
 """Intervals of a trace that are no phase: the time for which the caller of a save waited; all that the save did in the
-background; a whole load; a wait for another rank, or for the save before; orbax's import, on its own thread."""
+background; a whole load; a wait for another rank, or for the save before."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Interval:
     """What one thread did without a break: a bar of a trace."""
 
     name: str
-    """A phase, or `STALL`, `SAVE`, `LOAD`, `WAIT` or `IMPORT`."""
+    """A phase, or `STALL`, `SAVE`, `LOAD` or `WAIT`."""
 
     thread: int
     """The identifier that the operating system has for the thread."""
@@ -123,7 +123,7 @@ class Phases:
         """Keep an interval of this thread for the trace, if there will be one; no phase gets longer by it."""
         if self._intervals is None:
             return
-        made = Interval(
+        interval = Interval(
             name=name,
             thread=threading.get_native_id(),
             thread_name=threading.current_thread().name,
@@ -134,14 +134,7 @@ class Phases:
             about=about,
         )
         with self._lock:
-            self._intervals.append(made)
-
-    def keep_foreign(self, name: str, began: float, ended: float, thread: int, thread_name: str) -> None:
-        """As `keep`, of what another thread did."""
-        if self._intervals is not None:
-            made = Interval(name=name, thread=thread, thread_name=thread_name, began=began, ended=ended)
-            with self._lock:
-                self._intervals.append(made)
+            self._intervals.append(interval)
 
     @contextlib.contextmanager
     def timed(self, name: str, nbytes: int = 0, files: int = 0, about: str = "") -> Iterator[None]:
@@ -160,8 +153,8 @@ class Phases:
     def report(self) -> dict[str, Phase]:
         """What was measured so far, in the order of the phases."""
         with self._lock:
-            found = sorted(self._phases.items(), key=lambda item: self._order.get(item[0], len(self._order)))
-            return {name: replace(phase) for name, phase in found}
+            phases = sorted(self._phases.items(), key=lambda item: self._order.get(item[0], len(self._order)))
+            return {name: replace(phase) for name, phase in phases}
 
     @property
     def intervals(self) -> Sequence[Interval] | None:

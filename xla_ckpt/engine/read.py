@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xla_ckpt.engine.collector import collector_paused
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
@@ -20,10 +20,7 @@ from xla_ckpt.manifest.digest import block_size, digest, to_hex
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.ranges import Runs, runs, strides
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.storage.pool import BUFFER_BYTES, work_off
-
-READERS = 8
-"""Threads that read, also on a machine with fewer cores: a disk is fast only with several reads waiting for it."""
+from xla_ckpt.storage.pool import BUFFER_BYTES, READERS, work_off
 
 SCRATCH_BYTES = 1024 * 1024
 """What a thread reads at a time where it goes around the cache of the storage."""
@@ -308,8 +305,8 @@ def _verify(tag: TagReader, extent: _Extent, data: memoryview) -> None:
     if table is None:
         return
     for i, b in enumerate(range(extent.first, extent.last)):
-        found = digest(data[i * size : (i + 1) * size])
-        if found != table[b]:
+        actual = digest(data[i * size : (i + 1) * size])
+        if actual != table[b]:
             begin, end = read.offset + b * size, read.offset + min((b + 1) * size, read.shard_bytes)
             raise CorruptCheckpointError(
                 f"stored bytes are damaged: block {b} of shard {read.stored}, bytes {begin} to {end} of the file",
@@ -318,7 +315,7 @@ def _verify(tag: TagReader, extent: _Extent, data: memoryview) -> None:
                 path=tag.root,
                 tag=tag.tag,
                 expected=f"digest {to_hex(table[b])}",
-                found=to_hex(found),
+                found=to_hex(actual),
                 hint=tag.hint,
             )
 

@@ -8,7 +8,8 @@ repaired, the others as they were, and a draft that the next save or repair remo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from xla_ckpt.engine.parity import (
@@ -25,16 +26,28 @@ from xla_ckpt.engine.parity import (
 )
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import verify_payload
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NotDurableError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.parity_json import ParityIndex, parse
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.parity import BLOCK, COPY, FOLDER, INDEX, At, Blocks, Parity, Place, Sum, file_sizes, solve
-from xla_ckpt.storage.base import Directory, Store, read_whole, write_small
+from xla_ckpt.plan.parity import (
+    COPY,
+    FOLDER,
+    PARITY_BLOCK,
+    PARITY_INDEX,
+    BlockAt,
+    Blocks,
+    Parity,
+    Sum,
+    SumPlace,
+    file_sizes,
+    solve,
+)
+from xla_ckpt.storage.base import Directory, read_whole, write_small
 from xla_ckpt.storage.pool import threads, work_off
-from xla_ckpt.tags import commit as tags
-from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.tags.entry import MANIFEST
+from xla_ckpt.tags.root import Kind, Root, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -52,20 +65,20 @@ class Damage:
     manifest: bool
     """Whether the manifest has to be replaced by its copy."""
 
-    files: Mapping[int, set[At]]
+    files: Mapping[int, set[BlockAt]]
     """Number of each file that is not as it was saved -> its bad blocks; none, if only its length is wrong."""
 
-    sums: Mapping[Sum, Place]
+    sums: Mapping[Sum, SumPlace]
     """Sums that are not as they were saved."""
 
     copy: bool
     """Whether the copy of the manifest is damaged."""
 
-    steps: Mapping[At, Sum] = field(default_factory=dict)
+    steps: Mapping[BlockAt, Sum] = field(default_factory=dict)
     """What gives each bad block back."""
 
 
-def repair_tag(store: Store, tag: str, directory: Directory, *, workers: int = WORKERS) -> list[str]:
+def repair_tag(root: Root, tag: str, directory: Directory, *, workers: int = WORKERS) -> list[str]:
     """Repair a tag that is open.
 
     Returns:
@@ -80,15 +93,15 @@ def repair_tag(store: Store, tag: str, directory: Directory, *, workers: int = W
     if not has_parity(directory):
         raise UsageError(
             "the tag has no parity, so it cannot be repaired",
-            hint="Load another tag, or restore its files from a copy. parity='file' has a save write parity.",
+            hint="Load another tag, or restore its files from a copy. SaveOptions(parity='file') has a save write it.",
         )
     manifest, text, whole = _manifest(directory)
+    repair = _Repair(root=root, tag=tag, directory=directory, workers=workers)
     try:
         index = read_index(directory, manifest)
     except CorruptCheckpointError as error:
-        return _made_anew(store, tag, directory, manifest, text, error, workers)
-    damage = _damage(directory, index, manifest_lost=not whole, workers=workers)
-    return _mended(store, tag, directory, index, damage, text, workers)
+        return repair.renew_whole_parity(manifest, text, error)
+    return repair.mend(index, _damage(directory, index, manifest_lost=not whole, workers=workers), text)
 
 
 def _manifest(directory: Directory) -> tuple[Manifest, bytes, bool]:
@@ -101,7 +114,7 @@ def _manifest(directory: Directory) -> tuple[Manifest, bytes, bool]:
     for path in (MANIFEST, COPY):
         try:
             text = read_whole(directory, path)
-            found = manifest_json.parse(text)
+            manifest = manifest_json.parse(text)
         except FileNotFoundError:
             problem = problem or CorruptCheckpointError("the tag has no manifest", file=path)
         except OSError as error:
@@ -110,7 +123,7 @@ def _manifest(directory: Directory) -> tuple[Manifest, bytes, bool]:
             problem = problem or error.at(file=path)
         else:
             _check_same_save(directory, text)
-            return found, text, path == MANIFEST
+            return manifest, text, path == MANIFEST
     assert problem is not None
     problem.hint = "Its copy in the parity is damaged, too: nothing was changed. Load another tag."
     raise problem
@@ -118,12 +131,12 @@ def _manifest(directory: Directory) -> tuple[Manifest, bytes, bool]:
 
 def _check_same_save(directory: Directory, manifest: bytes) -> None:
     try:
-        index = parse(read_whole(directory, INDEX))
+        index = parse(read_whole(directory, PARITY_INDEX))
     except (CorruptCheckpointError, OSError):
         return  # found again, and dealt with, by `read_index`
     if index.manifest != digest(manifest):
         raise CorruptCheckpointError(
-            "the parity is not that of this manifest: nothing was changed", file=INDEX,
+            "the parity is not that of this manifest: nothing was changed", file=PARITY_INDEX,
             hint="Files of two saves were mixed. Restore the tag from a copy.",
         )  # fmt: skip
 
@@ -135,18 +148,24 @@ def _damage(directory: Directory, index: ParityIndex, *, manifest_lost: bool, wo
         CorruptCheckpointError: It cannot.
     """
     blocks = Blocks(tuple(file.size for file in index.files))
-    files: dict[int, set[At]] = {}
+    files: dict[int, set[BlockAt]] = {}
 
     def look(number: int, buffer: memoryview) -> None:
         file, bad = index.files[number], set()
         for block, wanted in enumerate(file.digests):
             data = buffer[: blocks.length(number, block)]
-            if not reads_as(directory, file.path, block * BLOCK, data, buffer[BLOCK:], wanted):
+            if not reads_as(directory, file.path, block * PARITY_BLOCK, data, buffer[PARITY_BLOCK:], wanted):
                 bad.add((number, block))
         if bad or _size(directory, file.path) != file.size:
             files[number] = bad
 
-    work_off(range(len(index.files)), look, workers=threads(workers, 2), buffer_bytes=2 * BLOCK, name="xla_ckpt-repair")
+    work_off(
+        range(len(index.files)),
+        look,
+        workers=threads(workers, 2),
+        buffer_bytes=2 * PARITY_BLOCK,
+        name="xla_ckpt-repair",
+    )
     sums = damaged_sums(directory, index, workers=workers)
     sound = set(blocks.sums(index.survives)) - set(sums)
     steps, left = solve({at for bad in files.values() for at in bad}, sound)
@@ -165,14 +184,14 @@ def _size(directory: Directory, path: str) -> int | None:
     return source.size
 
 
-def _too_much(index: ParityIndex, left: set[At], sums: Mapping[Sum, Place]) -> CorruptCheckpointError:
+def _too_much(index: ParityIndex, left: set[BlockAt], sums: Mapping[Sum, SumPlace]) -> CorruptCheckpointError:
     """The error about blocks that nothing gives back."""
     by_file: dict[int, list[int]] = {}
     for file, block in sorted(left):
         by_file.setdefault(file, []).append(block)
     lines = [
         f"  {index.files[file].path}: {len(bad)} of {len(index.files[file].digests)} blocks of 1 MiB, the first at "
-        f"byte {bad[0] * BLOCK}"
+        f"byte {bad[0] * PARITY_BLOCK}"
         for file, bad in by_file.items()
     ]
     more = [f"  and {len(lines) - MAX_NAMED} more files"] if len(lines) > MAX_NAMED else []
@@ -190,12 +209,12 @@ def _too_much(index: ParityIndex, left: set[At], sums: Mapping[Sum, Place]) -> C
 class _Rebuilder:
     """Works out blocks of damaged files from what is left of the tag."""
 
-    def __init__(self, directory: Directory, index: ParityIndex, steps: Mapping[At, Sum]) -> None:
+    def __init__(self, directory: Directory, index: ParityIndex, steps: Mapping[BlockAt, Sum]) -> None:
         self._directory, self._index, self._steps = directory, index, steps
         self._blocks = Blocks(tuple(file.size for file in index.files))
         self._places = all_places(index)
         self._sums = dict(zip(self._blocks.sums(index.survives), index.sums, strict=True))
-        self._kept: dict[At, bytes] = {}
+        self._kept: dict[BlockAt, bytes] = {}
 
     def write(self, draft: Directory, number: int, buffer: memoryview) -> None:
         """Make a file anew in the draft, durably. The buffer is page-aligned, and three blocks long.
@@ -205,40 +224,40 @@ class _Rebuilder:
             OSError: The storage refused.
         """
         file = self._index.files[number]
-        data, other, scratch = (buffer[at * BLOCK : (at + 1) * BLOCK] for at in range(3))
+        data, other, scratch = (buffer[at * PARITY_BLOCK : (at + 1) * PARITY_BLOCK] for at in range(3))
         sink = draft.create(file.path, file.size)
         try:
             for block in range(len(file.digests)):
                 length = self._blocks.length(number, block)
                 self._fill((number, block), data[:length], other, scratch)
-                sink.write(data, length, block * BLOCK)
+                sink.write(data, length, block * PARITY_BLOCK)
             sink.commit()
         finally:
             sink.abandon()
         for block, wanted in enumerate(file.digests):
             length = self._blocks.length(number, block)
-            if not reads_as(draft, file.path, block * BLOCK, data[:length], scratch, wanted):
+            if not reads_as(draft, file.path, block * PARITY_BLOCK, data[:length], scratch, wanted):
                 raise _changed(file.path, block)
 
-    def _fill(self, at: At, target: memoryview, other: memoryview, scratch: memoryview) -> None:
+    def _fill(self, at: BlockAt, target: memoryview, other: memoryview, scratch: memoryview) -> None:
         """Put the right bytes of a block into `target`."""
         file, wanted = self._index.files[at[0]], self._index.files[at[0]].digests[at[1]]
         if at not in self._steps:
-            if not reads_as(self._directory, file.path, at[1] * BLOCK, target, scratch, wanted):
+            if not reads_as(self._directory, file.path, at[1] * PARITY_BLOCK, target, scratch, wanted):
                 raise _changed(file.path, at[1])
             return
         target[:] = self._worked_out(at, other, scratch)
         if digest(target) != wanted:
             raise _changed(file.path, at[1])
 
-    def _worked_out(self, at: At, other: memoryview, scratch: memoryview) -> bytes:
+    def _worked_out(self, at: BlockAt, other: memoryview, scratch: memoryview) -> bytes:
         if at in self._kept:
             return self._kept[at]
         sum_ = self._steps[at]
         place, length = self._places[sum_], self._blocks.sum_length(sum_)
-        total = memoryview(bytearray(BLOCK))
+        total = memoryview(bytearray(PARITY_BLOCK))
         if not reads_as(self._directory, place.file, place.offset, other[:length], scratch, self._sums[sum_]):
-            raise _changed(place.file, place.offset // BLOCK)
+            raise _changed(place.file, place.offset // PARITY_BLOCK)
         add(total, other[:length])
         for member in self._blocks.members(sum_):
             if member == at:
@@ -249,11 +268,11 @@ class _Rebuilder:
             else:
                 self._fill(member, part, other, scratch)
                 add(total, part)
-        found = bytes(total[: self._blocks.length(*at)])
+        block = bytes(total[: self._blocks.length(*at)])
         while len(self._kept) >= KEPT_BLOCKS:
             del self._kept[next(iter(self._kept))]
-        self._kept[at] = found
-        return found
+        self._kept[at] = block
+        return block
 
 
 def _changed(path: str, block: int) -> CorruptCheckpointError:
@@ -262,102 +281,65 @@ def _changed(path: str, block: int) -> CorruptCheckpointError:
     )
 
 
-def _mended(
-    store: Store, tag: str, directory: Directory, index: ParityIndex, damage: Damage, text: bytes, workers: int
-) -> list[str]:
-    """Replace what is damaged; the paths of it."""
-    if not (damage.manifest or damage.files or damage.sums or damage.copy):
-        return []
-    with tags.Filling(store, tag) as draft:
-        rebuilder = _Rebuilder(directory, index, damage.steps)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Repair:
+    """A tag that is being repaired."""
 
-        def rebuild(number: int, buffer: memoryview) -> None:
-            rebuilder.write(draft.directory, number, buffer)
+    root: Root
+    tag: str
+    directory: Directory
+    workers: int
 
-        work_off(damage.files, rebuild, workers=1, buffer_bytes=3 * BLOCK, name="xla_ckpt-repair")
-        replaced = [index.files[number].path for number in damage.files]
-        if damage.manifest:
-            write_small(draft.directory, MANIFEST, text)
-            replaced.append(MANIFEST)
-        _adopt(directory, draft.directory, replaced)
+    def mend(self, index: ParityIndex, damage: Damage, manifest: bytes) -> list[str]:
+        """Replace what is damaged; the paths of it."""
+        replaced = [index.files[number].path for number in damage.files] + ([MANIFEST] if damage.manifest else [])
+        rebuilder = _Rebuilder(self.directory, index, damage.steps)
+        if replaced:
+            with Transaction(self.root, self.tag, Kind.REPAIR) as transaction:
+
+                def rebuild(number: int, buffer: memoryview) -> None:
+                    rebuilder.write(transaction.directory, number, buffer)
+
+                work_off(damage.files, rebuild, workers=1, buffer_bytes=3 * PARITY_BLOCK, name="xla_ckpt-repair")
+                if damage.manifest:
+                    write_small(transaction.directory, MANIFEST, manifest)
+                transaction.commit()
         if damage.sums or damage.copy:
             files = [(file.path, file.size) for file in index.files]
-            _new_parity(directory, draft.directory, files, index.survives, index.writers, text, workers)
-            of_parity = [*sorted({place.file for place in damage.sums.values()}), *([COPY] if damage.copy else [])]
-            _adopt(directory, draft.directory, of_parity)
-            replaced += of_parity
-        _settle(directory)
-    logger.warning("%s/%s: repaired %s", store.path, tag, ", ".join(replaced))
-    return replaced
+            with closing(self.root.open(self.tag)) as repaired:  # which an object store has in another directory
+                self.renew_parity(repaired, files, index.survives, index.writers, manifest)
+            replaced += [*sorted({place.file for place in damage.sums.values()}), *([COPY] if damage.copy else [])]
+        if replaced:
+            logger.warning("%s/%s: repaired %s", self.root.path, self.tag, ", ".join(replaced))
+        return replaced
 
+    def renew_parity(
+        self, directory: Directory, files: Sequence[tuple[str, int]], parity: Parity, world: int, manifest: bytes
+    ) -> list[str]:
+        """Make all parity files anew, from files that are sound and lie in `directory`; the paths of them."""
+        with Transaction(self.root, self.tag, Kind.REPAIR) as transaction:
+            draft = transaction.directory
+            write_alone(directory, files, parity, manifest, world=world, workers=self.workers, into=draft)
+            blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, PARITY_INDEX))
+            transaction.commit()
+        return [*file_sizes(blocks, all_places(index)), COPY, PARITY_INDEX]
 
-def _adopt(directory: Directory, draft: Directory, names: Iterable[str]) -> None:
-    """Put finished files in the place of damaged ones."""
-    draft.sync()
-    for name in names:
-        directory.adopt(draft, name)
+    def renew_whole_parity(self, manifest: Manifest, text: bytes, problem: CorruptCheckpointError) -> list[str]:
+        """Make the parity anew, if all else is as the manifest says: without its index it gives nothing back.
 
-
-def _settle(directory: Directory) -> None:
-    """Make what was adopted outlast a loss of power.
-
-    Raises:
-        NotDurableError: The storage refused: all is repaired, and the damaged files may come back.
-    """
-    try:
-        directory.sync()
-    except OSError as refused:
-        raise NotDurableError(
-            "the repaired files are in place, but the storage refused to make their names durable",
-            found=refused.strerror or str(refused),
-            hint="A loss of power may bring back the damaged ones. Look at the storage, and verify the tag.",
-        ) from refused
-
-
-def _new_parity(
-    directory: Directory,
-    draft: Directory,
-    files: Sequence[tuple[str, int]],
-    parity: Parity,
-    world: int,
-    text: bytes,
-    workers: int,
-) -> list[str]:
-    """Make all parity files anew in a draft, from files that are sound; the paths of them."""
-    write_alone(directory, files, parity, text, world=world, workers=workers, into=draft)
-    blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, INDEX))
-    return [*file_sizes(blocks, all_places(index)), COPY, INDEX]
-
-
-def _made_anew(
-    store: Store,
-    tag: str,
-    directory: Directory,
-    manifest: Manifest,
-    text: bytes,
-    problem: CorruptCheckpointError,
-    workers: int,
-) -> list[str]:
-    """Make the whole parity anew, if everything else is as the manifest says: without its index it gives nothing back.
-
-    Raises:
-        CorruptCheckpointError: Something else is damaged, too.
-    """
-    reader = TagReader(directory, store.path, tag, manifest)
-    try:
-        problems = verify_payload(reader).problems
-    finally:
-        reader.close_files()
-    if problems or digest(read_whole(directory, MANIFEST)) != digest(text):
-        problem.hint = "Without it nothing can be repaired, and nothing was changed. Load another tag."
-        problem.details = "\n".join(f"  {found}" for found in problems[:MAX_NAMED])
-        raise problem
-    names = [name for name in directory.files() if name.startswith(FOLDER)]
-    parity: Parity = "file" if any(name.startswith(f"{FOLDER}stripes-") for name in names) else "block"
-    worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
-    with tags.Filling(store, tag) as draft:
-        world = max(worlds, default=1)
-        names = _new_parity(directory, draft.directory, covered(manifest), parity, world, text, workers)
-        _adopt(directory, draft.directory, names)
-        _settle(directory)
-        return names
+        Raises:
+            CorruptCheckpointError: Something else is damaged, too.
+        """
+        reader = TagReader(self.directory, self.root.path, self.tag, manifest)
+        try:
+            problems = verify_payload(reader).problems
+        finally:
+            reader.close_files()
+        if problems or digest(read_whole(self.directory, MANIFEST)) != digest(text):
+            problem.hint = "Without it nothing can be repaired, and nothing was changed. Load another tag."
+            problem.details = "\n".join(f"  {line}" for line in problems[:MAX_NAMED])
+            raise problem
+        names = [name for name in self.directory.files() if name.startswith(FOLDER)]
+        parity: Parity = "file" if any(name.startswith(f"{FOLDER}stripes-") for name in names) else "block"
+        worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
+        return self.renew_parity(self.directory, covered(manifest), parity, max(worlds, default=1), text)

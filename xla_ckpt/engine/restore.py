@@ -8,19 +8,20 @@ from typing import Protocol
 
 import numpy as np
 
-from xla_ckpt.engine.collector import collector_paused
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import READERS, check_reads, read_into
+from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.shared_memory import check_shared
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target
-from xla_ckpt.errors import RankFailedError, storage_errors
-from xla_ckpt.job.verdict import Round, agreed, agreed_unless_lost
+from xla_ckpt.errors import storage_errors
+from xla_ckpt.job.verdict import LateLoss, Round, agreed
 from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
-from xla_ckpt.plan.shared_reads import Mixed, Share
+from xla_ckpt.plan.shared_reads import Mixed, ReadShare
 from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.memory import Bytes, Slabs
+from xla_ckpt.storage.pool import READERS
 
 STAGED_BYTES = 128 * 1024 * 1024
 """Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
@@ -33,12 +34,12 @@ UNCHECKED_BYTES = 1 << 30
 class Sharing(Protocol):
     """How ranks that need the same bytes read them together (`xla_ckpt.job.shared_reads`)."""
 
-    def agree(self, exchange: Round, wants: Sequence[Want]) -> Share:
+    def agree(self, exchange: Round, wants: Sequence[Want]) -> ReadShare:
         """Find out which ranks want the same, and deal the reading out among them."""
 
     def send_on(
         self,
-        share: Share,
+        share: ReadShare,
         slots: Sequence[memoryview],
         rows: Sequence[tuple[Mixed, Want]],
         itemsize: Mapping[str, int],
@@ -59,19 +60,37 @@ class WantedMemory:
     """Where the new memory among them comes from."""
 
 
-def fill(
-    reader: TagReader,
-    targets: Mapping[str, Target],
-    exchange: Round,
-    phases: Phases,
-    *,
-    hand_over: Callable[[], None] = lambda: None,
-    alone: Collection[str] = (),
-    sharing: Sharing | None = None,
-    workers: int = READERS,
-    shown: bool | None = False,
-    lost: list[RankFailedError] | None = None,
-) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filling:
+    """How targets are filled, and with whom."""
+
+    exchange: Round
+    """Where the ranks meet."""
+
+    phases: Phases
+    """Receives what is measured."""
+
+    hand_over: Callable[[], None] = lambda: None
+    """Called on all ranks when everything is verified, and no memory that the program uses is overwritten."""
+
+    alone: Collection[str] = ()
+    """Leaf paths of targets of new memory that have to be filled by then: this rank reads them itself."""
+
+    sharing: Sharing | None = None
+    """Ranks that need the same bytes read them together; None if each reads its own."""
+
+    late_loss: LateLoss | None = None
+    """Keeps the error if a rank is lost after all ranks have verified their part, and this one does not depend on it:
+    the memory of this rank is filled all the same. None raises it."""
+
+    workers: int = READERS
+    """Threads that read, at most."""
+
+    shown: bool | None = False
+    """Whether a progress bar is shown; None decides by itself."""
+
+
+def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tuple[int, int]:
     """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
 
     What goes into memory that the program uses waits in other memory until all of it is verified. Beyond `STAGED_BYTES`
@@ -81,15 +100,7 @@ def fill(
     Args:
         reader: The tag.
         targets: Leaf path -> where the array goes.
-        exchange: Where the ranks meet.
-        phases: Receives what is measured.
-        hand_over: Called on all ranks when everything is verified, and no memory that the program uses is overwritten.
-        alone: Leaf paths of targets of new memory that have to be filled by then: this rank reads them itself.
-        sharing: Ranks that need the same bytes read them together; None if each reads its own.
-        workers: Threads that read, at most.
-        shown: Whether a progress bar is shown; None decides by itself.
-        lost: Receives the error if a rank is lost after all ranks have verified their part, and this one does not
-            depend on it; the memory of this rank is filled all the same. None raises it.
+        how: How they are filled, and with whom.
 
     Returns:
         Bytes that the targets need, and bytes that were read for them.
@@ -100,6 +111,7 @@ def fill(
         StorageError: The storage refused.
         RankFailedError: Another rank was lost.
     """
+    exchange, phases, sharing = how.exchange, how.phases, how.sharing
     with phases.timed("plan"):
         with agreed(exchange, "planning"), collector_paused():
             _check_sizes(reader, targets)
@@ -109,7 +121,7 @@ def fill(
         itemsize = {path: target.dtype.itemsize for path, target in targets.items()}
         shared: _SharedPart | None = None
         if sharing is not None and exchange.size > 1:
-            shared = _shared_part(reader, memory, plan, itemsize, sharing, exchange, frozenset(alone))
+            shared = _shared_part(reader, memory, plan, itemsize, how)
         slots = memory.slots if shared is None else shared.slots
         reads = plan.reads if shared is None else shared.reads
         # What other ranks send would go to the wrong memory: it comes when the staged bytes are in place.
@@ -122,19 +134,19 @@ def fill(
             total = fresh.read_bytes + 2 * in_use.read_bytes
     # The bytes of `in_use` count twice: they are verified before anything is overwritten, and then read again.
     what = f"load {reader.tag} (verify, then read)" if in_use.reads else f"load {reader.tag}"
-    with Progress(what, total, shown) as bar:
+    with Progress(what, total, how.shown) as bar:
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            read_into(reader, fresh, slots, slabs=memory.slabs, workers=workers, progress=bar, phases=phases)
-            check_reads(reader, in_use, workers=workers, progress=bar, phases=phases)
+            read_into(reader, fresh, slots, slabs=memory.slabs, workers=how.workers, progress=bar, phases=phases)
+            check_reads(reader, in_use, workers=how.workers, progress=bar, phases=phases)
         with phases.timed("install"):
-            hand_over()
+            how.hand_over()
         # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
         # Who has to send on what it read depends on the others to the end.
         ending = agreed(exchange, "overwriting")
-        if lost is not None and shared is None:
-            ending = agreed_unless_lost(exchange, "overwriting", lost)
+        if how.late_loss is not None and shared is None:
+            ending = how.late_loss.agreed("overwriting")
         with ending, storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            read_into(reader, in_use, slots, workers=workers, progress=bar, phases=phases)
+            read_into(reader, in_use, slots, workers=how.workers, progress=bar, phases=phases)
             with phases.timed("install"):
                 _put_in_place(staged, memory.slots)
     if sharing is not None and shared is not None:
@@ -173,14 +185,14 @@ def _staged(memory: WantedMemory) -> dict[int, Bytes]:
 
 def _put_in_place(staged: Mapping[int, Bytes], slots: Sequence[memoryview]) -> None:
     """Copy what is verified into the program's memory."""
-    copy_all((np.frombuffer(slots[slot], np.uint8), held) for slot, held in staged.items() if len(held))
+    copy_all((np.frombuffer(slots[slot], np.uint8), data) for slot, data in staged.items() if len(data))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SharedPart:
     """What this rank reads when ranks read together."""
 
-    share: Share
+    share: ReadShare
     rows: list[tuple[Mixed, Want]]
     """What this rank reads of boxes that lie in the same rows, on behalf of all ranks that want one of them."""
 
@@ -191,22 +203,17 @@ class _SharedPart:
 
 
 def _shared_part(
-    reader: TagReader,
-    memory: WantedMemory,
-    plan: RestorePlan,
-    itemsize: Mapping[str, int],
-    sharing: Sharing,
-    exchange: Round,
-    alone: frozenset[str],
+    reader: TagReader, memory: WantedMemory, plan: RestorePlan, itemsize: Mapping[str, int], how: Filling
 ) -> _SharedPart:
     """Agree with the other ranks on who reads what; `plan` is what this rank would read without them."""
-    common = []
+    assert how.sharing is not None
+    common, alone = [], frozenset(how.alone)
     for want in memory.wants:
         record = reader.manifest.array(want.leaf)
         # What each rank has of its own is not the same bytes, although leaf path and box are the same.
         if record is not None and not record.own and want.leaf not in alone:
             common.append(want)
-    share = sharing.agree(exchange, common)
+    share = how.sharing.agree(how.exchange, common)
     rows = share.rows(len(memory.slots))
     slabs = Slabs()
     own_memory = [slabs.take(want.box.size * itemsize[want.leaf]).data for _, want in rows]

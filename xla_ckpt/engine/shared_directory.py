@@ -10,22 +10,25 @@ from collections.abc import Iterable
 
 from xla_ckpt.errors import StorageError
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.tags.root import Root
 
 ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path, such as a shared file system."
 """What to do about hosts that do not."""
 
 
-def open_shared(store: Store, name: str) -> Directory:
+def open_shared(root: Root, draft: str) -> Directory:
     """The directory that rank 0 made, which holds the lock on it.
 
     Raises:
         StorageError: This process does not see it.
     """
     try:
-        return store.open(name, lock=False)
+        return root.join(draft)
     except FileNotFoundError as error:
-        raise StorageError.of(error, "opening the directory that rank 0 made", file=name, hint=ONE_DIRECTORY) from error
+        raise StorageError.of(
+            error, "opening the directory that rank 0 made", file=draft, hint=ONE_DIRECTORY
+        ) from error
 
 
 def check_written(directory: Directory, rank: int, files: Iterable[FileRecord]) -> None:

@@ -71,17 +71,17 @@ def _check_values(reader: TagReader, targets: Mapping[str, Target], places: list
     stored = {targets[leaf].dtype for leaf in leaves}
     if len(stored) > 1:
         raise _refusal(leaves, "types: " + ", ".join(sorted(dtype.name for dtype in stored)))
-    held = [np.empty(place.box.size * targets[place.leaf].dtype.itemsize, np.uint8) for place in places]
+    arrays = [np.empty(place.box.size * targets[place.leaf].dtype.itemsize, np.uint8) for place in places]
     wants = [Want(place.leaf, place.box, i) for i, place in enumerate(places)]
-    read_into(reader, plan_restore(reader.manifest, wants), [values.data for values in held])
+    read_into(reader, plan_restore(reader.manifest, wants), [values.data for values in arrays])
     low = min(place.memory.span[0] for place in places)
     high = max(place.memory.span[1] for place in places)
     itemsize = next(iter(stored)).itemsize
     rehearsed = np.zeros((high - low) * itemsize // places[0].memory.itemsize, np.uint8)
     views = [_view(rehearsed, place.memory, low, itemsize) for place in places]
-    for view, values in zip(views, held, strict=True):
+    for view, values in zip(views, arrays, strict=True):
         view[...] = values.reshape(view.shape)
-    for view, values in zip(views, held, strict=True):
+    for view, values in zip(views, arrays, strict=True):
         if not np.array_equal(view, values.reshape(view.shape)):
             raise _refusal(leaves, "values")
 

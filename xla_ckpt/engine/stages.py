@@ -5,34 +5,30 @@ The first rank of each stage speaks for it: its other ranks hold leaves of the s
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from xla_ckpt.engine.collector import collector_paused
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.writing import Staged, Writing
 from xla_ckpt.errors import CheckpointError
+from xla_ckpt.job.messages import Message
 from xla_ckpt.job.verdict import LEAD, Deadline, Round
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
 
-if TYPE_CHECKING:
-    from xla_ckpt.engine.save import Writing
 
+@dataclass(frozen=True, slots=True)
+class StageLeaves(Message):
+    """What the first rank of a pipeline stage tells the others."""
 
-class Staged(ABC):
-    """A `Writing` whose files say what other pipeline stages hold: its plan is made anew when all of them have told."""
+    leaves: tuple[str, ...]
+    """Digests of the leaf paths that the stage holds."""
 
-    @property
-    @abstractmethod
-    def told(self) -> Any:
-        """What the other stages have to know of this one, as plain JSON. All ranks of a stage would tell the same."""
-
-    @abstractmethod
-    def among(self, stages: Sequence[Any]) -> SavePlan:
-        """What this rank writes, once all stages have told, this one included: from the sources that `plan` has."""
+    about: Any
+    """What a layout's files have to say of it (`Staged.told`); None if they say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +65,24 @@ class Stages:
         with phases.timed("meet"):
             names = {path: to_hex(digest(path.encode())) for path in leaves}
             if self._speaks:
-                self.exchange.say(self._key(self._own), [list(names.values()), None if staged is None else staged.told])
-            told = self._hear(self._own if staged is None else self.mesh.pp)
+                own = StageLeaves(tuple(names.values()), None if staged is None else staged.told)
+                self.exchange.say(self._key(self._own), own.to_json())
+            stages = self._hear(self._own if staged is None else self.mesh.pp)
         with phases.timed("plan"), collector_paused():
-            plan = writing.plan if staged is None else staged.among([about for _, about in told])
-        earlier = {name for held, _ in told[: self._own] for name in held}
+            plan = writing.plan if staged is None else staged.among([stage.about for stage in stages])
+        earlier = {leaf for stage in stages[: self._own] for leaf in stage.leaves}
         return plan.minus(frozenset(path for path, name in names.items() if name in earlier))
 
-    def _hear(self, count: int) -> list[Any]:
+    def _hear(self, count: int) -> list[StageLeaves]:
         """What the first so many stages have told."""
         # Rank 0 gives up before the others do, so that they hear its verdict.
         deadline = Deadline(self.exchange.timeout * (LEAD if self.exchange.rank == 0 else 1))
-        return [self.exchange.hear(self._key(s), self.mesh.rank({"pp": s}), deadline) for s in range(count)]
+        said = (self.exchange.hear(self._key(s), self.mesh.rank({"pp": s}), deadline) for s in range(count))
+        return [StageLeaves.from_json(stage) for stage in said]
 
     def tell_failure(self, error: CheckpointError) -> None:
         """Tell the other stages an error, if they would wait for this rank. Otherwise they would do so in vain."""
-        if self._speaks and not self.exchange.has(self._key(self._own)):
+        if self._speaks and not self.exchange.has_said(self._key(self._own)):
             self.exchange.say(self._key(self._own), error=error)
 
     @staticmethod

@@ -17,15 +17,15 @@ from xla_ckpt.engine.difference import same_digests
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry, open_directory
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.root import Root
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.schema import EXTRAS, MODEL, member_of
 
 logger = logging.getLogger(__name__)
 
 
-KEPT = 4
+KEPT_MANIFESTS = 4
 """Root directories of which the last manifest is kept in memory: parsing one of 20,000 arrays takes as long as to save
 them."""
 
@@ -34,16 +34,16 @@ _last: dict[str, Manifest] = {}
 """The manifest of the last tag that this process has committed, by root directory, the latest at the end."""
 
 
-def remember(store: Store, manifest: Manifest) -> None:
+def remember(root: Root, manifest: Manifest) -> None:
     """Keep the manifest of a tag that has been committed for the next save to compare with."""
     with _lock:
-        _last.pop(store.path, None)
-        _last[store.path] = manifest
-        while len(_last) > KEPT:
+        _last.pop(root.path, None)
+        _last[root.path] = manifest
+        while len(_last) > KEPT_MANIFESTS:
             del _last[next(iter(_last))]
 
 
-def stale_since(store: Store, newest: TagEntry | None, new: TagReader) -> tuple[str, str] | None:
+def stale_since(root: Root, newest: TagEntry | None, new: TagReader) -> tuple[str, str] | None:
     """The newest tag that is committed, if `new`, which is about to be, repeats its model, and what shows that training
     went on; else None.
 
@@ -53,11 +53,11 @@ def stale_since(store: Store, newest: TagEntry | None, new: TagReader) -> tuple[
     """
     if newest is None:
         return None
-    known = _last.get(store.path)
+    known = _last.get(root.path)
     if known is not None and (known.head.tag, known.head.sequence) != (newest.tag, newest.sequence):
         known = None  # another job has saved since
     try:
-        with TagReader(open_directory(store, newest.tag), store.path, newest.tag, known) as old:
+        with TagReader(root.open(newest.tag), root.path, newest.tag, known) as old:
             evidence = _evidence(old, new)
             return None if evidence is None else (old.tag, evidence)
     except (CheckpointError, OSError) as error:
@@ -83,8 +83,8 @@ def _evidence(old: TagReader, new: TagReader) -> str | None:
 
 def _of_model(manifest: Manifest) -> list[str]:
     """The leaf paths of the model's arrays; of all arrays in a tree that was saved without `save_checkpoint`."""
-    found = sorted(leaf for leaf in manifest.arrays if member_of(leaf) == MODEL)
-    return found or sorted(manifest.arrays)
+    leaves = sorted(leaf for leaf in manifest.arrays if member_of(leaf) == MODEL)
+    return leaves or sorted(manifest.arrays)
 
 
 def _went_on(old: str, new: str) -> str | None:
@@ -116,7 +116,7 @@ def _grown(old: Any, new: Any, path: str) -> str | None:
         pairs = ((path if k.startswith("$") else paths.join(path, k), old[k], new[k]) for k in new if k in old)
     elif isinstance(old, list | tuple) and isinstance(new, list | tuple):
         pairs = ((paths.join(path, str(i)), a, b) for i, (a, b) in enumerate(zip(old, new, strict=False)))
-    return next((found for name, a, b in pairs if (found := _grown(a, b, name)) is not None), None)
+    return next((growth for name, a, b in pairs if (growth := _grown(a, b, name)) is not None), None)
 
 
 def _differs(old: TagReader, new: TagReader, leaf: str) -> bool:

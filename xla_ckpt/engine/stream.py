@@ -6,45 +6,24 @@ before the next one is read.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from xla_ckpt.engine.cast import Cast
-from xla_ckpt.engine.read import READERS, read_into
+from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.files.crc32 import crc32, joined
+from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest.digest import BlockDigester
 from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.options import MAX_MEMORY
 from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
 from xla_ckpt.plan.save_plan import Entry, FilePlan, Written
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
-from xla_ckpt.storage.base import Directory, Sink, Store
-from xla_ckpt.storage.pool import threads, work_off
-from xla_ckpt.tags.cleaning import remove
-
-MAX_MEMORY = 1 << 30
-"""Bytes of array data in memory at a time, by default."""
-
-
-@contextlib.contextmanager
-def partial_directory(store: Store, name: str) -> Iterator[Directory]:
-    """A new directory to fill. The block renames it, or what it holds, when it is complete; else it is removed.
-
-    A directory of this name is removed first: it was left by a program that was killed.
-    """
-    if store.has(name):
-        store.remove(name)
-    directory = store.make(name)
-    try:
-        yield directory
-    finally:
-        directory.close()
-        if store.has(name):
-            remove(store, name)  # a refusal is logged: what was renamed is there, and an error would deny it
+from xla_ckpt.storage.base import Directory, Sink
+from xla_ckpt.storage.pool import READERS, threads, work_off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +104,7 @@ class _File:
             for batch in _batches(self._spans(), self.max_memory):
                 self._write_batch(sink, batch)
             digests = [d for digester in self.digesters for d in digester.digests]
-            glue = codec.glue(digests, [joined(parts) for parts in self.crcs])
+            glue = codec.glue(digests, [joined_crc32(parts) for parts in self.crcs])
             for offset, text in glue:
                 sink.patch(text, offset)
             sink.commit()
@@ -139,11 +118,11 @@ class _File:
 
         Any other region has padding between its elements, and is made as a whole.
         """
-        held: dict[int, list[Entry]] = {}
+        by_region: dict[int, list[Entry]] = {}
         for entry in self.plan.entries:
-            held.setdefault(entry.region, []).append(entry)
+            by_region.setdefault(entry.region, []).append(entry)
         for region, (offset, nbytes) in enumerate(self.plan.codec.places):
-            entries = held.get(region, [])
+            entries = by_region.get(region, [])
             if len(entries) != 1 or entries[0].frame is not None:
                 wants = tuple((e.leaf, e.box, e.frame or e.box) for e in entries)
                 yield _Span(region=region, offset=offset, nbytes=nbytes, wants=wants)
@@ -169,8 +148,8 @@ class _File:
             slots.append(memory[at : at + span.stored_bytes])
             at += span.stored_bytes
             for leaf, box, frame in span.wants:
-                found = plan_restore(self.reader.manifest, [Want(leaf, box, slot)])
-                reads += [replace(read, wanted=frame) for read in found.reads]
+                plan = plan_restore(self.reader.manifest, [Want(leaf, box, slot)])
+                reads += [replace(read, wanted=frame) for read in plan.reads]
         reads.sort(key=lambda r: (r.file, r.offset, r.part))
         read_into(self.reader, RestorePlan(tuple(reads)), slots, workers=self.workers)
         for span, stored in zip(batch, slots, strict=True):
@@ -185,12 +164,12 @@ class _File:
 def _batches(spans: Iterator[_Span], max_memory: int) -> Iterator[list[_Span]]:
     """The spans in groups that fit in memory; a span that does not fit is a group of its own."""
     batch: list[_Span] = []
-    held = 0
+    batch_memory = 0
     for span in spans:
-        if batch and held + span.memory > max_memory:
+        if batch and batch_memory + span.memory > max_memory:
             yield batch
-            batch, held = [], 0
+            batch, batch_memory = [], 0
         batch.append(span)
-        held += span.memory
+        batch_memory += span.memory
     if batch:
         yield batch

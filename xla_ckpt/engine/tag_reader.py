@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
-from xla_ckpt.engine.collector import collector_paused
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.parity import REPAIR, has_parity
 from xla_ckpt.errors import (
     ChangedTagError,
@@ -22,7 +23,7 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Manifest
 from xla_ckpt.storage.base import Directory, Source
-from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.tags.entry import MANIFEST
 
 MAX_MANIFEST = 1 << 30
 """A larger manifest is not read."""
@@ -82,6 +83,12 @@ class TagReader:
         self._sources: dict[int, Source] = {}
         self._tables: dict[int, BlockTable | None] = {}
         self.manifest = manifest if manifest is not None else self._read_manifest()
+
+    def with_manifest(self, manifest: Manifest) -> TagReader:
+        """The same open files, whose arrays have other names or other places in them. This reader closes them."""
+        reader = copy.copy(self)
+        reader.manifest = manifest
+        return reader
 
     def __enter__(self) -> TagReader:
         return self
@@ -268,12 +275,12 @@ def head_of(source: Source, record: FileRecord, hint: str) -> bytes:
     for offset, nbytes in record.gaps:
         source.read_into(memoryview(data)[at : at + nbytes], offset)
         at += nbytes
-    if (found := digest(data)) != record.digest:
+    if (actual := digest(data)) != record.digest:
         raise CorruptCheckpointError(
             "the header of a file is damaged",
             file=record.path,
             expected=f"digest {to_hex(record.digest)}",
-            found=to_hex(found),
+            found=to_hex(actual),
             hint=hint,
         )
     return bytes(data)

@@ -34,10 +34,10 @@ class Trace:
 
     def write(self, phases: Phases, tag: str | None, error: BaseException | None) -> None:
         """Write the trace of a call that is done. That it cannot be written is logged: the call is what counts."""
-        told = as_json(phases, doing=self.doing, tag=tag, rank=self.rank, error=error)
+        trace = as_json(phases, doing=self.doing, tag=tag, rank=self.rank, error=error)
         try:
             path = self.file.write(
-                json.dumps(told).encode(), doing=self.doing, tag=tag, rank=self.rank, world=self.world
+                json.dumps(trace).encode(), doing=self.doing, tag=tag, rank=self.rank, world=self.world
             )
         except OSError as problem:
             logger.warning("the trace of this %s could not be written to %s: %s", self.doing, self.file.path, problem)

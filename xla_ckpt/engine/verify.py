@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from xla_ckpt.engine.parity import verify_parity
-from xla_ckpt.engine.read import READERS, check_reads
+from xla_ckpt.engine.read import check_reads
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.tags.directory import MANIFEST
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST, REPORT
 from xla_ckpt.tree.skeleton import array_paths
 
-ORBAX_FILES = frozenset({"_CHECKPOINT_METADATA", "commit_success.txt"})
-"""What orbax leaves in a tag; nothing here depends on it."""
+OF_COMMITS = frozenset({"_CHECKPOINT_METADATA", COMMITTED, REPORT})
+"""What a commit leaves in a tag; nothing here depends on it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +71,7 @@ def verify_tag(
     with storage_errors("reading the parity", path=reader.root, tag=reader.tag):
         problems, of_parity = verify_parity(reader.directory, reader.manifest)
     report.problems += [problem.at(path=reader.root, tag=reader.tag) for problem in problems]
-    known = {f.path for f in reader.manifest.files} | ORBAX_FILES | {MANIFEST} | marks | of_parity
+    known = {f.path for f in reader.manifest.files} | OF_COMMITS | {MANIFEST} | marks | of_parity
     report.strangers = [name for name in reader.directory.files() if name not in known]
     report.seconds = time.monotonic() - began
     return report

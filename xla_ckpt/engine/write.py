@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xla_ckpt.engine.collector import collector_paused
 from xla_ckpt.engine.feed import Extract, Feed, Wanted
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.errors import StorageError
 from xla_ckpt.files.codec import Glue
-from xla_ckpt.files.crc32 import crc32, joined
+from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest import digest as digests
 from xla_ckpt.manifest.digest import JoinedDigest
@@ -102,8 +102,8 @@ class _File:
         parts: dict[int, list[tuple[int, int]]] = {}
         for (region, _), part in sorted(self.crcs.items()):
             parts.setdefault(region, []).append(part)
-        for region, found in parts.items():
-            crcs[self.regions[region]] = joined(found)
+        for region, region_parts in parts.items():
+            crcs[self.regions[region]] = joined_crc32(region_parts)
         glue = self.plan.codec.glue(self.digests, crcs)
         self.record = self.plan.codec.record(self.plan.path, glue, self.digests)
         return glue
@@ -251,7 +251,7 @@ def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
 
 def _wanted(files: Sequence[_File], segments: Sequence[_Segment]) -> dict[Hashable, Wanted]:
     """What is in the image of each segment that has bytes of deferred shards."""
-    found: dict[Hashable, Wanted] = {}
+    images: dict[Hashable, Wanted] = {}
     for segment in segments:
         file = files[segment.file]
         parts = _parts(file, segment)
@@ -260,8 +260,8 @@ def _wanted(files: Sequence[_File], segments: Sequence[_Segment]) -> dict[Hashab
                 Extract(part.at, file.sources[part.region], file.offsets[part.region] + part.low, part.high - part.low)
                 for part in parts
             ]
-            found[segment] = Wanted(segment.stop - segment.start, extracts)
-    return found
+            images[segment] = Wanted(segment.stop - segment.start, extracts)
+    return images
 
 
 def _write_segment(

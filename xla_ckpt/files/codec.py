@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord
 
 Glue = Sequence[tuple[int, bytes]]
@@ -34,3 +35,16 @@ class Codec(Protocol):
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         """What the manifest says of the file."""
+
+
+def record_with_regions(path: str, codec: Codec, glue: Glue, digests: Sequence[int]) -> FileRecord:
+    """What the manifest says of a file that does not hold the digests of its regions itself."""
+    between = b"".join(text for _, text in glue)
+    return FileRecord(
+        path=path,
+        size=codec.size,
+        head=len(between),
+        digest=digest(between),
+        regions=tuple((at, nbytes) for at, nbytes in codec.places if nbytes),
+        digests=tuple(digests),
+    )

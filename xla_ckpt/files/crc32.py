@@ -15,13 +15,13 @@ def crc32(data: bytes | bytearray | memoryview) -> int:
     return zlib.crc32(data)
 
 
-def joined(parts: Iterable[tuple[int, int]]) -> int:
+def joined_crc32(parts: Iterable[tuple[int, int]]) -> int:
     """CRC-32 of bytes one after the other, from (CRC-32, bytes) of each part.
 
     A CRC is a remainder modulo a polynomial over GF(2): bytes that follow multiply it by a power of x, as in zlib's
     ``crc32_combine``.
 
-    >>> joined([(crc32(b"check"), 5), (crc32(b"point"), 5)]) == crc32(b"checkpoint")
+    >>> joined_crc32([(crc32(b"check"), 5), (crc32(b"point"), 5)]) == crc32(b"checkpoint")
     True
     """
     whole = 0

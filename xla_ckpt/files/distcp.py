@@ -18,10 +18,9 @@ from functools import lru_cache
 from itertools import chain
 
 from xla_ckpt.errors import FormatError
-from xla_ckpt.files.codec import Glue
-from xla_ckpt.files.safetensors import MAX_HEADER, REGION_ALIGNMENT, Region, entry, saved_offset
+from xla_ckpt.files.codec import Glue, record_with_regions
+from xla_ckpt.files.safetensors import Region, entry, padded_header, saved_offset
 from xla_ckpt.files.torch_file import STORAGE_ALIGNMENT, TorchFile
-from xla_ckpt.manifest import digest as digests_
 from xla_ckpt.manifest.records import FileRecord
 
 STEM = "archive"
@@ -40,7 +39,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Zip:
+class ChunkZip:
     """A zip with one tensor: where its elements lie, and what stands around them."""
 
     size: int
@@ -57,10 +56,10 @@ class Zip:
 
 
 @lru_cache(maxsize=1024)
-def zip_of(pickled: bytes, nbytes: int) -> Zip:
+def zip_of(pickled: bytes, nbytes: int) -> ChunkZip:
     """The zip of so many bytes of elements. It depends on nothing else, and most arrays of a model have few shapes."""
-    held = TorchFile(stem=STEM, pickled=pickled, storages=((nbytes,),))
-    return Zip(held.size, held.places[0][0], nbytes, tuple(held.glue((), [0])))
+    codec = TorchFile(stem=STEM, pickled=pickled, storages=((nbytes,),))
+    return ChunkZip(codec.size, codec.places[0][0], nbytes, tuple(codec.glue((), [0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +75,16 @@ class Distcp:
     header: bytes = field(init=False, repr=False, compare=False)
     """The safetensors header. It depends on names and sizes alone."""
 
-    _zips: tuple[Zip, ...] = field(init=False, repr=False)
+    _zips: tuple[ChunkZip, ...] = field(init=False, repr=False)
     _starts: tuple[int, ...] = field(init=False, repr=False)
     """Where each zip begins, counted from the end of the header."""
 
     def __post_init__(self) -> None:
         zips = tuple(zip_of(chunk.pickled, chunk.region.nbytes) for chunk in self.chunks)
         starts, at = [], 0
-        for held in zips:
+        for chunk_zip in zips:
             starts.append(at)
-            at += -(-held.size // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
+            at += -(-chunk_zip.size // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
         object.__setattr__(self, "_zips", zips)
         object.__setattr__(self, "_starts", tuple(starts))
         object.__setattr__(self, "header", self._header())
@@ -107,7 +106,7 @@ class Distcp:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """(offset, bytes) of the zip of each region, in file order."""
-        return [(self.head + at, held.size) for at, held in zip(self._starts, self._zips, strict=True)]
+        return [(self.head + at, chunk_zip.size) for at, chunk_zip in zip(self._starts, self._zips, strict=True)]
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -115,8 +114,8 @@ class Distcp:
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """(offset from the end of the header, bytes) of each region."""
-        for start, held in zip(self._starts, self._zips, strict=True):
-            yield start + held.start, held.nbytes
+        for start, chunk_zip in zip(self._starts, self._zips, strict=True):
+            yield start + chunk_zip.start, chunk_zip.nbytes
 
     @property
     def wants_crc32(self) -> bool:
@@ -131,9 +130,9 @@ class Distcp:
     def _around(self) -> Iterator[tuple[int, bytes]]:
         """(offset, bytes) of all that belongs to no region, behind the header."""
         at = self.head
-        for (start, nbytes), held in zip(self.spans, self._zips, strict=True):
+        for (start, nbytes), chunk_zip in zip(self.spans, self._zips, strict=True):
             yield at, bytes(start - at)  # what fills up the zip before it
-            for inside, text in held.around:
+            for inside, text in chunk_zip.around:
                 yield start + inside, text
             at = start + nbytes
 
@@ -155,24 +154,10 @@ class Distcp:
             "DCP_VERSION": "1.0",
             "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
         }
-        text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
-        size = -(-(8 + len(text)) // REGION_ALIGNMENT) * REGION_ALIGNMENT
-        if size > MAX_HEADER:
-            raise FormatError(
-                f"{len(self.chunks)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
-            )
-        return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+        return padded_header(about, entries)
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
-        rest = b"".join(text for _, text in glue)
-        return FileRecord(
-            path=path,
-            size=self.size,
-            head=len(rest),
-            digest=digests_.digest(rest),
-            regions=tuple((at, nbytes) for at, nbytes in self.places if nbytes),
-            digests=tuple(digests),
-        )
+        return record_with_regions(path, self, glue, digests)
 
 
 def _bytes_entry(start: int, stop: int) -> dict[str, object]:

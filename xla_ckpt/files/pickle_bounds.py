@@ -23,7 +23,7 @@ MAX_MEMO = 1 << 16
 MAX_LONG = 1024
 """Most bytes of an integer: python writes no number of more than 4,300 digits as text."""
 
-MAX_ALIKE = 1000
+MAX_ALIKE_INTEGERS = 1000
 """Most different integers with the same hash. As keys of one dict they would be compared each with each."""
 
 FEW_SHARED = 6
@@ -145,8 +145,8 @@ class _Scan:
         number = int.from_bytes(text, "little", signed=True)
         alike = self._alike[hash(number)]
         alike.add(number)
-        if len(alike) > MAX_ALIKE:
-            raise ValueError(f"it has more than {MAX_ALIKE} integers with one hash")
+        if len(alike) > MAX_ALIKE_INTEGERS:
+            raise ValueError(f"it has more than {MAX_ALIKE_INTEGERS} integers with one hash")
 
 
 def _weigh(data: bytes) -> None:

@@ -19,7 +19,7 @@ from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.digest import BlockTable
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.box import MAX_DIMS, Box
 
 REGION_ALIGNMENT = 4096
 """Data of a payload file begins at a multiple of this (bytes): what direct I/O and memory maps want."""
@@ -27,7 +27,7 @@ REGION_ALIGNMENT = 4096
 MAX_HEADER = 100_000_000
 """What the safetensors package refuses to read."""
 
-DIGESTS = "xla_ckpt_digests"
+DIGESTS_KEY = "xla_ckpt_digests"
 
 
 @lightweight()
@@ -96,10 +96,10 @@ class HeaderTemplate:
 def header_template(regions: Sequence[Region]) -> HeaderTemplate:
     """What `header` writes of some regions but for the digests."""
     count = sum(digest.block_count(region.nbytes) for region in regions)
-    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": saved_offsets(regions), DIGESTS: ""}
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": saved_offsets(regions), DIGESTS_KEY: ""}
     text = _header(regions, about, digest.packed_length(count))
     # The first such place is that of the digests: inside of a string of JSON its quotes would be escaped.
-    before, key, after = text.partition(f'"{DIGESTS}":"'.encode())
+    before, key, after = text.partition(f'"{DIGESTS_KEY}":"'.encode())
     return HeaderTemplate(before + key, after, count)
 
 
@@ -128,13 +128,21 @@ def plain_header(regions: Sequence[Region]) -> bytes:
 
 
 def _header(regions: Sequence[Region], about: dict[str, str], missing: int = 0) -> bytes:
-    """The header, padded with spaces; `missing` bytes are to be put into it."""
-    entries = {region.name: entry(region, at) for region, at in zip(regions, offsets(regions), strict=True)}
+    places = zip(regions, offsets(regions), strict=True)
+    return padded_header(about, {region.name: entry(region, at) for region, at in places}, missing)
+
+
+def padded_header(about: dict[str, str], entries: dict[str, object], missing: int = 0) -> bytes:
+    """A header of these entries, padded with spaces; `missing` bytes are to be put into it.
+
+    Raises:
+        FormatError: It is larger than readers take.
+    """
     text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
     size = -(-(8 + len(text) + missing) // REGION_ALIGNMENT) * REGION_ALIGNMENT
     if size > MAX_HEADER:
         raise FormatError(
-            f"{len(regions)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
+            f"{len(entries)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
         )
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8 - missing)
 
@@ -198,10 +206,6 @@ class PlainTensor:
     """Of its first byte in the file."""
 
 
-MAX_DIMS = 64
-"""An array of more tensor dims is refused."""
-
-
 def header_bytes(start: bytes, size: int) -> int:
     """Bytes of the header of a file of `size` bytes that begins so, with the eight that say its length.
 
@@ -261,21 +265,21 @@ def told_offsets(head: bytes) -> dict[str, tuple[int, ...]]:
     """
     try:
         about = json.loads(head[8:]).get("__metadata__") or {}
-        told = json.loads(about.get("DCP_SHARDING_INFO", "{}"))
-        found = {name: tuple(entry["saved_offsets"]) for name, entry in told.items()}
+        sharding = json.loads(about.get("DCP_SHARDING_INFO", "{}"))
+        starts = {name: tuple(entry["saved_offsets"]) for name, entry in sharding.items()}
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError) as error:
         raise FormatError("DCP_SHARDING_INFO in the header of a safetensors file is broken") from error
-    for name, start in found.items():
+    for name, start in starts.items():
         if not all(type(n) is int and 0 <= n < 1 << 60 for n in start):
             raise FormatError("impossible offsets in DCP_SHARDING_INFO", leaf=name, found=str(start)[:80])
-    return found
+    return starts
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         raise ValueError("a name stands in it twice")
-    return made
+    return members
 
 
 def _plain_tensor(name: str, entry: object, head: int) -> tuple[PlainTensor, tuple[int, int]]:
@@ -312,7 +316,7 @@ def parse_header(head: bytes) -> BlockTable:
     try:
         length = int.from_bytes(head[:8], "little")
         raw = json.loads(head[8:]) if length == len(head) - 8 else None
-        about = raw.pop("__metadata__")[DIGESTS]  # type: ignore[union-attr]
+        about = raw.pop("__metadata__")[DIGESTS_KEY]  # type: ignore[union-attr]
         spans = sorted((e["data_offsets"][0], e["data_offsets"][1]) for e in raw.values())  # type: ignore[union-attr]
         sizes = [_span(first, last) for first, last in spans]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:

@@ -10,15 +10,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from xla_ckpt.files.codec import Glue
-from xla_ckpt.files.crc32 import crc32, joined
-from xla_ckpt.manifest import digest as digests_
+from xla_ckpt.files.codec import Glue, record_with_regions
+from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest.records import FileRecord
 
 STORAGE_ALIGNMENT = 64
 """The bytes of each record begin at a multiple of this, as torch >= 2.6 writes them."""
 
-_LARGE = 0xFFFFFFFF
+LARGE = 0xFFFFFFFF
 """What stands in a field of 32 bits for a number that does not fit into it: the number is in an extra field then."""
 
 _MANY = 0xFFFF
@@ -40,17 +39,21 @@ _VERSION_64 = 45
 _LOCAL = struct.Struct("<4s5H3L2H")
 """Local header, in front of each record."""
 
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-"""Entry of the central directory, one for each record."""
+CENTRAL_ENTRY = struct.Struct("<4s6H3L5H2L")
+"""Entry of the central directory, one for each record: signature, two versions, flags, method, time, date, CRC-32,
+sizes packed and unpacked, lengths of name, extra field and comment, disk, attributes within and without, offset of the
+local header."""
 
-_END64 = struct.Struct("<4sQ2H2L4Q")
-"""End of the central directory in zip64."""
+END_64 = struct.Struct("<4sQ2H2L4Q")
+"""End of the central directory in zip64: signature, size, versions, disks, records here and in all, size and offset of
+the directory."""
 
-_LOCATOR = struct.Struct("<4sLQL")
-"""Where that end lies."""
+END_64_AT = struct.Struct("<4sLQL")
+"""Where that end lies: signature, disk, its offset, number of disks."""
 
-_END = struct.Struct("<4s4H2LH")
-"""End of the file."""
+END = struct.Struct("<4s4H2LH")
+"""End of the file: signature, this disk, the directory's disk, records here and in all, size and offset of the
+directory, length of a comment."""
 
 _FILL_HEAD = 4
 """Bytes of an extra field before its content: its name and its length."""
@@ -113,19 +116,19 @@ class TorchFile:
     def size(self) -> int:
         last = self._records[-1]
         # The sizes of all headers follow from names and sizes alone: the file is made before its CRCs are known.
-        directory = sum(_CENTRAL.size + len(r.name) + len(_directory64(r)) for r in self._records)
-        return last.start + last.nbytes + directory + _END64.size + _LOCATOR.size + _END.size
+        directory = sum(CENTRAL_ENTRY.size + len(r.name) + len(_directory64(r)) for r in self._records)
+        return last.start + last.nbytes + directory + END_64.size + END_64_AT.size + END.size
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        found = []
+        regions = []
         storages = (record for record in self._records if record.small is None)
         for record, parts in zip(storages, self.storages, strict=True):
             at = record.start
             for nbytes in parts:
-                found.append((at, nbytes))
+                regions.append((at, nbytes))
                 at += nbytes
-        return found
+        return regions
 
     @property
     def wants_crc32(self) -> bool:
@@ -137,7 +140,7 @@ class TorchFile:
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
         sums = iter(self._sums(crcs))
         checks = [crc32(r.small) if r.small is not None else next(sums) for r in self._records]
-        made: list[tuple[int, bytes]] = []
+        pieces: list[tuple[int, bytes]] = []
         begun, text = 0, bytearray()  # where the present stretch of glue begins, and what is in it
         for record, check in zip(self._records, checks, strict=True):
             text += _local_header(record, check)
@@ -145,16 +148,16 @@ class TorchFile:
                 text += record.small
             elif record.nbytes:
                 # The bytes of a storage come from regions: the stretch ends here, and the next begins behind them.
-                made.append((begun, bytes(text)))
+                pieces.append((begun, bytes(text)))
                 begun, text = record.start + record.nbytes, bytearray()
-        made.append((begun, bytes(text) + self._directory(checks)))
-        return made
+        pieces.append((begun, bytes(text) + self._directory(checks)))
+        return pieces
 
     def _sums(self, crcs: Sequence[int]) -> Iterator[int]:
         """The CRC-32 of each storage, from those of its regions."""
         at = 0
         for parts in self.storages:
-            yield joined(zip(crcs[at : at + len(parts)], parts, strict=True))
+            yield joined_crc32(zip(crcs[at : at + len(parts)], parts, strict=True))
             at += len(parts)
 
     def _directory(self, checks: Sequence[int]) -> bytes:
@@ -163,8 +166,8 @@ class TorchFile:
         for record, check in zip(self._records, checks, strict=True):
             extra = _directory64(record)
             version = _VERSION_64 if extra else _VERSION
-            nbytes = min(record.nbytes, _LARGE)
-            text += _CENTRAL.pack(
+            nbytes = min(record.nbytes, LARGE)
+            text += CENTRAL_ENTRY.pack(
                 b"PK\1\2",
                 version,  # made by
                 version,  # needed
@@ -181,41 +184,32 @@ class TorchFile:
                 0,  # number of a disk
                 0,  # internal attributes
                 0,  # external attributes
-                min(record.header, _LARGE),
+                min(record.header, LARGE),
             )
             text += record.name + extra
         last, count, size = self._records[-1], len(self._records), len(text)
         start = last.start + last.nbytes
         # The size that the end of zip64 names is without its signature and without the field of that size.
-        text += _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, size, start)
-        text += _LOCATOR.pack(b"PK\6\7", 0, start + size, 1)
+        text += END_64.pack(b"PK\6\6", END_64.size - 12, _VERSION_64, _VERSION_64, 0, 0, count, count, size, start)
+        text += END_64_AT.pack(b"PK\6\7", 0, start + size, 1)
         few = min(count, _MANY)
-        return bytes(text + _END.pack(b"PK\5\6", 0, 0, few, few, min(size, _LARGE), min(start, _LARGE), 0))
+        return bytes(text + END.pack(b"PK\5\6", 0, 0, few, few, min(size, LARGE), min(start, LARGE), 0))
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
-        rest = b"".join(text for _, text in glue)
-        regions = tuple((at, nbytes) for at, nbytes in self.places if nbytes)
-        return FileRecord(
-            path=path,
-            size=self.size,
-            head=len(rest),
-            digest=digests_.digest(rest),
-            regions=regions,
-            digests=tuple(digests),
-        )
+        return record_with_regions(path, self, glue, digests)
 
 
 def _sizes64(nbytes: int) -> bytes:
     """The extra field of a local header, for a size that 32 bits do not hold."""
-    return struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if nbytes >= _LARGE else b""
+    return struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if nbytes >= LARGE else b""
 
 
 def _directory64(record: _Record) -> bytes:
     """The extra field of an entry in the directory, for whatever 32 bits do not hold: its sizes, its offset."""
     values: list[int] = []
-    if record.nbytes >= _LARGE:
+    if record.nbytes >= LARGE:
         values += [record.nbytes, record.nbytes]
-    if record.header >= _LARGE:
+    if record.header >= LARGE:
         values.append(record.header)
     if not values:
         return b""
@@ -227,7 +221,7 @@ def _local_header(record: _Record, check: int) -> bytes:
     sizes = _sizes64(record.nbytes)
     fill = record.start - record.header - _LOCAL.size - len(record.name) - len(sizes) - _FILL_HEAD
     extra = sizes + struct.pack("<2s1H", b"FB", fill) + b"Z" * fill  # torch's own name for padding, and its content
-    nbytes = min(record.nbytes, _LARGE)
+    nbytes = min(record.nbytes, LARGE)
     head = _LOCAL.pack(
         b"PK\3\4",
         _VERSION_64 if sizes else _VERSION,

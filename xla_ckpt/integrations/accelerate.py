@@ -29,7 +29,7 @@ def save_state(
     *,
     user_content: Any = None,
     extras: Mapping[str, Any] | None = None,
-    **options: Any,
+    **keywords: Any,
 ) -> SaveHandle:
     """Save all that was given to `accelerator.prepare` and `register_for_checkpointing`. All ranks call it.
 
@@ -39,13 +39,13 @@ def save_state(
         tag: Name of the checkpoint.
         user_content: Any plain value, such as the number of the step.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
-        options: Keywords of `save_checkpoint`, such as ``async_save`` or ``num_kept_ckpts``.
+        keywords: Those of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
 
     Raises:
         UsageError: DeepSpeed or Megatron-LM keep the state themselves.
     """
     model, optimizer, scheduler, members = _contents(accelerator, extras)
-    return save_checkpoint(root, tag, model, optimizer, scheduler, user_content, extras=members, **options)
+    return save_checkpoint(root, tag, model, optimizer, scheduler, user_content, extras=members, **keywords)
 
 
 def load_state(
@@ -54,7 +54,7 @@ def load_state(
     tag: str | None = None,
     *,
     extras: Mapping[str, Any] | None = None,
-    **options: Any,
+    **keywords: Any,
 ) -> Loaded:
     """Load what `save_state` has saved, into what was given to the Accelerator. All ranks call it.
 
@@ -63,7 +63,7 @@ def load_state(
         root: Root directory of the tags.
         tag: Which checkpoint; None takes the newest good one.
         extras: Further objects, under the names that they were saved under.
-        options: Keywords of `load_checkpoint`, such as ``replica_read``.
+        keywords: Those of `load_checkpoint`, such as ``options``.
 
     Returns:
         The `user_content` of the save, and a report.
@@ -73,7 +73,7 @@ def load_state(
         UsageError: DeepSpeed or Megatron-LM keep the state themselves.
     """
     model, optimizer, scheduler, members = _contents(accelerator, extras)
-    return load_checkpoint(root, tag, model, optimizer, scheduler, extras=members, **options)
+    return load_checkpoint(root, tag, model, optimizer, scheduler, extras=members, **keywords)
 
 
 class _Steps:
@@ -102,7 +102,7 @@ def _contents(accelerator: Any, extras: Mapping[str, Any] | None) -> tuple[Any, 
         first, *others = getattr(accelerator, f"_{kind}") or [None]
         firsts.append(first)
         members |= {f"{kind}_{number}": other for number, other in enumerate(others, 1)}
-    members |= {f"registered_{number}": held for number, held in enumerate(accelerator._custom_objects)}
+    members |= {f"registered_{number}": registered for number, registered in enumerate(accelerator._custom_objects)}
     members |= {
         f"dataloader_{number}": PerRank(loader)
         for number, loader in enumerate(accelerator._dataloaders)

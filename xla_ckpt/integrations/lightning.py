@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import CheckpointIO
 
-from xla_ckpt.api.keeping import delete_tag
+from xla_ckpt.api.checkpoints import Checkpoints
 from xla_ckpt.api.load import load_checkpoint, restore
 from xla_ckpt.api.preemption import PreemptionGuard
 from xla_ckpt.api.save import finalize_checkpoint, save, save_checkpoint
@@ -20,7 +20,8 @@ from xla_ckpt.api.tags import has_checkpoint
 from xla_ckpt.engine.background import SaveHandle
 from xla_ckpt.errors import UsageError
 from xla_ckpt.integrations.random_state import RandomMoment
-from xla_ckpt.job.current import TIMEOUT, current_job
+from xla_ckpt.job.current import current_job
+from xla_ckpt.job.rounds import TIMEOUT
 from xla_ckpt.state.per_rank import PerRank
 from xla_ckpt.storage.door import PathLike, full_path
 
@@ -49,7 +50,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
         every_n_steps: Save when the number of optimizer steps is divisible by this; None: at the end of each epoch.
         guard: Asked after each batch; if the job is to end, the run is saved and stops.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
-        save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``layout``.
+        save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
     """
 
     def __init__(
@@ -91,10 +92,10 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save, if it is the step for it, or the job is to end."""
-        told = self._guard is not None and self._guard.should_save()
-        if told:
+        ending = self._guard is not None and self._guard.should_save()
+        if ending:
             trainer.should_stop = True
-        if told or (self._every is not None and trainer.global_step % self._every == 0):
+        if ending or (self._every is not None and trainer.global_step % self._every == 0):
             self._save(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -123,8 +124,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc]  # lightning is not lo
         members: dict[str, Any] = {"rng": self._random, "lightning": _Run(trainer, self)}
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         firsts: list[Any] = []
-        for kind, held in (("optimizer", trainer.optimizers), ("scheduler", schedulers)):
-            first, *others = held or [None]
+        for kind, objects in (("optimizer", trainer.optimizers), ("scheduler", schedulers)):
+            first, *others = objects or [None]
             firsts.append(first)
             members |= {f"{kind}_{number}": other for number, other in enumerate(others, 1)}
         members["loaders"] = PerRank(_Loaders(trainer.fit_loop), reshard=_resharded)
@@ -148,9 +149,9 @@ class _Run:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._trainer.fit_loop.load_state_dict(state["fit_loop"])
-        for key, held in state["callbacks"].items():
+        for key, callback_state in state["callbacks"].items():
             if key in self._callbacks:
-                self._callbacks[key].load_state_dict(held)
+                self._callbacks[key].load_state_dict(callback_state)
         self._trainer.precision_plugin.load_state_dict(state["precision"])
 
 
@@ -234,10 +235,11 @@ class TagIO(CheckpointIO):  # type: ignore[misc]  # lightning is not looked into
         """Delete a tag, once what is in flight is saved.
 
         Raises:
-            CheckpointError: As `xla_ckpt.delete_tag`.
+            CheckpointError: As `xla_ckpt.Checkpoints.delete`.
         """
         finalize_checkpoint()
-        delete_tag(*_place(path), force=True)
+        root, tag = _place(path)
+        Checkpoints(root).delete(tag, force=True)
 
     def teardown(self) -> None:
         """Wait for the save in flight."""

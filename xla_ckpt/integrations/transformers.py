@@ -58,7 +58,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         root: Root directory of the tags.
         guard: Asked after each step; if the job is to end, the run is saved and stops.
         extras: Further objects with ``state_dict`` and ``load_state_dict``, as for `save_checkpoint`.
-        save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``layout``.
+        save_options: Keywords of `save_checkpoint`, such as ``async_save``, ``num_kept_ckpts`` or ``options``.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     def _members(self) -> dict[str, Any]:
         """What a tag holds beside the model, the optimizer and the scheduler."""
         scaler = getattr(self._trainer.accelerator, "scaler", None)
-        held = {"rng": self._now, "epoch_rng": self._epoch} | ({} if scaler is None else {"scaler": scaler})
-        return {**held, **self._extras}
+        members = {"rng": self._now, "epoch_rng": self._epoch} | ({} if scaler is None else {"scaler": scaler})
+        return {**members, **self._extras}
 
     def _callback_states(self) -> dict[str, Any]:
         """The states of other callbacks, such as early stopping, in the form in which a Trainer reads them."""

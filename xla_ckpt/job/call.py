@@ -1,91 +1,133 @@
-"""One call of one process, among the same calls of the other ranks."""
+"""How the ranks of a job begin a call: each says which call it makes, and nothing is done before all say the same."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from xla_ckpt.job.communicator import Communicator
-from xla_ckpt.job.opening import Call, is_missed, open_together, word_of
-from xla_ckpt.job.rounds import Rounds
-from xla_ckpt.job.verdict import Round, raise_as_told
-from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.errors import CheckpointError, RankFailedError, UsageError
+from xla_ckpt.job.messages import Message
+from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt.plan.agreement import Disagreement
 
-logger = logging.getLogger(__name__)
+DIFFERENT = "the ranks make different calls"
 
-LINGER = 10.0
-"""Seconds that rank 0 waits at the exit of the program, at most, for ranks that have not heard of the last calls."""
-
-_rounds: list[Rounds] = []
-"""The rounds of the current process group, if there were any. A later group gets others."""
-
-
-def rounds_over(communicator: Communicator) -> Rounds:
-    """The rounds over a communicator. Their numbers go on from those of an earlier one, which used the same store."""
-    if not _rounds or _rounds[0].communicator is not communicator:
-        _rounds[:] = [Rounds(communicator, _rounds[0].last if _rounds else 0)]
-    return _rounds[0]
+_HINT = (
+    "All ranks make the same calls, in the same order, with the same arguments. If a rank has left a call out, this is "
+    "its next one beside theirs: wait for all saves on all ranks (xla_ckpt.finalize_checkpoint), and go on together."
+)
+_WORD, _VERDICT = "opening", "opening/verdict"
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One call of one process, among the same calls of its peers."""
+class Call(Message):
+    """A call that a rank makes, as far as all ranks have to make the same."""
 
-    exchange: Round
-    placement: Placement
-    rounds: Rounds
+    doing: str
+    """What the program called: ``save``, for instance."""
 
-    def taking_part(self) -> AbstractContextManager[None]:
-        """A context around everything that this rank says and hears in its call."""
-        return self.rounds.taking_part(self.exchange)
+    path: str = ""
+    tag: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Other argument -> its value, as text."""
 
-    def begin(
-        self, call: Call, prepare: Callable[[], Any] = lambda: None, unite: Callable[[list[Any]], Any] = lambda _: None
-    ) -> Any:
-        """Begin a call together with all ranks: each says which call it makes, and nothing is done before all have.
+    @classmethod
+    def of(cls, doing: str, path: str = "", tag: str | None = None, **options: object) -> Call:
+        """The call with these arguments."""
+        return cls(doing, path, tag, {name: repr(value) for name, value in options.items()})
 
-        A rank that has left calls out which the others gave up takes part in the next one: it comes later to fewer
-        rounds than they, and goes on to the one that they are in.
-
-        Args:
-            call: What this rank was called for, as far as all ranks have to be called for the same.
-            prepare: What may fail on a rank, and has to be done before. It returns JSON.
-            unite: What rank 0 makes of all that the ranks have prepared. It returns JSON, too.
-
-        Returns:
-            What `unite` has returned, on all ranks.
-
-        Raises:
-            CheckpointError: What `prepare` raised on the lowest rank that failed; the same on all ranks.
-            RankFailedError: A rank did not come in time.
-            UsageError: The ranks make different calls.
-        """
-        if self.exchange.size == 1:
-            return unite([prepare()])
-        self.rounds.tidy(self.exchange.timeout)
-        word = word_of(self.exchange, call, prepare)
-        while is_missed(call, verdict := open_together(self.exchange, word, unite)):
-            text = "this rank has left out a call that others made, %s, and which failed for that; it goes on with %s"
-            logger.warning(text, verdict.call, call)
-            self.rounds.pass_over(self.exchange)
-        if verdict.error is not None:
-            raise_as_told(verdict.error, word.error)
-        return verdict.value
-
-    def shows(self, progress: bool | None) -> bool | None:
-        """Whether this rank may show a progress bar."""
-        return progress if self.exchange.rank == 0 else False
+    def __str__(self) -> str:
+        arguments = [repr(self.path)] * bool(self.path) + [repr(self.tag)] * (self.tag is not None)
+        return f"{self.doing}({', '.join(arguments)})"
 
 
-def leave() -> None:
-    """Wait, at the end of the program, for ranks that still have to hear of its last calls.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word(Message):
+    """What a rank says of a call when it begins, and what rank 0 says for all in the end."""
 
-    They hear through the store, and where there is no launcher, rank 0's process holds it.
+    call: Call
+    value: Any = None
+    error: CheckpointError | None = None
+
+
+def word_of(exchange: Round, call: Call, prepare: Callable[[], Any]) -> Word:
+    """What this rank has to say of its call, once `prepare` has run, whose value is JSON."""
+    try:
+        return Word(call=call, value=prepare())
+    except Exception as error:
+        # Told to all ranks, and raised on all of them.
+        return Word(call=call, error=as_checkpoint_error(error, call.doing, exchange.rank, exchange.failure))
+
+
+def open_together(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> Word:
+    """Say a word, and hear what rank 0 says of those of all ranks: an error, or what `unite` makes of their values.
+
+    A rank that waits for rank 0 in vain says the error itself. The first to do so counts, for all ranks.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        for rounds in _rounds:
-            rounds.linger(LINGER)
+    exchange.say(f"{_WORD}/{exchange.rank}", word.to_json())
+
+    def given_up(lost: CheckpointError) -> dict[str, Any]:
+        return _failed(word.call, lost).to_json()
+
+    if exchange.rank == 0:
+        verdict = exchange.settle(_VERDICT, _judged(exchange, word, unite).to_json())
+    else:
+        verdict = exchange.hear_settled(_VERDICT, 0, given_up)
+    return Word.from_json(verdict)
+
+
+def _judged(exchange: Round, word: Word, unite: Callable[[list[Any]], Any]) -> Word:
+    deadline = Deadline(exchange.timeout * LEAD)
+    words: list[Word] = []
+    try:
+        for rank in range(exchange.size):
+            said = word if rank == 0 else Word.from_json(exchange.hear(f"{_WORD}/{rank}", rank, deadline))
+            if said.error is not None:
+                raise said.error
+            words.append(said)
+        different = different_calls([said.call for said in words])
+        if different is not None:
+            raise different
+        return Word(call=word.call, value=unite([said.value for said in words]))
+    except CheckpointError as error:
+        return _failed(word.call, error)
+
+
+def _failed(call: Call, error: CheckpointError) -> Word:
+    """The verdict that a call has failed. It says all that all ranks say: one with another call may not add to it."""
+    return Word(call=call, error=error.at(path=call.path or None, tag=call.tag))
+
+
+def is_missed(call: Call, verdict: Word) -> bool:
+    """Whether a verdict is about another call, which this rank has left out, and for which the others gave it up."""
+    return isinstance(verdict.error, RankFailedError) and verdict.call != call
+
+
+def different_calls(calls: Sequence[Call]) -> UsageError | None:
+    """The error for ranks that make different calls; None if they make the same.
+
+    >>> a, b = Call.of("save", "/root", "a"), Call.of("save", "/root", "b")
+    >>> different_calls([a, a])
+    >>> print(different_calls([a, b, a]).found)
+    save('/root', 'b') on rank 1
+    """
+    if all(call == calls[0] for call in calls):
+        return None
+    names = {name: None for call in calls for name in call.options}
+    said = [[str(call) for call in calls]]
+    said += [[f"{name}={call.options.get(name, 'nothing')}" for call in calls] for name in names]
+    differing = [
+        disagreement for texts in said if (disagreement := Disagreement.among(dict(enumerate(texts)))) is not None
+    ]
+    first, *more = differing
+    return UsageError(
+        DIFFERENT,
+        path=calls[0].path or None,
+        tag=calls[0].tag,
+        rank=first.rank,
+        expected=first.expected,
+        found=first.found,
+        hint=_HINT,
+        details="\n".join(f"  expected {also.expected}, found {also.found}" for also in more) or None,
+    )

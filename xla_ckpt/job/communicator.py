@@ -67,9 +67,9 @@ class Solo:
 
     def put_once(self, key: str, value: bytes, _timeout: float = 0) -> bytes:
         with self._changed:
-            there = self._board.setdefault(key, value)
+            stored = self._board.setdefault(key, value)
             self._changed.notify_all()
-            return there
+            return stored
 
     def take(self, key: str, timeout: float) -> bytes:
         end = time.monotonic() + timeout

@@ -6,16 +6,23 @@ import threading
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.job import process_group as dist
-from xla_ckpt.job.call import Job, rounds_over
 from xla_ckpt.job.communicator import Communicator, Solo
+from xla_ckpt.job.job import Job, rounds_over
 from xla_ckpt.job.mesh_source import current_mesh
+from xla_ckpt.job.rounds import TIMEOUT, Rounds
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.placement import Placement
 
-TIMEOUT = 1800.0
-"""Seconds that a rank waits for another before it gives up, by default."""
-
 _SOLO = Solo()
+
+
+def job_alone(timeout: float) -> Job:
+    """A job of this process alone, for a load in which its peers take no part.
+
+    Its rounds are its own: those of the process are numbered as those of the other ranks.
+    """
+    rounds = Rounds(_SOLO)
+    return Job(rounds.begin("load", timeout), Placement(0, 1, Mesh()), rounds)
 
 
 class Played(threading.local):
@@ -42,8 +49,8 @@ def current_job(root: str, mesh: Mesh | str | None, *, doing: str, timeout: floa
         return PLAYED.job
     if not timeout > 0:
         raise UsageError("a timeout is a number of seconds above 0", path=root, found=timeout)
-    dist.check_ranks()
-    communicator: Communicator = dist.communicator() if dist.is_distributed() else _SOLO
+    dist.check_can_meet()
+    communicator: Communicator = dist.communicator() if dist.has_peers() else _SOLO
     mesh = as_mesh(mesh)
     if mesh is None:
         mesh = current_mesh(communicator.rank, communicator.size) or Mesh(dp=communicator.size)

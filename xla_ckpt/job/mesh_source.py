@@ -48,19 +48,19 @@ def _read(state: Any, world: int) -> Mesh:
 
 
 def _optional(state: Any, *names: str) -> int:
-    found = next((getattr(state, name) for name in names if hasattr(state, name)), None)
-    return 1 if found is None else int(found())
+    getter = next((getattr(state, name) for name in names if hasattr(state, name)), None)
+    return 1 if getter is None else int(getter())
 
 
 def _checked(mesh: Mesh, state: Any, rank: int) -> Mesh:
-    mine = (state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank())
+    tp_and_pp = (state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank())
     at = mesh.coordinates(rank) if rank < mesh.size else {}
-    if (at.get("tp"), at.get("pp")) != mine:
+    if (at.get("tp"), at.get("pp")) != tp_and_pp:
         raise UsageError(
             f"{HOME} arranges the ranks in another order than this library knows",
             rank=rank,
             expected=f"tp rank {at.get('tp')}, pp rank {at.get('pp')} in {mesh}",
-            found=f"tp {mine[0]}, pp {mine[1]}",
+            found=f"tp {tp_and_pp[0]}, pp {tp_and_pp[1]}",
             hint="Only pp, dp, cp, tp from the outside to the inside is supported.",
         )
     return mesh

@@ -31,7 +31,7 @@ GRACE = 2.0
 """Seconds that a request may take beyond its timeout: the end of a wait is a message to the store, too."""
 
 
-def is_distributed() -> bool:
+def has_peers() -> bool:
     """Whether this process is one of several that torch.distributed knows."""
     distributed: Any = torch.distributed
     return bool(distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
@@ -45,17 +45,7 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def has_opened_devices() -> bool:
-    """Whether torch_xla has opened its devices, or is not there.
-
-    Importing jax sets variables in the environment (``TPU_ML_PLATFORM`` is one) that libtpu reads when devices are
-    opened: until then jax must not be imported in the background.
-    """
-    xla: Any = sys.modules.get("torch_xla")
-    return xla is None or bool(xla._XLAC._xla_runtime_is_initialized())
-
-
-def check_ranks() -> None:
+def check_can_meet() -> None:
     """Refuse to save or load as a rank that cannot meet the other ranks of its job.
 
     It would take itself for the whole job: each rank writes the same tag, and the last one to commit wins.

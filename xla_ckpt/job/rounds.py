@@ -19,6 +19,9 @@ from xla_ckpt.job.verdict import Deadline, Round
 
 logger = logging.getLogger(__name__)
 
+TIMEOUT = 1800.0
+"""Seconds that a rank waits for another before it gives up, by default."""
+
 
 class Rounds:
     """The rounds of one process with its peers. All of them number the rounds alike. Safe for several threads."""
@@ -33,9 +36,9 @@ class Rounds:
 
     def begin(self, doing: str, timeout: float) -> Round:
         """The next round: the same one on all ranks that make the same calls in the same order."""
-        made = Round(self.communicator, "", timeout, LoadError if doing == "load" else SaveError)
-        self._number(made)
-        return made
+        exchange = Round(self.communicator, "", timeout, LoadError if doing == "load" else SaveError)
+        self._number(exchange)
+        return exchange
 
     def pass_over(self, exchange: Round) -> None:
         """Leave a round that is of another call, and has failed, for the next one.
@@ -47,12 +50,12 @@ class Rounds:
         exchange.said.clear()
         self._number(exchange)
 
-    def _number(self, made: Round) -> None:
+    def _number(self, exchange: Round) -> None:
         with self._lock:
             self.last += 1
-            made.name = made.whole = f"call/{self.last}"  # whatever is called: ranks that differ have to meet
+            exchange.name = exchange.whole = f"call/{self.last}"  # whatever is called: ranks that differ have to meet
             if self.communicator.size > 1:
-                self._open[made.name] = self.last, made
+                self._open[exchange.name] = self.last, exchange
 
     @contextlib.contextmanager
     def taking_part(self, exchange: Round) -> Iterator[None]:
@@ -86,11 +89,11 @@ class Rounds:
         with self._lock:  # released before the store is asked: who begins a round must not wait for the store
             rounds = list(self._open.values())
         settled = self._settled(rounds, timeout) if rounds else 0
-        for number, made in rounds:
+        for number, exchange in rounds:
             if number <= settled:
-                made.forget()
+                exchange.forget()
                 with self._lock:
-                    self._open.pop(made.name, None)
+                    self._open.pop(exchange.name, None)
 
     def _settled(self, rounds: Sequence[tuple[int, Round]], timeout: float) -> int:
         """The latest round up to which all ranks have closed all rounds; 0 if there is none.
@@ -101,8 +104,8 @@ class Rounds:
         if books.rank != 0:
             return int(books.hear("settled", 0)) if books.has("settled") else 0
         settled = 0
-        for number, made in rounds:
-            if not made.is_closed():
+        for number, exchange in rounds:
+            if not exchange.is_closed():
                 break  # a later round may be closed already: its messages wait for those of this one
             settled = number
         if settled:
@@ -120,8 +123,8 @@ class Rounds:
         with self._lock:
             rounds = list(self._open.values())
         try:
-            for _, made in rounds:
-                made.wait_closed(deadline)
+            for _, exchange in rounds:
+                exchange.wait_closed(deadline)
         except RankFailedError as error:
             logger.warning("this process ends before all others have heard of the last call: %s", error)
 

@@ -8,14 +8,16 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from xla_ckpt.job.messages import Message
 from xla_ckpt.job.verdict import LEAD, Deadline, Round
 from xla_ckpt.plan.restore_plan import Want
-from xla_ckpt.plan.shared_reads import Mixed, Share, Together, find_common, share_out
+from xla_ckpt.plan.shared_reads import Mixed, ReadShare, Together, find_common, share_out
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import runs
 
@@ -23,13 +25,13 @@ from xla_ckpt.sharding.ranges import runs
 class SharedReads:
     """Reading together, as `xla_ckpt.engine.restore` asks for it."""
 
-    def agree(self, exchange: Round, wants: Sequence[Want]) -> Share:
+    def agree(self, exchange: Round, wants: Sequence[Want]) -> ReadShare:
         """See `agree_on_shares`."""
         return agree_on_shares(exchange, wants)
 
     def send_on(
         self,
-        share: Share,
+        share: ReadShare,
         slots: Sequence[memoryview],
         rows: Sequence[tuple[Mixed, Want]],
         itemsize: Mapping[str, int],
@@ -38,19 +40,38 @@ class SharedReads:
         exchange_shares(share, slots, rows, itemsize)
 
 
-def agree_on_shares(exchange: Round, wants: Sequence[Want]) -> Share:
+@dataclass(frozen=True, slots=True)
+class Wants(Message):
+    """What one rank wants to read: boxes of leaves, side by side."""
+
+    leaves: Sequence[str]
+    starts: Sequence[Sequence[int]]
+    stops: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, wants: Sequence[Want]) -> Wants:
+        """What these are, whichever memory they go to."""
+        return cls([w.leaf for w in wants], [w.box.start for w in wants], [w.box.stop for w in wants])
+
+    def boxes(self) -> list[tuple[str, Box]]:
+        """(leaf path, box) of each."""
+        every = zip(self.leaves, self.starts, self.stops, strict=True)
+        return [(leaf, Box(tuple(start), tuple(stop))) for leaf, start, stop in every]
+
+
+def agree_on_shares(exchange: Round, wants: Sequence[Want]) -> ReadShare:
     """Find out which ranks want the same, and deal the reading out among them."""
-    exchange.say(f"wants/{exchange.rank}", [[w.leaf, w.box.start, w.box.stop] for w in wants])
+    exchange.say(f"wants/{exchange.rank}", Wants.of(wants).to_json())
     if exchange.rank == 0:
         deadline = Deadline(exchange.timeout * LEAD)
-        heard = [exchange.hear(f"wants/{rank}", rank, deadline) for rank in range(exchange.size)]
-        common = find_common([[(leaf, Box(tuple(a), tuple(b))) for leaf, a, b in mine] for mine in heard])
+        heard = [Wants.from_json(exchange.hear(f"wants/{rank}", rank, deadline)) for rank in range(exchange.size)]
+        common = find_common([wanted.boxes() for wanted in heard])
         exchange.say("common", common.to_json())
     return share_out(exchange.rank, Together.from_json(exchange.hear("common", 0)), wants)
 
 
 def exchange_shares(
-    share: Share, slots: Sequence[memoryview], rows: Sequence[tuple[Mixed, Want]], itemsize: Mapping[str, int]
+    share: ReadShare, slots: Sequence[memoryview], rows: Sequence[tuple[Mixed, Want]], itemsize: Mapping[str, int]
 ) -> None:
     """Send on what this rank read for others, and receive what they read for it. All ranks of the job call it.
 
@@ -76,7 +97,7 @@ def exchange_shares(
 
 
 def _exchange(
-    share: Share, mixed: Mixed, slots: Sequence[memoryview], read: memoryview | None, itemsize: int, group: Any
+    share: ReadShare, mixed: Mixed, slots: Sequence[memoryview], read: memoryview | None, itemsize: int, group: Any
 ) -> None:
     """Exchange one leaf: every member sends to each other one the part of its rows that the other one wants."""
     pending = _send_rows(share, mixed, slots, read, itemsize, group)
@@ -86,7 +107,7 @@ def _exchange(
 
 
 def _send_rows(
-    share: Share, mixed: Mixed, slots: Sequence[memoryview], read: memoryview | None, itemsize: int, group: Any
+    share: ReadShare, mixed: Mixed, slots: Sequence[memoryview], read: memoryview | None, itemsize: int, group: Any
 ) -> list[tuple[Any, Any]]:
     """Send what this rank read, and copy its own part. (Work, data) of what is on its way: data must be kept so long.
 
@@ -111,25 +132,25 @@ def _send_rows(
     return pending
 
 
-def _receive_rows(share: Share, mixed: Mixed, slots: Sequence[memoryview], itemsize: int, group: Any) -> None:
+def _receive_rows(share: ReadShare, mixed: Mixed, slots: Sequence[memoryview], itemsize: int, group: Any) -> None:
     """Receive what other members read of the boxes that this rank wants. The tag of a message is the box's number."""
     distributed: Any = torch.distributed
-    mine = [(tag, box) for tag, (box, ranks) in enumerate(mixed.boxes) if share.rank in ranks]
+    own_boxes = [(tag, box) for tag, (box, ranks) in enumerate(mixed.boxes) if share.rank in ranks]
     for reader in mixed.members:
-        theirs = mixed.rows(reader)
-        if reader == share.rank or theirs is None:
+        rows_read = mixed.rows(reader)
+        if reader == share.rank or rows_read is None:
             continue
-        for tag, box in mine:
-            part = theirs.intersect(box)
+        for tag, box in own_boxes:
+            part = rows_read.intersect(box)
             if part is not None:
                 place = _place(slots[share.slots[mixed.leaf, box]], box, part, itemsize)
                 distributed.recv(torch.frombuffer(place, dtype=torch.uint8), reader, group=group, tag=tag)
 
 
-def _cut(memory: memoryview, held: Box, part: Box, itemsize: int) -> Any:
+def _cut(memory: memoryview, box: Box, part: Box, itemsize: int) -> Any:
     """The bytes of a part of what a buffer holds, as a contiguous array."""
-    array = np.frombuffer(memory, np.uint8).reshape(*held.shape, itemsize)
-    inner = part.relative_to(held)
+    array = np.frombuffer(memory, np.uint8).reshape(*box.shape, itemsize)
+    inner = part.relative_to(box)
     chosen = array[tuple(slice(a, b) for a, b in zip(inner.start, inner.stop, strict=True))]
     return np.ascontiguousarray(chosen).reshape(-1)
 

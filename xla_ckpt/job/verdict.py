@@ -26,14 +26,14 @@ def as_checkpoint_error(
     `kind` is what an exception becomes that is no error of ours, and none of the operating system.
     """
     if isinstance(error, CheckpointError):
-        made = error
+        problem = error
     elif isinstance(error, OSError):
-        made = StorageError.of(error, doing)
+        problem = StorageError.of(error, doing)
     else:
-        made = kind(f"{doing} failed: {type(error).__name__}: {error}")
-    if made is not error:
-        made.__cause__ = error
-    return made.at(rank=rank, **facts)
+        problem = kind(f"{doing} failed: {type(error).__name__}: {error}")
+    if problem is not error:
+        problem.__cause__ = error
+    return problem.at(rank=rank, **facts)
 
 
 LEAD = 0.8
@@ -138,10 +138,10 @@ class Round:
         """
         said = None if error is None else error.to_json()
         try:
-            there = self._put_once(f"{self.whole}/{FATE}", said)
+            first = self._put_once(f"{self.whole}/{FATE}", said)
         except RankFailedError as gone:
             return error or gone  # the store is gone: there is no word of others that this rank could repeat
-        return error if there == said else None if there is None else from_json(there)
+        return error if first == said else None if first is None else from_json(first)
 
     def settle(self, key: str, value: Any) -> Any:
         """Publish a value, unless somebody has published something under this key before; what is there now."""
@@ -155,6 +155,10 @@ class Round:
     def has(self, key: str) -> bool:
         """Whether anybody has published this."""
         return self._reach(lambda: self.communicator.has([f"{self.name}/{key}"], self.timeout))
+
+    def has_said(self, key: str) -> bool:
+        """Whether this rank has published this."""
+        return f"{self.name}/{key}" in self.said
 
     def hear(self, key: str, whose: int, deadline: Deadline | None = None) -> Any:
         """The value that rank `whose` published; waits until the deadline, by default for the timeout.
@@ -280,58 +284,62 @@ def agreed(exchange: Round, what: str) -> Iterator[None]:
     if exchange.size == 1:
         yield
         return
-    mine: CheckpointError | None = None
+    own_error: CheckpointError | None = None
     try:
         yield
     except Exception as error:
         # Told to all ranks, and raised below on all of them.
-        mine = as_checkpoint_error(error, what, exchange.rank, exchange.failure)
-    exchange.say(f"{what}/{exchange.rank}", error=mine)
+        own_error = as_checkpoint_error(error, what, exchange.rank, exchange.failure)
+    exchange.say(f"{what}/{exchange.rank}", error=own_error)
     verdict = f"{what}/verdict"
     if exchange.rank == 0:
         first = _first_error(exchange, what)
-        there = exchange.settle(verdict, None if first is None else first.to_json())
-    elif isinstance(mine, RankFailedError) and mine.rank == 0:
+        decision = exchange.settle(verdict, None if first is None else first.to_json())
+    elif isinstance(own_error, RankFailedError) and own_error.rank == 0:
         # The verdict is rank 0's to give, and this rank has waited for it as long as it may: not once more.
-        there = exchange.settle(verdict, mine.to_json())
+        decision = exchange.settle(verdict, own_error.to_json())
     else:
-        there = exchange.hear_settled(verdict, 0, lambda lost: lost.to_json())
-    if there is not None:
-        raise_as_told(from_json(there), mine)
+        decision = exchange.hear_settled(verdict, 0, lambda lost: lost.to_json())
+    if decision is not None:
+        raise_as_told(from_json(decision), own_error)
 
 
-def raise_as_told(verdict: CheckpointError, mine: CheckpointError | None) -> NoReturn:
+def raise_as_told(verdict: CheckpointError, own_error: CheckpointError | None) -> NoReturn:
     """Raise the error that all ranks raise: as the one that this rank has met, if it is that, with its traceback."""
-    if mine is not None and mine.rank == verdict.rank:
-        raise mine from mine.__cause__
+    if own_error is not None and own_error.rank == verdict.rank:
+        raise own_error from own_error.__cause__
     raise verdict
 
 
-@contextlib.contextmanager
-def agreed_unless_lost(exchange: Round, what: str, lost: list[RankFailedError]) -> Iterator[None]:
-    """As `agreed`, for a block after which this rank needs the others no more.
+class LateLoss:
+    """A rank that is lost when this one needs the others no more: this one does its part all the same.
 
-    If another rank is lost while this one does its part, the error goes into `lost` in place of being raised. Later
-    blocks with the same `lost` are this rank's own business: nobody waits for that rank once more.
+    Attributes:
+        error: That a rank was lost; None if none was.
     """
-    if lost:
-        yield
-        return
-    done = False
-    try:
-        with agreed(exchange, what):
+
+    def __init__(self, exchange: Round) -> None:
+        self._exchange = exchange
+        self.error: RankFailedError | None = None
+
+    @contextlib.contextmanager
+    def agreed(self, what: str) -> Iterator[None]:
+        """As `agreed`, but that another rank is lost is kept, and not raised, if this one has done its part.
+
+        Later blocks are this rank's own business: nobody waits for that rank once more.
+        """
+        if self.error is not None:
             yield
-            done = True
-    except RankFailedError as error:
-        if not done:
-            raise
-        lost.append(error)
-
-
-def agree(exchange: Round, what: str, action: Callable[[], Value]) -> Value:
-    """What `action` returns, run on every rank as `agreed` says."""
-    with agreed(exchange, what):
-        return action()
+            return
+        done = False
+        try:
+            with agreed(self._exchange, what):
+                yield
+                done = True
+        except RankFailedError as error:
+            if not done:
+                raise
+            self.error = error
 
 
 def _first_error(exchange: Round, what: str) -> CheckpointError | None:

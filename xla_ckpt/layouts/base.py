@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xla_ckpt.engine.index import Index, no_index
-from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError, UsageError
@@ -24,12 +23,15 @@ from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.listing import names_in
+from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import path as paths
 
 if TYPE_CHECKING:
     # Tags are listed and verified without torch, which a description needs.
-    from xla_ckpt.engine.save import Writing
+    from xla_ckpt.engine.writing import Writing
     from xla_ckpt.state.describe import Description
 
 
@@ -165,8 +167,8 @@ class Layout:
         """The complete tags of it that have no manifest of ours, oldest first. Cheap, and without a framework."""
         if not self.origin:
             return []
-        found = (self.find(store, name) for name in names_in(store) if may_be_foreign(store, name))
-        return sorted((tag for tag in found if tag is not None and tag.complete), key=lambda tag: tag.created)
+        entries = (self.find(store, name) for name in names_in(store) if may_be_foreign(store, name))
+        return sorted((tag for tag in entries if tag is not None and tag.complete), key=lambda tag: tag.created)
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         """The tag of it that has this name; None if there is none. Asked only where there is no manifest of ours."""
@@ -183,11 +185,11 @@ class Layout:
         """Of a tag of ours whose files another library may have written over: how to have them read as its own."""
         return ""
 
-    def tag_of(self, found: TagEntry) -> str:
+    def tag_of(self, entry: TagEntry) -> str:
         """What a tag is called that is made of it, unless its maker says."""
-        return found.tag
+        return entry.tag
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         """Scan such a tag into a manifest. No tensor is read.
 
         Raises:
@@ -202,7 +204,7 @@ class Layout:
             CorruptCheckpointError: It is not: another program has saved over it, say.
         """
 
-    def as_hugging_face(self, store: Store, found: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
+    def as_hugging_face(self, store: Store, entry: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
         """The model of such a tag as Hugging Face has it; None if the tag does not say how that is.
 
         Raises:
@@ -210,17 +212,17 @@ class Layout:
         """
         return None
 
-    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         """Read all of such a tag, and compare what its files say themselves: by default only their sizes and headers.
 
         Raises:
             StorageError: It cannot be opened.
         """
         try:
-            with self.open(store, found, Hints()) as reader:
+            with self.open(store, entry, Hints()) as reader:
                 report = verify_tag(reader, workers=workers)
         except CorruptCheckpointError as error:
-            report = VerifyReport(path=store.path, tag=found.tag, problems=[error])
+            report = VerifyReport(path=store.path, tag=entry.tag, problems=[error])
         report.digests = False
         return report
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming, storage_errors
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files.safetensors import header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.scanned import directory_to_scan, foreign_head, read_small
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, UnknownArray, array_record
-from xla_ckpt.plan.export_plan import INDEX, SINGLE, index, plan_export
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Manifest, Shard, UnknownArray, array_record
+from xla_ckpt.plan.export_plan import SINGLE, WEIGHT_INDEX, index, plan_export
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Directory, Store, read_whole
-from xla_ckpt.tags.directory import TagEntry, may_be_foreign
+from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import schema
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -41,19 +44,15 @@ class HuggingFace(Layout):
     model_names = ModelNames.HUGGING_FACE
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        if may_be_foreign(store, tag) and any(store.has(f"{tag}/{name}") for name in (SINGLE, INDEX)):
+        if may_be_foreign(store, tag) and any(store.has(f"{tag}/{name}") for name in (SINGLE, WEIGHT_INDEX)):
             return TagEntry(tag=tag, directory=tag)
         return None
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
-        with storage_errors("opening a directory", path=store.path, tag=found.tag):
-            directory = store.open(found.directory, lock=False, links=True)
-        try:
-            with naming(path=store.path, tag=found.tag), storage_errors("reading a directory"):
-                return TagReader(directory, store.path, found.tag, self.scanned(directory, found.tag), ())
-        except BaseException:
-            directory.close()  # nobody else will
-            raise
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        with directory_to_scan(
+            store, entry.tag, lambda: store.open(entry.directory, lock=False, links=True)
+        ) as directory:
+            return TagReader(directory, store.path, entry.tag, self.scanned(directory, entry.tag), ())
 
     def scanned(self, directory: Directory, tag: str) -> Manifest:  # of derived classes another one
         """The manifest of such a directory. No array is read.
@@ -61,10 +60,10 @@ class HuggingFace(Layout):
         Raises:
             CheckpointError: It is damaged.
         """
-        return scan(directory, tag)
+        return scan_hugging_face(directory, tag)
 
-    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
-        report = super().verify(store, found, workers)
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
+        report = super().verify(store, entry, workers)
         report.strangers = []  # whatever else lies there is the model's: its configuration, a tokenizer
         return report
 
@@ -86,10 +85,10 @@ def model_files(stored: StoredState, *, part: str, max_file_bytes: int, dtype: D
         UnsupportedStateError: An array has an element type that safetensors has no name for.
     """
     files = plan_export(stored.manifest, part, max_file_bytes, dtype)
-    return Rewriting([tuple(files)], marks={INDEX: index(files)} if len(files) > 1 else {})
+    return Rewriting([tuple(files)], marks={WEIGHT_INDEX: index(files)} if len(files) > 1 else {})
 
 
-def scan(directory: Directory, tag: str, single: str = SINGLE) -> Manifest:
+def scan_hugging_face(directory: Directory, tag: str, single: str = SINGLE) -> Manifest:
     """The manifest of a directory of Hugging Face's. No array is read.
 
     Args:
@@ -101,10 +100,10 @@ def scan(directory: Directory, tag: str, single: str = SINGLE) -> Manifest:
         CorruptCheckpointError: A file is missing or damaged, or the index is not true of the files.
         UnsupportedStateError: An element type is not known.
     """
-    held = _files_of(directory, single)
+    names_by_file = _files_of(directory, single)
     arrays: dict[str, ArrayRecord] = {}
     files: list[FileRecord] = []
-    for number, (file, wanted) in enumerate(held.items()):
+    for number, (file, wanted) in enumerate(names_by_file.items()):
         with naming(file=file):
             size, head = read_header(directory, file)
             tensors = plain_tensors(head, size)
@@ -122,7 +121,7 @@ def scan(directory: Directory, tag: str, single: str = SINGLE) -> Manifest:
             arrays[tensor.name] = array_record(tensor.dtype, tensor.shape, shards)
     unknown = quantized(arrays)
     return Manifest(
-        head=Head(tag=tag, sequence=0, pinned=False, created=""),
+        head=foreign_head(tag),
         skeleton={schema.MODEL: {name: {"$array": "torch"} for name in arrays}},
         arrays={schema.weight(name): record for name, record in arrays.items() if name not in unknown},
         files=tuple(files),
@@ -157,27 +156,22 @@ def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None
     """
     if single in directory.files():
         return {single: None}
-    with naming(file=INDEX):
-        source = directory.open(INDEX)
-        size = source.size
-        source.close()
-        if size > MAX_INDEX:
-            raise FormatError("the index is too large", expected=f"at most {MAX_INDEX} bytes", found=size)
+    with naming(file=WEIGHT_INDEX):
         try:
-            content = json.loads(read_whole(directory, INDEX))
+            content = json.loads(read_small(directory, WEIGHT_INDEX, MAX_INDEX, "the index"))
         except (ValueError, RecursionError) as error:
             raise FormatError(f"the index is no JSON: {error}") from error
         places = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(places, dict) or not places:
             raise FormatError("the index has no weight_map")
-        found: dict[str, set[str] | None] = {}
+        names_by_file: dict[str, set[str] | None] = {}
         for name, file in places.items():
             if type(file) is not str or "/" in file or "\\" in file or not file.endswith(".safetensors"):
                 raise FormatError("the index names a file that is not one beside it", leaf=name, found=str(file)[:80])
-            names = found.setdefault(file, set())
+            names = names_by_file.setdefault(file, set())
             assert names is not None
             names.add(name)
-        return dict(sorted(found.items()))
+        return dict(sorted(names_by_file.items()))
 
 
 def read_header(directory: Directory, file: str) -> tuple[int, bytes]:
@@ -190,12 +184,10 @@ def read_header(directory: Directory, file: str) -> tuple[int, bytes]:
         source = directory.open(file)
     except FileNotFoundError:
         raise CorruptCheckpointError("a file of the index is missing", file=file) from None
-    try:
+    with closing(source):
         start = bytearray(min(8, source.size))
         got = source.read_into(memoryview(start), 0)
         head = bytearray(header_bytes(bytes(start[:got]), source.size))
         if source.read_into(memoryview(head), 0) < len(head):
             raise CorruptCheckpointError("a file ends inside of its header", file=file)
         return source.size, bytes(head)
-    finally:
-        source.close()

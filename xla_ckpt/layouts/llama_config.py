@@ -124,18 +124,18 @@ class _Sizes:
         Raises:
             UsageError: It is missing without a default, or no size.
         """
-        found = self.content.get(key)
-        if found is None and default is not None:
+        value = self.content.get(key)
+        if value is None and default is not None:
             return default
-        if type(found) is not int or not 0 < found <= MAX_NUMBER:
+        if type(value) is not int or not 0 < value <= MAX_NUMBER:
             raise UsageError(
                 f"a config.json of a Llama-like model needs {key}",
                 path=self.file,
                 expected="a number of at least 1",
-                found=repr(found)[:80],
+                found=repr(value)[:80],
                 hint="Give the config.json of the model in this checkpoint.",
             )
-        return found
+        return value
 
     def flag(self, key: str) -> bool | None:
         """Yes or no; None where the file does not say.
@@ -143,10 +143,10 @@ class _Sizes:
         Raises:
             UsageError: It is neither.
         """
-        found = self.content.get(key)
-        if found is not None and type(found) is not bool:
-            raise UsageError(f"{key} of a config.json is true or false", path=self.file, found=repr(found)[:80])
-        return found
+        value = self.content.get(key)
+        if value is not None and type(value) is not bool:
+            raise UsageError(f"{key} of a config.json is true or false", path=self.file, found=repr(value)[:80])
+        return value
 
 
 def with_dtype(content: Mapping[str, Any], dtype: str | None) -> bytes:
@@ -154,8 +154,8 @@ def with_dtype(content: Mapping[str, Any], dtype: str | None) -> bytes:
 
     transformers has two names for it. The file keeps the name that it has.
     """
-    made = dict(content)
+    config = dict(content)
     if dtype is not None:
-        named = [key for key in ("dtype", "torch_dtype") if key in made] or ["torch_dtype"]
-        made |= dict.fromkeys(named, dtype)
-    return (json.dumps(made, indent=2) + "\n").encode()
+        named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+        config |= dict.fromkeys(named, dtype)
+    return (json.dumps(config, indent=2) + "\n").encode()

@@ -13,8 +13,8 @@ from xla_ckpt.layouts.llama_config import LlamaConfig
 from xla_ckpt.layouts.llama_names import (
     EMBEDDING,
     HEAD,
+    ArrayLink,
     Form,
-    Link,
     Projection,
     check_names,
     check_shape,
@@ -27,8 +27,8 @@ from xla_ckpt.layouts.llama_names import (
 )
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.plan.hints import ArrayHint
-from xla_ckpt.plan.place import sharding_of
-from xla_ckpt.plan.rearrange import Part, Rearranged, rearranged
+from xla_ckpt.plan.rearrange import Excerpt, Rearranged, rearranged
+from xla_ckpt.plan.stored_shardings import sharding_of
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section
@@ -38,7 +38,7 @@ from xla_ckpt.tree import schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copies:
+class KeyCopies:
     """What the caller says about keys and values that several ranks hold."""
 
     count: int | None = None
@@ -58,21 +58,21 @@ class Renamed:
     equal."""
 
 
-def names_of(manifest: Manifest, part: str) -> dict[str, str]:
+def names_in_part(manifest: Manifest, part: str) -> dict[str, str]:
     """Leaf path of each array in a part of the state, shared ones under all their names, by its name there.
 
     Raises:
         IncompatibleCheckpointError: Nothing says how one of them was split.
     """
     depth = len(paths.split(part))
-    found = {}
+    leaves = {}
     for leaf in (*manifest.arrays, *manifest.aliases, *manifest.unknown):
         if paths.is_under(leaf, part) and leaf != part:
             manifest.array(leaf)  # this raises
-            found[".".join(map(paths.unescape, paths.split(leaf)[depth:]))] = leaf
-    if not found:
+            leaves[".".join(map(paths.unescape, paths.split(leaf)[depth:]))] = leaf
+    if not leaves:
         raise UsageError("the checkpoint holds no arrays there", leaf=part)
-    return found
+    return leaves
 
 
 def check_shapes(manifest: Manifest, config: LlamaConfig) -> None:
@@ -86,7 +86,7 @@ def check_shapes(manifest: Manifest, config: LlamaConfig) -> None:
             check_shape(paths.unescape(schema.below_member(leaf)), record.shape, config, leaf)
 
 
-def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: Copies) -> Renamed:
+def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: KeyCopies) -> Renamed:
     """A model under Hugging Face's names, with its arrays and the order of its heads.
 
     Args:
@@ -100,17 +100,17 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
             the heads are.
         UsageError: What the caller says contradicts the checkpoint.
     """
-    leaves = names_of(manifest, part)
+    leaves = names_in_part(manifest, part)
     for name, leaf in leaves.items():
         check_shape(name, _record(leaf, manifest).shape, config, leaf)
     form = _form(leaves, manifest, config, copies)
-    made: dict[str, list[Link]] = {}
+    links_by_name: dict[str, list[ArrayLink]] = {}
     for name in leaves:
         _, called = hf_names(name)
         _check_sections(name, leaves[name], called, manifest, config)
         for hf in called:
-            made[hf] = links(hf, config, replace(form, fuse_mlp=called != [name]))
-    arrays = _arrays(made, leaves, manifest, config, to_hf=True)
+            links_by_name[hf] = links(hf, config, replace(form, fuse_mlp=called != [name]))
+    arrays = _arrays(links_by_name, leaves, manifest, config, to_hf=True)
     equal = None
     if config.tied and HEAD in arrays and EMBEDDING in arrays:
         del arrays[HEAD]
@@ -135,24 +135,24 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
         IncompatibleCheckpointError: Names or shapes are not those of the configuration.
         UsageError: The copies do not fit the heads, or the ranks.
     """
-    check_ranks(config, form, mesh)
-    leaves = names_of(manifest, schema.MODEL)
+    check_heads(config, form, mesh)
+    leaves = names_in_part(manifest, schema.MODEL)
     tied = config.tied and HEAD in leaves
-    there = {name: leaf for name, leaf in leaves.items() if not (tied and name == HEAD)}
+    stored = {name: leaf for name, leaf in leaves.items() if not (tied and name == HEAD)}
     for name, leaf in leaves.items():
         check_shape(name, _record(leaf, manifest).shape, config, leaf)
-    check_names(there, config)
-    made: dict[str, list[Link]] = {}
-    for name in there:
+    check_names(stored, config)
+    links_by_name: dict[str, list[ArrayLink]] = {}
+    for name in stored:
         for link in links(name, config, form):
-            made.setdefault(link.theirs, []).append(link)
-    arrays = _arrays(made, there, manifest, config, to_hf=False)
+            links_by_name.setdefault(link.theirs, []).append(link)
+    arrays = _arrays(links_by_name, stored, manifest, config, to_hf=False)
     arrays = {name: replace(record, spec=split_of(name, config, form).spec) for name, record in arrays.items()}
     renamed = model_alone(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
     return replace(renamed, mesh=str(mesh), world=mesh.size)
 
 
-def reordered(manifest: Manifest, config: LlamaConfig, copies: Copies, mesh: Mesh) -> Manifest:
+def reordered(manifest: Manifest, config: LlamaConfig, copies: KeyCopies, mesh: Mesh) -> Manifest:
     """The state of a job with its heads in the order of another `kv_size_multiplier`, optimizer states included.
 
     Args:
@@ -166,15 +166,15 @@ def reordered(manifest: Manifest, config: LlamaConfig, copies: Copies, mesh: Mes
             the heads are, or a state does not have the shape of its parameter.
         UsageError: The copies do not fit the heads, or the ranks.
     """
-    leaves = names_of(manifest, schema.MODEL)
-    old = _form(leaves, manifest, config, Copies())
+    leaves = names_in_part(manifest, schema.MODEL)
+    old = _form(leaves, manifest, config, KeyCopies())
     count = copies.count or 1
     if count > 1 and copies.adjacent is None:
         raise unsaid_order(count)
     new = replace(old, copies=count, adjacent=count > 1 and bool(copies.adjacent))
     if new.copies > 1 and old.projection not in (Projection.LINEAR, Projection.FUSED):
         raise _no_copies(new.copies)
-    check_ranks(config, new, mesh)
+    check_heads(config, new, mesh)
     check_layers(leaves, config)
     moves = _moves(config, old, new)
     arrays = dict(manifest.arrays)
@@ -197,10 +197,10 @@ def reordered(manifest: Manifest, config: LlamaConfig, copies: Copies, mesh: Mes
                 expected=list(shape),
                 found=list(record.shape),
             )
-        made = record if dim is None else _moved(leaf, record, dim, moves, manifest)
+        moved = record if dim is None else _moved(leaf, record, dim, moves, manifest)
         sharding = split_of(name, config, new)
         is_weight = owner == leaf
-        arrays[leaf] = replace(made, spec=sharding.spec if is_weight else _respelled(leaf, made, sharding, manifest))
+        arrays[leaf] = replace(moved, spec=sharding.spec if is_weight else _respelled(leaf, moved, sharding, manifest))
     return replace(manifest, arrays=arrays)
 
 
@@ -213,8 +213,8 @@ def _moves(config: LlamaConfig, old: Form, new: Form) -> list[tuple[int, int, in
 def _rows_by_head(config: LlamaConfig, form: Form) -> dict[int, int]:
     """The first row of each head of queries, by its number in Hugging Face's order."""
     return {
-        (here + row) // config.head_dim: there + row
-        for there, here, size in query_order(config, form)
+        (hf_row + row) // config.head_dim: first + row
+        for first, hf_row, size in query_order(config, form)
         for row in range(0, size, config.head_dim)
     }
 
@@ -226,12 +226,12 @@ def _moved(
     whole = Box.whole(record.shape)
     queries = sum(size for _, _, size in moves)
     parts = [
-        Part(whole.along(dim, after, after + size), leaf, whole.along(dim, before, before + size))
+        Excerpt(whole.along(dim, after, after + size), leaf, whole.along(dim, before, before + size))
         for before, after, size in moves
     ]
     if queries < record.shape[dim]:
-        rest = whole.along(dim, queries, record.shape[dim])
-        parts.append(Part(rest, leaf, rest))
+        keys_and_values = whole.along(dim, queries, record.shape[dim])
+        parts.append(Excerpt(keys_and_values, leaf, keys_and_values))
     return rearranged(leaf, Rearranged(shape=record.shape, parts=tuple(parts)), manifest)
 
 
@@ -245,7 +245,7 @@ def _respelled(leaf: str, record: ArrayRecord, sharding: Sharding, manifest: Man
     return Sharding(tuple(dims)).spec
 
 
-def check_ranks(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
+def check_heads(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
     """Compare heads and copies with a job: every rank has whole heads, and keys for its queries.
 
     Raises:
@@ -269,7 +269,7 @@ def check_ranks(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
             "the key-value heads do not divide over the tensor-parallel ranks",
             expected=f"{config.kv_heads} heads, each held by {ranks // config.kv_heads or 1} of {ranks} ranks",
             found=f"a kv_size_multiplier of {copies}",
-            hint=f"Give kv_size_multiplier={ranks // config.kv_heads} (--kv-size-multiplier)."
+            hint=f"Give LlamaJob(kv_size_multiplier={ranks // config.kv_heads}) (--kv-size-multiplier)."
             if ranks % config.kv_heads == 0
             else "Choose another tp.",
         )
@@ -281,7 +281,7 @@ def _record(leaf: str, manifest: Manifest) -> ArrayRecord:
     return record
 
 
-def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, copies: Copies) -> Form:
+def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, copies: KeyCopies) -> Form:
     """In which form the projections are stored, and how often keys and values are held, which orders the heads.
 
     Raises:
@@ -307,17 +307,17 @@ def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, co
         if copies.count not in (None, 1):
             raise _no_copies(copies.count)
         return Form(projection=projection)
-    told = _stored_copies(leaves, manifest, config)
-    count = copies.count if told is None else told[0]
-    adjacent = copies.adjacent if told is None or told[1] is None else told[1]
-    if told is not None and (copies.count not in (None, count) or copies.adjacent not in (None, adjacent)):
+    stored = _stored_copies(leaves, manifest, config)
+    count = copies.count if stored is None else stored[0]
+    adjacent = copies.adjacent if stored is None or stored[1] is None else stored[1]
+    if stored is not None and (copies.count not in (None, count) or copies.adjacent not in (None, adjacent)):
         raise UsageError(
             "the checkpoint says otherwise how often keys and values are held",
             expected=_called(count, adjacent),
             found=_called(copies.count, copies.adjacent),
         )
     ranks = Mesh.parse(manifest.mesh or "").tp
-    if told is not None and ranks > 1 and (config.heads % ranks or config.kv_heads * (count or 1) % ranks):
+    if stored is not None and ranks > 1 and (config.heads % ranks or config.kv_heads * (count or 1) % ranks):
         raise IncompatibleCheckpointError(
             "the heads of config.json do not divide over the ranks that saved this",
             leaf=leaves[forms[projection]],
@@ -330,8 +330,8 @@ def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, co
             "nothing says in which order the attention heads are stored",
             leaf=leaves[forms[projection]],
             expected="the kv_size_multiplier of the job that neuronx-distributed's names come from",
-            hint="Give kv_size_multiplier= (--kv-size-multiplier): 1 if no rank held a copy of another rank's keys. "
-            "For a larger one trn2 is another order than trn1: hardware= (--hardware).",
+            hint="Give LlamaJob(kv_size_multiplier=...) (--kv-size-multiplier): 1 if no rank held a copy of another "
+            "rank's keys. For a larger one trn2 is another order than trn1: LlamaJob(hardware=...) (--hardware).",
         )
     if (count or 1) > 1 and adjacent is None:
         raise unsaid_order(count)
@@ -342,7 +342,7 @@ def unsaid_order(count: int | None) -> UsageError:
     """The error for copies of which nobody says which ranks hold the same."""
     return UsageError(
         "copies of keys and values are arranged otherwise on trn1 than on trn2",
-        expected="hardware= (--hardware): trn1 or trn2, of the job that has them",
+        expected="LlamaJob(hardware=...) (--hardware): trn1 or trn2, of the job that has them",
         found=f"a kv_size_multiplier of {count}",
     )
 
@@ -353,9 +353,9 @@ def check_layers(leaves: Mapping[str, str], config: LlamaConfig) -> None:
     Raises:
         IncompatibleCheckpointError: It has not: they would stay in another order without a word.
     """
-    there = [name for name in leaves if query_dim(name) is not None and name.endswith(("weight", "_q", "_qkv"))]
+    names = [name for name in leaves if query_dim(name) is not None and name.endswith(("weight", "_q", "_qkv"))]
     for dim, what in ((0, "queries"), (1, "output projections")):
-        count = sum(query_dim(name) == dim and "weight" in name.rpartition(".")[2] for name in there)
+        count = sum(query_dim(name) == dim and "weight" in name.rpartition(".")[2] for name in names)
         if count != config.layers:
             raise IncompatibleCheckpointError(
                 f"the {what} of the layers of config.json are not all there under the names of neuronx-distributed's "
@@ -388,7 +388,7 @@ def _stored_copies(
     Raises:
         IncompatibleCheckpointError: Layers have different numbers.
     """
-    found: dict[tuple[int, bool | None], str] = {}
+    counts: dict[tuple[int, bool | None], str] = {}
     ranks = Mesh.parse(manifest.mesh or "").tp
     # The files of a job show how many of its ranks held the same. In a tag of ours sections do, which a layer named. A
     # split without them says nothing: another kind of job may have loaded the model of one with copies.
@@ -402,14 +402,14 @@ def _stored_copies(
         if of_job or (split is not None and (last.size is not None or last.copies > 1)):
             # Where all ranks hold all keys, the files of a job do not show how it repeats them.
             shown = last.adjacent or last.copies == 1 or last.copies != ranks or config.kv_heads == 1
-            found.setdefault((last.copies, last.adjacent if shown else None), leaf)
-    if len(found) > 1:
+            counts.setdefault((last.copies, last.adjacent if shown else None), leaf)
+    if len(counts) > 1:
         raise IncompatibleCheckpointError(
             "the layers have keys and values in different numbers of copies",
-            leaf=next(iter(found.values())),
-            found=", ".join(f"{count} of {leaf}" for (count, _), leaf in found.items()),
+            leaf=next(iter(counts.values())),
+            found=", ".join(f"{count} of {leaf}" for (count, _), leaf in counts.items()),
         )
-    return next(iter(found), None)
+    return next(iter(counts), None)
 
 
 def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manifest, config: LlamaConfig) -> None:
@@ -431,19 +431,19 @@ def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manife
         return
     rows = (shape_of(name, config) or (0,))[0]
     expected = [(shape_of(part, config) or (0,))[0] for part in parts]
-    found = [rows // len(split.sections) if s.size is None else s.size for s in split.sections]
-    if found != expected:
+    sizes = [rows // len(split.sections) if s.size is None else s.size for s in split.sections]
+    if sizes != expected:
         raise IncompatibleCheckpointError(
             f"the array is {' and '.join(parts)} in one, and was saved as if the ranks had other parts of it",
             leaf=leaf,
             expected=f"sections of {expected} rows",
-            found=f"{sharding.spec}: {found} rows",
+            found=f"{sharding.spec}: {sizes} rows",
             hint="Its rows are in another order than its parts. Save it with these sections.",
         )
 
 
 def _arrays(
-    made: Mapping[str, Iterable[Link]],
+    links_by_name: Mapping[str, Iterable[ArrayLink]],
     leaves: Mapping[str, str],
     manifest: Manifest,
     config: LlamaConfig,
@@ -453,30 +453,30 @@ def _arrays(
     """The records of the new arrays that links make, by their names.
 
     Args:
-        made: New name -> the links that it consists of.
+        links_by_name: New name -> the links that it consists of.
         leaves: Leaf path of each stored array, by its name.
         manifest: What is stored.
         config: The sizes.
         to_hf: Whether the new names are Hugging Face's.
     """
-    found = {}
-    for name, parts in made.items():
+    arrays = {}
+    for name, parts in links_by_name.items():
         olds = [link.theirs if to_hf else link.hf for link in parts]
         missing = next((old for old in olds if old not in leaves), None)
         if missing is not None:
             raise IncompatibleCheckpointError("the checkpoint lacks a part of an array", leaf=name, expected=missing)
         shape = shape_of(name, config) or _record(leaves[olds[0]], manifest).shape
         whole = Box.whole(shape)
-        held = []
+        pieces = []
         for link, old in zip(parts, olds, strict=True):
             new_first, old_first = (link.here, link.there) if to_hf else (link.there, link.here)
             if link.size is None:
-                held.append(Part(whole, leaves[old], whole))
+                pieces.append(Excerpt(whole, leaves[old], whole))
                 continue
             box = whole.along(link.dim, new_first, new_first + link.size)
-            held.append(Part(box, leaves[old], whole.along(link.dim, old_first, old_first + link.size)))
-        found[name] = rearranged(schema.weight(name), Rearranged(shape=shape, parts=tuple(held)), manifest)
-    return found
+            pieces.append(Excerpt(box, leaves[old], whole.along(link.dim, old_first, old_first + link.size)))
+        arrays[name] = rearranged(schema.weight(name), Rearranged(shape=shape, parts=tuple(pieces)), manifest)
+    return arrays
 
 
 def model_alone(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: Mapping[str, str]) -> Manifest:
@@ -508,14 +508,14 @@ def llama_hints(config: LlamaConfig) -> dict[str, ArrayHint]:
         names += [f"model.layers.{i}.{name}" for name in _OF_LAYER]
         buffers.append(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
     # Their shape is not in the configuration, and every rank has them whole.
-    found = {name: ArrayHint(sharding=Sharding(), ruled=True) for name in buffers}
+    hints = {name: ArrayHint(sharding=Sharding(), ruled=True) for name in buffers}
     for name in names:
         shape = shape_of(name, config)
         projection, called = hf_names(name)
         form = Form(projection=projection or Projection.SEPARATE)
         said = len(called) > 1 or projection is Projection.LINEAR
-        found[name] = ArrayHint(shape=shape, sharding=split_of(name, config, form) if said else None)
-    return found
+        hints[name] = ArrayHint(shape=shape, sharding=split_of(name, config, form) if said else None)
+    return hints
 
 
 _OF_LAYER = (

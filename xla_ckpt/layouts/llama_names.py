@@ -87,7 +87,7 @@ def query_order(config: LlamaConfig, form: Form) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class ArrayLink:
     """Elements that an array of Hugging Face's and one of neuronx-distributed's have in common."""
 
     theirs: str
@@ -109,7 +109,7 @@ class Link:
     """Elements along that dim; None for all."""
 
 
-def links(hf: str, config: LlamaConfig, form: Form) -> list[Link]:
+def links(hf: str, config: LlamaConfig, form: Form) -> list[ArrayLink]:
     """Where neuronx-distributed has the parts of an array, by Hugging Face's name.
 
     Args:
@@ -120,19 +120,19 @@ def links(hf: str, config: LlamaConfig, form: Form) -> list[Link]:
     Raises:
         UsageError: As `query_order`.
     """
-    if (found := _QKV.fullmatch(hf)) is not None and form.projection is not Projection.SEPARATE:
-        return list(_qkv_links(hf, found["at"], found["what"], found["kind"], config, form))
-    if (found := _GATE_UP.fullmatch(hf)) is not None and form.fuse_mlp:
-        first = config.intermediate if found["what"] == "up" else 0
-        name = f"{found['at']}gate_up_proj.{found['kind']}"
-        return [Link(theirs=name, hf=hf, there=first, size=config.intermediate)]
+    if (match := _QKV.fullmatch(hf)) is not None and form.projection is not Projection.SEPARATE:
+        return list(_qkv_links(hf, match["at"], match["what"], match["kind"], config, form))
+    if (match := _GATE_UP.fullmatch(hf)) is not None and form.fuse_mlp:
+        first = config.intermediate if match["what"] == "up" else 0
+        name = f"{match['at']}gate_up_proj.{match['kind']}"
+        return [ArrayLink(theirs=name, hf=hf, there=first, size=config.intermediate)]
     order = query_order(config, form)
     if _OUTPUT.fullmatch(hf) is not None and len(order) > 1:
-        return [Link(theirs=hf, hf=hf, dim=1, there=a, here=b, size=n) for a, b, n in order]
-    return [Link(theirs=hf, hf=hf)]
+        return [ArrayLink(theirs=hf, hf=hf, dim=1, there=a, here=b, size=n) for a, b, n in order]
+    return [ArrayLink(theirs=hf, hf=hf)]
 
 
-def _qkv_links(hf: str, at: str, what: str, kind: str, config: LlamaConfig, form: Form) -> Iterator[Link]:
+def _qkv_links(hf: str, at: str, what: str, kind: str, config: LlamaConfig, form: Form) -> Iterator[ArrayLink]:
     first = {"q": 0, "k": config.q_rows, "v": config.q_rows + config.kv_rows}[what]
     name = f"{at}qkv_proj.{kind}"
     if form.projection is Projection.LINEAR:
@@ -140,8 +140,8 @@ def _qkv_links(hf: str, at: str, what: str, kind: str, config: LlamaConfig, form
     elif form.projection is Projection.FUSED:
         name = f"{name}_qkv"
     parts = query_order(config, form) if what == "q" else [(0, 0, config.kv_rows)]
-    for there, here, size in parts:
-        yield Link(theirs=name, hf=hf, there=first + there, here=here, size=size)
+    for offset, hf_first, size in parts:
+        yield ArrayLink(theirs=name, hf=hf, there=first + offset, here=hf_first, size=size)
 
 
 def hf_names(name: str) -> tuple[Projection | None, list[str]]:
@@ -149,16 +149,16 @@ def hf_names(name: str) -> tuple[Projection | None, list[str]]:
 
     The projection is the form that the name is of; None for a name that has nothing to do with one.
     """
-    if (found := _FUSED_QKV.fullmatch(name)) is not None:
-        at, kind, what = found["at"], found["kind"], found["what"]
+    if (match := _FUSED_QKV.fullmatch(name)) is not None:
+        at, kind, what = match["at"], match["kind"], match["what"]
         if what in ("q", "k", "v"):
             return Projection.LINEAR, [f"{at}{what}_proj.{kind}"]
         projection = Projection.STRIDED if what is None else Projection.FUSED
         return projection, [f"{at}{each}_proj.{kind}" for each in "qkv"]
     if _QKV.fullmatch(name) is not None:
         return Projection.SEPARATE, [name]
-    if (found := _FUSED_GATE_UP.fullmatch(name)) is not None:
-        return None, [f"{found['at']}{each}_proj.{found['kind']}" for each in ("gate", "up")]
+    if (match := _FUSED_GATE_UP.fullmatch(name)) is not None:
+        return None, [f"{match['at']}{each}_proj.{match['kind']}" for each in ("gate", "up")]
     return None, [] if _BUFFER.fullmatch(name) else [name]
 
 
@@ -270,17 +270,17 @@ def check_names(names: Iterable[str], config: LlamaConfig) -> None:
         IncompatibleCheckpointError: One is missing, or is there although the configuration says that it is not, or
             belongs to a layer that does not exist.
     """
-    there = set(names)
-    missing = [name for name in required(config) if name not in there]
+    present = set(names)
+    missing = [name for name in required(config) if name not in present]
     if missing:
         raise IncompatibleCheckpointError(
             "the model lacks arrays that config.json says it has",
             expected=f"{missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""),
-            found=f"{len(there)} arrays, such as {', '.join(sorted(there)[:4])}",
+            found=f"{len(present)} arrays, such as {', '.join(sorted(present)[:4])}",
             hint="Give the config.json of the model in this checkpoint. Only models with the names of Hugging Face's "
             "Llama, or of neuronx-distributed's Llama examples, are known.",
         )
-    for name in sorted(there):
+    for name in sorted(present):
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if layer is not None and int(layer[1]) >= config.layers:
             raise IncompatibleCheckpointError(

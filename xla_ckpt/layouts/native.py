@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.index import Index, no_index
+from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.manifest.records import Manifest
@@ -70,4 +70,4 @@ def native_files(
         IncompatibleCheckpointError: An array cannot be split over the mesh.
     """
     leaves, specs = leaves_of_ranks(manifest, paths, to)
-    return [plan_save(held, rank, to.mesh.size).files for rank, held in enumerate(leaves)], specs
+    return [plan_save(of_rank, rank, to.mesh.size).files for rank, of_rank in enumerate(leaves)], specs

@@ -8,7 +8,7 @@ from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.base import Topology
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.leaf import Leaf, leaf_of
-from xla_ckpt.plan.place import place, rule_for, sharding_of
+from xla_ckpt.plan.stored_shardings import local_array_of, rule_for, sharding_of
 
 
 def leaves_of_ranks(
@@ -33,7 +33,7 @@ def leaves_of_ranks(
         for path, sharding in shardings.items() if to.mesh.coordinates(rank)["pp"] == 0 else ():
             record = manifest.arrays[path]
             try:
-                local = place(path, sharding, record.shape, to.mesh, rank)
+                local = local_array_of(path, sharding, record.shape, to.mesh, rank)
             except ValueError as error:
                 raise _unfit(path, manifest, to, error) from error
             leaves.append(leaf_of(path, record.dtype, local))

@@ -16,20 +16,21 @@ from typing import Any
 from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, naming
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.hugging_face import HuggingFace, scan
+from xla_ckpt.layouts.hugging_face import HuggingFace, scan_hugging_face
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
 from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.storage.base import Directory, Store, read_whole
-from xla_ckpt.tags.directory import TagEntry, may_be_foreign
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
 ARRAYS = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 """neuronx-distributed has a file of this name, too, with its own words in it."""
 
-MAX_CONFIG = 1_000_000
+MAX_ADAPTER_CONFIG = 1_000_000
 """A larger configuration is not read (bytes)."""
 
 _PREFIX = "base_model.model."
@@ -56,15 +57,19 @@ class Peft(HuggingFace):
         return None
 
     def scanned(self, directory: Directory, tag: str) -> Manifest:
-        with naming(file=CONFIG):
-            held = lora_config(parsed(read_whole(directory, CONFIG))) if CONFIG in directory.files() else None
-        return _without_prefix(scan(directory, tag, ARRAYS), held)
+        with naming(file=ADAPTER_CONFIG):
+            config = (
+                lora_config(parsed(read_whole(directory, ADAPTER_CONFIG)))
+                if ADAPTER_CONFIG in directory.files()
+                else None
+            )
+        return _without_prefix(scan_hugging_face(directory, tag, ARRAYS), config)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         config = adapter_config(stored.tree(schema.MODEL, lambda leaf, kind: None))
         (file,) = plan_export(_adapters_of(stored.manifest, config), schema.MODEL, sys.maxsize)
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        return Rewriting([(_with_prefix(file),)], marks={CONFIG: text.encode()})
+        return Rewriting([(_with_prefix(file),)], marks={ADAPTER_CONFIG: text.encode()})
 
 
 def parsed(text: bytes) -> Mapping[str, Any]:
@@ -115,17 +120,17 @@ def adapter_config(model: Any) -> dict[str, Any]:
     Raises:
         UsageError: The model has no adapters, or no configuration of them is stored.
     """
-    held = model if isinstance(model, Mapping) else {}
-    if not any(map(_is_adapter, held)):
+    members = model if isinstance(model, Mapping) else {}
+    if not any(map(_is_adapter, members)):
         raise UsageError("the checkpoint holds no adapters", leaf=schema.MODEL, expected=f"names with {schema.ADAPTER}")
-    stored = held.get(schema.LORA_CONFIG)
+    stored = members.get(schema.LORA_CONFIG)
     if not isinstance(stored, Mapping):
         raise UsageError(
             "nothing says by what the adapters are scaled",
             leaf=schema.weight(schema.LORA_CONFIG),
-            expected=f"the configuration in the checkpoint, or in {CONFIG} beside it",
-            hint=f"neuronx-distributed writes {CONFIG} into its lora_save_dir: copy it into the root, beside the tags. "
-            "This library stores it with the adapters.",
+            expected=f"the configuration in the checkpoint, or in {ADAPTER_CONFIG} beside it",
+            hint=f"neuronx-distributed writes {ADAPTER_CONFIG} into its lora_save_dir: copy it into the root, beside "
+            "the tags. This library stores it with the adapters.",
         )
     return {
         "peft_type": "LORA",

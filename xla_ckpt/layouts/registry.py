@@ -11,11 +11,11 @@ import logging
 from collections.abc import Sequence
 from typing import TypeVar
 
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
 from xla_ckpt.layouts.hugging_face import HuggingFace
@@ -26,12 +26,13 @@ from xla_ckpt.layouts.optimum.layout import OptimumNeuron
 from xla_ckpt.layouts.peft import Peft
 from xla_ckpt.layouts.smp.layout import SageMaker
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.options import meant
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import MANIFEST, TagEntry, entries, is_ours, may_be_foreign, no_such_tag
-from xla_ckpt.tags.directory import open_directory as open_own
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.roots import may_be_foreign, root_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def converted() -> tuple[str, ...]:
     return tuple(name for layout in _layouts if layout.converts for name in (layout.name, *layout.other_names))
 
 
-def named(name: str, *, among: Sequence[str] | None = None) -> Layout:
+def layout_named(name: str, *, among: Sequence[str] | None = None) -> Layout:
     """The layout that callers call so; `among` are those that will do.
 
     Raises:
@@ -111,9 +112,9 @@ def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
     Raises:
         StorageError: The directory cannot be read.
     """
-    ours = entries(store)
+    ours = root_of(store).entries()
     names = {e.tag for e in ours}
-    found: list[tuple[float, Layout, TagEntry]] = []
+    foreign: list[tuple[float, Layout, TagEntry]] = []
     for layout in _layouts:
         latest = 0.0
         for entry in layout.tags(store):
@@ -121,9 +122,9 @@ def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
                 names.add(entry.tag)
                 # Those of one layout keep its own order, which need not be that of the time stamps.
                 latest = max(latest, _time(entry) if entry.created else 0.0)
-                found.append((latest, layout, entry))
-    found.sort(key=lambda of_tag: of_tag[0])
-    return [*((layout, entry) for _, layout, entry in found), *((None, entry) for entry in ours)]
+                foreign.append((latest, layout, entry))
+    foreign.sort(key=lambda of_tag: of_tag[0])
+    return [*((layout, entry) for _, layout, entry in foreign), *((None, entry) for entry in ours)]
 
 
 def tag_names(store: Store) -> list[str]:
@@ -135,13 +136,13 @@ def tag_names(store: Store) -> list[str]:
     return [entry.tag for _, entry in all_tags(store)]
 
 
-def passed_over(found: Sequence[tuple[Layout | None, TagEntry]]) -> tuple[str, str] | None:
+def passed_over(tags: Sequence[tuple[Layout | None, TagEntry]]) -> tuple[str, str] | None:
     """(who wrote it, tag) of a foreign tag that seems to be newer than our newest one, before which it is listed."""
-    ours = [entry for layout, entry in found if layout is None]
-    theirs = [(layout.origin, entry) for layout, entry in found if layout is not None and entry.created]
-    if not ours or not theirs or not ours[-1].created:
+    ours = [entry for layout, entry in tags if layout is None]
+    foreign = [(layout.origin, entry) for layout, entry in tags if layout is not None and entry.created]
+    if not ours or not foreign or not ours[-1].created:
         return None
-    origin, newest = max(theirs, key=lambda pair: _time(pair[1]))
+    origin, newest = max(foreign, key=lambda pair: _time(pair[1]))
     return (origin, newest.tag) if _time(newest) > _time(ours[-1]) else None
 
 
@@ -155,7 +156,7 @@ def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
         for layout in _layouts:
             if (entry := layout.find(store, tag)) is not None:
                 # A tag of ours that was just being replaced, in this layout, has its manifest again.
-                return None if is_ours(store, tag) else (layout, entry)
+                return None if root_of(store).is_ours(tag) else (layout, entry)
     return None
 
 
@@ -166,18 +167,19 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         NoCheckpointError: There is no such tag; the hint names those that are there, whoever wrote them.
         CheckpointError: It is damaged, or the hints contradict it.
     """
-    found = find_foreign(store, tag)
-    if found is not None:
-        layout, entry = found
+    foreign = find_foreign(store, tag)
+    if foreign is not None:
+        layout, entry = foreign
         _tell_beside(store, tag, [other for other in _layouts if other is not layout])
         return layout.open(store, entry, Hints() if hints is None else hints)
     try:
-        directory = open_own(store, tag)
+        directory = root_of(store).open(tag)
     except NoCheckpointError as error:
         raise _better(error, store) from None
     reader = TagReader(directory, store.path, tag)
     layout = layout_of(reader.manifest)
-    reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
+    if store.file_system is not None:  # else nobody else's files get into its directory
+        reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
     try:
         layout.check(reader)
         _tell_beside(store, tag, [other for other in _layouts if other.marks - layout.marks])
@@ -199,15 +201,15 @@ def as_hugging_face(store: Store, reader: TagReader) -> HuggingFaceModel | None:
     Raises:
         CheckpointError: It says it, and it does not fit.
     """
-    found = find_foreign(store, reader.tag)
-    return None if found is None else found[0].as_hugging_face(store, found[1], reader)
+    foreign = find_foreign(store, reader.tag)
+    return None if foreign is None else foreign[0].as_hugging_face(store, foreign[1], reader)
 
 
 def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyReport:
     """Read all of a tag (see `xla_ckpt.verify`)."""
-    found = find_foreign(store, tag)
-    if found is not None:
-        layout, entry = found
+    foreign = find_foreign(store, tag)
+    if foreign is not None:
+        layout, entry = foreign
         return layout.verify(store, entry, workers)
     try:
         with open_tag(store, tag) as reader:
@@ -221,33 +223,33 @@ def repair_stored(store: Store, tag: str, workers: int = READERS) -> list[str]:
     if find_foreign(store, tag) is not None:
         raise UsageError("the tag has no parity, so it cannot be repaired: another library wrote it", tag=tag)
     try:
-        directory = open_own(store, tag)
+        directory = root_of(store).open(tag)
     except NoCheckpointError as error:
         raise _better(error, store) from None
     try:
-        return repair_tag(store, tag, directory, workers=workers)
+        return repair_tag(root_of(store), tag, directory, workers=workers)
     finally:
         directory.close()
 
 
 def no_tag(store: Store, tag: str | None) -> NoCheckpointError:
     """The error for a tag that is not there, or for a root without any (`tag` None)."""
-    return _better(no_such_tag(store, tag), store)
+    return _better(no_such_tag(root_of(store), tag), store)
 
 
 def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     """The same error, with a hint at what other libraries have there, or at the root above."""
-    found = all_tags(store)
-    theirs = [(layout.origin, entry.tag) for layout, entry in found if layout is not None]
-    if theirs and len(theirs) == len(found):
-        error.hint = f"{theirs[-1][0]} wrote the tags there: {', '.join(tag for _, tag in theirs[-10:])}."
+    tags = all_tags(store)
+    foreign = [(layout.origin, entry.tag) for layout, entry in tags if layout is not None]
+    if foreign and len(foreign) == len(tags):
+        error.hint = f"{foreign[-1][0]} wrote the tags there: {', '.join(tag for _, tag in foreign[-10:])}."
     elif (inside := tag_directory(store.path)) is not None:
         above, name = inside
-        there = f"{above.path} and the tag {name}"
+        advice = f"{above.path} and the tag {name}"
         error.hint = (
-            f"This is the directory of a tag: pass {there}."
+            f"This is the directory of a tag: pass {advice}."
             if named_itself(store.path) is None
-            else f"This is a checkpoint by itself: pass it without a tag, or pass {there}."
+            else f"This is a checkpoint by itself: pass it without a tag, or pass {advice}."
         )
     return error
 
@@ -260,8 +262,8 @@ def named_itself(path: str) -> tuple[Store, str] | None:
     inside = tag_directory(path)
     if inside is None:
         return None
-    found = find_foreign(*inside)
-    layout = _layout_of_own(*inside) if found is None else found[0]
+    foreign = find_foreign(*inside)
+    layout = _layout_of_own(*inside) if foreign is None else foreign[0]
     if not layout.itself or (layout.tagged and all_tags(door.store_at(path))):
         return None
     return inside
@@ -270,7 +272,7 @@ def named_itself(path: str) -> tuple[Store, str] | None:
 def _layout_of_own(store: Store, tag: str) -> Layout:
     """The layout of a tag of ours; that of any tag, if its manifest is damaged: an error will tell."""
     try:
-        with TagReader(open_own(store, tag), store.path, tag) as reader:
+        with TagReader(root_of(store).open(tag), store.path, tag) as reader:
             return layout_of(reader.manifest)
     except CheckpointError:
         return NATIVE
@@ -282,6 +284,6 @@ def tag_directory(path: str) -> tuple[Store, str] | None:
         store, name = door.above(path)
     except UsageError:
         return None
-    if store.has(f"{name}/{MANIFEST}") or find_foreign(store, name) is not None:
+    if root_of(store).is_ours(name) or find_foreign(store, name) is not None:
         return store, name
     return None

@@ -23,8 +23,8 @@ from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.manifest import intseq
 from xla_ckpt.manifest.digest import block_count, digest, pack_digests, to_hex, unpack_digests
-from xla_ckpt.manifest.records import VERSION, ArrayRecord, FileRecord, Head, Manifest, ShardGrid
-from xla_ckpt.sharding.box import Box
+from xla_ckpt.manifest.records import FORMAT_VERSION, ArrayRecord, FileRecord, Head, Manifest, ShardGrid
+from xla_ckpt.sharding.box import MAX_DIMS, Box
 from xla_ckpt.sharding.grid import Grid
 
 HEAD_BYTES = 4096
@@ -37,8 +37,6 @@ FEW_CELLS = 1 << 16
 CELLS_PER_BYTE = 32
 """A manifest may list so many shards, and so many more for each of its bytes: runs of numbers are short, whatever they
 stand for, and to load a shard takes time. With a rank's shard of each array there are at most a few of a byte."""
-
-MAX_DIMS = 64
 
 _HEAD_END = re.compile(rb',"head":"([0-9a-f]{16})",\n')
 _TAIL = re.compile(rb',\n"digest":"([0-9a-f]{16})"}\n\Z')
@@ -142,20 +140,20 @@ def parse_head(start: bytes) -> Head:
         CorruptCheckpointError: Damaged, or no manifest at all.
         UnsupportedVersionError: Written by a newer version.
     """
-    found = _HEAD_END.search(start)
-    if found is None:
+    end = _HEAD_END.search(start)
+    if end is None:
         raise FormatError("this is no manifest of xla_ckpt, or its first line is damaged")
-    first = start[: found.start()]
-    if to_hex(digest(first)) != found.group(1).decode():
+    first = start[: end.start()]
+    if to_hex(digest(first)) != end.group(1).decode():
         raise CorruptCheckpointError("the first line of the manifest is damaged: its digest does not match")
     raw = _loads(first + b"}")
     if raw.get("format") != "xla_ckpt":
         raise FormatError("this is no manifest of xla_ckpt", found=str(raw.get("format"))[:40])
     version = _get(raw, "version", int)
-    if version > VERSION:
+    if version > FORMAT_VERSION:
         raise UnsupportedVersionError(
             "the checkpoint was written by a newer version of this library",
-            expected=f"format version {VERSION} or older",
+            expected=f"format version {FORMAT_VERSION} or older",
             found=version,
             hint="Install a newer xla_ckpt.",
         )
@@ -213,9 +211,9 @@ def parse(data: bytes) -> Manifest:
     if mesh is not None and not isinstance(mesh, str):
         raise FormatError("broken mesh", found=str(mesh)[:80])
     files = tuple(parse_file(entry) for entry in _get(raw, "files", list))
-    claimed, held = sum(record.nbytes for record in arrays.values()), sum(record.size for record in files)
-    if claimed > held:
-        raise FormatError("the arrays are larger than the files in which they lie", expected=held, found=claimed)
+    claimed, available = sum(record.nbytes for record in arrays.values()), sum(record.size for record in files)
+    if claimed > available:
+        raise FormatError("the arrays are larger than the files in which they lie", expected=available, found=claimed)
     return Manifest(
         head=head,
         skeleton=raw.get("skeleton"),
@@ -260,14 +258,14 @@ class _Grids:
             ValueError: They do not ascend.
         """
         text = str(cuts)
-        made = self._made.get(text)
-        if made is None:
-            made = Grid(tuple(intseq.unpack_any(_as_list(c), limit) for c in cuts))
-            self._made[text] = made
-        return made
+        grid = self._made.get(text)
+        if grid is None:
+            grid = Grid(tuple(intseq.unpack_any(_as_list(c), limit) for c in cuts))
+            self._made[text] = grid
+        return grid
 
 
-def _parse_array(entry: Any, budget: int, made: _Grids) -> ArrayRecord:
+def _parse_array(entry: Any, budget: int, known: _Grids) -> ArrayRecord:
     shape = tuple(_get(entry, "shape", list))
     if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < intseq.LIMIT for n in shape):
         raise FormatError("impossible shape", found=str(shape)[:80])
@@ -275,7 +273,7 @@ def _parse_array(entry: Any, budget: int, made: _Grids) -> ArrayRecord:
     for packed in _get(entry, "grids", list):
         match packed:
             case [list(cuts), files, offsets, *frames] if len(cuts) == len(shape) and len(frames) < 2:
-                grid = made.grid(cuts, budget + 1)
+                grid = known.grid(cuts, budget + 1)
                 budget -= grid.cells
                 if budget < 0:
                     raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
@@ -301,18 +299,18 @@ def _parse_array(entry: Any, budget: int, made: _Grids) -> ArrayRecord:
 def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]:
     if not isinstance(entries, list) or len(entries) != grid.cells:
         raise FormatError("a grid of shards needs a frame, or null, for each", expected=grid.cells)
-    found: list[Box | None] = []
+    frames: list[Box | None] = []
     for entry in entries:
         match entry:
             case None:
-                found.append(None)
+                frames.append(None)
             case [[*start], [*stop]] if len(start) == len(stop) == dims and all(
                 type(n) is int and 0 <= n < intseq.LIMIT for n in (*start, *stop)
             ):
-                found.append(Box(tuple(start), tuple(stop)))
+                frames.append(Box(tuple(start), tuple(stop)))
             case _:
                 raise FormatError("broken frame of a shard", found=str(entry)[:80])
-    return tuple(found)
+    return tuple(frames)
 
 
 def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
@@ -322,18 +320,18 @@ def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:
         return None
     if not isinstance(spec, list) or len(spec) > dims:
         raise FormatError("broken spec", found=str(spec)[:80])
-    found: list[Any] = []
+    parsed: list[Any] = []
     for split in spec:
         match split:
             case None | str():
-                found.append(split)
+                parsed.append(split)
             case [*names] if names and all(map(_is_word, names)):
-                found.append(tuple(names))
+                parsed.append(tuple(names))
             case [*names, [*sections]] if all(map(_is_word, (*names, *sections))):
-                found.append((*names, tuple(sections)))
+                parsed.append((*names, tuple(sections)))
             case _:
                 raise FormatError("broken spec", found=str(spec)[:80])
-    return tuple(found)
+    return tuple(parsed)
 
 
 def _is_word(value: Any) -> bool:

@@ -12,7 +12,7 @@ from xla_ckpt.manifest.digest import digest, pack_digests, to_hex, unpack_digest
 
 FORMAT, VERSION = "xla_ckpt.parity", 1
 
-MAX_RANKS = 1 << 20
+MAX_PARITY_RANKS = 1 << 20
 """More ranks have never saved a tag: a reader looks at what each of them made."""
 
 
@@ -80,7 +80,10 @@ def parse(data: bytes) -> ParityIndex:
         if raw["format"] == FORMAT and raw["version"] > VERSION:
             raise UnsupportedVersionError("a newer version wrote the parity", expected=VERSION, found=raw["version"])
         numbers = [raw["block"], raw["writers"], raw["sums"][0], *(size for _, size, _ in raw["files"])]
-        if not all(type(number) is int and number >= 0 for number in numbers) or not 1 <= raw["writers"] <= MAX_RANKS:
+        if (
+            not all(type(number) is int and number >= 0 for number in numbers)
+            or not 1 <= raw["writers"] <= MAX_PARITY_RANKS
+        ):
             raise ValueError("sizes and counts must be whole numbers in their limits")
         if raw["survives"] not in ("block", "file"):
             raise ValueError("it does not say what it survives")

@@ -23,7 +23,7 @@ from xla_ckpt.sharding.box import Box, overlapping_pair, tiles
 from xla_ckpt.sharding.grid import Grid, fit_all, single
 from xla_ckpt.tree import path as paths
 
-VERSION = 1
+FORMAT_VERSION = 1
 """The format version that this library writes; it reads this and all older ones."""
 
 
@@ -51,7 +51,7 @@ class Head:
     created: str
     """Time of the commit: UTC, ISO 8601."""
 
-    version: int = VERSION
+    version: int = FORMAT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +194,9 @@ class ArrayRecord:
             raise FormatError(problem, expected=f"parts of {whole}", found=f"{len(boxes)} of them")
         if (pair := overlapping_pair(boxes)) is not None:
             raise FormatError("two shards hold the same elements", found=f"{pair[0]} and {pair[1]}")
-        held = sum(b.size for b in boxes)
-        if held != whole.size:
-            raise FormatError("shards are missing", expected=f"{whole.size} elements", found=f"{held}")
+        covered = sum(b.size for b in boxes)
+        if covered != whole.size:
+            raise FormatError("shards are missing", expected=f"{whole.size} elements", found=f"{covered}")
 
     @property
     def nbytes(self) -> int:
@@ -210,9 +210,9 @@ class ArrayRecord:
     def only_shard(self, box: Box) -> Shard | None:
         """The shard that is `box`, if it is the only one of the array and has no frame: as of most arrays."""
         if len(self.grids) == 1:
-            held = self.grids[0]
-            if held.grid.cells == 1 and held.frames is None and box.size and held.grid.whole == box:
-                return Shard(held.grid.whole, held.files[0], held.offsets[0])
+            cell = self.grids[0]
+            if cell.grid.cells == 1 and cell.frames is None and box.size and cell.grid.whole == box:
+                return Shard(cell.grid.whole, cell.files[0], cell.offsets[0])
         return None
 
     def touching(self, box: Box) -> Iterator[Shard]:
@@ -274,8 +274,8 @@ def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], 
     spec = None if spec is None else _frozen(spec)
     if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
         (only,) = places
-        held = ShardGrid(grid=single(only.box), files=(only.file,), offsets=(only.offset,))
-        return ArrayRecord(dtype=dtype, shape=shape, grids=(held,), spec=spec)
+        cell = ShardGrid(grid=single(only.box), files=(only.file,), offsets=(only.offset,))
+        return ArrayRecord(dtype=dtype, shape=shape, grids=(cell,), spec=spec)
     grids = []
     for grid, order in fit_all([s.box for s in places]):
         cells = [places[i] for i in order]
@@ -360,11 +360,11 @@ class Manifest:
         `leaves` are the leaf paths that are asked about, None all of them.
         """
         asked = None if leaves is None else {self.aliases.get(leaf, leaf) for leaf in leaves}
-        found = [leaf for leaf in self.divergent if asked is None or leaf in asked]
-        if not found:
+        differing = [leaf for leaf in self.divergent if asked is None or leaf in asked]
+        if not differing:
             return None
-        arrays = f"{len(found)} array{'s' if len(found) > 1 else ''}"
-        return f"the replicas of {arrays} differed, and the bytes of the first are stored: {paths.listed(found)}"
+        arrays = f"{len(differing)} array{'s' if len(differing) > 1 else ''}"
+        return f"the replicas of {arrays} differed, and the bytes of the first are stored: {paths.listed(differing)}"
 
     @property
     def nbytes(self) -> int:

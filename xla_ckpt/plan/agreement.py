@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-MAX_NAMED = 8
+MAX_NAMED_RANKS = 8
 """Leaves or ranks that a message names before it only counts."""
 
 
@@ -36,9 +36,11 @@ class Disagreement:
             return None
         usual, *others = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1]))
         texts = [f"{text} on {named_ranks(ranks)}" for text, ranks in (usual, *others)]
-        more = f"; and {len(texts) - 1 - MAX_NAMED} more" if len(texts) - 1 > MAX_NAMED else ""
+        more = f"; and {len(texts) - 1 - MAX_NAMED_RANKS} more" if len(texts) - 1 > MAX_NAMED_RANKS else ""
         return cls(
-            texts[0], "; ".join(texts[1 : 1 + MAX_NAMED]) + more, min(rank for _, ranks in others for rank in ranks)
+            texts[0],
+            "; ".join(texts[1 : 1 + MAX_NAMED_RANKS]) + more,
+            min(rank for _, ranks in others for rank in ranks),
         )
 
 
@@ -48,6 +50,6 @@ def named_ranks(ranks: Sequence[int]) -> str:
     >>> named_ranks([3]), named_ranks([0, 2])
     ('rank 3', 'ranks 0, 2')
     """
-    named = ", ".join(map(str, ranks[:MAX_NAMED]))
-    more = f" and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
+    named = ", ".join(map(str, ranks[:MAX_NAMED_RANKS]))
+    more = f" and {len(ranks) - MAX_NAMED_RANKS} more" if len(ranks) > MAX_NAMED_RANKS else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"

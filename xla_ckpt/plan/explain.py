@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.order import other_copies
-from xla_ckpt.plan.place import place, sharding_of
 from xla_ckpt.plan.restore_plan import Want, plan_restore
+from xla_ckpt.plan.row_order import other_copies
+from xla_ckpt.plan.stored_shardings import foreign_axes, local_array_of, rule_for, sharding_of
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.sharding.sharding import Sharding
@@ -65,17 +65,19 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
     ZeRO-1 states over dp, tensor-parallel dims over tp.
     """
     problems: list[str] = []
-    unknown: set[str] = set()
+    foreign: set[str] = set()
     shardings: dict[str, Sharding] = {}
-    for leaf in manifest.arrays:
+    for leaf, record in manifest.arrays.items():
+        if rule_for(leaf, rules) is None:
+            foreign |= foreign_axes(record.spec)
         try:
-            shardings[leaf] = sharding_of(leaf, manifest, rules, unknown)
+            shardings[leaf] = sharding_of(leaf, manifest, rules)
         except ValueError as error:
             problems.append(f"{leaf}: {error}")
     notes = []
-    if unknown:
+    if foreign:
         notes.append(
-            f"some arrays were split over {', '.join(sorted(unknown))}, which is no axis of this mesh: those dims are "
+            f"some arrays were split over {', '.join(sorted(foreign))}, which is no axis of this mesh: those dims are "
             "taken as whole; say otherwise with rules"
         )
     notes += _other_heads(shardings, mesh)
@@ -86,13 +88,17 @@ def explain_manifest(manifest: Manifest, path: str, tag: str, mesh: Mesh, rules:
         wants: list[Want] = []
         for leaf, sharding in list(shardings.items()):
             try:
-                local = place(leaf, sharding, manifest.arrays[leaf].shape, mesh, rank)
+                local = local_array_of(leaf, sharding, manifest.arrays[leaf].shape, mesh, rank)
             except ValueError as error:
                 problems.append(f"{leaf}: {error}")
                 del shardings[leaf]
                 continue
             wants += [Want(leaf, piece.box, 0) for piece in local.pieces if piece.box.size]
-        readings.append(_reading(manifest, wants, rank, problems))
+        try:
+            readings.append(_reading(manifest, wants, rank))
+        except CheckpointError as error:
+            problems.append(str(error))
+            readings.append(RankReading(rank=rank, needed_bytes=0, read_bytes=0, files={}))
     split = {leaf: s.spec for leaf, s in shardings.items() if s.axes}
     return Explanation(
         path=path,
@@ -111,22 +117,18 @@ def _other_heads(shardings: Mapping[str, Sharding], mesh: Mesh) -> list[str]:
     """A note if the ranks would hold another number of copies of the keys than those that saved them."""
     for leaf, sharding in shardings.items():
         try:
-            found = other_copies(sharding, mesh)
+            copies = other_copies(sharding, mesh)
         except ValueError:
             continue  # it is told as a problem of the array
-        if found is not None:
-            old, new = found
-            told = f"was saved with kv_size_multiplier={old}, and over this mesh it would have {new}"
-            return [f"{leaf} {told}: the heads of the queries stay in the order of the job that saved them"]
+        if copies is not None:
+            old, new = copies
+            text = f"was saved with kv_size_multiplier={old}, and over this mesh it would have {new}"
+            return [f"{leaf} {text}: the heads of the queries stay in the order of the job that saved them"]
     return []
 
 
-def _reading(manifest: Manifest, wants: Sequence[Want], rank: int, problems: list[str]) -> RankReading:
-    try:
-        plan = plan_restore(manifest, wants)
-    except CheckpointError as error:
-        problems.append(str(error))
-        return RankReading(rank=rank, needed_bytes=0, read_bytes=0, files={})
+def _reading(manifest: Manifest, wants: Sequence[Want], rank: int) -> RankReading:
+    plan = plan_restore(manifest, wants)
     files: Counter[str] = Counter()
     for read in plan.reads:
         files[manifest.files[read.file].path] += read.read_bytes

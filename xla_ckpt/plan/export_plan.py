@@ -17,7 +17,7 @@ from xla_ckpt.tree import path as paths
 SINGLE = "model.safetensors"
 """Name of the only file, where one is enough: Hugging Face's convention."""
 
-INDEX = "model.safetensors.index.json"
+WEIGHT_INDEX = "model.safetensors.index.json"
 """Name of the list of files, where there are several."""
 
 
@@ -60,13 +60,13 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
     if len({array.region.name for array in arrays}) != len(arrays):
         raise UnsupportedStateError("two arrays would have the same name in the export", leaf=part)
     groups: list[list[_Array]] = [[]]
-    held = 0
+    nbytes = 0
     for array in arrays:
-        if groups[-1] and held + array.region.nbytes > max_shard_bytes:
+        if groups[-1] and nbytes + array.region.nbytes > max_shard_bytes:
             groups.append([])
-            held = 0
+            nbytes = 0
         groups[-1].append(array)
-        held += array.region.nbytes
+        nbytes += array.region.nbytes
     return [_file(_name(i, len(groups)), group) for i, group in enumerate(groups)]
 
 
@@ -86,9 +86,9 @@ def _name(i: int, count: int) -> str:
 
 def index(files: Sequence[FilePlan]) -> bytes:
     """The list of files, as Hugging Face's loaders read it."""
-    held = [(r, f.path) for f in files if isinstance(f.codec, Safetensors) for r in f.codec.regions]
+    regions = [(r, f.path) for f in files if isinstance(f.codec, Safetensors) for r in f.codec.regions]
     content = {
-        "metadata": {"total_size": sum(region.nbytes for region, _ in held)},
-        "weight_map": dict(sorted((region.name, path) for region, path in held)),
+        "metadata": {"total_size": sum(region.nbytes for region, _ in regions)},
+        "weight_map": dict(sorted((region.name, path) for region, path in regions)),
     }
     return (json.dumps(content, indent=2) + "\n").encode()

@@ -106,10 +106,10 @@ class Holdings:
     def of(self, local: LocalArray, *, together: bool) -> Holding:
         """As `holding_of`."""
         key = id(local), together
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = local, holding_of(local, together=together)
-        return made[1]
+        holding = self._made.get(key)
+        if holding is None:
+            holding = self._made[key] = local, holding_of(local, together=together)
+        return holding[1]
 
 
 def _shard(piece: Piece, local: LocalArray, together: bool) -> LocalShard:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
-from xla_ckpt.plan.agreement import MAX_NAMED, named_ranks
+from xla_ckpt.plan.agreement import MAX_NAMED_RANKS, named_ranks
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import has_sections
@@ -27,8 +27,8 @@ _UNDECLARED = (
     "(tensor_model_parallel, partition_dim), or pass mesh= and shardings=."
 )
 DRIFTED = (
-    "If replicas have drifted apart that nothing keeps equal: replicas='first' saves the first of them, and the "
-    "tag says of which arrays. Parts of an array must not be saved so: only the first part would be kept."
+    "If replicas have drifted apart that nothing keeps equal: options=SaveOptions(replicas='first') saves the first of "
+    "them, and the tag says of which arrays. Parts of an array must not be saved so: only the first part would be kept."
 )
 """What a hint says of the way out for replicas that are no longer equal."""
 
@@ -92,7 +92,9 @@ class Record:
             "aliases": self.aliases,
             "skeleton": self.skeleton,
             "objects": self.objects,
-            "samples": {leaf: [[s.place, s.content, s.loose] for s in held] for leaf, held in self.samples.items()},
+            "samples": {
+                leaf: [[s.place, s.content, s.loose] for s in samples] for leaf, samples in self.samples.items()
+            },
             "parts": self.parts,
         }
 
@@ -107,7 +109,7 @@ class Record:
             aliases=json["aliases"],
             skeleton=json["skeleton"],
             objects=tuple(json["objects"]),
-            samples={leaf: tuple(Sample(*s) for s in held) for leaf, held in json["samples"].items()},
+            samples={leaf: tuple(Sample(*s) for s in samples) for leaf, samples in json["samples"].items()},
             parts=json["parts"],
         )
 
@@ -173,7 +175,7 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
         DivergentReplicasError: Ranks that should hold the same hold different values.
         SaveError: The ranks together did not write every element exactly once, or disagree about the structure.
     """
-    warnings, divergent = compare(records, mesh, replicas)
+    warnings, divergent = compare_replicas(records, mesh, replicas)
     files: list[FileRecord] = []
     shards: dict[str, dict[Box, tuple[int, Shard]]] = {}
     facts: dict[str, tuple[str, tuple[int, ...], Any]] = {}
@@ -195,17 +197,17 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
                     found=f"{fact[0]} {list(fact[1])}",
                 )
         for leaf, reported in record.shards:
-            held = shards.setdefault(leaf, {})
+            by_box = shards.setdefault(leaf, {})
             shard = replace(reported, file=base + reported.file) if base else reported
-            if shard.box in held:
-                rank, other = held[shard.box]
+            if shard.box in by_box:
+                rank, other = by_box[shard.box]
                 duplicates.append((leaf, (rank, record.rank), other, shard))
             else:
-                held[shard.box] = record.rank, shard
+                by_box[shard.box] = record.rank, shard
         aliases.update(record.aliases)
         if record.skeleton is not None:
-            mine = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
-            skeleton = mine if skeleton is None else _united(skeleton, mine, "", record.rank)
+            own_skeleton = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
+            skeleton = own_skeleton if skeleton is None else _united(skeleton, own_skeleton, "", record.rank)
     arrays = {leaf: _array(leaf, fact, [*shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
     arrays |= {leaf: replace(arrays[leaf], divergent=True) for leaf in divergent if leaf in arrays}
     aliases = {alias: target for alias, target in aliases.items() if alias not in arrays}
@@ -238,7 +240,7 @@ def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Sequence[t
         return array_record(dtypes.dtype(dtype), shape, [shard for _, shard in shards], spec)
     except FormatError as error:
         wrote = [f"  rank {rank} wrote {shard.box}" for rank, shard in shards]
-        more = [f"  ... and {len(wrote) - MAX_NAMED} more"] if len(wrote) > MAX_NAMED else []
+        more = [f"  ... and {len(wrote) - MAX_NAMED_RANKS} more"] if len(wrote) > MAX_NAMED_RANKS else []
         raise SaveError(
             f"the ranks together did not write this array of shape {list(shape)} exactly once: {error.problem}",
             leaf=leaf,
@@ -246,11 +248,13 @@ def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Sequence[t
             found=error.found,
             hint="Ranks have models of different shapes, or disagree about who holds what: check the model, mesh and "
             "shardings of all ranks.",
-            details="\n".join([*wrote[:MAX_NAMED], *more]),
+            details="\n".join([*wrote[:MAX_NAMED_RANKS], *more]),
         ) from error
 
 
-def compare(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -> tuple[list[str], tuple[str, ...]]:
+def compare_replicas(
+    records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal"
+) -> tuple[list[str], tuple[str, ...]]:
     """Compare what ranks have in common.
 
     Returns:
@@ -266,7 +270,7 @@ def compare(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal")
     plain: dict[str, tuple[int, list[int]]] = {}
     seen: dict[tuple[str, int], tuple[int, str]] = {}
     for record in records:
-        for leaf, sample in ((leaf, sample) for leaf, held in record.samples.items() for sample in held):
+        for leaf, sample in ((leaf, sample) for leaf, samples in record.samples.items() for sample in samples):
             rank, other = first.setdefault((leaf, sample.place), (record.rank, sample))
             if other.content != sample.content:
                 _, differing = (loose if sample.loose else bad).setdefault(leaf, (rank, []))
@@ -334,9 +338,10 @@ def _hint(leaf: str, mesh: Mesh, spec: Any = None) -> str:
 
 def _listed(bad: Mapping[str, tuple[int, Sequence[int]]]) -> list[str]:
     lines = [
-        f"  {leaf}: rank {rank} against {named_ranks(others)}" for leaf, (rank, others) in [*bad.items()][:MAX_NAMED]
+        f"  {leaf}: rank {rank} against {named_ranks(others)}"
+        for leaf, (rank, others) in [*bad.items()][:MAX_NAMED_RANKS]
     ]
-    return lines + ([f"  ... and {len(bad) - MAX_NAMED} more"] if len(bad) > MAX_NAMED else [])
+    return lines + ([f"  ... and {len(bad) - MAX_NAMED_RANKS} more"] if len(bad) > MAX_NAMED_RANKS else [])
 
 
 def _is_plain(skeleton: Any) -> bool:
@@ -356,8 +361,8 @@ def _united(a: Any, b: Any, path: str, rank: int) -> Any:
         if name == schema.GROUPS and len(a) == len(b):
             return [_united(x, y, path, rank) for x, y in zip(a, b, strict=True)]
         if name == schema.PARAMS:
-            there = set(a)
-            return a + [v for v in b if v not in there]
+            known = set(a)
+            return a + [v for v in b if v not in known]
     raise SaveError(
         "pipeline stages disagree about a value that they should share",
         leaf=path.lstrip("/"),

@@ -12,9 +12,9 @@ from typing import Any
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
-from xla_ckpt.plan.place import sharding_of_spec
+from xla_ckpt.plan.stored_shardings import sharding_of_spec
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.sharding import parts
+from xla_ckpt.sharding.sharding import number_of_parts
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
@@ -31,22 +31,22 @@ def axes_of_numbers(dtype: DType, shape: Sequence[int], spec: Sequence[Any] | No
     if not dtype.integer:
         return ()
     for split, n in zip(sharding_of_spec(spec).over(len(shape)), shape, strict=True):
-        if split is not None and n == parts(split.axes, mesh.sizes) > 1:
+        if split is not None and n == number_of_parts(split.axes, mesh.sizes) > 1:
             return split.axes
     return ()
 
 
-def has_numbers(held: ArrayRecord | UnknownArray, mesh: Mesh) -> bool:
+def has_numbers(array: ArrayRecord | UnknownArray, mesh: Mesh) -> bool:
     """Whether a stored array of a model has integers for each rank of the job that saved it (see `axes_of_numbers`).
 
     Of an array of which nobody knows how it was split each rank has a row.
     """
-    if isinstance(held, UnknownArray):
-        return held.dtype is not None and held.dtype.integer and held.shape is not None and held.shape[:1] == (1,)
-    return bool(axes_of_numbers(held.dtype, held.shape, held.spec, mesh))
+    if isinstance(array, UnknownArray):
+        return array.dtype is not None and array.dtype.integer and array.shape is not None and array.shape[:1] == (1,)
+    return bool(axes_of_numbers(array.dtype, array.shape, array.spec, mesh))
 
 
-def same_ranks(axes: Sequence[str], one: Mesh, other: Mesh) -> bool:
+def same_numbers(axes: Sequence[str], one: Mesh, other: Mesh) -> bool:
     """Whether the ranks along these axes are arranged alike in two jobs, and so have the same numbers."""
     asked = {*axes, "ep"} if "dp" in axes else {*axes}
     return all(one.sizes[axis] == other.sizes[axis] for axis in asked)
@@ -56,15 +56,15 @@ def without_numbers(manifest: Manifest) -> tuple[Manifest, tuple[str, ...]]:
     """The same tag less what says something of each rank of the job that saved it, and the leaf paths of that."""
     mesh = Mesh.parse(manifest.mesh or "")
     stored: dict[str, ArrayRecord | UnknownArray] = {**manifest.arrays, **manifest.unknown}
-    gone = {p for p, held in stored.items() if schema.member_of(p) == schema.MODEL and has_numbers(held, mesh)}
+    gone = {p for p, array in stored.items() if schema.member_of(p) == schema.MODEL and has_numbers(array, mesh)}
     model = manifest.skeleton.get(schema.MODEL) if isinstance(manifest.skeleton, dict) else None
     if not gone or not isinstance(model, dict):
         return manifest, ()
-    left = {name: held for name, held in model.items() if paths.join(schema.MODEL, paths.escape(name)) not in gone}
+    left = {name: array for name, array in model.items() if paths.join(schema.MODEL, paths.escape(name)) not in gone}
     kept = replace(
         manifest,
         skeleton={**manifest.skeleton, schema.MODEL: left},
         arrays={path: record for path, record in manifest.arrays.items() if path not in gone},
-        unknown={path: held for path, held in manifest.unknown.items() if path not in gone},
+        unknown={path: array for path, array in manifest.unknown.items() if path not in gone},
     )
     return kept, tuple(sorted(gone))

@@ -16,7 +16,7 @@ from xla_ckpt.sharding.box import Box, Frame
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Excerpt:
     """Elements of a new array, and where they are in one that is stored."""
 
     box: Box
@@ -38,7 +38,7 @@ class Rearranged:
     """A new array."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Excerpt, ...]
     """Disjoint; together they are the whole array."""
 
     spec: tuple[object, ...] | None = None
@@ -64,13 +64,13 @@ def rearranged(leaf: str, new: Rearranged, manifest: Manifest) -> ArrayRecord:
         raise IncompatibleCheckpointError(
             "it would be made of arrays of different element types",
             leaf=leaf,
-            found=", ".join(f"{name} in {held}" for name, held in types.items()) or "no arrays at all",
+            found=", ".join(f"{name} in {dtype_name}" for name, dtype_name in types.items()) or "no arrays at all",
         )
     shards = [shard for part in new.parts for shard in _shards(part, sources[part.leaf])]
     first, *others = sources.values()
-    made = array_record(first.dtype, new.shape, shards, new.spec)
+    united = array_record(first.dtype, new.shape, shards, new.spec)
     meant = first.stands_for if all(record.stands_for == first.stands_for for record in others) else None
-    return replace(made, stands_for=meant, own=any(record.own for record in sources.values()))
+    return replace(united, stands_for=meant, own=any(record.own for record in sources.values()))
 
 
 def _stored(leaf: str, manifest: Manifest) -> ArrayRecord:
@@ -80,17 +80,17 @@ def _stored(leaf: str, manifest: Manifest) -> ArrayRecord:
     return record
 
 
-def _shards(part: Part, record: ArrayRecord) -> Iterator[Shard]:
+def _shards(part: Excerpt, record: ArrayRecord) -> Iterator[Shard]:
     """What is stored of a part, with the boxes that it has in the new array."""
     offset = tuple(new - old for new, old in zip(part.box.start, part.source.start, strict=True))
     for shard in record.touching(part.source):
-        held = shard.box.intersect(part.source)
-        if held is None:
+        region = shard.box.intersect(part.source)
+        if region is None:
             continue
         whole = shard.frame or shard.box
-        box = held.moved(offset)
+        box = region.moved(offset)
         # The digests of a region cover all of it. So a part of it keeps the place of the whole.
-        frame = None if held == whole else _moved(whole, offset)
+        frame = None if region == whole else _moved(whole, offset)
         yield Shard(box, shard.file, shard.offset, frame)
 
 

@@ -39,7 +39,7 @@ def first_of_stage(rank: int, mesh: Mesh) -> int:
     return mesh.rank({"pp": mesh.coordinates(rank)["pp"]}) if mesh.pp > 1 else 0
 
 
-def check_same(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) -> None:
+def check_same_arrays(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) -> None:
     """Compare the arrays of ranks that differ with those of the others in their stages.
 
     Args:
@@ -54,14 +54,14 @@ def check_same(types: Sequence[Types], odd: Sequence[int], mesh: Mesh) -> None:
         members = [rank for rank in range(len(types)) if first_of_stage(rank, mesh) == stage]
         by_rank = {rank: types[rank if rank in odd else stage] for rank in members}
         for leaf in sorted({leaf for rank in (stage, *odd) if rank in by_rank for leaf in types[rank]}):
-            found = Disagreement.among({rank: _text(of.get(leaf)) for rank, of in by_rank.items()})
-            if found is not None:
+            disagreement = Disagreement.among({rank: _text(of.get(leaf)) for rank, of in by_rank.items()})
+            if disagreement is not None:
                 raise SaveError(
                     "the ranks hold different things under one name, and one array cannot stand for them",
                     leaf=leaf,
-                    rank=found.rank,
-                    expected=found.expected,
-                    found=found.found,
+                    rank=disagreement.rank,
+                    expected=disagreement.expected,
+                    found=disagreement.found,
                     hint="Give all ranks the same model, in the same element types, and the same optimizer.",
                 )
 

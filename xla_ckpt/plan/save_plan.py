@@ -20,7 +20,7 @@ from xla_ckpt.sharding.owners import HeldShard, owned
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.tree import schema
 
-REST = "tree"
+REST_ITEM = "tree"
 """Payload directory of arrays that belong to no member of a training state. Each member has one of its own name."""
 
 
@@ -30,8 +30,8 @@ def item_and_name(leaf: str) -> tuple[str, str]:
     >>> item_and_name("model/layers.0.weight"), item_and_name("params/w")
     (('model', 'layers.0.weight'), ('tree', 'params/w'))
     """
-    first, slash, rest = leaf.partition("/")
-    item, name = (first, rest) if slash and first in schema.MEMBERS else (REST, leaf)
+    first, slash, below = leaf.partition("/")
+    item, name = (first, below) if slash and first in schema.MEMBERS else (REST_ITEM, leaf)
     return item, name if name and name != "__metadata__" else "~" + name
 
 
@@ -134,13 +134,13 @@ class SavePlan:
     @property
     def extents(self) -> dict[tuple[str, int], tuple[int, int]]:
         """First byte that this process writes of each shard (leaf path, index), and the one behind the last."""
-        found: dict[tuple[str, int], tuple[int, int]] = {}
+        bounds: dict[tuple[str, int], tuple[int, int]] = {}
         for file in self.files:
             for source in file.sources:
-                low, high = found.get((source.leaf, source.shard), (source.offset, source.offset))
+                low, high = bounds.get((source.leaf, source.shard), (source.offset, source.offset))
                 stop = source.offset + source.nbytes
-                found[source.leaf, source.shard] = min(low, source.offset), max(high, stop)
-        return found
+                bounds[source.leaf, source.shard] = min(low, source.offset), max(high, stop)
+        return bounds
 
     def minus(self, leaves: frozenset[str]) -> SavePlan:
         """What this process writes if other processes, which did not share in this plan, store `leaves`.
@@ -168,14 +168,14 @@ class OwnBox:
 def own_boxes(leaves: Sequence[Leaf]) -> Iterator[OwnBox]:
     """What this process writes of the leaves that it holds, whatever the files are: their replicas write the rest."""
     shards = [(leaf, i, shard) for leaf in leaves for i, shard in enumerate(leaf.shards)]
-    held: dict[tuple[int, int], HeldShard] = {}
+    known: dict[tuple[int, int], HeldShard] = {}
     """By the identity of a shard, and the size of its elements: leaves that lie alike have their shards in common."""
     for leaf, _, shard in shards:
         key = id(shard), leaf.dtype.itemsize
-        if key not in held:
-            held[key] = _held(shard, leaf.dtype.itemsize)
-    as_held = [held[id(shard), leaf.dtype.itemsize] for leaf, _, shard in shards]
-    for (leaf, i, shard), box in zip(shards, owned(as_held), strict=True):
+        if key not in known:
+            known[key] = _held(shard, leaf.dtype.itemsize)
+    shards_held = [known[id(shard), leaf.dtype.itemsize] for leaf, _, shard in shards]
+    for (leaf, i, shard), box in zip(shards, owned(shards_held), strict=True):
         if box is not None:
             itemsize = leaf.dtype.itemsize
             first = 0 if box is shard.box else runs(box, shard.box, itemsize).offset
@@ -216,14 +216,14 @@ def plan_save(
     filing = NativeFiling() if filing is None else filing
     by_file: dict[tuple[str, int, int], list[tuple[str, RegionSource, payload.Region]]] = {}
     seen: dict[tuple[str, int], int] = {}
-    for mine in own_boxes(leaves):
-        leaf = mine.leaf
+    for own_box in own_boxes(leaves):
+        leaf = own_box.leaf
         item, name = filing.place(leaf.path)
         # Stock readers know one region per name and file: the second box of a name goes to a second file.
-        again = seen.get((leaf.path, mine.lane), 0)
-        seen[leaf.path, mine.lane] = again + 1
-        region = payload.Region(name, leaf.dtype, mine.box)
-        by_file.setdefault((item, mine.lane, again), []).append((leaf.path, mine.source, region))
+        again = seen.get((leaf.path, own_box.lane), 0)
+        seen[leaf.path, own_box.lane] = again + 1
+        region = payload.Region(name, leaf.dtype, own_box.box)
+        by_file.setdefault((item, own_box.lane, again), []).append((leaf.path, own_box.source, region))
     files = []
     for (item, lane, again), unordered in sorted(by_file.items(), key=lambda kv: kv[0]):
         entries = [unordered[i] for i in payload.file_order([region for _, _, region in unordered])]

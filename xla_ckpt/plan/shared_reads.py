@@ -86,8 +86,8 @@ def _ranks(numbers: object) -> Ranks:
 def find_common(wants: Sequence[Sequence[tuple[str, Box]]]) -> Together:
     """What the ranks have in common, from the (leaf, box) that each of them wants."""
     rows: dict[tuple[str, tuple[int, ...]], dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, mine in enumerate(wants):
-        for leaf, box in mine:
+    for rank, boxes_wanted in enumerate(wants):
+        for leaf, box in boxes_wanted:
             rows[leaf, (*box.start[:1], *box.stop[:1])][box].append(rank)
     same, mixed = [], []
     for (leaf, _), boxes in sorted(rows.items()):
@@ -101,7 +101,7 @@ def find_common(wants: Sequence[Sequence[tuple[str, Box]]]) -> Together:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ReadShare:
     """One rank's part of reading together."""
 
     rank: int
@@ -120,14 +120,14 @@ class Share:
 
     def rows(self, first_slot: int) -> list[tuple[Mixed, Want]]:
         """What this rank reads for mixed boxes, into memory of its own, numbered from `first_slot`."""
-        found: list[tuple[Mixed, Want]] = []
+        wants: list[tuple[Mixed, Want]] = []
         for mixed in self.common.mixed:
             if self.rank in mixed.members and (box := mixed.rows(self.rank)) is not None:
-                found.append((mixed, Want(mixed.leaf, box, first_slot + len(found))))
-        return found
+                wants.append((mixed, Want(mixed.leaf, box, first_slot + len(wants))))
+        return wants
 
 
-def share_out(rank: int, common: Together, wants: Sequence[Want]) -> Share:
+def share_out(rank: int, common: Together, wants: Sequence[Want]) -> ReadShare:
     """Deal the reading of equal boxes out: the largest first, each to the member that has least to read so far."""
     slots = {(w.leaf, w.box): w.slot for w in wants}
     load: dict[Ranks, dict[int, int]] = {}
@@ -138,4 +138,4 @@ def share_out(rank: int, common: Together, wants: Sequence[Want]) -> Share:
         of[reader] += box.size
         if (slot := slots.get((leaf, box))) is not None:
             readers[slot] = reader, ranks
-    return Share(rank=rank, common=common, slots=slots, readers=readers)
+    return ReadShare(rank=rank, common=common, slots=slots, readers=readers)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from math import prod
 from operator import sub
 
+MAX_DIMS = 64
+"""An array of more tensor dims is refused."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
@@ -161,29 +164,20 @@ def tiles(boxes: Sequence[Box], whole: Box) -> bool | None:
     >>> tiles([Box((0, 0), (2, 3)), Box((2, 0), (4, 1)), Box((2, 1), (4, 3))], Box((0, 0), (4, 3)))
     True
     """
-    held = [b for b in boxes if b.size]
+    nonempty = [b for b in boxes if b.size]
     spans = list(zip(whole.start, whole.stop, strict=True))
     # Along a dim that no box splits there is nothing to find out.
-    dims = [d for d, span in enumerate(spans) if any((b.start[d], b.stop[d]) != span for b in held)]
+    dims = [d for d, span in enumerate(spans) if any((b.start[d], b.stop[d]) != span for b in nonempty)]
     if 1 << len(dims) > MAX_CORNERS:
         return None
     count: Counter[tuple[int, ...]] = Counter()
-    for sign, some in ((1, held), (-1, [whole] if whole.size else [])):
+    for sign, some in ((1, nonempty), (-1, [whole] if whole.size else [])):
         for box in some:
             corners: list[tuple[int, tuple[int, ...]]] = [(sign, ())]
             for d in dims:
-                corners = [made for s, at in corners for made in ((s, (*at, box.start[d])), (-s, (*at, box.stop[d])))]
+                corners = [
+                    corner for s, at in corners for corner in ((s, (*at, box.start[d])), (-s, (*at, box.stop[d])))
+                ]
             for s, at in corners:
                 count[at] += s
-    return bool(held) == bool(whole.size) and not any(count.values())
-
-
-def is_partition(boxes: Iterable[Box], whole: Box) -> bool:
-    """Whether the boxes hold every element of `whole` exactly once, and nothing else.
-
-    >>> is_partition([Box((0,), (2,)), Box((2,), (3,))], Box((0,), (3,)))
-    True
-    """
-    held = [b for b in boxes if b.size]
-    inside = all(whole.contains(b) for b in held)
-    return inside and sum(b.size for b in held) == whole.size and overlapping_pair(held) is None
+    return bool(nonempty) == bool(whole.size) and not any(count.values())

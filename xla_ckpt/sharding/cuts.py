@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Piece, chunk
+from xla_ckpt.sharding.local_array import Piece, chunk_bounds
 
-Interval = tuple[int, int]
+IndexRange = tuple[int, int]
 """Half-open, like the bounds of a box."""
 
 
@@ -27,7 +27,7 @@ class Cut:
     """Chunks that are made before each of them is cut into `parts`; more than 1 for a strided shard."""
 
 
-def held(size: int, cuts: Sequence[Cut]) -> list[Interval]:
+def held(size: int, cuts: Sequence[Cut]) -> list[IndexRange]:
     """The elements of a tensor dim that a process holds, in the order of its local tensor; no interval is empty.
 
     `cuts` come in the order of the mesh dims. A strided cut whose factor says that later mesh dims have cut before it
@@ -45,7 +45,7 @@ def held(size: int, cuts: Sequence[Cut]) -> list[Interval]:
         return _in_turn(size, cuts)
     low, high = 0, size
     for i in nested:
-        low, high = chunk(low, high, cuts[i].parts, cuts[i].index)
+        low, high = chunk_bounds(low, high, cuts[i].parts, cuts[i].index)
     return [(low, high)] if low < high else []
 
 
@@ -58,24 +58,24 @@ def mesh_order(cuts: Sequence[Cut]) -> tuple[int, ...] | None:
     >>> mesh_order([Cut(2, 0, factor=2), Cut(2, 0)]), mesh_order([Cut(2, 0, factor=3)])
     ((1, 0), None)
     """
-    found: list[int] = []
-    # From the last mesh dim to the first, because a factor speaks of mesh dims behind its own: those are in `found`.
+    order: list[int] = []
+    # From the last mesh dim to the first, because a factor speaks of mesh dims behind its own: those are in `order`.
     for i in reversed(range(len(cuts))):
-        place = _place_after(cuts[i].factor, [cuts[j].parts for j in found])
+        place = _place_after(cuts[i].factor, [cuts[j].parts for j in order])
         if place is None:
             return None
-        found.insert(place, i)
-    return tuple(found)
+        order.insert(place, i)
+    return tuple(order)
 
 
 def _place_after(factor: int, parts: Sequence[int]) -> int | None:
     """How many of the first cuts together make `factor` parts; None if no number of them does."""
-    made = 1
+    product = 1
     for count, more in enumerate(parts):
-        if made == factor:
+        if product == factor:
             return count
-        made *= more
-    return len(parts) if made == factor else None
+        product *= more
+    return len(parts) if product == factor else None
 
 
 def uneven(size: int, cuts: Sequence[Cut]) -> Iterator[tuple[int, Cut]]:
@@ -88,18 +88,18 @@ def uneven(size: int, cuts: Sequence[Cut]) -> Iterator[tuple[int, Cut]]:
             yield left, cut
 
 
-def interleaved(size: int, cut: Cut) -> list[Interval]:
+def interleaved(size: int, cut: Cut) -> list[IndexRange]:
     """One part of each of `factor` chunks.
 
     >>> [interleaved(5, Cut(2, i, factor=2)) for i in range(2)]
     [[(0, 2), (3, 4)], [(2, 3), (4, 5)]]
     """
-    chunks = (chunk(0, size, cut.factor, k) for k in range(cut.factor))
-    parts = (chunk(low, high, cut.parts, cut.index) for low, high in chunks)
+    chunks = (chunk_bounds(0, size, cut.factor, k) for k in range(cut.factor))
+    parts = (chunk_bounds(low, high, cut.parts, cut.index) for low, high in chunks)
     return [(low, high) for low, high in parts if low < high]
 
 
-def pieces_of(dims: Sequence[Sequence[Interval]]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+def pieces_of(dims: Sequence[Sequence[IndexRange]]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
     """The pieces of a local tensor, and its shape. In each tensor dim it holds these intervals, one behind the other.
 
     >>> pieces, shape = pieces_of([[(0, 2), (4, 6)], [(3, 6)]])
@@ -115,7 +115,7 @@ def pieces_of(dims: Sequence[Sequence[Interval]]) -> tuple[tuple[Piece, ...], tu
     return tuple(pieces), tuple(_length(intervals) for intervals in dims)
 
 
-def _packed(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
+def _packed(intervals: Sequence[IndexRange]) -> Iterator[tuple[int, int, int]]:
     """(start in the local tensor, low, high) of each interval."""
     at = 0
     for low, high in intervals:
@@ -123,19 +123,19 @@ def _packed(intervals: Sequence[Interval]) -> Iterator[tuple[int, int, int]]:
         at += high - low
 
 
-def _in_turn(size: int, cuts: Sequence[Cut]) -> list[Interval]:
+def _in_turn(size: int, cuts: Sequence[Cut]) -> list[IndexRange]:
     """What is left of a tensor dim after the cuts, in the order of the mesh dims."""
-    left: list[Interval] = [(0, size)] if size else []
+    left: list[IndexRange] = [(0, size)] if size else []
     for cut in cuts:
         # A cut sees what is left as one sequence. The intervals that it chooses there are translated back.
-        kept: list[Interval] = []
+        kept: list[IndexRange] = []
         for low, high in interleaved(_length(left), cut):
             kept.extend(_at(left, low, high))
         left = _merged(kept)
     return left
 
 
-def _at(intervals: Sequence[Interval], first: int, last: int) -> Iterator[Interval]:
+def _at(intervals: Sequence[IndexRange], first: int, last: int) -> Iterator[IndexRange]:
     """Where the elements ``first <= i < last`` lie of the sequence that these intervals make up."""
     passed = 0  # elements of the sequence in front of the interval
     for low, high in intervals:
@@ -145,9 +145,9 @@ def _at(intervals: Sequence[Interval], first: int, last: int) -> Iterator[Interv
         passed += high - low
 
 
-def _merged(intervals: Sequence[Interval]) -> list[Interval]:
+def _merged(intervals: Sequence[IndexRange]) -> list[IndexRange]:
     """The intervals, neighbours joined: fewer pieces are fewer entries in the manifest and fewer reads."""
-    joined: list[Interval] = []
+    joined: list[IndexRange] = []
     for low, high in intervals:
         if joined and joined[-1][1] == low:
             joined[-1] = joined[-1][0], high
@@ -156,5 +156,5 @@ def _merged(intervals: Sequence[Interval]) -> list[Interval]:
     return joined
 
 
-def _length(intervals: Sequence[Interval]) -> int:
+def _length(intervals: Sequence[IndexRange]) -> int:
     return sum(high - low for low, high in intervals)

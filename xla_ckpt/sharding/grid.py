@@ -142,9 +142,9 @@ def fit_all(boxes: Sequence[Box]) -> Iterable[tuple[Grid, tuple[int, ...]]]:
     whole = fit(boxes)
     if whole is not None:
         return [whole]
-    found = []
+    grids = []
     for i, box in enumerate(boxes):
         single = fit([box])
         if single is not None:
-            found.append((single[0], (i,)))
-    return found
+            grids.append((single[0], (i,)))
+    return grids

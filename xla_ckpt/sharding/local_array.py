@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 
 from xla_ckpt.sharding.box import Box
 
@@ -48,7 +49,7 @@ class Piece:
         >>> str(Piece(Box((0, 1), (2, 2)), Box((4, 1), (6, 2))).frame((2, 3)))
         '[4:6, 0:3]'
         """
-        start = tuple(there - here for here, there in zip(self.local.start, self.box.start, strict=True))
+        start = tuple(map(sub, self.box.start, self.local.start))
         return Box(start, tuple(first + n for first, n in zip(start, shape, strict=True)))
 
 
@@ -105,10 +106,10 @@ def whole(shape: tuple[int, ...]) -> LocalArray:
     return LocalArray(shape=shape, pieces=(Piece(box, box),))
 
 
-def chunk(low: int, high: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_bounds(low: int, high: int, parts: int, index: int) -> tuple[int, int]:
     """One of `parts` chunks of a range, as `torch.chunk` and DTensor cut it: the last ones may be short or empty.
 
-    >>> [chunk(0, 5, 4, i) for i in range(4)]
+    >>> [chunk_bounds(0, 5, 4, i) for i in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
     size = -(-(high - low) // parts)

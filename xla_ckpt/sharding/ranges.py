@@ -72,8 +72,8 @@ def runs(region: Box, buffer: Box, itemsize: int) -> Runs:
     if region is buffer or region == buffer:  # the whole of the buffer: nearly every array of a checkpoint
         return _one_run(region.size * itemsize)
     first = region.relative_to(buffer).start
-    shape, held = region.shape, buffer.shape
-    steps = strides(held, itemsize)
+    shape, extent = region.shape, buffer.shape
+    steps = strides(extent, itemsize)
     offset = sum(i * step for i, step in zip(first, steps, strict=True))
     # From the innermost dim outwards: a dim lengthens the run as long as the region is whole in all dims behind it.
     # The first dim in which it is not whole still belongs to the run, because its own elements are neighbours.
@@ -81,7 +81,7 @@ def runs(region: Box, buffer: Box, itemsize: int) -> Runs:
     while outer > 0:
         outer -= 1
         nbytes *= shape[outer]
-        if shape[outer] != held[outer]:
+        if shape[outer] != extent[outer]:
             break
     # A dim of one element repeats nothing. Counted, it would make a contiguous region look scattered.
     repeated = [dim for dim in range(outer) if shape[dim] != 1]

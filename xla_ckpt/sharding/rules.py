@@ -21,27 +21,27 @@ def parse_rules(rules: Rules | None) -> Parsed:
     Raises:
         UsageError: One of them is malformed.
     """
-    found = []
+    parsed = []
     for rule in rules or ():
         try:
             pattern, spec = rule
-            found.append((re.compile(pattern), Sharding.parse(spec)))
+            parsed.append((re.compile(pattern), Sharding.parse(spec)))
         except (ValueError, TypeError, re.error) as error:
             raise UsageError(
                 f"a rule of shardings makes no sense: {error}",
                 found=repr(rule),
                 hint="Write (regular expression, spec), as in (r'layers\\.\\d+\\.up', ('tp', None)).",
             ) from error
-    return tuple(found)
+    return tuple(parsed)
 
 
 def idle(rules: Parsed, leaves: Iterable[str]) -> list[str]:
     """Rules in which no leaf is found, as messages: each is a typing error, or belongs to another pipeline stage."""
-    there = list(leaves)
+    leaf_paths = list(leaves)
     return [
         f"no leaf path has a part that the sharding rule ({rule[0].pattern!r}, {rule[1].spec}) fits"
         for rule in rules
-        if all(decided([rule], path, path.partition("/")[2]) is None for path in there)
+        if all(decided([rule], path, path.partition("/")[2]) is None for path in leaf_paths)
     ]
 
 

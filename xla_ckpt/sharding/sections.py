@@ -88,10 +88,10 @@ def parse_section(entry: Any) -> Section:
     """
     if type(entry) is int:
         return Section(entry)
-    found = _TEXT.fullmatch(entry.strip()) if isinstance(entry, str) else None
-    if found is None:
+    match = _TEXT.fullmatch(entry.strip()) if isinstance(entry, str) else None
+    if match is None:
         raise ValueError(f"a section is written like 4096, '1024x4' or '1024x4 adjacent', not {entry!r}")
-    size, copies, parts, adjacent = found.groups()
+    size, copies, parts, adjacent = match.groups()
     return Section(
         int(size) if size else None, int(copies or 1), adjacent is not None, None if parts is None else int(parts)
     )
@@ -134,21 +134,21 @@ def global_size(n: int, ranks: int, sections: Sequence[Section]) -> int:
     """
     if n < 0:
         raise ValueError(f"a tensor dim of size {n}")
-    held = [s.held(ranks) for s in sections]
+    copies_held = [s.held(ranks) for s in sections]
     sizes = [s.size for s in sections if s.size is not None]
     if sizes:
-        expected = sum(size * copies for size, copies in zip(sizes, held, strict=True))
+        expected = sum(size * copies for size, copies in zip(sizes, copies_held, strict=True))
         if expected != n * ranks:
             raise ValueError(
                 f"sections of {_named(sections)} elements are {expected} with all copies, and {ranks} times {n} are "
                 f"{n * ranks}; their sizes are those of the whole array"
             )
         return sum(sizes)
-    if len(sections) > 1 and n % sum(held):
+    if len(sections) > 1 and n % sum(copies_held):
         raise ValueError(f"a dim of {n} elements on each rank does not consist of {len(sections)} strided blocks")
-    if n * ranks * len(sections) % sum(held):
-        raise ValueError(f"{ranks} times {n} elements are not {held[0]} copies of anything")
-    return n * ranks * len(sections) // sum(held)
+    if n * ranks * len(sections) % sum(copies_held):
+        raise ValueError(f"{ranks} times {n} elements are not {copies_held[0]} copies of anything")
+    return n * ranks * len(sections) // sum(copies_held)
 
 
 def local_size(total: int, ranks: int, sections: Sequence[Section]) -> int:

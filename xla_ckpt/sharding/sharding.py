@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import Copy, LocalArray, Piece, chunk
+from xla_ckpt.sharding.local_array import Copy, LocalArray, Piece, chunk_bounds
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Block, Section, blocks_of, global_size, local_size, parse_section
 
@@ -145,7 +145,7 @@ class Sharding:
         axes: list[tuple[str, ...]] = []
         for dim, (split, n) in enumerate(zip(self.over(len(local)), local, strict=True)):
             named, sections = ((), (Section(),)) if split is None else (split.axes, split.sections)
-            ranks = parts(named, sizes)
+            ranks = number_of_parts(named, sizes)
             declared = None if self.shape is None else self.shape[dim]
             total = global_size(n, ranks, sections) if declared is None else declared
             shape.append(total)
@@ -170,7 +170,7 @@ class Sharding:
         if len(self.dims) > len(shape):
             raise ValueError(f"{len(self.dims)} dims are sharded, the array has {len(shape)}")
         dims = self.over(len(shape))
-        ranks = [1 if split is None else parts(split.axes, mesh.sizes) for split in dims]
+        ranks = [1 if split is None else number_of_parts(split.axes, mesh.sizes) for split in dims]
         uneven = any(
             split is not None and split.plain and n % count for split, n, count in zip(dims, shape, ranks, strict=True)
         )
@@ -187,7 +187,7 @@ class Sharding:
             elif not split.plain:
                 raise ValueError("one dim is cut into sections, and another one does not divide")
             else:
-                bounds.append(chunk(0, n, count, position(split.axes, mesh, rank)))
+                bounds.append(chunk_bounds(0, n, count, position(split.axes, mesh, rank)))
         box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
         replica, replicas, group = copies(self.axes, mesh.sizes, mesh.coordinates(rank))
         return LocalArray(
@@ -210,7 +210,7 @@ class Sharding:
         split = Split(axes) if first is None else Split((*first.axes, *axes), first.sections)
         here = Sharding((split, *self.dims[1:]))
         # Zero padding goes behind the last row, so the last ranks hold fewer rows of the tensor than others, or none.
-        low, high = chunk(0, local[0], parts(axes, mesh.sizes), position(axes, mesh, rank))
+        low, high = chunk_bounds(0, local[0], number_of_parts(axes, mesh.sizes), position(axes, mesh, rank))
         replica, replicas, group = copies(here.axes, mesh.sizes, mesh.coordinates(rank))
         return replace(
             full,
@@ -231,7 +231,7 @@ class Sharding:
     def _stored_sections(split: Split | None, mesh: Mesh) -> tuple[Section, ...]:
         if split is None:
             return (Section(),)
-        ranks = parts(split.axes, mesh.sizes)
+        ranks = number_of_parts(split.axes, mesh.sizes)
         return tuple(section.stored(ranks) for section in split.sections)
 
 
@@ -291,7 +291,7 @@ def _copy(choice: Sequence[Block], axes: Sequence[tuple[str, ...]]) -> Copy | No
     return Copy(index, count, tuple(group)) if count > 1 else None
 
 
-def parts(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+def number_of_parts(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """The number of parts of something that is split over these axes."""
     return prod(sizes[a] for a in axes)
 
@@ -311,7 +311,7 @@ def copies(axes: Sequence[str], sizes: dict[str, int], at: dict[str, int]) -> tu
     replica = 0
     for axis in others:
         replica = replica * sizes[axis] + at[axis]
-    return replica, parts(others, sizes), ("mesh", tuple(others))
+    return replica, number_of_parts(others, sizes), ("mesh", tuple(others))
 
 
 def axes_of(group: Sequence[int], mesh: Mesh, rank: int) -> tuple[str, ...] | None:
@@ -325,7 +325,7 @@ def axes_of(group: Sequence[int], mesh: Mesh, rank: int) -> tuple[str, ...] | No
         along = _single_axes(axes)
         others = [a for a in ("pp", "edp", "ep", "cp", "tp") if a not in along]
         alike = all(mesh.coordinates(r)[a] == here[a] for r in group for a in others)
-        if alike and [position(axes, mesh, r) for r in group] == list(range(parts(axes, mesh.sizes))):
+        if alike and [position(axes, mesh, r) for r in group] == list(range(number_of_parts(axes, mesh.sizes))):
             return axes
     return None
 

@@ -11,7 +11,7 @@ from xla_ckpt.snapshot.memory import Bytes, Staging
 from xla_ckpt.snapshot.shards import Link
 from xla_ckpt.storage.base import BLOCK
 
-SLAB_BYTES = 16 * 1024 * 1024
+LARGEST_PIECE = 16 * 1024 * 1024
 """Largest piece. A power of two, because allocators of pinned memory round up to one."""
 
 BUDGET_BYTES = 1024 * 1024 * 1024
@@ -37,7 +37,7 @@ class Pool:
             kept = self._kept.get(link.name)
             if kept:
                 return kept.pop()
-        return link.allocate(SLAB_BYTES)
+        return link.allocate(LARGEST_PIECE)
 
     def give_back(self, link: Link, slab: Bytes) -> None:
         """End the use of a slab."""
@@ -64,7 +64,7 @@ class _Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ArenaPiece:
     """Memory from an `Arena`."""
 
     memory: Bytes
@@ -82,19 +82,19 @@ class Arena:
 
     def __init__(self, link: Link, budget: int) -> None:
         self._link = link
-        self._most = max(1, budget // SLAB_BYTES)
+        self._most = max(1, budget // LARGEST_PIECE)
         self._changed = threading.Condition()
         self._slabs: list[_Slab] = []
         self._current: _Slab | None = None
         self._stopped = False
 
-    def take(self, nbytes: int, *, wait: bool) -> Piece | None:
+    def take(self, nbytes: int, *, wait: bool) -> ArenaPiece | None:
         """A piece of memory, aligned for files without page cache. None if stopped, or without `wait` if all is in use.
 
-        `nbytes` is `SLAB_BYTES` at most.
+        `nbytes` is `LARGEST_PIECE` at most.
         """
         size = -(-nbytes // BLOCK) * BLOCK
-        assert size <= SLAB_BYTES, "a piece is a segment at most"
+        assert size <= LARGEST_PIECE, "a piece is a segment at most"
         with self._changed:
             while not self._stopped:
                 slab = self._with_room(size)
@@ -102,7 +102,7 @@ class Arena:
                     memory = slab.memory[slab.used : slab.used + size]
                     slab.used += size
                     slab.pieces += 1
-                    return Piece(memory, partial(self._give_back, slab))
+                    return ArenaPiece(memory, partial(self._give_back, slab))
                 if not wait:
                     return None
                 self._changed.wait()
@@ -121,7 +121,7 @@ class Arena:
         self._slabs.clear()
 
     def _with_room(self, size: int) -> _Slab | None:
-        if self._current is not None and self._current.used + size <= SLAB_BYTES:
+        if self._current is not None and self._current.used + size <= LARGEST_PIECE:
             return self._current
         self._current = next((slab for slab in self._slabs if slab.pieces == 0), None)
         if self._current is None and len(self._slabs) < self._most:

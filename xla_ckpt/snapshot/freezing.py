@@ -129,5 +129,5 @@ class Deferred:
                 "the program wrote to this tensor before it was saved",
                 leaf=self.leaf,
                 hint='With snapshot="overlap" only the step of a torch optimizer and load_state_dict wait for the '
-                'save: call handle.frozen() before other writes, or use snapshot="host".',
+                'save: call handle.frozen() before other writes, or use options=SaveOptions(snapshot="host").',
             )

@@ -23,7 +23,7 @@ SLAB_BYTES = 4 * 1024 * 1024
 Bytes = npt.NDArray[np.uint8]
 
 
-class Region:
+class PageRegion:
     """Memory of one mapping, of which whole huge pages may be made.
 
     Args:
@@ -56,7 +56,7 @@ class HugePages:
     def __init__(self) -> None:
         self._skip = 0
 
-    def begin(self, region: Region) -> None:
+    def begin(self, region: PageRegion) -> None:
         """Ask for huge pages, unless a recent mapping has shown that they do not pay."""
         if self._skip > 0:
             self._skip -= 1
@@ -67,7 +67,7 @@ class HugePages:
         except OSError:
             self._skip = self.SKIPPED  # a kernel without huge pages: ordinary ones do
 
-    def touch(self, region: Region, first: int, last: int) -> None:
+    def touch(self, region: PageRegion, first: int, last: int) -> None:
         """Have the huge pages backed that begin in these bytes of a region. Several threads may do it at once."""
         for at in range(first + -first % HUGE_BYTES, last, HUGE_BYTES):
             if region.huge and self._skip:  # another mapping was slow meanwhile
@@ -92,19 +92,19 @@ def allocate(nbytes: int) -> Bytes:
     return region.memory
 
 
-def _mapped(nbytes: int) -> Region:
+def _mapped(nbytes: int) -> PageRegion:
     """Zeroed memory of its own, none of it touched."""
     if nbytes == 0:
-        return Region(np.empty(0, np.uint8), int)
+        return PageRegion(np.empty(0, np.uint8), int)
     # Private: python's default is shared memory, which is slower to get and has no huge pages on most systems.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     if nbytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         mapping = mmap.mmap(-1, nbytes, flags=flags)
-        return Region(np.frombuffer(mapping, np.uint8), mapping.madvise)
+        return PageRegion(np.frombuffer(mapping, np.uint8), mapping.madvise)
     mapping = mmap.mmap(-1, nbytes + HUGE_BYTES, flags=flags)
     whole = np.frombuffer(mapping, np.uint8)
     skip = -whole.ctypes.data % HUGE_BYTES  # only an aligned region is made of huge pages from its first byte on
-    region = Region(whole[skip : skip + nbytes], mapping.madvise)
+    region = PageRegion(whole[skip : skip + nbytes], mapping.madvise)
     huge_pages.begin(region)
     return region
 
@@ -118,7 +118,7 @@ class Slabs:
     def __init__(self) -> None:
         self._slab = allocate(0)
         self._used = 0
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, PageRegion] = {}
         self._starts: list[int] = []
 
     def take(self, nbytes: int) -> Bytes:
@@ -133,7 +133,7 @@ class Slabs:
         self._used += -(-nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT
         return piece
 
-    def add(self, region: Region) -> None:
+    def add(self, region: PageRegion) -> None:
         """Have `back` know of a region that comes from elsewhere."""
         if region.huge:
             insort(self._starts, region.start)

@@ -110,128 +110,140 @@ def lasts(shard: MemoryShard, *, waits: bool) -> bool:
     return isinstance(shard, HostShard) and (shard.immutable or waits)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freeze:
+    """How memory is frozen that the program writes to."""
+
+    waits: bool
+    """The caller waits until the save is done, so nothing changes and nothing in host memory is copied."""
+
+    mode: Mode = "host"
+    stepped: Collection[str] = ()
+    """Leaves whose memory is written to only when `Snapshot.freezing` says so. "overlap" defers these."""
+
+    budget: int = BUDGET_BYTES
+    """Host memory for what is copied later (bytes)."""
+
+    def defers(self, shard: MemoryShard, leaf: str) -> bool:
+        """Whether a shard that does not last in host memory is copied while the caller goes on."""
+        guarded = self.mode == "overlap" and leaf in self.stepped and shard.version is not None
+        if isinstance(shard, HostShard):
+            return guarded and shard.nbytes > SMALL_BYTES
+        return self.waits or guarded or (shard.immutable and self.mode != "host")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Of what samples are taken, for the sake of other ranks that hold it, too."""
+
+    leaves: Sequence[Leaf] = ()
+    loose: frozenset[str] = frozenset()
+    """Leaves whose replicas need not be equal."""
+
+    apart: Mapping[str, list[HostShard]] = field(default_factory=dict)
+    """The shards of leaves that a snapshot takes as one, where other ranks hold some of them and not the rest."""
+
+
 def take(
     shards: Mapping[Key, MemoryShard],
-    leaves: Sequence[Leaf] = (),
-    *,
-    waits: bool,
-    mode: Mode = "host",
-    stepped: Collection[str] = (),
+    freeze: Freeze,
+    sampling: Sampling,
     written: Mapping[Key, tuple[int, int]] | None = None,
-    loose: frozenset[str] = frozenset(),
-    apart: Mapping[str, list[HostShard]] | None = None,
-    budget: int = BUDGET_BYTES,
 ) -> Snapshot:
     """Freeze a state: hold its memory, or copy it where that is not enough, or see to it that it is copied later.
 
     Args:
         shards: All local shards.
-        leaves: Array leaves of which samples are wanted, for the sake of other ranks that hold them, too.
-        waits: The caller waits until the save is done, so nothing changes and nothing in host memory is copied.
-        mode: What is done with memory that the program writes to.
-        stepped: Leaves whose memory is written to only when `Snapshot.freezing` says so. "overlap" defers these.
+        freeze: What is done with memory that the program writes to.
+        sampling: What other ranks hold, too.
         written: First byte that this rank writes of each shard, and the one behind the last; None for all of them. What
             others write is only sampled here.
-        loose: Leaves whose replicas need not be equal.
-        apart: The shards of leaves that `shards` has as one, where other ranks hold some of them and not the rest.
-        budget: Host memory for what is copied later (bytes).
     """
     kept = {key: s for key, s in shards.items() if written is None or key in written}
-    snapshot = Snapshot(loose=loose, budget=budget)
+    snapshot = Snapshot(loose=sampling.loose, budget=freeze.budget)
     changing: list[tuple[Leaf, list[HostShard]]] = []
-    for leaf in leaves:
+    for leaf in sampling.leaves:
         if not any(s.replicas > 1 for s in leaf.shards):
             continue
-        pieces: Sequence[MemoryShard] = (apart or {}).get(leaf.path) or _of_leaf(leaf.path, shards)
-        held = [_near(shard) for shard in pieces]
-        if all(lasts(shard, waits=waits) for shard in held):
-            snapshot.unsampled.append((leaf, held))  # sampled in the background: it stays as it is
+        pieces: Sequence[MemoryShard] = sampling.apart.get(leaf.path) or _of_leaf(leaf.path, shards)
+        host_pieces = [_near(shard) for shard in pieces]
+        if all(lasts(shard, waits=freeze.waits) for shard in host_pieces):
+            snapshot.unsampled.append((leaf, host_pieces))  # sampled in the background: it stays as it is
         else:
-            changing.append((leaf, held))  # sampled before the caller may change it
-    snapshot.sampled = _samples(changing, loose)
+            changing.append((leaf, host_pieces))  # sampled before the caller may change it
+    snapshot.sampled = _samples(changing, sampling.loose)
     with snapshot.released_on_failure():
-        _freeze(kept, snapshot, written or {}, waits=waits, mode=mode, stepped=stepped)
+        _fill(snapshot, kept, written or {}, freeze)
     return snapshot
 
 
-def _freeze(
-    kept: Mapping[Key, MemoryShard],
+def _fill(
     snapshot: Snapshot,
+    kept: Mapping[Key, MemoryShard],
     written: Mapping[Key, tuple[int, int]],
-    *,
-    waits: bool,
-    mode: Mode,
-    stepped: Collection[str],
+    freeze: Freeze,
 ) -> None:
     """Fill a snapshot with what is held, deferred or copied of these shards."""
     deferred: list[tuple[Key, MemoryShard]] = []
     moving: list[tuple[Key, MemoryShard]] = []
-    for key, given in kept.items():
-        if not given.nbytes:
+    for key, source in kept.items():
+        if not source.nbytes:
             snapshot.memory[key] = memoryview(b"")
             continue
-        shard: MemoryShard = given
-        if isinstance(given, HostShard):
-            if lasts(given, waits=waits):
-                snapshot.memory[key] = given.data
-                snapshot.keep.append(given.keep)
-                snapshot.watch(key[0], given)
+        shard: MemoryShard = source
+        if isinstance(source, HostShard):
+            if lasts(source, waits=freeze.waits):
+                snapshot.memory[key] = source.data
+                snapshot.keep.append(source.keep)
+                snapshot.watch(key[0], source)
                 continue
         else:
-            shard = given.clone() if mode == "device" and not waits else given.in_order()
-        later = _is_deferred(shard, waits=waits, mode=mode, stepped=key[0] in stepped)
-        (deferred if later else moving).append((key, shard))
+            shard = source.clone() if freeze.mode == "device" and not freeze.waits else source.in_order()
+        (deferred if freeze.defers(shard, key[0]) else moving).append((key, shard))
     for link in {shard.link for _, shard in (*deferred, *moving)}:
         link.follow()
     for key, shard in deferred:
-        changes = not waits and not shard.immutable
+        changes = not freeze.waits and not shard.immutable
         snapshot.memory[key] = Deferred(key[0], shard, snapshot.freezing, changes=changes)
     snapshot.freezing.complete()
     if moving:
         _copy(moving, snapshot, written)
 
 
-def _is_deferred(shard: MemoryShard, *, waits: bool, mode: Mode, stepped: bool) -> bool:
-    """Whether a shard that does not last in host memory is copied while the caller goes on."""
-    guarded = mode == "overlap" and stepped and shard.version is not None
-    if isinstance(shard, HostShard):
-        return guarded and shard.nbytes > SMALL_BYTES
-    return waits or guarded or (shard.immutable and mode != "host")
-
-
 def _near(shard: MemoryShard) -> HostShard:
     """What a sample looks at of a shard, in host memory."""
     if isinstance(shard, HostShard):
         return shard
-    found = shard.look(windows(shard.nbytes)) if shard.nbytes else b""
-    return HostShard(memoryview(found), None, immutable=True)
+    sample = shard.look(windows(shard.nbytes)) if shard.nbytes else b""
+    return HostShard(memoryview(sample), None, immutable=True)
 
 
 def _of_leaf(path: str, shards: Mapping[Key, MemoryShard]) -> list[MemoryShard]:
     """All shards of one leaf, which are numbered from 0."""
-    found: list[MemoryShard] = []
-    while (path, len(found)) in shards:
-        found.append(shards[path, len(found)])
-    return found
+    pieces: list[MemoryShard] = []
+    while (path, len(pieces)) in shards:
+        pieces.append(shards[path, len(pieces)])
+    return pieces
 
 
 def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[str]) -> dict[str, tuple[Sample, ...]]:
     """Samples of leaves: one for the shards of each set of holders, because others hold only those of that set."""
-    found = {}
-    for leaf, held in leaves:
+    samples = {}
+    for leaf, pieces in leaves:
         sets: dict[Any, list[int]] = {}
         for i, shard in enumerate(leaf.shards):
             sets.setdefault((shard.group, shard.replicas), []).append(i)
-        made = []
+        of_leaf = []
         for (_, replicas), numbers in sets.items():
             if replicas > 1:
                 boxes = " ".join(str(leaf.shards[i].box) for i in numbers)
                 place = to_hex(digest(f"{leaf.dtype.name} {leaf.shape} {boxes}".encode()))
                 # A layout may take the whole tensor in one: then all of its shards have the same holders.
-                data = [held[i].data for i in numbers] if len(held) == len(leaf.shards) else [s.data for s in held]
-                made.append(Sample(place, sample(data), leaf.path in loose))
-        found[leaf.path] = tuple(made)
-    return found
+                shards = [pieces[i] for i in numbers] if len(pieces) == len(leaf.shards) else pieces
+                data = [shard.data for shard in shards]
+                of_leaf.append(Sample(place, sample(data), leaf.path in loose))
+        samples[leaf.path] = tuple(of_leaf)
+    return samples
 
 
 def _copy(

@@ -7,7 +7,7 @@ from typing import Any
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section, parse_section
-from xla_ckpt.sharding.sharding import STAGE, Sharding, Split, parts
+from xla_ckpt.sharding.sharding import STAGE, Sharding, Split, number_of_parts
 
 
 def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Sharding | None:
@@ -49,7 +49,7 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
                 hint="Check the mesh, or pass a shardings rule.",
             )
         sections = _sections(value, path, stride)
-        if mesh is None or (parts(axes, mesh.sizes) > 1 and partitions != 1) or sections:
+        if mesh is None or (number_of_parts(axes, mesh.sizes) > 1 and partitions != 1) or sections:
             dims[dim] = Split(axes, sections) if sections else Split.strided(axes, stride)
     if getattr(value, "expert_model_parallel", False) and (mesh is None or mesh.ep > 1):
         if not dims or dims[0] is not None:

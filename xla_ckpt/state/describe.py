@@ -35,7 +35,7 @@ from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import Flat, Unflattener, flatten
 from xla_ckpt.tree.skeleton import only, part_at, renumbered
 
-OURS = __name__.partition(".")[0]
+PACKAGE = __name__.partition(".")[0]
 """The package whose frames a warning does not show."""
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ def _cut_out(data: MemoryShard, at: Runs) -> HostShard:
             stride=step * at.strides[0],
             nbytes=min(at.nbytes, SAMPLED_BYTES),
         )
-    taken = look.of(data.data) if isinstance(data, HostShard) else data.look(look)
-    return HostShard(data=memoryview(taken), keep=None, immutable=True)
+    sample = look.of(data.data) if isinstance(data, HostShard) else data.look(look)
+    return HostShard(data=memoryview(sample), keep=None, immutable=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ def describe_arrays(
         UsageError: A sharding rule does not fit.
     """
     first: dict[Any, str] = {}
-    held: dict[str, HeldArray] = {}
+    described: dict[str, HeldArray] = {}
     aliases: dict[str, str] = {}
     leaves: list[Leaf] = []
     holdings = Holdings()
@@ -215,15 +215,15 @@ def describe_arrays(
             aliases[path] = same
             continue
         local = shardings.local(path, value, adapter)
-        held[path] = HeldArray(value, local, adapter)
+        described[path] = HeldArray(value, local, adapter)
         leaves.append(Leaf(path, dtype, holdings.of(local, together=path in together)))
-    return tuple(leaves), held, aliases
+    return tuple(leaves), described, aliases
 
 
-def local_shards(held: Mapping[str, HeldArray]) -> dict[tuple[str, int], MemoryShard]:
+def local_shards(arrays: Mapping[str, HeldArray]) -> dict[tuple[str, int], MemoryShard]:
     """All local shards, by (leaf path, shard). One batch for each kind of array."""
     batches: dict[ArrayAdapter, tuple[list[str], list[tuple[Any, LocalArray]]]] = {}
-    for path, array in held.items():
+    for path, array in arrays.items():
         paths, values = batches.setdefault(array.adapter, ([], []))
         paths.append(path)
         values.append((array.value, array.local))
@@ -241,17 +241,17 @@ def shards_apart(
     """The pieces of arrays that are taken whole (`whole`), where other ranks hold some of them and not the rest."""
     itemsizes = {leaf.path: leaf.dtype.itemsize for leaf in description.leaves}
     return {
-        path: held.apart(shards[path, 0], itemsizes[path])
-        for path, held in description.arrays.items()
-        if path in whole and any(piece.copy is not None for piece in held.local.pieces)
+        path: array.apart(shards[path, 0], itemsizes[path])
+        for path, array in description.arrays.items()
+        if path in whole and any(piece.copy is not None for piece in array.local.pieces)
     }
 
 
 def _common(skeleton: Json, part: str) -> Json:
     """A part of a skeleton, less what each rank has its own of."""
-    held = part_at(skeleton, part)
-    own = part == schema.OPTIMIZER and isinstance(held, dict) and schema.OWN in held
-    return {k: v for k, v in held.items() if k != schema.OWN} if own else held
+    stored = part_at(skeleton, part)
+    own = part == schema.OPTIMIZER and isinstance(stored, dict) and schema.OWN in stored
+    return {k: v for k, v in stored.items() if k != schema.OWN} if own else stored
 
 
 def _digest(skeleton: Json) -> str:
@@ -260,11 +260,11 @@ def _digest(skeleton: Json) -> str:
 
 def _own_part(flat: Flat, alone: tuple[str, ...]) -> Flat:
     """What only this rank has of a flattened state: the others speak for the rest."""
-    mine = [(n, leaf, value) for n, (leaf, value) in enumerate(flat.objects) if leaf.startswith(alone)]
-    numbers = {n: i for i, (n, _, _) in enumerate(mine)}
+    own = [(n, leaf, value) for n, (leaf, value) in enumerate(flat.objects) if leaf.startswith(alone)]
+    numbers = {n: i for i, (n, _, _) in enumerate(own)}
     holders = [holder for path in alone if (holder := schema.holder_of(path)) is not None]
     skeleton = renumbered(only(flat.skeleton, holders), numbers.__getitem__) if holders else None
-    return Flat({}, [(leaf, value) for _, leaf, value in mine], skeleton)
+    return Flat({}, [(leaf, value) for _, leaf, value in own], skeleton)
 
 
 def _pickle(leaf: str, value: Any) -> bytes:
@@ -280,6 +280,6 @@ def _pickle(leaf: str, value: Any) -> bytes:
 def _frames_of_ours() -> int:
     """How far up the stack the program's own code is, for a warning that is to show the program's line."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == OURS:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == PACKAGE:
         frame, level = frame.f_back, level + 1
     return level

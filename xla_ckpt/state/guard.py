@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from xla_ckpt.snapshot.freezing import Freezing
-from xla_ckpt.state.wrappers import View
+from xla_ckpt.state.wrappers import ModelView
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import leaves
 
@@ -93,7 +93,7 @@ class Guard:
         if freezing.frozen:
             return
         watch = _Watch(freezing, tensors, with_optimizer=with_optimizer)
-        tops = model.parts if isinstance(model, View) else [model] if isinstance(model, torch.nn.Module) else []
+        tops = model.parts if isinstance(model, ModelView) else [model] if isinstance(model, torch.nn.Module) else []
         for module in {id(part): part for top in tops for part in top.modules()}.values():
             if any(id(p) in watch.numbers for p in module.parameters(recurse=False)):
                 watch.hooks.append(module.register_load_state_dict_pre_hook(_before_load))  # type: ignore[no-untyped-call]

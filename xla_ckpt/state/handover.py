@@ -45,7 +45,7 @@ class Handover:
     """Leaf paths of the arrays that it takes; None for all of its part."""
 
 
-def kept(member: Any) -> PutBack:
+def kept_state(member: Any) -> PutBack:
     """Copy what a member's `state_dict` says, and return what puts it back."""
     former = copied(member.state_dict())
     return lambda: member.load_state_dict(former)
@@ -53,7 +53,7 @@ def kept(member: Any) -> PutBack:
 
 def copied(state: Any) -> Any:
     """A copy of a state dict. Tensors are copied to host memory: a device may have no room for them."""
-    return replaced_leaves(state, lambda _, leaf: _copied(leaf), "")
+    return replaced_leaves(state, lambda _, leaf: _copied(leaf))
 
 
 def _copied(leaf: Any) -> Any:

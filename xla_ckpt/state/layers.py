@@ -45,14 +45,14 @@ def layer_shardings(model: Any, mesh: Mesh) -> dict[int, Sharding]:
     Raises:
         UnsupportedStateError: The numbers of a layer contradict each other, its parameters, or the mesh.
     """
-    found: dict[int, Sharding] = {}
+    shardings: dict[int, Sharding] = {}
     for name, layer in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         for parameter, (leaf, sharding) in _of_layer(f"{name}." if name else "", layer, mesh):
-            if found.setdefault(id(parameter), sharding) != sharding:
+            if shardings.setdefault(id(parameter), sharding) != sharding:
                 raise _contradiction(
-                    leaf, f"{found[id(parameter)].spec}, as another layer says of it", f"{sharding.spec}"
+                    leaf, f"{shardings[id(parameter)].spec}, as another layer says of it", f"{sharding.spec}"
                 )
-    return found
+    return shardings
 
 
 _Of = Iterator[tuple[Any, tuple[str, Sharding]]]
@@ -189,11 +189,11 @@ def _check_attributes(leaf: str, parameter: Any) -> None:
         raise _contradiction(leaf, "rows that are split, as the layer says", f"partition_dim {dim}, stride {stride}")
 
 
-def _contradiction(leaf: str, expected: str, found: str) -> UnsupportedStateError:
+def _contradiction(leaf: str, expected: str, actual: str) -> UnsupportedStateError:
     return UnsupportedStateError(
         "what the layer says of its queries, keys and values does not fit",
         leaf=leaf,
         expected=expected,
-        found=found,
+        found=actual,
         hint=_HINT,
     )

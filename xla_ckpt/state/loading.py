@@ -23,7 +23,7 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
 
-MAX_SHOWN = 12
+MAX_DIFFERENCES = 12
 """Differences that an error message lists before it only counts."""
 
 
@@ -215,8 +215,8 @@ def _list(shape: tuple[int, ...]) -> str:
 
 def arrays_of(tree: Any, prefix: str) -> dict[str, Any]:
     """The arrays of a tree by the leaf path that they would be stored under."""
-    found = flatten(tree, array_kind, CODEC).arrays
-    return {paths.join(prefix, path) if path else prefix: value for path, value in found.items()}
+    arrays = flatten(tree, array_kind, CODEC).arrays
+    return {paths.join(prefix, path) if path else prefix: value for path, value in arrays.items()}
 
 
 def plan_arrays(
@@ -259,11 +259,11 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
         loading.want(path, target, record)
 
 
-def absent(stored: Stored, what: str) -> Loading:
+def absent_part(stored: Stored, what: str) -> Loading:
     """The loading of a part that is not stored at all."""
     loading = Loading()
-    there = ", ".join(children(stored.skeleton) or {}) or "nothing"
-    loading.add_problem(what, f"not in the checkpoint, which holds {there}")
+    members = ", ".join(children(stored.skeleton) or {}) or "nothing"
+    loading.add_problem(what, f"not in the checkpoint, which holds {members}")
     return loading
 
 
@@ -278,9 +278,9 @@ def incompatible(
         optional: Whether the call can be told to load only that.
         ranks: Number of ranks of the job.
     """
-    shown = [f"  {p}" for p in problems[:MAX_SHOWN]]
-    if len(problems) > MAX_SHOWN:
-        shown.append(f"  ... and {len(problems) - MAX_SHOWN} more")
+    shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
+    if len(problems) > MAX_DIFFERENCES:
+        shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
     count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
     hints = []
     if any(p.text.startswith("shape") or p.text in (ABSENT, UNWANTED) for p in problems):

@@ -22,8 +22,8 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state.handover import Handing, changing
-from xla_ckpt.state.hints import hints_of, hints_of_tree
-from xla_ckpt.state.loading import Loading, Stored, absent, plan_arrays
+from xla_ckpt.state.loading import Loading, Stored, absent_part, plan_arrays
+from xla_ckpt.state.program_hints import hints_of, hints_of_tree
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
@@ -32,7 +32,7 @@ from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model
 from xla_ckpt.storage.undisturbed import Undisturbed
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import Make, Weave, children
+from xla_ckpt.tree.skeleton import Make, Weave, children, part_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +143,8 @@ class Objects:
         is stored.
         """
         usual = {schema.MODEL: self.model, schema.OPTIMIZER: self.optimizer, schema.SCHEDULER: self.scheduler}
-        there = [name for name, value in usual.items() if value is not None]
-        return ", ".join([*there, *map(schema.in_extras, sorted(map(str, self.extras)))])
+        names = [name for name, value in usual.items() if value is not None]
+        return ", ".join([*names, *map(schema.in_extras, sorted(map(str, self.extras)))])
 
     def state(self, placement: Placement) -> State:
         """Their state, as this rank has it.
@@ -153,8 +153,8 @@ class Objects:
             UsageError: There is nothing to save, or one of them is not what its place is for.
             UnsupportedStateError: One of them cannot be stored.
         """
-        given = [self.model, self.optimizer, self.scheduler, self.user_content, *self.extras.values()]
-        mistakes.check_something(given, placement)
+        objects = [self.model, self.optimizer, self.scheduler, self.user_content, *self.extras.values()]
+        mistakes.check_something(objects, placement)
         model, optimizer = unwrapped_model(self.model), bare_optimizer(self.optimizer)
         mistakes.check_members(model, optimizer)
         rank, world = placement.rank, placement.world
@@ -169,17 +169,17 @@ class Objects:
         if optimizer is not None:
             names = module.parameter_names(model)
             if isinstance(optimizer, Several):
-                held = several.tree_of(optimizer, names)
+                optimizer_tree = several.tree_of(optimizer, names)
                 parameters = several.parameters_of(optimizer, names, placement)
             else:
-                held = optimizers.tree_of(optimizer, names)
+                optimizer_tree = optimizers.tree_of(optimizer, names)
                 parameters = optimizers.parameters_of(optimizer, model, names, placement)
-            by_name = optimizers.is_by_name(optimizer, held)
+            by_name = optimizers.is_by_name(optimizer, optimizer_tree)
             states = schema_of(optimizer)  # of several, none has any of its own
             if by_name and states.per_rank:
-                held = rank_states.apart(held, states, placement)
+                optimizer_tree = rank_states.with_own_apart(optimizer_tree, states, placement)
                 alone.append(schema.of_rank(schema.own_states(), rank))
-            tree[schema.OPTIMIZER] = held
+            tree[schema.OPTIMIZER] = optimizer_tree
             if zero1.is_zero1(optimizer):
                 axes, experts = zero1.mesh_axes(optimizer, placement), zero1.experts_of(optimizer, parameters.values())
             parts.append(schema.OPTIMIZER)
@@ -226,8 +226,8 @@ class Objects:
             UsageError: One of them is not what its place is for.
             CheckpointError: Something stored cannot be loaded at all.
         """
-        held = stored.at(schema.MODEL)
-        names = children(held.skeleton) if held is not None else None
+        stored_model = stored.at(schema.MODEL)
+        names = children(stored_model.skeleton) if stored_model is not None else None
         model = unwrapped_model(self.model, loading=True, stored={paths.unescape(n) for n in names or ()})
         optimizer = bare_optimizer(self.optimizer, stored.at(schema.OPTIMIZER))
         mistakes.check_members(model, optimizer, loading=True)
@@ -235,7 +235,7 @@ class Objects:
         parts = []
         for path, load in self._members(model, optimizer, stored.shardings.placement):
             part = stored.at(path)
-            parts += [absent(stored, path)] if part is None else load(part)
+            parts += [absent_part(stored, path)] if part is None else load(part)
         content = stored.at(schema.USER_CONTENT)
         if content is None:
             return Loadings(parts, lambda arrays: None)
@@ -251,20 +251,20 @@ class Objects:
 
     def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, _Load]]:
         """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
-        found: list[tuple[str, _Load]] = []
+        members: list[tuple[str, _Load]] = []
         if model is not None and not isinstance(model, NamesOnly):
-            found.append((schema.MODEL, _one(lambda part: module.load(part, model))))
+            members.append((schema.MODEL, _one(lambda part: module.load(part, model))))
         names = module.parameter_names(model) if optimizer is not None else {}
         if isinstance(optimizer, Several):
-            found.append((schema.OPTIMIZER, lambda part: several.load(part, optimizer, names, model)))
+            members.append((schema.OPTIMIZER, lambda part: several.load(part, optimizer, names, model)))
         elif optimizer is not None:
-            found.append((schema.OPTIMIZER, _one(lambda part: optimizer_load.load(part, optimizer, names, model))))
+            members.append((schema.OPTIMIZER, _one(lambda part: optimizer_load.load(part, optimizer, names, model))))
         if self.scheduler is not None:
-            found.append((schema.SCHEDULER, _one(lambda part: stateful.load(part, self.scheduler))))
+            members.append((schema.SCHEDULER, _one(lambda part: stateful.load(part, self.scheduler))))
         for name, member in self.extras.items():
             load = partial(per_rank.load, member=member, rank=where.rank, world=where.world)
-            found.append((schema.in_extras(name), _one(load)))
-        return found
+            members.append((schema.in_extras(name), _one(load)))
+        return members
 
 
 _Load = Callable[[Stored], list[Loading]]
@@ -292,11 +292,28 @@ class Tree:
         return State(tree=self.tree)
 
 
+def _part_at(skeleton: Any, leaf: str) -> Any:
+    """The part of the stored state at a leaf path.
+
+    Raises:
+        IncompatibleCheckpointError: There is none.
+    """
+    try:
+        return part_at(skeleton, leaf)
+    except KeyError:
+        names = ", ".join(list(children(skeleton) or ())[:8]) or "nothing"
+        hint = f"Leaf paths begin with: {names}. xla_ckpt.Checkpoints(path).show() lists all."
+        raise IncompatibleCheckpointError("the checkpoint has no such part", leaf=leaf, hint=hint) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Like:
     """What a restored tree is to be like: a tree with arrays or specs in it; None for everything, as it was."""
 
     like: Any
+    part: str = paths.ROOT
+    """Leaf path of what is wanted, where `like` is None."""
+
     given: ClassVar[str] = "a tree"
 
     def hints(self, shardings: StateShardings) -> Hints:
@@ -310,16 +327,15 @@ class Like:
             IncompatibleCheckpointError: It names something that is not stored.
         """
         loading = Loading(cast=stored.cast)
-        if self.like is None:
-            plan_arrays(stored, loading, {})
-            stored.build()  # an object that may not be loaded is found out before anything is read
-            return Loadings([loading], lambda arrays: stored.build(lambda leaf, _: arrays[leaf]))
 
         def whole(skeleton: Any, leaf: str) -> Make:
             part = stored.part(skeleton, leaf)
             plan_arrays(part, loading, {})
-            part.build()
+            part.build()  # an object that may not be loaded is found out before anything is read
             return lambda arrays: part.build(lambda path, _: arrays[path])
+
+        if self.like is None:
+            return Loadings([loading], whole(_part_at(stored.skeleton, self.part), self.part))
 
         weave = Weave(
             lambda v: array_kind(v) is not None or is_spec(v),

@@ -15,7 +15,7 @@ import torch
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import module
-from xla_ckpt.state.several import members_of
+from xla_ckpt.state.several import optimizers_in
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _PLACES = "The order of the arguments is model, optimizer, scheduler, user_content."
 
 
-def check_something(given: Iterable[Any], placement: Placement) -> None:
+def check_something(objects: Iterable[Any], placement: Placement) -> None:
     """Refuse a save of nothing: it would commit an empty tag, and retention would delete the good ones for it.
 
     Rank 0 decides for the job: what it alone saves, such as the user content, the other ranks need not have.
@@ -31,7 +31,7 @@ def check_something(given: Iterable[Any], placement: Placement) -> None:
     Raises:
         UsageError: All that is given is None or an empty container.
     """
-    members = [m for m in given if m is not None]
+    members = [m for m in objects if m is not None]
     # A pipeline stage may hold nothing, and then its containers are empty. None says that an argument was left out.
     empty = placement.mesh.pp == 1 and all(isinstance(m, Mapping | list | tuple) and not m for m in members)
     if placement.rank == 0 and (empty or not members):
@@ -67,7 +67,7 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     """
     if model is not None:
         _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
-    for each in members_of(optimizer) if optimizer is not None else ():
+    for each in optimizers_in(optimizer) if optimizer is not None else ():
         _check_optimizer(each)
         _check_consolidated(each, loading=loading)
         if isinstance(model, torch.nn.Module):
@@ -144,20 +144,20 @@ def _check_consolidated(optimizer: Any, *, loading: bool) -> None:
     )
 
 
-def check_no_stateful(held: Mapping[Any, Any], leaf: str) -> None:
+def check_no_stateful(members: Mapping[Any, Any], leaf: str) -> None:
     """Refuse a dict of objects that have states of their own: they would be pickled, and a load would not reach them.
 
     Raises:
         UsageError: It holds such an object.
     """
-    for key, member in held.items():
+    for key, member in members.items():
         if all(callable(getattr(member, name, None)) for name in ("state_dict", "load_state_dict")):
-            names = ", ".join(f'"{name}": ...' for name in list(held)[:3])
+            names = ", ".join(f'"{name}": ...' for name in list(members)[:3])
             raise UsageError(
                 f"a dict holds an object that has a state of its own: {key!r}",
                 leaf=leaf,
                 expected="one object, or a dict of arrays and plain values",
-                found=f"{type(member).__name__} in a {type(held).__name__}",
+                found=f"{type(member).__name__} in a {type(members).__name__}",
                 hint=f"Give each of them to extras, by a name of its own: extras={{{names}}}.",
             )
 
@@ -181,9 +181,9 @@ def check_may_be_pickled(value: Any, leaf: str) -> None:
         )
 
 
-def _in_the_place_of(wanted: str, given: str, value: Any) -> UsageError:
+def _in_the_place_of(wanted: str, called: str, value: Any) -> UsageError:
     return UsageError(
-        f"{given} was given in the place of {wanted}",
+        f"{called} was given in the place of {wanted}",
         leaf=wanted.split()[1],
         expected=wanted,
         found=_kind(value),
@@ -216,16 +216,18 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     if getattr(type(optimizer), "state_dict", None) is not torch.optim.Optimizer.state_dict:
         return
     groups = [g for g in getattr(optimizer, schema.GROUPS, ()) if g.get("params")]
-    strangers, theirs = [p for g in groups for p in g["params"]], [*model.parameters()]
+    strangers, of_model = [p for g in groups for p in g["params"]], [*model.parameters()]
     names = module.parameter_names(model)
-    if not strangers or not theirs or any("param_names" in g for g in groups):
+    if not strangers or not of_model or any("param_names" in g for g in groups):
         return
-    if any(module.name_of(p, names) is not None for p in strangers) or any(map(torch.nn.parameter.is_lazy, theirs)):
+    if any(module.parameter_name(p, names) is not None for p in strangers) or any(
+        map(torch.nn.parameter.is_lazy, of_model)
+    ):
         return
-    twins = {(p.shape, p.dtype) for p in theirs}
+    twins = {(p.shape, p.dtype) for p in of_model}
     alike = all(isinstance(p, torch.nn.Parameter) and (p.shape, p.dtype) in twins for p in strangers)
-    here, there = _homes(theirs), _homes(strangers)
-    if not alike or not _was_moved(there, here):
+    model_homes, optimizer_homes = _homes(of_model), _homes(strangers)
+    if not alike or not _was_moved(optimizer_homes, model_homes):
         logger.warning(
             "no parameter of the optimizer is one of the model: was the model made anew after it? Its state goes by "
             "the position of its parameters (#0.0 is the first of the first group), not by their names"
@@ -235,8 +237,8 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
         "no parameter of the optimizer is one of the model: the optimizer was made before the model was moved or "
         "sharded, and its steps do not reach the model",
         leaf=schema.OPTIMIZER,
-        expected=f"parameters on {', '.join(here)}",
-        found=f"parameters on {', '.join(there)}",
+        expected=f"parameters on {', '.join(model_homes)}",
+        found=f"parameters on {', '.join(optimizer_homes)}",
         hint="Make the optimizer after model.to(...). If it steps copies on purpose, give their names: "
         "AdamW([(name, copy), ...]).",
     )

@@ -24,7 +24,7 @@ from xla_ckpt.state.loading import (
     plan_arrays,
     plan_freely,
 )
-from xla_ckpt.state.wrappers import View
+from xla_ckpt.state.wrappers import ModelView
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.nested import leaves
 
@@ -35,7 +35,7 @@ def tree_of(model: Any) -> Any:
         return model
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
     special = {k: v for k, v in entries.items() if type(v) not in PLAIN and isinstance(v, torch.Tensor)}
-    beside = {k: held for k, v in special.items() if (held := attributes_of(v))}
+    beside = {k: attributes for k, v in special.items() if (attributes := attributes_of(v))}
     return {**entries, **_bare(entries, beside)} if beside else dict(entries)
 
 
@@ -49,8 +49,8 @@ def _bare(entries: Mapping[str, Any], beside: Mapping[str, Sequence[torch.Tensor
     saved = {_identity(value, adapters) for value in entries.values()} - {None}
     return {
         name: entries[name].detach()
-        for name, held in beside.items()
-        if all(_identity(attribute, adapters) in saved for attribute in held)
+        for name, attributes in beside.items()
+        if all(_identity(attribute, adapters) in saved for attribute in attributes)
     }
 
 
@@ -79,7 +79,7 @@ def buffer_names(model: Any) -> list[str]:
     return [n for n, _ in model.named_buffers(remove_duplicate=False)] if isinstance(model, torch.nn.Module) else []
 
 
-def name_of(parameter: Any, names: Mapping[Any, str]) -> str | None:
+def parameter_name(parameter: Any, names: Mapping[Any, str]) -> str | None:
     """The name of an optimizer's parameter in a model's `parameter_names`."""
     if (name := names.get(id(parameter))) is not None:
         return name
@@ -95,14 +95,14 @@ def load(stored: Stored, model: Any) -> Loading:
 def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     """Prepare to load a module: straight into its parameters and buffers where nothing speaks against it."""
     loading = Loading(cast=stored.cast)
-    held = stored.build()
-    if not isinstance(held, Mapping):
-        loading.add_problem(stored.prefix, f"stored is a {type(held).__name__}, wanted a dict")
+    stored_entries = stored.build()
+    if not isinstance(stored_entries, Mapping):
+        loading.add_problem(stored.prefix, f"stored is a {type(stored_entries).__name__}, wanted a dict")
         return loading
-    entries = module.wanted(held) if isinstance(module, View) else tree_of(module)
+    entries = module.wanted(stored_entries) if isinstance(module, ModelView) else tree_of(module)
     of_other_ranks = rank_numbers.unfit(stored, entries)
     entries = {key: value for key, value in entries.items() if key not in of_other_ranks}
-    _compare_keys(stored, loading, entries, {k: v for k, v in held.items() if k not in of_other_ranks})
+    _compare_keys(stored, loading, entries, {k: v for k, v in stored_entries.items() if k not in of_other_ranks})
     loading.problems += of_other_ranks.values()
     owned = {id(t) for t in (*module.parameters(), *module.buffers())}
     kind = stored.shardings.adapters.kind
@@ -110,13 +110,13 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     direct = not _has_load_logic(module) and all(id(v) in owned for v in arrays_of_module)
     by_object: dict[int, str] = {}
     read_over: set[str] = set()
-    for key in [k for k in entries if k in held]:
+    for key in [k for k in entries if k in stored_entries]:
         path, value = paths.join(stored.prefix, paths.escape(key)), entries[key]
         if is_extra(key):
             if (part := stored.at(paths.escape(key))) is not None:
                 plan_freely(part, loading, value)  # the module's own business: it may have grown, or been None
             continue
-        is_array, stored_array = kind(value) is not None, isinstance(held[key], ArrayAt)
+        is_array, stored_array = kind(value) is not None, isinstance(stored_entries[key], ArrayAt)
         # This raises where the tag says why nobody can have it, which is not what is told below.
         record = stored.record(path) if stored_array else None
         if is_array != stored_array:
@@ -134,16 +134,16 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             plan_arrays(part, loading, {})
 
     def take(arrays: Mapping[str, Any]) -> None:
-        rest = {}
+        values = {}
         for key, value in stored.build(lambda path, _: arrays.get(path)).items():
-            is_array = isinstance(held[key], ArrayAt)
+            is_array = isinstance(stored_entries[key], ArrayAt)
             read_over = is_array and (direct or value is None) and not is_extra(key)
             if key in entries and not read_over:
-                rest[key] = value
-        if rest:
-            _take(module, rest, stored.prefix)
+                values[key] = value
+        if values:
+            _take(module, values, stored.prefix)
 
-    plain = [k for k in entries if k in held and (is_extra(k) or not isinstance(held[k], ArrayAt))]
+    plain = [k for k in entries if k in stored_entries and (is_extra(k) or not isinstance(stored_entries[k], ArrayAt))]
     if not direct:
         loading.handover = Handover(
             leaf=stored.prefix, take=take, keep=None, arrays=lambda: module.state_dict(keep_vars=True).values()
@@ -186,10 +186,10 @@ def _taken_by_quantized(module: torch.nn.Module, state: Mapping[str, Any]) -> se
         weight = owner._parameters.get("weight")
         make = getattr(getattr(weight, "quant_state", None), "from_dict", None)
         step = f"{name}.weight." if name else "weight."
-        mine = {key.removeprefix(step): value for key, value in state.items() if key.startswith(step)}
-        if weight is not None and mine and callable(make):
-            weight.quant_state = owner.quant_state = make(dict(mine), weight.device)
-            taken |= {step + key for key in mine}
+        own_state = {key.removeprefix(step): value for key, value in state.items() if key.startswith(step)}
+        if weight is not None and own_state and callable(make):
+            weight.quant_state = owner.quant_state = make(dict(own_state), weight.device)
+            taken |= {step + key for key in own_state}
     return taken
 
 
@@ -209,7 +209,7 @@ def _what(is_array: bool) -> str:
 
 def _has_load_logic(module: torch.nn.Module) -> bool:
     """Whether loading this module means more than overwriting its arrays."""
-    tops = module.parts if isinstance(module, View) else [module]
+    tops = module.parts if isinstance(module, ModelView) else [module]
     if any(type(top).load_state_dict is not torch.nn.Module.load_state_dict for top in tops):
         return True
     for part in module.modules():
@@ -229,10 +229,12 @@ def _only_renames(part: torch.nn.Module) -> bool:
     )
 
 
-def _compare_keys(stored: Stored, loading: Loading, wanted: Mapping[Any, Any], held: Mapping[Any, Any]) -> None:
-    for key in (k for k in wanted if k not in held):
+def _compare_keys(
+    stored: Stored, loading: Loading, wanted: Mapping[Any, Any], stored_entries: Mapping[Any, Any]
+) -> None:
+    for key in (k for k in wanted if k not in stored_entries):
         loading.add_problem(paths.join(stored.prefix, paths.escape(str(key))), ABSENT)
-    left = [k for k in held if k not in wanted]
+    left = [k for k in stored_entries if k not in wanted]
     numbers = rank_numbers.unwanted(stored, left)
     for key in (k for k in left if k not in numbers):
         loading.unwanted.append(Problem(paths.join(stored.prefix, paths.escape(str(key))), UNWANTED))
@@ -241,18 +243,18 @@ def _compare_keys(stored: Stored, loading: Loading, wanted: Mapping[Any, Any], h
 def load_dict(stored: Stored, target: dict[Any, Any]) -> Loading:
     """Prepare to load a dict: its arrays are overwritten in place; an empty one receives everything that is stored."""
     loading = Loading(cast=stored.cast)
-    held = stored.build()
-    if not isinstance(held, Mapping):
-        loading.add_problem(stored.prefix, f"stored is a {type(held).__name__}, wanted a dict")
+    stored_entries = stored.build()
+    if not isinstance(stored_entries, Mapping):
+        loading.add_problem(stored.prefix, f"stored is a {type(stored_entries).__name__}, wanted a dict")
         return loading
     whole = not target
     if not whole:
-        _compare_keys(stored, loading, target, held)
+        _compare_keys(stored, loading, target, stored_entries)
     current = arrays_of(target, stored.prefix)
     plan_arrays(stored, loading, current)
     before = {p.leaf for p in loading.problems}
-    keys = [k for k in held if whole or k in target]
-    for left in leaves([held[k] for k in held.keys() - set(keys)]):
+    keys = [k for k in stored_entries if whole or k in target]
+    for left in leaves([stored_entries[k] for k in stored_entries.keys() - set(keys)]):
         if isinstance(left, ArrayAt):
             loading.targets.pop(left.path, None)  # or it would be read for nothing
 

@@ -20,7 +20,7 @@ from xla_ckpt.arrays.registry import array_kind
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import zero1
-from xla_ckpt.state.module import name_of
+from xla_ckpt.state.module import parameter_name
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.tree import path as paths
@@ -38,14 +38,14 @@ def has_groups(optimizer: Any) -> bool:
 
 def parameters_in_order(optimizer: Any) -> list[tuple[Any, str]]:
     """(parameter, ``#group.position``) in the order of torch's packed ids: each parameter once."""
-    found: dict[int, tuple[Any, str]] = {}
+    places: dict[int, tuple[Any, str]] = {}
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
-            found.setdefault(id(parameter), (parameter, f"#{g}.{i}"))
-    return list(found.values())
+            places.setdefault(id(parameter), (parameter, f"#{g}.{i}"))
+    return list(places.values())
 
 
-def names_of(optimizer: Any, names: Names) -> list[str]:
+def names_in_order(optimizer: Any, names: Names) -> list[str]:
     """The name of every parameter, in the order of torch's packed ids.
 
     Raises:
@@ -55,11 +55,11 @@ def names_of(optimizer: Any, names: Names) -> list[str]:
     for group in optimizer.param_groups:
         for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
             own.setdefault(id(parameter), name)
-    made = [name_of(p, names) or own.get(id(p)) or place for p, place in parameters_in_order(optimizer)]
-    if len(set(made)) != len(made):
-        twice = next(name for name, n in collections.Counter(made).items() if n > 1)
+    of_parameters = [parameter_name(p, names) or own.get(id(p)) or place for p, place in parameters_in_order(optimizer)]
+    if len(set(of_parameters)) != len(of_parameters):
+        twice = next(name for name, n in collections.Counter(of_parameters).items() if n > 1)
         raise UnsupportedStateError("two parameters of the optimizer have the same name", leaf=schema.state(twice))
-    return made
+    return of_parameters
 
 
 def tree_of(optimizer: Any, names: Names) -> Any:
@@ -69,7 +69,7 @@ def tree_of(optimizer: Any, names: Names) -> Any:
     packed = zero1.outer_state(optimizer) if zero1.is_zero1(optimizer) else optimizer.state_dict()
     if not is_by_name(optimizer, packed):
         return packed
-    called = names_of(optimizer, names)
+    called = names_in_order(optimizer, names)
     groups = [
         {
             **{k: v for k, v in g.items() if k not in ("params", "param_names")},
@@ -82,7 +82,7 @@ def tree_of(optimizer: Any, names: Names) -> Any:
     state = {called[i] if type(i) is int else i: v for i, v in packed[schema.STATE].items()}
     tree = {**packed, schema.STATE: state, schema.GROUPS: groups}
     if zero1.is_zero1(optimizer) and zero1.keeps_master(optimizer):
-        shards = zero1.shards_of(optimizer)
+        shards = zero1.parameter_shards(optimizer)
         order = parameters_in_order(optimizer)
         tree[schema.MASTER] = {name: shards[id(p)] for name, (p, _) in zip(called, order, strict=True)}
     return tree
@@ -125,7 +125,7 @@ def parameters_of(optimizer: Any, model: Any, names: Names, placement: Placement
         UsageError: It is a ZeRO-1 optimizer whose groups do not fit the mesh.
     """
     if has_groups(optimizer):
-        return parameters(optimizer, names_of(optimizer, names), placement)
+        return parameters(optimizer, names_in_order(optimizer, names), placement)
     arrays: Any = model.named_parameters() if isinstance(model, torch.nn.Module) else (model or {}).items()
     return {component(name): Parameter(name=str(name), value=v) for name, v in arrays if array_kind(v) is not None}
 
@@ -139,7 +139,7 @@ def parameters(optimizer: Any, called: Sequence[Any], placement: Placement) -> d
     axes: Mapping[int, tuple[str, ...]] = {}
     shards: Mapping[int, Any] = {}
     if zero1.is_zero1(optimizer):
-        shards = zero1.shards_of(optimizer)
+        shards = zero1.parameter_shards(optimizer)
         axes = zero1.axes_by_parameter(optimizer, placement)
     states = schema_of(optimizer)
     return {

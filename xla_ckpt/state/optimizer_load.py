@@ -21,20 +21,20 @@ from xla_ckpt.arrays.registry import check_memory
 from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.records import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
-from xla_ckpt.state.handover import Handover, kept
+from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.optimizer import (
     Names,
     is_by_name,
-    names_of,
+    names_in_order,
     parameters,
     parameters_in_order,
     parameters_of,
 )
 from xla_ckpt.state.optimizer_state import StateTargets
 from xla_ckpt.state.registered import schema_of
-from xla_ckpt.state.ties import as_stored, with_other_names
+from xla_ckpt.state.ties import stored_names, with_other_names
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -76,23 +76,23 @@ def load(stored: Stored, optimizer: Any, names: Names, model: Any = None) -> Loa
     if isinstance(optimizer, dict):
         known = parameters_of(optimizer, model, names, stored.shardings.placement)
         return load_dict(replace(stored, shardings=replace(stored.shardings, parameters=known)), optimizer)
-    held = stored.build()
+    tree = stored.build()
     loading = Loading()
-    if not is_by_name(optimizer, held):
+    if not is_by_name(optimizer, tree):
         return _load_opaque(stored, optimizer, loading)
-    if (other := _other_kind(held, optimizer)) is not None:
+    if (other := _other_kind(tree, optimizer)) is not None:
         loading.add_problem(schema.group(), other)
         return loading
-    names = as_stored(names, model, held, stored.manifest.aliases)
-    match, whole = _matched(held, optimizer, names), stored
+    names = stored_names(names, model, tree, stored.manifest.aliases)
+    match, whole = _matched(tree, optimizer, names), stored
     stored = rank_states.less_own(stored)
     _compare_parameters(match, model, loading)
     for name, (parameter, _) in zip(match.called, match.order, strict=True):
         check_memory(parameter, schema.state(name))  # new state is made on the device of its parameter
     known = parameters(optimizer, match.called, stored.shardings.placement)
     stored = replace(stored, shardings=replace(stored.shardings, parameters=known))
-    groups = _match_groups(held, loading, match)
-    bad = _plan(stored, held, match, groups, loading)
+    groups = _match_groups(tree, loading, match)
+    bad = _plan(stored, tree, match, groups, loading)
     own = rank_states.plan(whole, _program(match), loading)
     loading.finish = _finishing(stored, match, groups, bad, own, frozenset(loading.targets))
     if _loads_itself(match):
@@ -111,11 +111,11 @@ def _loads_itself(match: _Match) -> bool:
 
 def _hand_over(loading: Loading, optimizer: Any, leaf: str) -> None:
     """Have the end of a load happen before anything else is changed, too."""
-    loading.handover = Handover(leaf=leaf, take=loading.finish, keep=lambda: kept(optimizer))
+    loading.handover = Handover(leaf=leaf, take=loading.finish, keep=lambda: kept_state(optimizer))
 
 
-def _program(match: _Match) -> rank_states.Program:
-    return rank_states.Program(
+def _program(match: _Match) -> rank_states.RankProgram:
+    return rank_states.RankProgram(
         states=schema_of(match.optimizer),
         by_name=match.by_name,
         parameters=match.group_of.keys(),
@@ -140,57 +140,58 @@ _FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable", "maximiz
 """Options that come and go with versions of torch, and do not tell one kind of optimizer from another."""
 
 
-def _other_kind(held: Any, optimizer: Any) -> str | None:
+def _other_kind(tree: Any, optimizer: Any) -> str | None:
     """Why the stored state is that of another kind of optimizer: both have options that the other does not know."""
-    stored = {k for g in held[schema.GROUPS] for k in g} - _FLAGS
-    mine = set(getattr(optimizer, "defaults", {})) - _FLAGS
-    here, there = mine - stored, stored - {k for g in optimizer.param_groups for k in g} - {"params", "initial_lr"}
-    if not held[schema.GROUPS] or not here or not there:
+    stored = {k for g in tree[schema.GROUPS] for k in g} - _FLAGS
+    defaults = set(getattr(optimizer, "defaults", {})) - _FLAGS
+    own_alone = defaults - stored
+    stored_alone = stored - {k for g in optimizer.param_groups for k in g} - {"params", "initial_lr"}
+    if not tree[schema.GROUPS] or not own_alone or not stored_alone:
         return None
     return (
-        f"the state of another kind of optimizer is stored: it has {', '.join(sorted(there))}, and "
-        f"{type(optimizer).__name__} has {', '.join(sorted(here))}"
+        f"the state of another kind of optimizer is stored: it has {', '.join(sorted(stored_alone))}, and "
+        f"{type(optimizer).__name__} has {', '.join(sorted(own_alone))}"
     )
 
 
-def _matched(held: Any, optimizer: Any, names: Names) -> _Match:
-    shards = zero1.shards_of(optimizer) if zero1.is_zero1(optimizer) else {}
-    order, called = parameters_in_order(optimizer), _called(held, optimizer, names)
+def _matched(tree: Any, optimizer: Any, names: Names) -> _Match:
+    shards = zero1.parameter_shards(optimizer) if zero1.is_zero1(optimizer) else {}
+    order, called = parameters_in_order(optimizer), _called(tree, optimizer, names)
     return _Match(
         optimizer=optimizer,
         holders=zero1.bases_of(optimizer) if shards else [optimizer],
         order=order,
         called=called,
         by_name={name: shards.get(id(p), p) for name, (p, _) in zip(called, order, strict=True)},
-        group_of={name: g for g in held[schema.GROUPS] for name in g[schema.PARAMS]},
+        group_of={name: g for g in tree[schema.GROUPS] for name in g[schema.PARAMS]},
     )
 
 
-def _called(held: Any, optimizer: Any, names: Names) -> list[Any]:
+def _called(tree: Any, optimizer: Any, names: Names) -> list[Any]:
     """What the stored state calls this optimizer's parameters: names, or positions where it has only those."""
-    stored_names = [n for g in held[schema.GROUPS] for n in g[schema.PARAMS]]
+    stored_names = [n for g in tree[schema.GROUPS] for n in g[schema.PARAMS]]
     if stored_names and all(type(n) is int for n in stored_names):  # saved as a plain state dict: torch's packed ids
         return list(range(len(parameters_in_order(optimizer))))
     if stored_names and all(isinstance(n, str) and n.startswith("#") for n in stored_names):
         return [place for _, place in parameters_in_order(optimizer)]
-    return names_of(optimizer, names)
+    return names_in_order(optimizer, names)
 
 
 def _compare_parameters(match: _Match, model: Any, loading: Loading) -> None:
     """Note parameters that only one of the two optimizers has."""
-    mine = with_other_names(set(match.called), model)
+    own_names = with_other_names(set(match.called), model)
     for name in (n for n in match.called if n not in match.group_of):
         loading.add_problem(schema.state(name), "the optimizer has this parameter, the stored one does not")
     loading.unwanted = [
         Problem(schema.state(name), "the stored optimizer has this parameter, this one does not")
         for name in match.group_of
-        if name not in mine
+        if name not in own_names
     ]
 
 
-def _match_groups(held: Any, loading: Loading, match: _Match) -> list[int | None]:
+def _match_groups(tree: Any, loading: Loading, match: _Match) -> list[int | None]:
     """For each of the optimizer's groups, the stored group whose hyper-parameters it takes: its parameters' one."""
-    stored_groups = held[schema.GROUPS]
+    stored_groups = tree[schema.GROUPS]
     number = {name: i for i, g in enumerate(stored_groups) for name in g[schema.PARAMS]}
     name_of = {id(p): name for name, (p, _) in zip(match.called, match.order, strict=True)}
     matched: list[int | None] = []
@@ -218,49 +219,49 @@ def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
 # Where the arrays go.
 
 
-def _plan(stored: Stored, held: Any, match: _Match, groups: Sequence[int | None], loading: Loading) -> frozenset[Any]:
+def _plan(stored: Stored, tree: Any, match: _Match, groups: Sequence[int | None], loading: Loading) -> frozenset[Any]:
     """Want every array that the program has a use for; the names of parameters with state that does not fit."""
-    now = arrays_of(_tree_now(held, match, groups), schema.OPTIMIZER)
+    now = arrays_of(_tree_now(tree, match, groups), schema.OPTIMIZER)
     usual = all(type(holder).__module__.startswith("torch.optim.") for holder in match.holders)
     fresh = StateTargets(stored, match.by_name, match.group_of, now, usual=usual)
     # Shared state is never read into the tensors that are there. They may be parameters, or each other, and they may
     # have had other shapes when the state was saved.
-    mine = {path: value for path, value in now.items() if not fresh.is_shared(path)}
+    own = {path: value for path, value in now.items() if not fresh.is_shared(path)}
     wanted = Loading(cast=stored.cast)
     if _loads_itself(match):  # it may refuse its state: what it has is not overwritten
 
         def new(path: str, record: ArrayRecord, kind: str) -> Target | None:
-            return stored.like(path, mine[path]) if path in mine else fresh.target(path, record, kind)
+            return stored.like(path, own[path]) if path in own else fresh.target(path, record, kind)
 
         plan_arrays(stored, wanted, {}, new=new)
     else:
-        plan_arrays(stored, wanted, mine, owned=True, new=fresh.target)
+        plan_arrays(stored, wanted, own, owned=True, new=fresh.target)
     loading.targets = {p: target for p, target in wanted.targets.items() if fresh.is_kept(p, masters=match.sharded)}
     loading.problems += [p for p in wanted.problems if fresh.is_kept(p.leaf, masters=match.sharded)]
     return frozenset(fresh.name(p.leaf) for p in wanted.problems)
 
 
-def _tree_now(held: Any, match: _Match, groups: Sequence[int | None]) -> dict[str, Any]:
+def _tree_now(stored: Any, match: _Match, groups: Sequence[int | None]) -> dict[str, Any]:
     """What the program's optimizer has of the stored one's state, in the stored one's structure."""
-    state, stored_state = match.now, held[schema.STATE]
+    state, stored_state = match.now, stored[schema.STATE]
     owned = {name: state[p] for name, p in match.by_name.items() if p in state and name in stored_state}
     shared = {k: state[k] for k in stored_state if k not in match.group_of and k in state}
     tree: dict[str, Any] = {
         schema.STATE: {**owned, **shared},
-        schema.GROUPS: _groups_now(held, groups, match.optimizer),
+        schema.GROUPS: _groups_now(stored, groups, match.optimizer),
     }
     if match.sharded:
-        tree[schema.MASTER] = {n: match.by_name[n] for n in held.get(schema.MASTER, {}) if n in match.by_name}
+        tree[schema.MASTER] = {n: match.by_name[n] for n in stored.get(schema.MASTER, {}) if n in match.by_name}
     return tree
 
 
-def _groups_now(held: Any, groups: Sequence[int | None], optimizer: Any) -> list[Any]:
+def _groups_now(stored: Any, groups: Sequence[int | None], optimizer: Any) -> list[Any]:
     """The hyper-parameters that the program has, in the stored order of groups."""
-    stored_groups = held[schema.GROUPS]
+    stored_groups = stored[schema.GROUPS]
     now: list[Any] = [{} for _ in stored_groups]
-    for mine, source in zip(optimizer.param_groups, groups, strict=True):
+    for group, source in zip(optimizer.param_groups, groups, strict=True):
         if source is not None and not now[source]:
-            now[source] = {k: v for k, v in _hyper(mine).items() if k in stored_groups[source]}
+            now[source] = {k: v for k, v in _hyper(group).items() if k in stored_groups[source]}
     return now
 
 
@@ -305,9 +306,9 @@ def _finishing(
 
 def _tell_decay(optimizer: Any, groups: Sequence[Any]) -> None:
     """Say that torch's Adam becomes AdamW by what it loads, or the reverse: an option tells them apart."""
-    for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
-        new = mine.get(_DECOUPLED) if theirs is None else theirs.get(_DECOUPLED, mine.get(_DECOUPLED))
-        if new != mine.get(_DECOUPLED):
+    for group, stored_group in zip(optimizer.param_groups, groups, strict=True):
+        new = group.get(_DECOUPLED) if stored_group is None else stored_group.get(_DECOUPLED, group.get(_DECOUPLED))
+        if new != group.get(_DECOUPLED):
             kind = "AdamW" if new else "Adam"
             logger.warning(
                 "the stored state is that of torch's %s: this %s decays weights as %s does from now on (%s=%s), as "
@@ -339,26 +340,26 @@ def _install_sharded(match: _Match, state: Mapping[Any, Any], groups: Sequence[A
     values = [{} if new is None else _hyper(new) for new in groups]
     for part in zero1.parts_of(match.optimizer):
         holder = part.base_optimizer
-        for theirs in (match.optimizer.param_groups, part.param_groups, holder.param_groups):
-            for group, new in zip(theirs, values, strict=True):
+        for program_groups in (match.optimizer.param_groups, part.param_groups, holder.param_groups):
+            for group, new in zip(program_groups, values, strict=True):
                 group.update(new)
         own = {shard for group in holder.param_groups for shard in group["params"]}
-        mine = collections.defaultdict[Any, Any](dict)
-        mine.update({k: v for k, v in state.items() if k in own or not isinstance(k, torch.Tensor)})
-        holder.__setstate__({schema.STATE: mine, schema.GROUPS: holder.param_groups})
+        shard_state = collections.defaultdict[Any, Any](dict)
+        shard_state.update({k: v for k, v in state.items() if k in own or not isinstance(k, torch.Tensor)})
+        holder.__setstate__({schema.STATE: shard_state, schema.GROUPS: holder.param_groups})
 
 
 def _install(match: _Match, state: Any, groups: Sequence[Any], others: Mapping[str, Any]) -> None:
     """Put state and hyper-parameters into an optimizer; `others` are members of its state that torch does not know."""
     optimizer = match.optimizer
     values = [
-        {**mine, **({} if theirs is None else _hyper(theirs)), "params": mine["params"]}
-        for mine, theirs in zip(optimizer.param_groups, groups, strict=True)
+        {**group, **({} if stored_group is None else _hyper(stored_group)), "params": group["params"]}
+        for group, stored_group in zip(optimizer.param_groups, groups, strict=True)
     ]
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
         # As torch's load_state_dict ends, but without its casts: state keeps the dtype that it was saved with.
-        for mine, new in zip(optimizer.param_groups, values, strict=True):
-            mine.update(new)
+        for group, new in zip(optimizer.param_groups, values, strict=True):
+            group.update(new)
         optimizer.__setstate__({schema.STATE: state, schema.GROUPS: optimizer.param_groups})
         return
     number = {id(p): i for i, (p, _) in enumerate(match.order)}

@@ -50,7 +50,7 @@ class StateTargets:
             return None
         return self._owner(schema.place_of(path))[0]
 
-    def _owner(self, place: schema.Place) -> tuple[Any, Any]:
+    def _owner(self, place: schema.LeafPlace) -> tuple[Any, Any]:
         """(name, tensor) of the parameter whose state, or master weight, this is; twice None for anything else."""
         if place.owner is None or place.role not in (schema.Role.STATE, schema.Role.MASTER):
             return None, None
@@ -80,9 +80,9 @@ class StateTargets:
         if rule.lies is Lies.ON_HOST and not on_device:
             return new_array(record.dtype, whole(record.shape), kind)
         if not self._was_whole(path, record, rule):
-            made = self._shardings.state_like(path, record, known)
-            if made is not None:
-                return made
+            like = self._shardings.state_like(path, record, known)
+            if like is not None:
+                return like
         return new_array(record.dtype, whole(record.shape), kind, parameter.device)
 
     def _weight(self, path: str) -> ArrayRecord | None:
@@ -120,7 +120,7 @@ class StateTargets:
     def _shared(self, path: str, record: ArrayRecord, kind: str) -> Target:
         """Like what the program has there, where that fits; else a whole array beside the parameters."""
         value = self._now.get(path)
-        if array_kind(value) == kind and Loading().want(path, made := self._stored.like(path, value), record):
-            return made
+        if array_kind(value) == kind and Loading().want(path, like := self._stored.like(path, value), record):
+            return like
         device = value.device if isinstance(value, torch.Tensor) else self._device
         return new_array(record.dtype, whole(record.shape), kind, device)

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.state import stateful
-from xla_ckpt.state.handover import Handover, kept
+from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Stored, plan_arrays
 from xla_ckpt.state.rng import RNGState
 from xla_ckpt.tree import path as paths
@@ -103,5 +103,5 @@ def _load_resharded(parts: dict[int, Stored], member: PerRank, rank: int, world:
         member.member.load_state_dict(reshard(states, rank, world))
 
     leaf = next((part.prefix for part in parts.values()), schema.EXTRAS)
-    loading.handover = Handover(leaf=leaf, take=take, keep=lambda: kept(member.member))
+    loading.handover = Handover(leaf=leaf, take=take, keep=lambda: kept_state(member.member))
     return loading

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
-from xla_ckpt.plan.rank_numbers import axes_of_numbers, has_numbers, same_ranks
+from xla_ckpt.plan.rank_numbers import axes_of_numbers, has_numbers, same_numbers
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.state.loading import Problem, Stored
 from xla_ckpt.tree import path as paths
@@ -19,7 +19,7 @@ _STAYS = "it says something of each rank of a job, and the ranks that saved were
 def unfit(stored: Stored, entries: Mapping[Any, Any]) -> dict[Any, Problem]:
     """The entries of a model whose numbers the ranks that saved cannot give to those of this job, with what is told."""
     saved, here = Mesh.parse(stored.manifest.mesh or ""), stored.shardings.placement.mesh
-    found = {}
+    problems = {}
     for key, value, path in _integers(stored, entries):
         adapter = stored.shardings.adapters.of(value)
         if adapter is None:
@@ -27,17 +27,17 @@ def unfit(stored: Stored, entries: Mapping[Any, Any]) -> dict[Any, Problem]:
         local = stored.shardings.local(path, value, adapter)
         axes = axes_of_numbers(adapter.dtype(value, path), local.shape, local.spec, here)
         record = stored.manifest.arrays.get(stored.manifest.aliases.get(path, path))
-        fits = record is not None and record.shape == local.shape and same_ranks(axes, saved, here)
+        fits = record is not None and record.shape == local.shape and same_numbers(axes, saved, here)
         if not fits and (axes or (record is not None and has_numbers(record, saved))):
-            found[key] = Problem(path, _STAYS, stays=True)
-    return found
+            problems[key] = Problem(path, _STAYS, stays=True)
+    return problems
 
 
 def unwanted(stored: Stored, names: Iterable[Any]) -> set[Any]:
     """Which of these stored members of a model are numbers of the ranks that saved: this job has no place for them."""
     saved = Mesh.parse(stored.manifest.mesh or "")
-    held: dict[str, ArrayRecord | UnknownArray] = {**stored.manifest.unknown, **stored.manifest.arrays}
-    of = {name: held.get(paths.join(stored.prefix, paths.escape(str(name)))) for name in names}
+    records: dict[str, ArrayRecord | UnknownArray] = {**stored.manifest.unknown, **stored.manifest.arrays}
+    of = {name: records.get(paths.join(stored.prefix, paths.escape(str(name)))) for name in names}
     return {name for name, array in of.items() if array is not None and has_numbers(array, saved)}
 
 

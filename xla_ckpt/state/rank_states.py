@@ -50,18 +50,18 @@ class Own:
             _put(tree, keys, value)
 
 
-def apart(tree: Mapping[str, Any], states: OptimizerSchema, placement: Placement) -> dict[str, Any]:
+def with_own_apart(tree: Mapping[str, Any], states: OptimizerSchema, placement: Placement) -> dict[str, Any]:
     """The state of an optimizer by name, with what this rank has its own of set apart."""
     parameters = {name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]}
     own: dict[Any, Any] = {}
     common: dict[Any, Any] = {}
-    for name, held in tree[schema.STATE].items():
-        if name not in parameters or not isinstance(held, Mapping):
-            (own if name in states.per_rank else common)[name] = held
+    for name, members in tree[schema.STATE].items():
+        if name not in parameters or not isinstance(members, Mapping):
+            (own if name in states.per_rank else common)[name] = members
             continue
-        common[name] = {k: v for k, v in held.items() if k not in states.per_rank}
-        if mine := {k: v for k, v in held.items() if k in states.per_rank}:
-            own[name] = mine
+        common[name] = {k: v for k, v in members.items() if k not in states.per_rank}
+        if own_members := {k: v for k, v in members.items() if k in states.per_rank}:
+            own[name] = own_members
     parts = {
         schema.WORLD: placement.world,
         schema.MESH: str(placement.mesh),
@@ -79,7 +79,7 @@ def less_own(stored: Stored) -> Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class RankProgram:
     """What the program's optimizer says about states that are its own on every rank."""
 
     states: OptimizerSchema
@@ -93,7 +93,7 @@ class Program:
     """The state that it has."""
 
 
-def plan(stored: Stored, program: Program, loading: Loading) -> Own:
+def plan(stored: Stored, program: RankProgram, loading: Loading) -> Own:
     """Want this rank's own states, or those that its own are made of; differences become problems of the loading."""
     part = stored.at(schema.OWN)
     saved_by = None if part is None else schema.saved_by(part.skeleton)
@@ -118,7 +118,7 @@ def plan(stored: Stored, program: Program, loading: Loading) -> Own:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
     stored: Stored
-    program: Program
+    program: RankProgram
     parts: Mapping[int, Stored]
     """What ranks saved: this one alone, where it was the same job."""
 
@@ -155,9 +155,9 @@ class _Wanted:
         if keys[-1] not in self.program.states.per_rank:
             self._keep(keys, "each rank's own is stored: name it in per_rank= of xla_ckpt.register_optimizer")
         elif self.alike:
-            self._make([states[rank]], keys, lambda held: held[0], self._device(keys))
+            self._make([states[rank]], keys, lambda states_made: states_made[0], self._device(keys))
         elif reshard is not None:
-            self._make(list(states.values()), keys, lambda held: reshard(held, rank, world), None)
+            self._make(list(states.values()), keys, lambda states_made: reshard(states_made, rank, world), None)
         else:
             self._keep(
                 keys,
@@ -182,21 +182,21 @@ class _Wanted:
     def _keep(self, keys: tuple[Any, ...], why: str) -> None:
         """Leave the optimizer what it has; strict loads fail for it."""
         self.loading.add_problem(schema.state(*keys), why)
-        held = self._now(keys)
-        if keys[-1] in held:
-            self.own.kept[keys] = held[keys[-1]]
+        members = self._now(keys)
+        if keys[-1] in members:
+            self.own.kept[keys] = members[keys[-1]]
 
     def _now(self, keys: tuple[Any, ...]) -> Mapping[Any, Any]:
         """The members of the optimizer's state beside which the last of the keys stands."""
         now = self.program.now
-        held: Mapping[Any, Any] = now if len(keys) == 1 else now.get(self.program.by_name[keys[0]], {})
-        return held
+        members: Mapping[Any, Any] = now if len(keys) == 1 else now.get(self.program.by_name[keys[0]], {})
+        return members
 
     def _device(self, keys: tuple[Any, ...]) -> Any:
         """Where a state lies: where the optimizer has it, else with its parameter, or the first one."""
-        held, parameters = self._now(keys).get(keys[-1]), self.program.by_name
-        if isinstance(held, torch.Tensor):
-            return held.device
+        value, parameters = self._now(keys).get(keys[-1]), self.program.by_name
+        if isinstance(value, torch.Tensor):
+            return value.device
         return (parameters[keys[0]] if len(keys) > 1 else next(iter(parameters.values()))).device
 
 

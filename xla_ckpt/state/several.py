@@ -18,7 +18,7 @@ from xla_ckpt.state import optimizer_load, zero1
 from xla_ckpt.state.loading import Loading, Problem, Stored
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter
-from xla_ckpt.state.ties import as_stored, with_other_names
+from xla_ckpt.state.ties import stored_names, with_other_names
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import unwrapped_optimizer
 from xla_ckpt.tree import path as paths
@@ -38,22 +38,22 @@ class Several:
         return [group for member in self.members.values() for group in member.param_groups]
 
 
-def bare_optimizer(given: Any, stored: Stored | None = None) -> Any:
+def bare_optimizer(optimizer: Any, stored: Stored | None = None) -> Any:
     """What a caller gave for an optimizer, without what wraps it: `Several`, if it is a dict of optimizers.
 
     `stored` is what it is to load, where that is known.
     """
     shared = [] if stored is None else [paths.unescape(key) for key in schema.shared_state(stored.skeleton)]
-    if isinstance(given, Mapping) and given and all(map(_is_optimizer, given.values())):
-        return Several({name: unwrapped_optimizer(member, shared) for name, member in given.items()})
-    return unwrapped_optimizer(given, shared)
+    if isinstance(optimizer, Mapping) and optimizer and all(map(_is_optimizer, optimizer.values())):
+        return Several({name: unwrapped_optimizer(member, shared) for name, member in optimizer.items()})
+    return unwrapped_optimizer(optimizer, shared)
 
 
 def _is_optimizer(value: Any) -> bool:
     return not isinstance(value, Mapping) and hasattr(value, schema.GROUPS) and callable(value.state_dict)
 
 
-def members_of(optimizer: Any) -> Sequence[Any]:
+def optimizers_in(optimizer: Any) -> Sequence[Any]:
     """The optimizers that a caller gave: one, or several."""
     return [*optimizer.members.values()] if isinstance(optimizer, Several) else [optimizer]
 
@@ -68,9 +68,9 @@ def tree_of(several: Several, names: optimizers.Names) -> dict[str, Any]:
     state: dict[Any, Any] = {}
     groups: list[Any] = []
     for called, member in several.members.items():
-        held = optimizers.tree_of(member, names)
-        _check_member(called, member, held)
-        for name in [n for group in held[schema.GROUPS] for n in group[schema.PARAMS]]:
+        tree = optimizers.tree_of(member, names)
+        _check_member(called, member, tree)
+        for name in [n for group in tree[schema.GROUPS] for n in group[schema.PARAMS]]:
             if name.startswith("#"):
                 raise _refused(
                     called, f"parameter {name} is none of the model's", "Give the model, too: names tell them apart."
@@ -78,20 +78,20 @@ def tree_of(several: Several, names: optimizers.Names) -> dict[str, Any]:
             if name in whose:
                 raise _refused(called, f"parameter {name} belongs to {whose[name]!r}, too", None)
             whose[name] = called
-        if twice := sorted(map(str, held[schema.STATE].keys() & state.keys())):
+        if twice := sorted(map(str, tree[schema.STATE].keys() & state.keys())):
             raise _refused(called, f"it has shared state {twice[0]!r}, and another one has, too", _ALONE)
-        state |= held[schema.STATE]
-        groups += held[schema.GROUPS]
+        state |= tree[schema.STATE]
+        groups += tree[schema.GROUPS]
     return {schema.STATE: state, schema.GROUPS: groups}
 
 
 _ALONE = "Give it to extras, by a name of its own."
 
 
-def _check_member(called: Any, member: Any, held: Any) -> None:
+def _check_member(called: Any, member: Any, tree: Any) -> None:
     if zero1.is_zero1(member) or schema_of(member).per_rank:
         raise _refused(called, "it has state that every rank has its own of", _ALONE)
-    if not optimizers.is_by_name(member, held) or held.keys() != {schema.STATE, schema.GROUPS}:
+    if not optimizers.is_by_name(member, tree) or tree.keys() != {schema.STATE, schema.GROUPS}:
         raise _refused(called, "its state has another structure than that of torch's optimizers", _ALONE)
 
 
@@ -110,42 +110,42 @@ def parameters_of(several: Several, names: optimizers.Names, placement: Placemen
 
 def load(stored: Stored, several: Several, names: optimizers.Names, model: Any) -> list[Loading]:
     """Prepare to load each of them, from the part of the stored state that is its own."""
-    held = stored.build()
-    if (why := _not_by_name(several, held)) is not None:
+    tree = stored.build()
+    if (why := _not_by_name(several, tree)) is not None:
         refused = Loading()
         refused.add_problem(stored.prefix, why)
         return [refused]
-    names = as_stored(names, model, held, stored.manifest.aliases)
-    mine = [set(optimizers.names_of(member, names)) for member in several.members.values()]
+    names = stored_names(names, model, tree, stored.manifest.aliases)
+    names_of_each = [set(optimizers.names_in_order(member, names)) for member in several.members.values()]
     parts = [
-        optimizer_load.load(_part(stored, held, several, member, own), member, names, model)
-        for member, own in zip(several.members.values(), mine, strict=True)
+        optimizer_load.load(_part(stored, tree, several, member, own), member, names, model)
+        for member, own in zip(several.members.values(), names_of_each, strict=True)
     ]
-    wanted = with_other_names(set().union(*mine), model)
+    wanted = with_other_names(set().union(*names_of_each), model)
     parts[0].unwanted = [
         Problem(schema.state(name), "the stored optimizer has this parameter, none of these does")
-        for group in held[schema.GROUPS]
+        for group in tree[schema.GROUPS]
         for name in group[schema.PARAMS]
         if name not in wanted
     ]
     return parts
 
 
-def _not_by_name(several: Several, held: Any) -> str | None:
+def _not_by_name(several: Several, tree: Any) -> str | None:
     """Why a stored state cannot be dealt out to several optimizers; None if it can."""
-    if not optimizers.is_by_name(several, held):
+    if not optimizers.is_by_name(several, tree):
         return "several optimizers are wanted; stored is the state of one of another structure than torch's"
-    if schema.OWN in held:
+    if schema.OWN in tree:
         return "several optimizers are wanted; stored is state that every rank has its own of"
-    stored_names = [name for group in held[schema.GROUPS] for name in group[schema.PARAMS]]
+    stored_names = [name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]]
     if not all(isinstance(name, str) and not name.startswith("#") for name in stored_names):
         return "several optimizers are wanted; what is stored has numbers in place of the parameters' names"
     return None
 
 
-def _part(stored: Stored, held: Any, several: Several, member: Any, own: set[str]) -> Stored:
+def _part(stored: Stored, tree: Any, several: Several, member: Any, own: set[str]) -> Stored:
     """The part of a stored optimizer that is one member's: groups keep their places, those of others are empty."""
-    parameters = {name for group in held[schema.GROUPS] for name in group[schema.PARAMS]}
+    parameters = {name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]}
 
     def is_its(key: Any) -> bool:
         if key in parameters:
@@ -154,7 +154,7 @@ def _part(stored: Stored, held: Any, several: Several, member: Any, own: set[str
         return not holders or any(m is member for m in holders)
 
     groups = []
-    for skeleton, group in zip(stored.skeleton[schema.GROUPS], held[schema.GROUPS], strict=True):
+    for skeleton, group in zip(stored.skeleton[schema.GROUPS], tree[schema.GROUPS], strict=True):
         kept = [name for name in group[schema.PARAMS] if name in own]
         groups.append({**skeleton, schema.PARAMS: kept} if kept else {schema.PARAMS: []})
     state = _filtered(stored.skeleton[schema.STATE], is_its)

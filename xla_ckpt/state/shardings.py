@@ -17,8 +17,8 @@ from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
-from xla_ckpt.plan.order import other_heads, other_sections
-from xla_ckpt.plan.place import state_sharding, stored_sharding
+from xla_ckpt.plan.row_order import other_heads, other_sections
+from xla_ckpt.plan.stored_shardings import state_sharding, stored_sharding
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
@@ -177,8 +177,8 @@ class StateShardings:
         dealt = parameter.shard if parameter.zero1 else None
         if dealt is None and dims and dims == tuple(range(len(local.shape))):
             return self.adapters.require(parameter.value, path).like(parameter.value, local, record.dtype)
-        mine = dealt or tuple(parameter.value.shape)
-        shape = tuple(n if d is None else mine[d] for d, n in zip(dims, record.shape, strict=True))
+        shard_shape = dealt or tuple(parameter.value.shape)
+        shape = tuple(n if d is None else shard_shape[d] for d, n in zip(dims, record.shape, strict=True))
         if shape == record.shape and not (dealt and 0 in dims):
             return None
         value = parameter.value.new_empty(shape)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.state.handover import Handover, kept
+from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Stored, plan_freely
 from xla_ckpt.state.mistakes import check_no_stateful
 from xla_ckpt.state.module import load_dict
@@ -54,5 +54,5 @@ def load(stored: Stored, member: Any) -> Loading:
     if isinstance(member, RNGState):
         loading.finish = take  # last of all: whatever else is loaded may draw random numbers
     else:
-        loading.handover = Handover(leaf=stored.prefix, take=take, keep=lambda: kept(member))
+        loading.handover = Handover(leaf=stored.prefix, take=take, keep=lambda: kept_state(member))
     return loading

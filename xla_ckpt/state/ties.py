@@ -29,7 +29,7 @@ def with_other_names(names: Set[Any], model: Any) -> set[Any]:
     return {*names, *(name for called in all_names(model) if not names.isdisjoint(called) for name in called)}
 
 
-def as_stored(names: Mapping[Any, str], model: Any, held: Any, aliases: Mapping[str, str]) -> dict[Any, str]:
+def stored_names(names: Mapping[Any, str], model: Any, optimizer: Any, aliases: Mapping[str, str]) -> dict[Any, str]:
     """What a tag calls the parameters of a model; the model's own name where it knows none of them.
 
     Args:
@@ -38,19 +38,19 @@ def as_stored(names: Mapping[Any, str], model: Any, held: Any, aliases: Mapping[
         held: The stored optimizer, by name.
         aliases: Leaf path -> leaf path of the same array, in the tag.
     """
-    stored = (name for group in held[schema.GROUPS] for name in group[schema.PARAMS])
+    stored = (name for group in optimizer[schema.GROUPS] for name in group[schema.PARAMS])
     known = {name: name for name in stored if isinstance(name, str)}
     by_leaf = {_leaf(name, aliases): name for name in known}
     others = {called[0]: called for called in all_names(model)}
     own = {*names.values(), *(name for called in others.values() for name in called)}
     # Two parameters of the program that were one when they were saved do not get the same state.
     apart = {leaf: name for leaf, name in by_leaf.items() if name not in own}
-    found: dict[str, str] = {}
+    stored_name: dict[str, str] = {}
     for first in dict.fromkeys(names.values()):
         called = others.get(first, [first])
         places = (known.get(name) or apart.pop(_leaf(name, aliases), None) for name in called)
-        found[first] = next((name for name in places if name is not None), first)
-    return {identity: found[first] for identity, first in names.items()}
+        stored_name[first] = next((name for name in places if name is not None), first)
+    return {identity: stored_name[first] for identity, first in names.items()}
 
 
 def _leaf(name: str, aliases: Mapping[str, str]) -> str:

@@ -26,25 +26,26 @@ from xla_ckpt.engine import pickles
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError, UntrustedObjectError
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.classes import scalar_below
-from xla_ckpt.tree.codec import Composite, Json, Kind, ValueCodec
+from xla_ckpt.tree.codec import Composite, Json, ValueCodec, ValueKind
 from xla_ckpt.tree.flatten import NAMESPACES, Resolve
+from xla_ckpt.tree.nested import in_dicts_and_lists
 
 
-def _torch_constant(kind: type) -> Kind:
+def _torch_constant(kind: type) -> ValueKind:
     """torch.float32, torch.strided, ...: values that are attributes of torch, by their name."""
 
     def decode(json: Json) -> Any:
-        found = getattr(torch, json)
-        if type(found) is not kind:
+        constant = getattr(torch, json)
+        if type(constant) is not kind:
             raise FormatError(f"torch.{json} is no {kind.__name__}")
-        return found
+        return constant
 
-    return Kind(kind.__name__, kind, lambda v: str(v).removeprefix("torch."), decode)
+    return ValueKind(kind.__name__, kind, lambda v: str(v).removeprefix("torch."), decode)
 
 
-def _numpy_scalar(kind: type) -> Kind:
+def _numpy_scalar(kind: type) -> ValueKind:
     name = f"numpy.{np.dtype(kind).name}"
-    return Kind(name, kind, lambda v: v.tobytes().hex(), lambda j: np.frombuffer(bytes.fromhex(j), kind)[0])
+    return ValueKind(name, kind, lambda v: v.tobytes().hex(), lambda j: np.frombuffer(bytes.fromhex(j), kind)[0])
 
 
 def _dtype_text(value: np.dtype[Any]) -> Json:
@@ -71,11 +72,7 @@ def _encode_array(value: Any) -> Json:
     if value.dtype.hasobject:
         return NotImplemented
     description = value.dtype.str if value.dtype.names is None else np.lib.format.dtype_to_descr(value.dtype)
-    return [_lists(description), list(value.shape), base64.b64encode(value.tobytes()).decode()]
-
-
-def _lists(description: Any) -> Json:
-    return [_lists(d) for d in description] if isinstance(description, list | tuple) else description
+    return [in_dicts_and_lists(description), list(value.shape), base64.b64encode(value.tobytes()).decode()]
 
 
 def _tuples(description: Json) -> Any:
@@ -122,9 +119,9 @@ def _encode_generator(value: torch.Generator) -> Json:
 
 def _decode_generator(json: Json) -> torch.Generator:
     state = bytearray(base64.b64decode(json, validate=True))
-    made = torch.Generator()
-    made.set_state(torch.frombuffer(state, dtype=torch.uint8))
-    return made
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+    return generator
 
 
 _ZONE_NAME = re.compile(r"[A-Za-z0-9_+-]{1,32}(/[A-Za-z0-9_+-]{1,32}){0,3}")
@@ -153,8 +150,8 @@ def _encode_in_zone(value: Any) -> Json:
     return zone if zone is NotImplemented else [value.replace(tzinfo=None).isoformat(), value.fold, zone]
 
 
-def _in_zone(kind: Any) -> Kind:
-    return Kind(
+def _in_zone(kind: Any) -> ValueKind:
+    return ValueKind(
         f"{kind.__name__}_in_zone",
         kind,
         _encode_in_zone,
@@ -169,9 +166,9 @@ def _encode_buffer(value: io.BytesIO) -> Json:
 
 def _decode_buffer(json: Json) -> io.BytesIO:
     data, position = json
-    made = io.BytesIO(base64.b64decode(data, validate=True))
-    made.seek(position)
-    return made
+    buffer = io.BytesIO(base64.b64decode(data, validate=True))
+    buffer.seek(position)
+    return buffer
 
 
 _FUNCTIONS = {
@@ -209,26 +206,26 @@ _SCALARS = (
 
 _DTYPE_CLASSES = {type(np.dtype(s)) for s in (*_SCALARS, np.str_, np.bytes_, np.datetime64, np.timedelta64)}
 
-SHELL_KINDS: tuple[Kind, ...] = (
+SHELL_KINDS: tuple[ValueKind, ...] = (
     *(_torch_constant(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)),
-    Kind("BytesIO", io.BytesIO, _encode_buffer, _decode_buffer),
-    Kind("function", types.FunctionType, _encode_function, _FUNCTIONS.__getitem__),
-    Kind("torch.device", torch.device, str, torch.device),
-    Kind("torch.Size", torch.Size, list, torch.Size),
-    *(Kind(k.__name__, k, str, k) for k in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),
-    Kind("Path", type(pathlib.Path()), str, pathlib.Path),
+    ValueKind("BytesIO", io.BytesIO, _encode_buffer, _decode_buffer),
+    ValueKind("function", types.FunctionType, _encode_function, _FUNCTIONS.__getitem__),
+    ValueKind("torch.device", torch.device, str, torch.device),
+    ValueKind("torch.Size", torch.Size, list, torch.Size),
+    *(ValueKind(k.__name__, k, str, k) for k in (pathlib.PurePosixPath, pathlib.PureWindowsPath)),
+    ValueKind("Path", type(pathlib.Path()), str, pathlib.Path),
     *(_numpy_scalar(kind) for kind in _SCALARS),
     *(
-        Kind(f"numpy.{k.__name__}", k, _encode_sized, _decode_sized)
+        ValueKind(f"numpy.{k.__name__}", k, _encode_sized, _decode_sized)
         for k in (np.str_, np.bytes_, np.datetime64, np.timedelta64)
     ),
-    *(Kind("numpy.dtype", k, _dtype_text, np.dtype) for k in _DTYPE_CLASSES),
-    Kind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
-    Kind("numpy.void", np.void, _encode_record, _decode_record),
-    Kind("numpy.record", np.record, _encode_record, _decode_field_record),
-    Kind("numpy.recarray", np.recarray, _encode_array, _decode_records),
-    Kind("torch.Generator", torch.Generator, _encode_generator, _decode_generator),
-    Kind("ZoneInfo", zoneinfo.ZoneInfo, _encode_zone, _zone),
+    *(ValueKind("numpy.dtype", k, _dtype_text, np.dtype) for k in _DTYPE_CLASSES),
+    ValueKind("numpy.ndarray", np.ndarray, _encode_array, _decode_array),
+    ValueKind("numpy.void", np.void, _encode_record, _decode_record),
+    ValueKind("numpy.record", np.record, _encode_record, _decode_field_record),
+    ValueKind("numpy.recarray", np.recarray, _encode_array, _decode_records),
+    ValueKind("torch.Generator", torch.Generator, _encode_generator, _decode_generator),
+    ValueKind("ZoneInfo", zoneinfo.ZoneInfo, _encode_zone, _zone),
     *(_in_zone(kind) for kind in (datetime.datetime, datetime.time)),
 )
 
@@ -295,17 +292,15 @@ def resolver(trust: bool) -> Any:
                 )
             with pickles.naming_missing():
                 importlib.import_module(module)
-        found: Any = sys.modules[module]
-        for part in path.split("."):
-            found = getattr(found, part, None)
-        if not (isinstance(found, type) and _fits(found, base)):
+        value = instance.imported(module, path)
+        if not (isinstance(value, type) and _fits(value, base)):
             raise IncompatibleCheckpointError(
                 f"the checkpoint holds a value of the class {path} of {module}, which has changed or is gone",
                 expected=_EXPECTED[base],
-                found=str(found),
+                found=str(value),
                 hint=_elsewhere(module, path),
             )
-        return found
+        return value
 
     return resolve
 
@@ -330,13 +325,13 @@ _EXPECTED = {
 }
 
 
-def _fits(found: type, base: type) -> bool:
+def _fits(kind: type, base: type) -> bool:
     if base is tuple:
-        return issubclass(found, tuple) and hasattr(found, "_fields")
+        return issubclass(kind, tuple) and hasattr(kind, "_fields")
     if base is torch.Tensor:
-        return issubclass(found, torch.Tensor) and hasattr(found, "__tensor_unflatten__")
+        return issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__")
     if base is type:  # registered with jax, which is asked
         return True
     if base is float:
-        return scalar_below(found) is not None
-    return issubclass(found, enum.Enum) if base is int else dataclasses.is_dataclass(found)
+        return scalar_below(kind) is not None
+    return issubclass(kind, enum.Enum) if base is int else dataclasses.is_dataclass(kind)

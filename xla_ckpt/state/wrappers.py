@@ -56,21 +56,23 @@ def _adds_state(wrapper: Any, inner: Any) -> bool:
     """Whether the state dict of a wrapper holds anything else than that of what it wraps."""
     if zero1.is_zero1(inner):
         zero1.parts_of(inner)  # it has no state dict before it has its shards
-    held, own = wrapper.state_dict(), inner.state_dict()
-    return not _same_members(held, own)
+    whole, own = wrapper.state_dict(), inner.state_dict()
+    return not _same_members(whole, own)
 
 
-def _same_members(held: Any, own: Any) -> bool:
+def _same_members(whole: Any, own: Any) -> bool:
     """Whether two state dicts have the same keys on all levels."""
     if not isinstance(own, Mapping):
-        return not isinstance(held, Mapping)
-    return isinstance(held, Mapping) and held.keys() == own.keys() and all(_same_members(held[k], own[k]) for k in own)
+        return not isinstance(whole, Mapping)
+    if not isinstance(whole, Mapping) or whole.keys() != own.keys():
+        return False
+    return all(_same_members(whole[k], own[k]) for k in own)
 
 
 # Models.
 
 
-class View(torch.nn.Module):
+class ModelView(torch.nn.Module):
     """A wrapped model as an ordinary module: its state under the names that the wrapper gives it.
 
     It holds the parameters and buffers of the model itself, so that a load reaches the model.
@@ -141,11 +143,11 @@ class View(torch.nn.Module):
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
-class Adapted(View):
+class Adapted(ModelView):
     """neuronx-distributed's `LoraModel`: a base model, and adapters for some of its layers."""
 
     def wanted(self, stored: Container[str]) -> dict[str, Any]:
-        """See `View`. A tag holds the adapters, with the base model or without it; or the base model alone.
+        """See `ModelView`. A tag holds the adapters, with the base model or without it; or the base model alone.
 
         If it holds no adapters, the base model has to be there, and the adapters stay as they are. Its layers have the
         names then that they had without adapters.
@@ -153,33 +155,33 @@ class Adapted(View):
         live = {name: value for name, value in self._entries.items() if name != schema.LORA_CONFIG}
         trained = {id(p) for _, p in self._named if p.requires_grad}
         if any(schema.ADAPTER in name and name in stored for name in live):
-            found = {n: v for n, v in live.items() if n in stored or id(v) in trained}
+            chosen = {n: v for n, v in live.items() if n in stored or id(v) in trained}
         else:
-            found = {n: v for n, v in live.items() if schema.ADAPTER not in n and n.replace(_BASE, "") not in stored}
-            found |= {called: value for called, value in self.other_names().items() if called in stored}
+            chosen = {n: v for n, v in live.items() if schema.ADAPTER not in n and n.replace(_BASE, "") not in stored}
+            chosen |= {called: value for called, value in self.other_names().items() if called in stored}
             logger.info("no adapters are stored: they stay as they are")
         if schema.LORA_CONFIG in stored:
-            found[schema.LORA_CONFIG] = self._entries[schema.LORA_CONFIG]
-        return found
+            chosen[schema.LORA_CONFIG] = self._entries[schema.LORA_CONFIG]
+        return chosen
 
     def other_names(self) -> dict[str, Any]:
-        """See `View`: what the base model was called before it got adapters."""
+        """See `ModelView`: what the base model was called before it got adapters."""
         return {n.replace(_BASE, ""): v for n, v in self._entries.items() if schema.ADAPTER not in n}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *_: Any, **__: Any) -> Any:
-        """See `View`. The configuration of the adapters stays that of the model; a difference is a warning."""
+        """See `ModelView`. The configuration of the adapters stays that of the model; a difference is a warning."""
         names = {name.replace(_BASE, ""): name for name in self._entries}
-        held = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
-        mine, theirs = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
-        if isinstance(theirs, Mapping):
-            stored = schema.lora_fields(theirs)
-            differing = sorted(k for k in mine if k in stored and mine[k] != stored[k])
+        entries = {names.get(n, n): v for n, v in state_dict.items() if n != schema.LORA_CONFIG}
+        config, stored_config = self._entries[schema.LORA_CONFIG], state_dict.get(schema.LORA_CONFIG)
+        if isinstance(stored_config, Mapping):
+            stored = schema.lora_fields(stored_config)
+            differing = sorted(k for k in config if k in stored and config[k] != stored[k])
             if differing:
                 logger.warning("the adapters were saved with another configuration: %s", ", ".join(differing))
-        return self._put(held) if held else None
+        return self._put(entries) if entries else None
 
 
-class NamesOnly(View):
+class NamesOnly(ModelView):
     """A model that only says what the parameters of an optimizer are called, and how they are split.
 
     An optimizer is loaded with it where the weights are to stay as they are.
@@ -190,7 +192,7 @@ class NamesOnly(View):
         super().__init__(
             bare.state_dict(keep_vars=True),
             parameters=list(bare.named_parameters(remove_duplicate=False)),
-            parts=bare.parts if isinstance(bare, View) else [bare],
+            parts=bare.parts if isinstance(bare, ModelView) else [bare],
             put=lambda state_dict: None,
         )
 
@@ -198,7 +200,7 @@ class NamesOnly(View):
 def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str] = ()) -> Any:
     """The model inside of wrappers such as neuronx-distributed's `NxDModel`; any other one as it is.
 
-    What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `View`.
+    What a pipeline stage has of a model (`NxDPPModel`), and a model with adapters (`LoraModel`), become a `ModelView`.
     torch's DistributedDataParallel, DataParallel and torch.compile put a step before all names. It says nothing of the
     state, and is left out, as `get_state_dict` of torch.distributed.checkpoint leaves it out.
 
@@ -215,9 +217,10 @@ def unwrapped_model(model: Any, *, loading: bool = False, stored: Container[str]
         return unwrapped_model(getattr(model, _PLAIN), loading=loading, stored=stored)
     bare = _without_step(model)
     if bare is not None:
-        found = unwrapped_model(bare, loading=loading, stored=stored)
+        bare_model = unwrapped_model(bare, loading=loading, stored=stored)
         own = list(model.state_dict(keep_vars=True))
-        return model if own and all(name in stored for name in own) and own[0] not in _names_of(found) else found
+        is_stored = bool(own) and all(name in stored for name in own)
+        return model if is_stored and own[0] not in _names_of(bare_model) else bare_model
     if all(callable(getattr(type(model), name, None)) for name in ("local_state_dict", "local_modules")):
         return _stage(model)
     # torch's own: the `named_children` of neuronx-distributed's wrapper are those of what it wraps.
@@ -249,27 +252,27 @@ def _is_alike(wrapper: Any, seen: torch.nn.Module) -> bool:
     if isinstance(seen, Adapted):
         return True  # asking a LoraModel for its state may merge its adapters into it
     loads = type(wrapper).load_state_dict is not torch.nn.Module.load_state_dict
-    if loads and not isinstance(seen, View) and _CONFIG not in vars(wrapper):
+    if loads and not isinstance(seen, ModelView) and _CONFIG not in vars(wrapper):
         return False  # nobody knows what else its own load_state_dict does
     try:
-        held, own = wrapper.state_dict(keep_vars=True), seen.state_dict(keep_vars=True)
+        entries, own = wrapper.state_dict(keep_vars=True), seen.state_dict(keep_vars=True)
     except TypeError:  # it does not take what torch's own takes: it is no such wrapper
         return False
-    return held.keys() == own.keys() and all(_is_same(v, own[k]) for k, v in held.items())
+    return entries.keys() == own.keys() and all(_is_same(v, own[k]) for k, v in entries.items())
 
 
 def _is_same(one: Any, other: Any) -> bool:
     return one is other or not (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor))
 
 
-def _stage(model: Any) -> View:
+def _stage(model: Any) -> ModelView:
     """What this rank has of a pipeline.
 
     neuronx-distributed's `local_named_parameters` and `local_named_buffers` do not take `remove_duplicate`, and the
     latter raises KeyError for buffers that are not saved. So the state dict says the names of both.
     """
     entries = model.local_state_dict(keep_vars=True)
-    return View(
+    return ModelView(
         entries,
         parameters=[(n, v) for n, v in entries.items() if isinstance(v, torch.nn.Parameter)],
         parts=[*model.local_modules()],
@@ -304,9 +307,9 @@ def _live_of(chosen: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, An
     return {n: live.get(n, bare.get(n, v)) if isinstance(v, torch.Tensor) else v for n, v in chosen.items()}
 
 
-def _named(found: Sequence[tuple[str, Any]], prefix: str, *, once: bool) -> Iterator[tuple[str, Any]]:
+def _named(members: Sequence[tuple[str, Any]], prefix: str, *, once: bool) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
-    for name, value in found:
+    for name, value in members:
         if not once or id(value) not in seen:
             seen.add(id(value))
             yield f"{prefix}.{name}" if prefix else name, value

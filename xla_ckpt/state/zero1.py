@@ -49,7 +49,7 @@ def bases_of(optimizer: Any) -> list[Any]:
     return [part.base_optimizer for part in parts_of(optimizer)]
 
 
-def shards_of(optimizer: Any) -> dict[int, Any]:
+def parameter_shards(optimizer: Any) -> dict[int, Any]:
     """Identity of each parameter -> the shard of it that a wrapped optimizer steps."""
     return {
         id(p): s
@@ -65,11 +65,11 @@ def axes_by_parameter(optimizer: Any, placement: Placement) -> dict[int, tuple[s
     Raises:
         UsageError: The sharding groups do not lie along the mesh.
     """
-    found: dict[int, tuple[str, ...]] = {}
+    axes_of: dict[int, tuple[str, ...]] = {}
     for part in parts_of(optimizer):
         axes = mesh_axes(part, placement)
-        found.update({id(p): axes for group in part.param_groups for p in group["params"]})
-    return found
+        axes_of.update({id(p): axes for group in part.param_groups for p in group["params"]})
+    return axes_of
 
 
 def mesh_axes(optimizer: Any, placement: Placement) -> tuple[str, ...]:
@@ -100,13 +100,13 @@ def mesh_axes(optimizer: Any, placement: Placement) -> tuple[str, ...]:
 def experts_of(optimizer: Any, parameters: Iterable[Parameter]) -> frozenset[str] | None:
     """Names of the parameters that its part for experts has; None if it has no such part."""
     _, *apart = parts_of(optimizer)
-    theirs = {id(p) for part in apart for p in _parameters(part)}
-    return frozenset(p.name for p in parameters if id(p.value) in theirs) if apart else None
+    of_experts = {id(p) for part in apart for p in _parameters(part)}
+    return frozenset(p.name for p in parameters if id(p.value) in of_experts) if apart else None
 
 
 def keeps_master(optimizer: Any) -> bool:
     """Whether the shards hold more than the parameters do: they are asked for, or of a higher precision."""
-    pairs = shards_of(optimizer)
+    pairs = parameter_shards(optimizer)
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
     asked = any(part.save_master_weights for part in parts_of(optimizer))
     return asked or any(pairs[id(p)].dtype != p.dtype for p in parameters)
@@ -117,7 +117,7 @@ def take_weights(optimizer: Any) -> None:
 
     neuronx-distributed's loader leaves this out after it loads the model, and the next step puts the old weights back.
     """
-    shards = shards_of(optimizer)
+    shards = parameter_shards(optimizer)
     for part in parts_of(optimizer):
         for parameter in (p for group in part.param_groups for p in group["params"]):
             shard = shards[id(parameter)]
@@ -140,8 +140,8 @@ def put(shard: Any, rows: torch.Tensor) -> None:
 
 
 def _on_host(value: torch.Tensor) -> torch.Tensor:
-    (held,) = require(value).host([(value, whole(tuple(value.shape)))])
-    data = torch.frombuffer(bytearray(held[0].data), dtype=value.dtype) if len(held[0].data) else torch.empty(0)
+    (shards,) = require(value).host([(value, whole(tuple(value.shape)))])
+    data = torch.frombuffer(bytearray(shards[0].data), dtype=value.dtype) if len(shards[0].data) else torch.empty(0)
     return data.reshape(value.shape)
 
 
@@ -170,7 +170,7 @@ def outer_state(optimizer: Any) -> Mapping[str, Any]:
                 )
             states[called] = state
     inner = base_options(optimizer)
-    groups = [{**theirs, **group} for theirs, group in zip(inner, packed[schema.GROUPS], strict=True)]
+    groups = [{**inner_group, **group} for inner_group, group in zip(inner, packed[schema.GROUPS], strict=True)]
     return {**packed, schema.STATE: states, schema.GROUPS: groups}
 
 

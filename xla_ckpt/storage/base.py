@@ -1,13 +1,17 @@
 """The door to storage: everything that the library asks of a place that keeps bytes.
 
-A `Store` is a root directory. In it lie directories under names: tags, tags that are being written, tags that wait to
-be deleted. A `Directory` holds files under relative paths. Engine, tags and layouts reach bytes, names, locks and
-commits through these protocols only. `storage.local` answers them for file systems, `storage.memory` for tests and
-simulations, and `storage.door` finds the one for the path that a caller gives.
+A `Store` is a root directory. In it lie directories under names, and a `Directory` holds files under relative paths:
+that is all that readers need. Stores differ in how something comes to be there in one step. A `FileSystem` changes the
+names of directories, and has locks. An `ObjectStore` has neither: its files never change and never move, and it
+replaces one small record on a condition. `xla_ckpt.tags.root` makes a root of tags of either one.
+
+`storage.local` answers for file systems, `storage.memory` as an object store does, for tests and simulations.
+`storage.door` finds the one for the path that a caller gives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from xla_ckpt.errors import NotDurableError
@@ -72,18 +76,6 @@ class Directory(Protocol):
         A store that has no directories of its own, only names of files, has nothing to do.
         """
 
-    def adopt(self, other: Directory, path: str) -> None:
-        """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
-
-        Its parents are made. Who reads the old file keeps it.
-        """
-
-    def replace(self, path: str, data: bytes) -> None:
-        """Have a small file with these bytes, in one step: a reader finds them, or what was there before.
-
-        A loss of power may take it away.
-        """
-
     def open(self, path: str) -> Source:
         """Open a file for reading. FileNotFoundError if there is none."""
 
@@ -103,9 +95,29 @@ class Directory(Protocol):
         """Release the directory, and the lock that it was opened with."""
 
 
+class LocalFiles(Directory, Protocol):
+    """A directory of a file system. A lock can be kept on it as long as it is open."""
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor, for another process that works on it."""
+
+    def adopt(self, other: Directory, path: str) -> None:
+        """Take a finished file out of another directory of the store, in one step; one of that path here is replaced.
+
+        Its parents are made. Who reads the old file keeps it.
+        """
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Have a small file with these bytes, in one step: a reader finds them, or what was there before.
+
+        A loss of power may take it away.
+        """
+
+
 class Store(Protocol):
-    """A root directory. Names are those of the directories in it; ``name/path`` is a path below one of them, and ``""``
-    the root directory itself.
+    """A root directory, as readers need it. Names are those of the directories in it; ``name/path`` is a path below one
+    of them, and ``""`` the root directory itself.
 
     Methods raise OSError where the storage refuses, and FileNotFoundError for a name that is not there, unless they
     say otherwise.
@@ -114,6 +126,17 @@ class Store(Protocol):
     @property
     def path(self) -> str:
         """What users call it."""
+
+    @property
+    def file_system(self) -> FileSystem | None:
+        """The same, if it can rename directories."""
+
+    @property
+    def object_store(self) -> ObjectStore | None:
+        """The same, if it replaces records on a condition. A store is one of the two."""
+
+    def address(self, name: str) -> str:
+        """What a name stands for, in full and with links followed: equal ones mean the same directory."""
 
     def prepare(self) -> None:
         """Make the root directory if it is absent, and find out whether it can be written.
@@ -145,8 +168,22 @@ class Store(Protocol):
         none: what a link points to is neither durable nor gone with the tag.
         """
 
-    def make(self, name: str) -> Directory:
+
+Identity = tuple[int, int]
+"""What a directory of a file system is known by, whatever its name: its device and its number there."""
+
+
+class FileSystem(Store, Protocol):
+    """A root directory of a file system: names change in one step, and locks say who uses what."""
+
+    def make(self, name: str) -> LocalFiles:
         """Make a directory, locked as being written until it is closed or the process ends. It must not exist."""
+
+    def open(self, name: str, *, lock: bool = True, links: bool = False) -> LocalFiles:
+        """As `Store.open`."""
+
+    def identity(self, name: str) -> Identity | None:
+        """What has this name now; None if nothing has."""
 
     def held(self, name: str) -> bool | None:
         """Whether somebody has this directory open with a lock; None where nobody can tell."""
@@ -184,6 +221,41 @@ class Store(Protocol):
         """Make the names in it durable."""
 
 
+class Changed(Exception):  # noqa: N818  # no error: who meets it reads the record anew, and decides again
+    """A record is another one than the writer has read."""
+
+
+class ObjectStore(Store, Protocol):
+    """A root of objects: a file appears whole when its `Sink` is committed, unless there is one of that name, and stays
+    as it is until it is deleted. A directory is the common beginning of names of files. Only records are replaced.
+
+    Where a method raises OSError, what it does may be done all the same: answers get lost.
+    """
+
+    def fill(self, name: str) -> Directory:
+        """A directory whose files are about to be written, perhaps by several processes."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Have a file under a second name, where no file is yet.
+
+        Raises:
+            FileExistsError: There is one.
+        """
+
+    def remove(self, name: str) -> None:
+        """Delete the file of this name and all files below it, if there are any."""
+
+    def read_record(self, name: str) -> tuple[bytes, str] | None:
+        """A small file that may be replaced, and its version; None if there is none."""
+
+    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+        """Replace a record if it has this version; make it if `version` is None, and there is none.
+
+        Raises:
+            Changed: It has another version.
+        """
+
+
 def read_whole(directory: Directory, path: str) -> bytes:
     """All bytes of a small file.
 
@@ -215,7 +287,7 @@ def write_small(directory: Directory, path: str, data: bytes) -> None:
         raise
 
 
-def rename_durably(store: Store, old: str, new: str) -> None:
+def rename_durably(store: FileSystem, old: str, new: str) -> None:
     """Give a directory, or a file, another name that outlasts a loss of power; if not, it keeps the old one.
 
     Raises:
@@ -223,13 +295,23 @@ def rename_durably(store: Store, old: str, new: str) -> None:
         NotDurableError: It has the new name; the storage refused to make that durable, and to undo it.
     """
     store.rename(old, new)
+    sync_or_undo(store, new, lambda: store.rename(new, old))
+
+
+def sync_or_undo(store: FileSystem, name: str, undo: Callable[[], object]) -> None:
+    """Make a name that was just given outlast a loss of power; if that is refused, take it back.
+
+    Raises:
+        OSError: The storage refused; it is undone.
+        NotDurableError: The storage refused to undo it, too.
+    """
     try:
         store.sync()
     except OSError as refused:
         try:
-            store.rename(new, old)
+            undo()
         except OSError as error:
-            raise not_durable(store, new, refused) from error
+            raise not_durable(store, name, refused) from error
         raise
 
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.storage.memory import Folder, MemoryStore
+from xla_ckpt.storage.memory import MemoryFiles, MemoryStore
 
 PathLike = str | os.PathLike[str]
 
-_MEMORY = Folder()
+_MEMORY = MemoryFiles()
 """What this process keeps in memory: ``memory://``."""
 
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
@@ -79,7 +79,7 @@ def full_path(path: PathLike) -> str:
             found=text,
             hint=f"Give os.path.expanduser({text!r}); a directory that has this name is ./~.",
         )
-    scheme, separator, rest = text.partition("://")
+    scheme, separator, location = text.partition("://")
     if not (separator and scheme.isalnum()):
         return os.path.abspath(text)
     if scheme not in _SCHEMES:
@@ -89,7 +89,7 @@ def full_path(path: PathLike) -> str:
             found=text,
             hint="Mount the bucket, or copy the directory from and to it.",
         )
-    return f"{scheme}://{'/'.join(part for part in rest.split('/') if part not in ('', '.'))}"
+    return f"{scheme}://{'/'.join(part for part in location.split('/') if part not in ('', '.'))}"
 
 
 def above(path: PathLike, *, follow: bool = False) -> tuple[Store, str]:
@@ -117,7 +117,4 @@ def is_working_directory(path: PathLike) -> bool:
 
 def same_directory(one: Store, name: str, other: Store, its_name: str) -> bool:
     """Whether two names in two stores are the same directory, links followed."""
-    if isinstance(one, LocalStore) and isinstance(other, LocalStore):
-        paths = (os.path.join(one.path, name), os.path.join(other.path, its_name))
-        return os.path.realpath(paths[0]) == os.path.realpath(paths[1])
-    return (one.path, name) == (other.path, its_name)
+    return one.address(name) == other.address(its_name)

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.base import Directory, Identity
 from xla_ckpt.storage.local_file import LocalSink, LocalSource, open_regular
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class LocalDirectory:
         return sink
 
     def make(self, path: str) -> None:
-        made = self._make(path.split("/"))
+        paths = self._make(path.split("/"))
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd))  # a file is no directory
-        self._touched.update(made)
+        self._touched.update(paths)
 
     def adopt(self, other: Directory, path: str) -> None:
         assert isinstance(other, LocalDirectory), "both are directories of one store"
@@ -79,14 +79,14 @@ class LocalDirectory:
 
     def _make(self, parts: list[str]) -> list[str]:
         """Make a directory and its parents; the paths of all of them."""
-        made: list[str] = []
+        paths: list[str] = []
         for part in parts:
-            made.append(f"{made[-1]}/{part}" if made else part)
+            paths.append(f"{paths[-1]}/{part}" if paths else part)
             try:
-                os.mkdir(made[-1], dir_fd=self._fd)
+                os.mkdir(paths[-1], dir_fd=self._fd)
             except FileExistsError:
                 pass  # another writer of the same save was here first
-        return made
+        return paths
 
     def replace(self, path: str, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -103,10 +103,10 @@ class LocalDirectory:
         return LocalSource(self._fd, path, links=self._links)
 
     def files(self) -> list[str]:
-        found = []
+        paths = []
         for parent, _, names, _ in os.fwalk(".", dir_fd=self._fd):
-            found += [os.path.normpath(f"{parent}/{name}") for name in names]
-        return sorted(found)
+            paths += [os.path.normpath(f"{parent}/{name}") for name in names]
+        return sorted(paths)
 
     def sync(self) -> None:
         for name in sorted(self._touched, reverse=True):  # children before parents
@@ -154,6 +154,23 @@ class LocalStore:
 
     def __repr__(self) -> str:
         return f"LocalStore({self.path!r})"
+
+    @property
+    def file_system(self) -> LocalStore:
+        """Itself."""
+        return self
+
+    object_store = None
+
+    def identity(self, name: str) -> Identity | None:
+        try:
+            status = os.stat(self._at(name), follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_dev, status.st_ino
+
+    def address(self, name: str) -> str:
+        return os.path.realpath(self._at(name))
 
     def _at(self, path: str) -> str:
         return os.path.join(self.path, path) if path else self.path
@@ -226,12 +243,12 @@ class LocalStore:
             directory.close()
 
     def held(self, name: str) -> bool | None:
-        found = _is_locked(self._at(name))
-        return None if isinstance(found, OSError) else found
+        locked = _is_locked(self._at(name))
+        return None if isinstance(locked, OSError) else locked
 
     def in_use(self, name: str) -> bool:
-        held = _is_locked(self._at(name))
-        return held if isinstance(held, bool) else self._may_be_in_use(name, held)
+        locked = _is_locked(self._at(name))
+        return locked if isinstance(locked, bool) else self._may_be_in_use(name, locked)
 
     def _may_be_in_use(self, name: str, error: OSError) -> bool:
         """Whether somebody may use a directory, where that error is all that its lock says."""

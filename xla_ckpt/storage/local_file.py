@@ -126,11 +126,11 @@ def open_regular(path: str, directory: int | None = None, *, links: bool = False
     return fd, status.st_size
 
 
-def _no_file(path: str, found: str) -> NotAFileError:
+def _no_file(path: str, kind: str) -> NotAFileError:
     return NotAFileError(
         "not a regular file: it is not read",
         file=path,
-        found=found,
+        found=kind,
         hint="A checkpoint has no such thing. Restore the file from a copy, or load another tag.",
     )
 
@@ -184,11 +184,11 @@ class LocalSource:
         # Not by a read with RWF_NOWAIT: it begins to read ahead, and the disk would read everything twice.
         assert self._pages is not None
         first, last = offset // mmap.PAGESIZE, -(-min(offset + nbytes, self.size) // mmap.PAGESIZE)
-        held = (ctypes.c_ubyte * max(last - first, 0))()
+        cached = (ctypes.c_ubyte * max(last - first, 0))()
         begin = self._pages.ctypes.data + first * mmap.PAGESIZE
-        if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(held) * mmap.PAGESIZE), held):
+        if _libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(cached) * mmap.PAGESIZE), cached):
             return True  # unknown: a read through the page cache is never wrong
-        return int(np.count_nonzero(np.frombuffer(memoryview(held), np.uint8) & 1)) * 2 > len(held)
+        return int(np.count_nonzero(np.frombuffer(memoryview(cached), np.uint8) & 1)) * 2 > len(cached)
 
     def _direct(self) -> int:
         """A descriptor of the same file that goes around the page cache; -1 where that is impossible or unwanted."""

@@ -13,6 +13,10 @@ from xla_ckpt.storage.undisturbed import undisturbed
 Task = TypeVar("Task")
 
 
+READERS = 8
+"""Threads that read, also on a machine with fewer cores: a disk is fast only with several reads waiting for it."""
+
+
 def threads(wanted: int, at_least: int) -> int:
     """How many of the `wanted` threads this machine has a use for.
 

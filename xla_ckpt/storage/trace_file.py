@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.door import PathLike
 
-VARIABLE = "XLA_CKPT_TRACE"
+TRACE_VARIABLE = "XLA_CKPT_TRACE"
 """Environment variable that names a directory: each call of each rank that names no other place leaves a file there."""
 
 MAX_NAME = 100
@@ -55,21 +55,21 @@ class TraceFile:
         raise AssertionError("numbers do not end")
 
 
-def trace_file(given: PathLike | None) -> TraceFile | None:
+def trace_file(trace: PathLike | None) -> TraceFile | None:
     """Where the trace of a call goes: what the caller gives, else what the environment says, else nowhere.
 
     Raises:
         UsageError: What the caller gives is no path.
     """
-    if given is None:
-        named = os.environ.get(VARIABLE)
+    if trace is None:
+        named = os.environ.get(TRACE_VARIABLE)
         return TraceFile(os.path.abspath(named), many=True) if named else None
     try:
-        path = os.path.abspath(os.fspath(given))
+        path = os.path.abspath(os.fspath(trace))
     except TypeError:
         path = None
     if not isinstance(path, str):
-        raise UsageError("trace= is the path of a file or of a directory", found=repr(given))
+        raise UsageError("trace= is the path of a file or of a directory", found=repr(trace))
     return TraceFile(path, many=os.path.isdir(path))
 
 

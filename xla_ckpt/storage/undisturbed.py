@@ -81,6 +81,6 @@ class Undisturbed:
 
 def undisturbed() -> Undisturbed:
     """A context in which signal handlers of the program wait."""
-    made = Undisturbed()
-    made.begin()
-    return made
+    context = Undisturbed()
+    context.begin()
+    return context

@@ -5,43 +5,71 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX, TMP_SUFFIX, TRASH
 
 logger = logging.getLogger(__name__)
 
 
-def clean(store: Store) -> None:
-    """Remove what killed or replaced saves left: unfinished directories, old versions, trash.
+def clean(store: FileSystem, only: str | None = None) -> None:
+    """Remove what killed or replaced writers left: unfinished directories, old versions, trash.
 
     Directories that somebody writes or reads are left alone; they go next time. Undoes a replacement that was
     killed half-way.
 
+    Args:
+        store: The root directory.
+        only: Clean up after writers of this name alone: the directory is none of tags, and what else lies in it may be
+            anybody's.
+
     Raises:
         OSError: The storage refused.
     """
+    doomed = []
     for name in store.names():
+        if only is not None and name != OLD_PREFIX + only and not is_draft(name, only):
+            continue
         with _left_to_others(store, name):
-            if name.startswith(OLD_PREFIX) and not store.has(tag := name[len(OLD_PREFIX) :]):
-                logger.warning("%s: a replacement of tag %s was interrupted; the old version is back", store.path, tag)
-                store.rename(name, tag)
+            if name.startswith(OLD_PREFIX) and not store.has(target := name[len(OLD_PREFIX) :]):
+                logger.warning("%s: a replacement of %s was interrupted; the old version is back", store.path, target)
+                store.rename(name, target)
                 store.sync()
             elif name.startswith(OLD_PREFIX):
-                move_to_trash(store, name)  # also if it is read: the next replacement of its tag needs the name
+                doomed.append(move_to_trash(store, name))  # also if it is read: the next replacement needs the name
             elif name.startswith(NEW_PREFIX) or name.endswith(TMP_SUFFIX):
-                remove_unused(store, name)
-    if store.is_directory(TRASH):
-        # A tag whose files are gone must not have its name again after a loss of power, nor the tag that replaced it
-        # have lost its own.
+                doomed.append(name)
+    with _left_to_others(store, TRASH):
+        in_trash = [f"{TRASH}/{name}" for name in store.names(TRASH)]
+        doomed += [name for name in in_trash if only is None or name.startswith(f"{TRASH}/{OLD_PREFIX}{only}-")]
+    _remove_doomed(store, list(dict.fromkeys(doomed)))
+
+
+def _remove_doomed(store: FileSystem, names: Sequence[str]) -> None:
+    doomed = [name for name in names if not store.in_use(name)]
+    if doomed:
+        # What has no files any more must not have its name again after a loss of power: a tag that was retired, or the
+        # old version of one that was replaced, which has the name of the draft since then.
         store.sync()
-        with _left_to_others(store, TRASH):
-            for doomed in store.names(TRASH):  # orbax moves the tags there that retention gives up
-                remove_unused(store, f"{TRASH}/{doomed}")
-            with contextlib.suppress(FileNotFoundError):  # another program that cleans up came first
-                # Not `remove`: somebody may move a tag there at this moment, which may still be read.
-                store.remove_empty(TRASH)
+    for name in doomed:
+        with _left_to_others(store, name):
+            remove_unused(store, name)
+    if store.is_directory(TRASH):
+        with _left_to_others(store, TRASH), contextlib.suppress(FileNotFoundError):  # another program came first
+            # Not `remove`: somebody may move a tag there at this moment, which may still be read.
+            store.remove_empty(TRASH)
+
+
+def is_draft(name: str, target: str) -> bool:
+    """Whether a directory is, or may be, filled to become the one of a name.
+
+    >>> is_draft(".new-best-1", "best"), is_draft(".new-best-of-all", "best")
+    (True, False)
+    """
+    suffix = name.removeprefix(NEW_PREFIX + target)
+    numbered = suffix != name and (not suffix or (suffix[0] == "-" and suffix[1:].isdigit()))
+    return numbered or name == target + TMP_SUFFIX
 
 
 _told: set[tuple[str, str]] = set()
@@ -49,7 +77,7 @@ _told: set[tuple[str, str]] = set()
 
 
 @contextlib.contextmanager
-def _left_to_others(store: Store, name: str) -> Iterator[None]:
+def _left_to_others(store: FileSystem, name: str) -> Iterator[None]:
     """Leave what this user may not touch: another user's leftovers are no reason for a save to fail."""
     try:
         yield
@@ -57,13 +85,13 @@ def _left_to_others(store: Store, name: str) -> Iterator[None]:
         _tell(store, name, error)
 
 
-def _tell(store: Store, name: str, error: OSError) -> None:
+def _tell(store: FileSystem, name: str, error: OSError) -> None:
     if (store.path, name) not in _told:
         _told.add((store.path, name))
         logger.warning("could not remove %s in %s: %s", name, store.path, error)
 
 
-def move_to_trash(store: Store, name: str) -> str:
+def move_to_trash(store: FileSystem, name: str) -> str:
     """Move a directory away, under a name that is free there, and return that. Who reads it does not notice.
 
     Raises:
@@ -84,18 +112,18 @@ def move_to_trash(store: Store, name: str) -> str:
         return place
 
 
-def remove_unused(store: Store, name: str) -> None:
+def remove_unused(store: FileSystem, name: str) -> None:
     """Remove a directory, unless somebody writes or reads it; that it cannot be removed is logged."""
     if store.is_directory(name):
         _remove(store, name, store.remove_unused)
 
 
-def remove(store: Store, name: str) -> None:
+def remove(store: FileSystem, name: str) -> None:
     """Remove a directory; that it cannot be removed is logged."""
     _remove(store, name, store.remove)
 
 
-def _remove(store: Store, name: str, how: Callable[[str], object]) -> None:
+def _remove(store: FileSystem, name: str, how: Callable[[str], object]) -> None:
     try:
         how(name)
     except FileNotFoundError:

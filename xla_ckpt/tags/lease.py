@@ -16,11 +16,11 @@ import uuid
 from dataclasses import asdict, dataclass, field, replace
 
 from xla_ckpt.errors import NotAFileError, RootInUseError, UsageError
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import FileSystem, LocalFiles
 from xla_ckpt.storage.this_process import after_fork, is_kin, setting, this_process
 from xla_ckpt.tags.cleaning import remove
-from xla_ckpt.tags.directory import entries
 from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
+from xla_ckpt.tags.listing import entries
 from xla_ckpt.tags.names import LEASE, NEW_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ A program may keep its threads from running for some seconds, while it compiles 
 LOOK = 0.2
 """Seconds between two looks at a lease that is watched."""
 
-KEPT = 16
+KEPT_LEASES = 16
 """Root directories whose leases a process has at a time. Each takes a descriptor."""
 
 OWNER = "owner.json"
@@ -46,7 +46,7 @@ OWNER = "owner.json"
 MAX_OWNER = 1 << 14
 """No more bytes of that file are read."""
 
-VARIABLE = "XLA_CKPT_LEASE"
+LEASE_VARIABLE = "XLA_CKPT_LEASE"
 """Environment variable: ``take`` takes the lease from whoever has it, ``off`` saves without one."""
 
 
@@ -54,8 +54,8 @@ VARIABLE = "XLA_CKPT_LEASE"
 class _Held:
     """A lease that this process has."""
 
-    store: Store
-    directory: Directory
+    store: FileSystem
+    directory: LocalFiles
     owner: Owner
     lock: threading.Lock = field(default_factory=threading.Lock)
     sequence: int = 0
@@ -102,7 +102,7 @@ class Leases:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def hold(self, store: Store, within: float) -> None:
+    def hold(self, store: FileSystem, within: float) -> None:
         """Have the lease of a root directory, which exists. Waits until it is clear whether another process has it.
 
         Args:
@@ -114,23 +114,23 @@ class Leases:
             UsageError: The environment variable has a value that means nothing.
             OSError: The storage refused.
         """
-        orders = setting(VARIABLE)
+        orders = setting(LEASE_VARIABLE)
         if orders not in ("", "take", "off"):
             raise UsageError(
-                f"no such value of {VARIABLE}", expected="'take', 'off', or none at all", found=repr(orders)
+                f"no such value of {LEASE_VARIABLE}", expected="'take', 'off', or none at all", found=repr(orders)
             )
         if orders == "off":
             return
-        if (held := self._held.get(store.path)) is not None and held.sequence:
-            self._find_loss(store, held, held.sequence)
-        until, told = time.monotonic() + within, False
+        if (lease := self._held.get(store.path)) is not None and lease.sequence:
+            self._find_loss(store, lease, lease.sequence)
+        until, warned = time.monotonic() + within, False
         while True:
             sight = self._look(store)
             verdict = decide(sight, silence=SILENCE, lost=store.path in self._lost, by_force=orders == "take")
             if verdict == "share":
                 with self._lock:
-                    if (held := self._held.pop(store.path, None)) is not None:
-                        self._held[store.path] = held  # the last one to be given back
+                    if (lease := self._held.pop(store.path, None)) is not None:
+                        self._held[store.path] = lease  # the last one to be given back
                 return
             if verdict == "take":
                 if self._take(store):
@@ -142,46 +142,46 @@ class Leases:
                 if not self._take_over(store, sight):
                     return
                 continue
-            if not told:
-                told = True
+            if not warned:
+                warned = True
                 logger.warning("%s: waiting to see whether its last owner still runs: %s", store.path, sight.owner)
             time.sleep(LOOK)
 
-    def check(self, store: Store, sequence: int) -> None:
+    def check(self, store: FileSystem, sequence: int) -> None:
         """Make sure, before a tag is committed with this number, that the lease has not been taken over meanwhile.
 
         Raises:
             RootInUseError: It has.
             OSError: The storage refused.
         """
-        if (held := self._held.get(store.path)) is not None:
-            self._find_loss(store, held, sequence - 1)
-            if held.over:
+        if (lease := self._held.get(store.path)) is not None:
+            self._find_loss(store, lease, sequence - 1)
+            if lease.over:
                 raise self._refusal(store, None)
 
-    def note(self, store: Store, tag: str, sequence: int) -> None:
+    def note(self, store: FileSystem, tag: str, sequence: int) -> None:
         """Keep in mind what was saved last. The lease says so from its next sign of life on."""
-        if (held := self._held.get(store.path)) is not None:
-            with held.lock:
-                held.owner, held.sequence = replace(held.owner, saved=tag), sequence
+        if (lease := self._held.get(store.path)) is not None:
+            with lease.lock:
+                lease.owner, lease.sequence = replace(lease.owner, saved=tag), sequence
 
     def give_back(self) -> None:
         """Give all leases back: the process ends, or will not save there any more."""
         self._end.set()
         with self._lock:
             leases, self._held = list(self._held.values()), {}
-        for held in leases:
-            _give_back(held)
+        for lease in leases:
+            _give_back(lease)
 
     def forked(self) -> None:
         """What a forked process does first: the leases are those of its parent, and so is their heartbeat."""
-        held = self._held
+        leases = self._held
         self.__init__()  # type: ignore[misc]  # the locks may have been taken by threads that the child does not have
-        for lease in held.values():
+        for lease in leases.values():
             # As long as a descriptor is open, the lock says that the parent runs.
             lease.directory.close()
 
-    def _look(self, store: Store) -> Sight | None:
+    def _look(self, store: FileSystem) -> Sight | None:
         """The lease as it is now; None if there is none."""
         data = _read(store, LEASE)
         if data is None:
@@ -201,7 +201,7 @@ class Leases:
             watched=time.monotonic() - watch.began,
         )
 
-    def _take(self, store: Store) -> bool:
+    def _take(self, store: FileSystem) -> bool:
         """Take a lease where there is none; False if another process was faster."""
         me = this_process()
         directory = store.make(_new_name())
@@ -218,18 +218,18 @@ class Leases:
         with self._lock:
             gone = self._held.pop(store.path, None)  # somebody has removed the root directory, and that lease with it
             self._held[store.path] = _Held(store, directory, owner)
-            too_many = [self._held.pop(path) for path in list(self._held)[:-KEPT]]
+            too_many = [self._held.pop(path) for path in list(self._held)[:-KEPT_LEASES]]
             self._lost.pop(store.path, None)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._beat, name="xla_ckpt-lease", daemon=True)
                 self._thread.start()
         if gone is not None:
             gone.end()
-        for held in too_many:
-            _give_back(held)
+        for lease in too_many:
+            _give_back(lease)
         return True
 
-    def _take_over(self, store: Store, sight: Sight) -> bool:
+    def _take_over(self, store: FileSystem, sight: Sight) -> bool:
         """Remove the lease of a process that does not run any more; False if this user may not."""
         gone = sight.here and sight.locked is False
         try:
@@ -248,7 +248,7 @@ class Leases:
         )
         return True
 
-    def _find_loss(self, store: Store, held: _Held, sequence: int) -> None:
+    def _find_loss(self, store: FileSystem, lease: _Held, sequence: int) -> None:
         """Find out whether another process has taken over a lease, also one that has given it back since.
 
         Then there are tags of its own, with higher commit numbers than this one. Without any, somebody has removed the
@@ -265,9 +265,9 @@ class Leases:
         with self._lock:
             self._lost[store.path] = taker
             self._held.pop(store.path, None)
-        held.end()
+        lease.end()
 
-    def _refusal(self, store: Store, owner: Owner | None) -> RootInUseError:
+    def _refusal(self, store: FileSystem, owner: Owner | None) -> RootInUseError:
         taker = self._lost.get(store.path)
         if taker is not None:
             return RootInUseError(
@@ -280,29 +280,30 @@ class Leases:
             "another process saves to this directory",
             path=store.path,
             found=str(owner or "a lease that cannot be read"),
-            hint=f"Save to another directory, or end that process. With {VARIABLE}=take in its environment, this job "
-            f"saves there, and that one no more; with {VARIABLE}=off for both, two share it, under different tags.",
+            hint="Save to another directory, or end that process. With "
+            f"{LEASE_VARIABLE}=take in its environment, this job saves there, and that one no more; with "
+            f"{LEASE_VARIABLE}=off for both, two share it, under different tags.",
         )
 
     def _beat(self) -> None:
         """Keep the leases alive, on a thread."""
         while not self._end.wait(BEAT):
-            for held in list(self._held.values()):
+            for lease in list(self._held.values()):
                 try:
-                    held.beat()
+                    lease.beat()
                 except OSError as error:
-                    logger.debug("%s: no sign of life could be written: %s", held.store.path, error)
+                    logger.debug("%s: no sign of life could be written: %s", lease.store.path, error)
 
 
-def _give_back(held: _Held) -> None:
-    held.end()
+def _give_back(lease: _Held) -> None:
+    lease.end()
     try:
-        _move_away(held.store, held.owner.token)
+        _move_away(lease.store, lease.owner.token)
     except OSError as error:
-        logger.debug("%s: the lease stays, for others to take over: %s", held.store.path, error)
+        logger.debug("%s: the lease stays, for others to take over: %s", lease.store.path, error)
 
 
-def _read(store: Store, name: str) -> bytes | None:
+def _read(store: FileSystem, name: str) -> bytes | None:
     """What a lease says; nothing if it says nothing, None if there is none."""
     try:
         return store.start_of(f"{name}/{OWNER}", MAX_OWNER, links=False)
@@ -310,7 +311,7 @@ def _read(store: Store, name: str) -> bytes | None:
         return b"" if store.has(name) else None
 
 
-def _move_away(store: Store, token: str) -> None:
+def _move_away(store: FileSystem, token: str) -> None:
     """Remove the lease of the owner with this token ("": of an unknown one)."""
     place = _new_name()
     try:

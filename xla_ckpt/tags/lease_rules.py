@@ -60,14 +60,14 @@ def owner_of(data: bytes) -> Owner | None:
     (None, None)
     """
     try:
-        found: Any = json.loads(data)
+        record: Any = json.loads(data)
     except (ValueError, RecursionError):
         return None
     kinds = {"pid": int, "started": int, "beat": int, "locked": bool}
     names = Owner.__dataclass_fields__
-    if not isinstance(found, dict) or any(type(found.get(name)) is not kinds.get(name, str) for name in names):
+    if not isinstance(record, dict) or any(type(record.get(name)) is not kinds.get(name, str) for name in names):
         return None
-    return Owner(**{name: found[name] for name in names})
+    return Owner(**{name: record[name] for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,9 @@ OLD_PREFIX = ".old-"
 LEASE = ".lease"
 """Who saves to the root directory."""
 
+LEDGER = ".ledger"
+"""The record in an object store that says which tags there are."""
+
 TRASH = ".trash"
 """Where tags go to be deleted."""
 
@@ -38,8 +41,8 @@ def check_tag(tag: object, path: str | None = None) -> str:
         reason = f"it is {type(tag).__name__}, not str"
     elif not tag:
         reason = "it is empty"
-    elif found := next((c for c in tag if c in "/\\\0"), None):
-        reason = f"it contains {found!r}"
+    elif forbidden := next((c for c in tag if c in "/\\\0"), None):
+        reason = f"it contains {forbidden!r}"
     elif not tag.isprintable():
         reason = "it contains a control character"
     elif tag.startswith("."):

@@ -2,7 +2,7 @@
 
 JSON says nothing about tuples, sets, bytes or the difference between 1 and True as a dict key. Every value that plain
 JSON would change is wrapped as ``{"$kind": ...}``. The kinds of the standard library's pure types live here; types
-that need a framework or the operating system (torch.dtype, pathlib.Path, ...) are `Kind` objects from the shell.
+that need a framework or the operating system (torch.dtype, pathlib.Path, ...) are `ValueKind` objects from the shell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Json = Any
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """A type of plain value: exact type, and its two directions."""
 
     name: str
@@ -94,12 +94,12 @@ def _encode_items(value: array.array[Any]) -> Json:
 
 def _items(json: Json) -> array.array[Any]:
     typecode, itemsize, data = json
-    made = array.array(typecode, base64.b64decode(data, validate=True))
-    if made.itemsize != itemsize:
-        raise ValueError(f"an item of {typecode} has {made.itemsize} bytes here")
+    items = array.array(typecode, base64.b64decode(data, validate=True))
+    if items.itemsize != itemsize:
+        raise ValueError(f"an item of {typecode} has {items.itemsize} bytes here")
     if typecode in "uw":
-        made.tounicode()  # what is no text would be found out only when it is used
-    return made
+        items.tounicode()  # what is no text would be found out only when it is used
+    return items
 
 
 def _timezone(json: Json) -> datetime.timezone:
@@ -116,43 +116,43 @@ def _fraction(json: Json) -> fractions.Fraction:
     return fractions.Fraction(numerator, denominator)
 
 
-PURE_KINDS: tuple[Kind, ...] = (
-    Kind("bytes", bytes, lambda v: base64.b64encode(v).decode(), lambda j: base64.b64decode(j, validate=True)),
-    Kind(
+PURE_KINDS: tuple[ValueKind, ...] = (
+    ValueKind("bytes", bytes, lambda v: base64.b64encode(v).decode(), lambda j: base64.b64decode(j, validate=True)),
+    ValueKind(
         "bytearray",
         bytearray,
         lambda v: base64.b64encode(v).decode(),
         lambda j: bytearray(base64.b64decode(j, validate=True)),
     ),
-    Kind(
+    ValueKind(
         "complex",
         complex,
         lambda v: [encode_float(v.real), encode_float(v.imag)],
         lambda j: complex(*(_float_bits(p["$float"]) if isinstance(p, dict) else p for p in j)),
     ),
-    Kind("range", range, lambda v: [v.start, v.stop, v.step], lambda j: range(*j)),
-    Kind("ellipsis", type(...), lambda v: None, lambda j: ...),
-    Kind(
+    ValueKind("range", range, lambda v: [v.start, v.stop, v.step], lambda j: range(*j)),
+    ValueKind("ellipsis", type(...), lambda v: None, lambda j: ...),
+    ValueKind(
         "datetime",
         datetime.datetime,
         _encode_instant,
         lambda j: datetime.datetime.fromisoformat(j[0]).replace(fold=j[1]),
     ),
-    Kind("date", datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
-    Kind(
+    ValueKind("date", datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
+    ValueKind(
         "time",
         datetime.time,
         _encode_instant,
         lambda j: datetime.time.fromisoformat(j[0]).replace(fold=j[1]),
     ),
-    Kind(
+    ValueKind(
         "timedelta", datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda j: datetime.timedelta(*j)
     ),
-    Kind("timezone", datetime.timezone, lambda v: [v.utcoffset(None).total_seconds(), v.tzname(None)], _timezone),
-    Kind("decimal", decimal.Decimal, str, decimal.Decimal),
-    Kind("fraction", fractions.Fraction, lambda v: [v.numerator, v.denominator], _fraction),
-    Kind("uuid", uuid.UUID, str, uuid.UUID),
-    Kind("array.array", array.array, _encode_items, _items),
+    ValueKind("timezone", datetime.timezone, lambda v: [v.utcoffset(None).total_seconds(), v.tzname(None)], _timezone),
+    ValueKind("decimal", decimal.Decimal, str, decimal.Decimal),
+    ValueKind("fraction", fractions.Fraction, lambda v: [v.numerator, v.denominator], _fraction),
+    ValueKind("uuid", uuid.UUID, str, uuid.UUID),
+    ValueKind("array.array", array.array, _encode_items, _items),
 )
 
 
@@ -168,13 +168,13 @@ class ValueCodec:
 
     def __init__(
         self,
-        shell_kinds: tuple[Kind, ...] = (),
+        shell_kinds: tuple[ValueKind, ...] = (),
         apart: Callable[[Any], Composite | None] = lambda value: None,
         compose: Callable[[Composite, Callable[[str, type], Any]], Any] | None = None,
         attributes: Callable[[Any, str], Composite | None] = lambda value, path: None,
     ) -> None:
         kinds = PURE_KINDS + shell_kinds
-        self._by_type: dict[type, list[Kind]] = {}
+        self._by_type: dict[type, list[ValueKind]] = {}
         for known in kinds:
             self._by_type.setdefault(known.type, []).append(known)
         self._by_name = {"$" + k.name: k for k in kinds}

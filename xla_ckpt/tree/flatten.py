@@ -140,11 +140,11 @@ class _Flattener:
         if name in NAMESPACES:
             return {"$namespace": [name, self.fields(vars(value), path)]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            held = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+            members = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
             base = container_below(type(value))
-            if base is None or set(getattr(value, "__dict__", {})) - set(held):  # what is no field would be lost
+            if base is None or set(getattr(value, "__dict__", {})) - set(members):  # what is no field would be lost
                 return self.object(value, path)
-            body = [name, self.fields(held, path)]
+            body = [name, self.fields(members, path)]
             if base is object:
                 return {"$dataclass": body}
             content = base(base.items(value)) if issubclass(base, dict) else base(value)
@@ -206,14 +206,14 @@ class _Flattener:
 
     @staticmethod
     def factory(value: collections.defaultdict[Any, Any]) -> Any:
-        made = value.default_factory
-        if made is None:
+        function = value.default_factory
+        if function is None:
             return None
-        name = getattr(made, "__name__", "")
-        return name if _FACTORIES.get(name) is made else NotImplemented
+        name = getattr(function, "__name__", "")
+        return name if _FACTORIES.get(name) is function else NotImplemented
 
 
-MAX_ALIKE = 1000
+MAX_SAME_HASH = 1000
 """Most keys of a dict, or members of a set, with the same hash: each of them is compared with all others."""
 
 
@@ -223,8 +223,8 @@ def check_hashes(keys: list[Any]) -> None:
     Raises:
         ValueError: Too many of them have the same hash.
     """
-    if len(keys) > MAX_ALIKE and collections.Counter(map(hash, keys)).most_common(1)[0][1] > MAX_ALIKE:
-        raise ValueError(f"more than {MAX_ALIKE} keys have the same hash")
+    if len(keys) > MAX_SAME_HASH and collections.Counter(map(hash, keys)).most_common(1)[0][1] > MAX_SAME_HASH:
+        raise ValueError(f"more than {MAX_SAME_HASH} keys have the same hash")
 
 
 def component(key: Json) -> str:
@@ -333,8 +333,8 @@ class Unflattener:
 
     def _defaultdict(self, body: Json, path: str, depth: int) -> Any:
         factory, pairs = body
-        made = None if factory is None else _FACTORIES[factory]
-        return collections.defaultdict(made, self._keyed(pairs, path, depth))
+        function = None if factory is None else _FACTORIES[factory]
+        return collections.defaultdict(function, self._keyed(pairs, path, depth))
 
     def _tuple(self, body: Json, path: str, depth: int) -> Any:
         return tuple(self._items(body, path, depth))
@@ -368,14 +368,14 @@ class Unflattener:
         base = container_below(kind)
         if base is None or len(content) != (base is not object):
             raise IncompatibleCheckpointError(f"the class {name} has changed what it extends", found=str(base))
-        made = base.__new__(kind)  # no __init__: a file must not be able to call code
+        value = base.__new__(kind)  # no __init__: a file must not be able to call code
         if content:
-            held = self.build(content[0], paths.join(path, CONTENT), depth)
-            for k, v in enumerate(held) if base is list else held.items():
-                list.append(made, v) if base is list else base.__setitem__(made, k, v)
+            members = self.build(content[0], paths.join(path, CONTENT), depth)
+            for k, v in enumerate(members) if base is list else members.items():
+                list.append(value, v) if base is list else base.__setitem__(value, k, v)
         for k, v in self._fields(fields, path, depth).items():
-            object.__setattr__(made, k, v)
-        return made
+            object.__setattr__(value, k, v)
+        return value
 
     def _extended(self, body: Json, path: str, depth: int) -> Any:
         name, fields, content = body
@@ -383,9 +383,9 @@ class Unflattener:
         base = scalar_below(kind)
         if base is None or type(value) is not base:
             raise IncompatibleCheckpointError(f"the class {name} has changed what it extends", found=str(base))
-        made: Any = base.__new__(kind, value)  # neither the __new__ nor the __init__ of the class
-        vars(made).update(self._fields(fields, path, depth))
-        return made
+        extended: Any = base.__new__(kind, value)  # neither the __new__ nor the __init__ of the class
+        vars(extended).update(self._fields(fields, path, depth))
+        return extended
 
     def _namespace(self, body: Json, path: str, depth: int) -> Any:
         name, fields = body

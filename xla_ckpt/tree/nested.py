@@ -1,26 +1,61 @@
-"""Nested dicts, lists and tuples that came out of somebody else's file: every walk over them is one of these two."""
+"""Nested dicts, lists and tuples, of a program or from somebody's file: walks over them are made of these."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+Keys = tuple[Any, ...]
+"""The keys and numbers that lead to a value."""
 
-def replaced_leaves(value: Any, change: Callable[[str, Any], Any], path: str, *, tuples: bool = True) -> Any:
-    """The same containers, with ``change(path, leaf)`` in place of every value that is no container.
 
-    Mappings become dicts. Of sequences only lists and tuples are containers, and their subclasses are leaves: a
-    `torch.Size`, for instance. Without `tuples`, all of them become lists.
+def replaced_leaves(
+    value: Any,
+    change: Callable[[Keys, Any], Any],
+    keys: Keys = (),
+    *,
+    is_leaf: Callable[[Any], bool] | None = None,
+    classes: bool = False,
+) -> Any:
+    """The same containers, with ``change(keys, leaf)`` in place of every value that is no container.
 
-    >>> replaced_leaves({"a": [1, (2,)]}, lambda path, leaf: f"{path}={leaf}", "top")
-    {'a': ['top/a/0=1', ('top/a/1/0=2',)]}
+    Of sequences only lists and tuples are containers, and their subclasses are leaves: a `torch.Size`, for instance.
+
+    Args:
+        value: The containers.
+        change: Gets the keys that lead to a leaf, and the leaf.
+        keys: Those that lead to `value`.
+        is_leaf: Says which further values are leaves; a container for which it is false is none.
+        classes: Copy dicts of all classes, `collections.Counter` among them. Otherwise all mappings become dicts.
+
+    >>> replaced_leaves({"a": [1, (2,)]}, lambda keys, leaf: f"{keys}: {leaf}")
+    {'a': ["('a', 0): 1", ("('a', 1, 0): 2",)]}
+    """
+    kind = type(value)
+    if is_leaf is not None and is_leaf(value):
+        return change(keys, value)
+    if isinstance(value, Mapping):
+        members = copy.copy(value) if classes and isinstance(value, dict) else {}
+        for key, member in value.items():  # `update` of a Counter would add
+            members[key] = replaced_leaves(member, change, (*keys, key), is_leaf=is_leaf, classes=classes)
+        return members
+    if kind is list or kind is tuple:
+        return kind(
+            [replaced_leaves(v, change, (*keys, i), is_leaf=is_leaf, classes=classes) for i, v in enumerate(value)]
+        )
+    return change(keys, value)
+
+
+def in_dicts_and_lists(value: Any) -> Any:
+    """The same values, in dicts in place of all mappings, and in lists in place of all lists and tuples.
+
+    >>> in_dicts_and_lists({"a": (1, (2,))})
+    {'a': [1, [2]]}
     """
     if isinstance(value, Mapping):
-        return {k: replaced_leaves(v, change, f"{path}/{k}", tuples=tuples) for k, v in value.items()}
-    if type(value) in (list, tuple) or (not tuples and isinstance(value, list | tuple)):
-        made = [replaced_leaves(v, change, f"{path}/{i}", tuples=tuples) for i, v in enumerate(value)]
-        return tuple(made) if tuples and type(value) is tuple else made
-    return change(path, value)
+        return {key: in_dicts_and_lists(member) for key, member in value.items()}
+    return [in_dicts_and_lists(member) for member in value] if isinstance(value, list | tuple) else value
 
 
 def leaves(value: Any) -> Iterator[Any]:

@@ -78,7 +78,7 @@ class Role(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LeafPlace:
     """A leaf path, taken apart."""
 
     role: Role
@@ -89,21 +89,22 @@ class Place:
     """Path components below that."""
 
 
-_OTHER = Place(Role.OTHER)
+_OTHER = LeafPlace(Role.OTHER)
 _ROLES = {STATE: Role.STATE, MASTER: Role.MASTER}
 
 
-def place_of(path: str) -> Place:
+def place_of(path: str) -> LeafPlace:
     """A leaf path, taken apart.
 
-    >>> place_of("optimizer/state/w/exp_avg")
-    Place(role=<Role.STATE: 'state of an optimizer: of one parameter, or shared by all'>, owner='w', keys=('exp_avg',))
+    >>> place = place_of("optimizer/state/w/exp_avg")
+    >>> place.role.name, place.owner, place.keys
+    ('STATE', 'w', ('exp_avg',))
     """
     parts = paths.split(path)
     if len(parts) > 1 and parts[0] == MODEL:
-        return Place(Role.WEIGHT, parts[1], parts[2:])
+        return LeafPlace(Role.WEIGHT, parts[1], parts[2:])
     if len(parts) > 2 and parts[0] == OPTIMIZER and parts[1] in _ROLES:
-        return Place(_ROLES[parts[1]], parts[2], parts[3:])
+        return LeafPlace(_ROLES[parts[1]], parts[2], parts[3:])
     return _OTHER
 
 
@@ -145,13 +146,13 @@ def shared_state(optimizer: Any) -> set[str]:
     >>> shared_state({"another": "structure"})
     set()
     """
-    held = children(optimizer) or {}
-    groups = held.get(GROUPS)
+    members = children(optimizer) or {}
+    groups = members.get(GROUPS)
     if not isinstance(groups, list):
         return set()
     named = [(children(group) or {}).get(PARAMS) for group in groups]
     owners = {component(name) for names in named if isinstance(names, list) for name in names}
-    return set(children(held.get(STATE)) or {}) - owners
+    return set(children(members.get(STATE)) or {}) - owners
 
 
 def parameter_of(path: str) -> str | None:

@@ -134,14 +134,14 @@ def only(skeleton: Json, parts: Iterable[str]) -> dict[str, Json]:
     Raises:
         KeyError: One of them is not there.
     """
-    made: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for path in parts:
         *above, last = map(paths.unescape, paths.split(path))
-        at = made
+        at = tree
         for key in above:
             at = at.setdefault(key, {})
         at[last] = part_at(skeleton, path)
-    return made
+    return tree
 
 
 def array_paths(skeleton: Json, path: str) -> dict[str, str]:
@@ -151,14 +151,14 @@ def array_paths(skeleton: Json, path: str) -> dict[str, str]:
 
 def objects_in(skeleton: Json, path: str = paths.ROOT) -> dict[int, str]:
     """Number -> leaf path of every pickled object at or below `path`."""
-    found: dict[int, str] = {}
+    leaves: dict[int, str] = {}
     for leaf, part in leaves_below(skeleton, path):
         if is_object(part):
             number = part["$object"]
             if type(number) is not int:
                 raise FormatError("broken $object in the skeleton", leaf=leaf, found=str(number)[:80])
-            found[number] = leaf
-    return found
+            leaves[number] = leaf
+    return leaves
 
 
 def renumbered(skeleton: Json, number: Callable[[int], int]) -> Json:
@@ -176,7 +176,7 @@ Make = Callable[[Mapping[str, Any]], Any]
 """Makes a restored value from the restored arrays, which it finds by leaf path."""
 
 
-Parts = tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Any]]
+ValueParts = tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], Any]]
 """The parts of a value by name, and what makes a value like it from such parts."""
 
 
@@ -189,7 +189,7 @@ class Weave:
         codec: ValueCodec,
         whole: Callable[[Json, str], Make],
         *,
-        parts: Callable[[Any], Parts | None] = lambda pattern: None,
+        parts: Callable[[Any], ValueParts | None] = lambda pattern: None,
         number: Callable[[Any, float], Any] = lambda pattern, number: NotImplemented,
     ) -> None:
         self.is_array = is_array
@@ -223,39 +223,39 @@ class Weave:
 
     def _array(self, pattern: Any, stored: Json, path: str) -> Make:
         if not (isinstance(stored, dict) and "$array" in stored):
-            made = self.number(pattern, stored) if type(stored) in (bool, int, float) else NotImplemented
-            if made is NotImplemented:
+            array = self.number(pattern, stored) if type(stored) in (bool, int, float) else NotImplemented
+            if array is NotImplemented:
                 raise _mismatch(path, "an array", stored)
-            return lambda arrays: made
+            return lambda arrays: array
         self.wanted[path] = pattern
         return lambda arrays: arrays[path]
 
-    def _parts(self, taken: Parts, stored: Json, path: str) -> Make:
+    def _parts(self, taken: ValueParts, stored: Json, path: str) -> Make:
         members, compose = taken
         below = children(stored)
-        made = {name: self._child(part, below, paths.escape(name), path, stored) for name, part in members.items()}
-        return lambda arrays: compose({name: make(arrays) for name, make in made.items()})
+        makers = {name: self._child(part, below, paths.escape(name), path, stored) for name, part in members.items()}
+        return lambda arrays: compose({name: make(arrays) for name, make in makers.items()})
 
     def _mapping(self, pattern: Mapping[Any, Any], stored: Json, path: str) -> Make:
         below = children(stored)
-        made = {key: self._child(value, below, self._component(key), path, stored) for key, value in pattern.items()}
-        return lambda arrays: _like_mapping(pattern, {key: make(arrays) for key, make in made.items()})
+        makers = {key: self._child(value, below, self._component(key), path, stored) for key, value in pattern.items()}
+        return lambda arrays: _like_mapping(pattern, {key: make(arrays) for key, make in makers.items()})
 
     def _sequence(self, pattern: Any, stored: Json, path: str) -> Make:
         below = children(stored)
         if below is None or len(below) != len(pattern):
             raise _mismatch(path, f"{len(pattern)} items", stored)
         names = getattr(pattern, "_fields", range(len(pattern)))
-        made = [self._child(p, below, str(name), path, stored) for name, p in zip(names, pattern, strict=True)]
-        return lambda arrays: _like_sequence(pattern, [make(arrays) for make in made])
+        makers = [self._child(p, below, str(name), path, stored) for name, p in zip(names, pattern, strict=True)]
+        return lambda arrays: _like_sequence(pattern, [make(arrays) for make in makers])
 
     def _dataclass(self, pattern: Any, stored: Json, path: str) -> Make:
         below = children(stored)
-        made = {
+        makers = {
             field.name: self._child(getattr(pattern, field.name), below, paths.escape(field.name), path, stored)
             for field in dataclasses.fields(pattern)
         }
-        return lambda arrays: dataclasses.replace(pattern, **{name: make(arrays) for name, make in made.items()})
+        return lambda arrays: dataclasses.replace(pattern, **{name: make(arrays) for name, make in makers.items()})
 
     def _component(self, key: Any) -> str:
         """The path component of a key of the pattern, as `flatten` made it from the key that was saved."""
@@ -279,21 +279,21 @@ class Weave:
 
 def _mismatch(path: str, expected: str, stored: Json) -> IncompatibleCheckpointError:
     below = children(stored)
-    found = f"{len(below)} parts" if below is not None else str(stored)[:60]
+    nature = f"{len(below)} parts" if below is not None else str(stored)[:60]
     return IncompatibleCheckpointError(
-        "the checkpoint holds something else at this place", leaf=path or "(root)", expected=expected, found=found
+        "the checkpoint holds something else at this place", leaf=path or "(root)", expected=expected, found=nature
     )
 
 
-def _like_mapping(pattern: Any, made: dict[Any, Any]) -> Any:
+def _like_mapping(pattern: Any, members: dict[Any, Any]) -> Any:
     if isinstance(pattern, collections.defaultdict):
-        return collections.defaultdict(pattern.default_factory, made)
-    return made if type(pattern) is dict else type(pattern)(made)
+        return collections.defaultdict(pattern.default_factory, members)
+    return members if type(pattern) is dict else type(pattern)(members)
 
 
-def _like_sequence(pattern: Any, made: list[Any]) -> Any:
+def _like_sequence(pattern: Any, items: list[Any]) -> Any:
     if hasattr(pattern, "_fields"):
-        return type(pattern)(*made)
+        return type(pattern)(*items)
     if isinstance(pattern, collections.deque):
-        return collections.deque(made, pattern.maxlen)
-    return type(pattern)(made)
+        return collections.deque(items, pattern.maxlen)
+    return type(pattern)(items)

@@ -21,7 +21,7 @@ import torch
 
 from neuron_compat.nxd.parallel_layers.groups import kv_groups, rank_groups
 from xla_ckpt import Mesh, add_mesh_source
-from xla_ckpt.job.process_group import check_ranks
+from xla_ckpt.job.process_group import check_can_meet
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,7 +129,7 @@ def initialize_model_parallel(
     """
     if _current:
         raise RuntimeError("parallel_state is initialised already; call destroy_model_parallel() first")
-    check_ranks()
+    check_can_meet()
     joined = distributed.is_available() and distributed.is_initialized()
     rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
     mesh = _mesh(

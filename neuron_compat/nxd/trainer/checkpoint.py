@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import xla_ckpt
 from neuron_compat.lazy import lazily
@@ -36,9 +36,7 @@ def save_checkpoint(
     avoid_saving_lower_precision_weights: bool = False,  # noqa: ARG001
     *,
     layout: str | Sequence[str] | None = None,
-    replicas: Literal["equal", "first"] = "equal",
-    snapshot: Literal["host", "device", "overlap"] = "host",
-    parity: Literal["block", "file"] | None = None,
+    options: xla_ckpt.SaveOptions | None = None,
 ) -> None:
     """Save a training state under ``<checkpoint_dir_str>/<tag>``. All ranks make the same call.
 
@@ -61,10 +59,8 @@ def save_checkpoint(
         layout: ``"native"`` writes xla_ckpt's own format instead: fewer files, and work dealt out evenly. By default it
             is written, with a warning in the log, only where neuronx-distributed's layout has no place for the state:
             ZeRO-1 shards over context-parallel ranks, DTensors, SPMD arrays.
-        replicas: ``"first"`` saves a job whose replicas have drifted apart: of each array the first replica counts, and
-            the tag says of which arrays it was so. By default that is an error, and nothing is saved.
-        snapshot: How memory that the program writes to is frozen with `async_save` (docs/snapshots.md).
-        parity: What damage the tag is to survive (docs/repair.md); by default none.
+        options: How the save goes about its work: ``xla_ckpt.SaveOptions(replicas="first")`` saves a job whose replicas
+            have drifted apart, for instance. By default those of `xla_ckpt.default_options`.
 
     Raises:
         xla_ckpt.UsageError: An argument makes no sense.
@@ -83,9 +79,7 @@ def save_checkpoint(
         async_save=async_save,
         zero1_optimizer=zero1_optimizer,
         layout=(theirs, "native") if layout is None else layout,
-        replicas=replicas,
-        snapshot=snapshot,
-        parity=parity,
+        options=options,
     )
 
 
@@ -100,6 +94,7 @@ def load_checkpoint(
     use_zero1_dcp: bool = False,  # noqa: ARG001  # neuronx-distributed's signature
     *,
     trust_pickle: bool = False,
+    options: xla_ckpt.LoadOptions | None = None,
 ) -> Any:
     """Load a tag, the newest by default, into the given objects.
 
@@ -113,6 +108,7 @@ def load_checkpoint(
         strict: False loads what fits, and logs what does not.
         use_zero1_dcp: Accepted; how the checkpoint was written does not matter.
         trust_pickle: Load pickled objects in the user content, which can run any code; plain values never need it.
+        options: How the load goes about its work; by default those of `xla_ckpt.default_options`.
 
     Returns:
         The user content of the save; None if there was none.
@@ -131,6 +127,7 @@ def load_checkpoint(
         num_workers=num_workers,
         strict=strict,
         trust_pickle=trust_pickle,
+        options=options,
     ).user_content
 
 

@@ -12,19 +12,19 @@ from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, with_exp
 from xla_ckpt.layouts.by_rank.stages import in_stage
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
-from xla_ckpt.plan.order import other_copies
-from xla_ckpt.plan.place import (
+from xla_ckpt.plan.row_order import other_copies
+from xla_ckpt.plan.stored_shardings import (
     DEALT,
     even,
     parameters_in,
     rows_of,
     sharding_of,
-    without,
+    without_axes,
 )
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.rules import Parsed
-from xla_ckpt.sharding.sharding import Sharding, parts
+from xla_ckpt.sharding.sharding import Sharding, number_of_parts
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths
@@ -149,18 +149,18 @@ class NewJob:
         tree = self.trees[schema.OPTIMIZER]
         if self.mesh.pp == 1 or not self._by_name():
             return tree
-        mine: dict[str, str] = {}
+        own_names: dict[str, str] = {}
         for name, of in self._stages.items():
             if of == stage:
-                mine.setdefault(self._stored_name(name), name)
+                own_names.setdefault(self._stored_name(name), name)
         order = {name: i for i, name in enumerate(self._stages)}
-        groups = [{**g, schema.PARAMS: in_stage(g[schema.PARAMS], mine, order)} for g in tree[schema.GROUPS]]
-        others = {name for g in tree[schema.GROUPS] for name in g[schema.PARAMS]} - mine.keys()
-        made = {**tree, schema.GROUPS: groups}
+        groups = [{**g, schema.PARAMS: in_stage(g[schema.PARAMS], own_names, order)} for g in tree[schema.GROUPS]]
+        others = {name for g in tree[schema.GROUPS] for name in g[schema.PARAMS]} - own_names.keys()
+        optimizer = {**tree, schema.GROUPS: groups}
         for key in (schema.STATE, schema.MASTER):
             if key in tree:
-                made[key] = {name: value for name, value in tree[key].items() if name not in others}
-        return made
+                optimizer[key] = {name: value for name, value in tree[key].items() if name not in others}
+        return optimizer
 
     def _stored_name(self, name: str) -> str:
         """The name that an optimizer has for a parameter of several names."""
@@ -181,10 +181,10 @@ class NewJob:
     def _sharding(self, path: str) -> Sharding:
         """How the job splits an array over tp and ep. A state of its parameter's shape is split like the parameter."""
         if path not in self._shardings:
-            owner, theirs = self._owner(path)
-            leaf = owner if theirs is not None and theirs.shape == self._record(path).shape else path
+            owner, parameter = self._owner(path)
+            leaf = owner if parameter is not None and parameter.shape == self._record(path).shape else path
             try:
-                self._shardings[path] = without(sharding_of(leaf, self.manifest, self.rules), ("pp", *DEALT))
+                self._shardings[path] = without_axes(sharding_of(leaf, self.manifest, self.rules), ("pp", *DEALT))
             except ValueError as error:
                 raise IncompatibleCheckpointError(str(error), leaf=path) from error
         return self._shardings[path]
@@ -219,7 +219,7 @@ class NewJob:
         sharding, local = even(self._sharding(path), record.shape, self.mesh)
         if self.zero1 and record.shape and self._is_dealt(path, record):
             axes = ("edp",) if "ep" in sharding.axes else ("dp",)
-            ranks = parts(axes, self.mesh.sizes)
+            ranks = number_of_parts(axes, self.mesh.sizes)
             return sharding.zero1(local, self.mesh, rank, axes), (-(-local[0] // ranks), *local[1:])
         return sharding.place(local, self.mesh, rank), local
 
@@ -241,13 +241,13 @@ class NewJob:
             if schema.member_of(path) == schema.MODEL:
                 shape = self._record(path).shape
                 for n, dim in zip(shape, sharding.over(len(shape)), strict=True):
-                    if dim is not None and dim.plain and n % parts(dim.axes, self.mesh.sizes):
+                    if dim is not None and dim.plain and n % number_of_parts(dim.axes, self.mesh.sizes):
                         uneven.append(path)
-        found = self._other_heads(split)
+        messages = self._other_heads(split)
         if uneven:
             more = f" and {len(uneven) - 5} more" if len(uneven) > 5 else ""
-            found.append(f"padded, because they do not divide over {self.mesh}: {', '.join(uneven[:5])}{more}")
-        return found
+            messages.append(f"padded, because they do not divide over {self.mesh}: {', '.join(uneven[:5])}{more}")
+        return messages
 
     def _other_heads(self, split: Mapping[str, Sharding]) -> list[str]:
         """A warning if other ranks will hold other numbers of copies of the keys, which order the heads of the queries.
@@ -257,11 +257,11 @@ class NewJob:
         """
         for path, sharding in split.items():
             try:
-                found = other_copies(sharding, self.mesh)
+                counts = other_copies(sharding, self.mesh)
             except ValueError as error:
                 raise IncompatibleCheckpointError(str(error), leaf=path) from error
-            if found is not None:
-                return [_OTHER_HEADS.format(leaf=path, old=found[0], new=found[1], mesh=self.mesh)]
+            if counts is not None:
+                return [_OTHER_HEADS.format(leaf=path, old=counts[0], new=counts[1], mesh=self.mesh)]
         return []
 
     def spec(self, path: str) -> tuple[object, ...] | None:
@@ -274,11 +274,11 @@ class NewJob:
         Raises:
             IncompatibleCheckpointError: The parameter is not stored, and the rows were not dealt out before.
         """
-        owner, theirs = self._owner(path)
+        owner, parameter = self._owner(path)
         if self._is_shared(path) or not owner:
             return False
-        if theirs is not None:
-            return theirs.shape == record.shape
+        if parameter is not None:
+            return parameter.shape == record.shape
         if not rows_of(sharding_of(path, self.manifest, ())):
             raise IncompatibleCheckpointError(
                 "the optimizer's rows cannot be dealt out: the parameter that this belongs to is not known",

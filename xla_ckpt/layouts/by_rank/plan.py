@@ -15,15 +15,14 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
-from xla_ckpt.plan.place import sharding_of_spec
 from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource
+from xla_ckpt.plan.stored_shardings import sharding_of_spec
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.sharding import position
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.nested import replaced_leaves
 
 PARTS = (schema.MODEL, schema.OPTIMIZER, schema.SCHEDULER, schema.USER_CONTENT)
 """Members of a state that these layouts have a place for."""
@@ -198,11 +197,6 @@ def by_number(members: Mapping[Any, Any], number: Mapping[Any, int]) -> dict[Any
     """
     ordered = sorted(members.items(), key=lambda item: number.get(item[0], len(number)))
     return {number.get(name, name): value for name, value in ordered}
-
-
-def plain(tree: Any) -> Any:
-    """The same tree in dicts and lists alone."""
-    return replaced_leaves(tree, lambda _, leaf: leaf, "", tuples=False)
 
 
 def check_common(skeleton: Mapping[str, Any], whose: str) -> None:

@@ -16,13 +16,13 @@ def in_stage(names: Sequence[str], called: Mapping[str, str], order: Mapping[str
     >>> in_stage(["embed", "b", "c"], {"embed": "head", "c": "c"}, {"embed": 0, "b": 1, "c": 2, "head": 3})
     ['c', 'embed']
     """
-    here = [name for name in names if called.get(name) == name]
+    of_stage = [name for name in names if called.get(name) == name]
     for name in names:
         other = called.get(name, name)
         if other == name:
             continue
         # The optimizer of the stage found this parameter at the place of its other name.
         place = order.get(other, len(order))
-        at = next((i for i, n in enumerate(here) if order.get(n, -1) > place), len(here))
-        here.insert(at, name)
-    return here
+        at = next((i for i, n in enumerate(of_stage) if order.get(n, -1) > place), len(of_stage))
+        of_stage.insert(at, name)
+    return of_stage

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from xla_ckpt.engine.index import Index, no_index
+from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.errors import UnsupportedStateError
-from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, check_common, with_experts
+from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, check_common, check_rows, with_experts
 from xla_ckpt.layouts.native import NativeWriting
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.plan.rank_numbers import axes_of_numbers
@@ -26,10 +26,10 @@ class RankWriting:
     """
 
     description: Description
-    held: RankState
+    rank_state: RankState
     """This rank's state, without its trees."""
 
-    rest: NativeWriting
+    native: NativeWriting
     marks: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
@@ -39,15 +39,15 @@ class RankWriting:
 
     @property
     def whole(self) -> frozenset[str]:
-        """See `xla_ckpt.engine.save.Writing`."""
-        return frozenset(self.held.tensors)
+        """See `xla_ckpt.engine.writing.Writing`."""
+        return frozenset(self.rank_state.tensors)
 
     def state(self) -> RankState:
         """This rank's state."""
         about = self.description
-        here = about.structure or {}
-        trees = {part: about.tree(part, lambda path, _: LeafAt(path)) for part in PARTS if part in here}
-        return replace(self.held, parts=trees)
+        members = about.structure or {}
+        trees = {part: about.tree(part, lambda path, _: LeafAt(path)) for part in PARTS if part in members}
+        return replace(self.rank_state, parts=trees)
 
 
 def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankState, NativeWriting]:
@@ -62,12 +62,12 @@ def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankSta
         UnsupportedStateError: The layout has no place for something in it.
     """
     mesh, state = description.placement.mesh, description.state
-    here = description.structure if isinstance(description.structure, dict) else {}
-    if not any(part in here for part in PARTS):
+    members = description.structure if isinstance(description.structure, dict) else {}
+    if not any(part in members for part in PARTS):
         raise UnsupportedStateError(f"{whose} layout holds {', '.join(PARTS)}, and nothing of it is here")
-    check_common(here, whose)
-    mine = [leaf.path for leaf in description.leaves if schema.member_of(leaf.path) in PARTS]
-    tensors = with_experts({path: _tensor(path, description, whose, to) for path in mine}, mesh)
+    check_common(members, whose)
+    paths = [leaf.path for leaf in description.leaves if schema.member_of(leaf.path) in PARTS]
+    tensors = with_experts({path: _tensor(path, description, whose, to) for path in paths}, mesh)
     of_ranks = {
         path: replace(tensor, expert=True, elsewhere=True)
         for path, tensor in tensors.items()
@@ -76,8 +76,8 @@ def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankSta
     tensors |= of_ranks
     arrays = tensors | {alias: tensors[path] for alias, path in description.aliases.items() if path in tensors}
     shapes: dict[Any, tuple[int, ...]] = {p.name: tuple(p.value.shape) for p in state.parameters.values()}
-    rest = tuple(leaf for leaf in description.leaves if leaf.path not in tensors or leaf.path in of_ranks)
-    held = RankState(
+    native_leaves = tuple(leaf for leaf in description.leaves if leaf.path not in tensors or leaf.path in of_ranks)
+    rank_state = RankState(
         parts={},
         tensors=arrays,
         zero1=state.zero1 is not None,
@@ -85,7 +85,8 @@ def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankSta
         shapes=shapes,
         experts=state.experts,
     )
-    return held, NativeWriting(description, rest)
+    check_rows(rank_state, mesh, state.zero1 or (), whose)
+    return rank_state, NativeWriting(description, native_leaves)
 
 
 def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:
@@ -96,8 +97,8 @@ def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:
 
 
 def _tensor(path: str, description: Description, whose: str, to: str) -> RankTensor:
-    held = description.arrays[path]
-    local, placement = held.local, description.placement
+    array = description.arrays[path]
+    local, placement = array.local, description.placement
     # A file is shared by ranks that hold the same, so it has to be known along which axes they do.
     alike: tuple[str, ...] | None = None
     if isinstance(local.group, tuple) and local.group[0] == "mesh":
@@ -115,8 +116,8 @@ def _tensor(path: str, description: Description, whose: str, to: str) -> RankTen
         )
     return RankTensor(
         leaf=path,
-        dtype=held.adapter.dtype(held.value, path),
-        shape=held.shape,
+        dtype=array.adapter.dtype(array.value, path),
+        shape=array.shape,
         pieces=local.pieces,
         alike=alike,
         full=local.shape,

@@ -14,7 +14,7 @@ from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
 from xla_ckpt.sharding.box import Box
 
 
-def chunk(key: str, dtype: DType, box: Box) -> Chunk:
+def chunk_of(key: str, dtype: DType, box: Box) -> Chunk:
     """A region of the tensor that DCP calls `key`.
 
     Raises:
@@ -27,8 +27,8 @@ def chunk(key: str, dtype: DType, box: Box) -> Chunk:
 def around(dtype: DType, shape: tuple[int, ...], offset: int) -> tuple[int, int]:
     """(offset, bytes) of the zip of a region of this shape whose elements begin at `offset`."""
     nbytes = Box.whole(shape).size * dtype.itemsize
-    held = zip_of(tensor_pickle(dtype, shape), nbytes)
-    return offset - held.start, held.size
+    layout = zip_of(tensor_pickle(dtype, shape), nbytes)
+    return offset - layout.start, layout.size
 
 
 def object_zip(pickled: bytes) -> bytes:

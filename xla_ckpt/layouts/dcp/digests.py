@@ -27,8 +27,8 @@ from xla_ckpt.manifest.records import FileRecord
 DIGESTS = "xla_ckpt_digests.json"
 """Name of the file."""
 
-FORMAT = "xla_ckpt digests"
-VERSION = 1
+DIGESTS_FORMAT = "xla_ckpt digests"
+DIGESTS_VERSION = 1
 
 MAX_DIGESTS = 1 << 30
 """A larger file is not read (bytes)."""
@@ -61,22 +61,22 @@ def record_of(path: str, data: bytes) -> FileRecord:
     return FileRecord(path=path, size=len(data), head=len(data), digest=digest(data))
 
 
-def dump(files: Sequence[FileRecord]) -> bytes:
+def dump_digests(files: Sequence[FileRecord]) -> bytes:
     """The bytes of the file: equal records give equal bytes.
 
     Raises:
         FormatError: The records are not those of one directory (see `Digests`).
 
-    >>> parse(dump([record_of(METADATA, b"...")])).files[0].size
+    >>> parse_digests(dump_digests([record_of(METADATA, b"...")])).files[0].size
     3
     """
-    held = Digests(tuple(files))
-    lines = ",".join(json.dumps(file_json(record), separators=(",", ":")) for record in held.files)
-    body = f'{{"format":"{FORMAT}","version":{VERSION},\n"files":[{lines}]'.encode()
+    digests = Digests(tuple(files))
+    lines = ",".join(json.dumps(file_json(record), separators=(",", ":")) for record in digests.files)
+    body = f'{{"format":"{DIGESTS_FORMAT}","version":{DIGESTS_VERSION},\n"files":[{lines}]'.encode()
     return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
 
 
-def parse(data: bytes) -> Digests:
+def parse_digests(data: bytes) -> Digests:
     """The digests in these bytes.
 
     Raises:
@@ -94,12 +94,12 @@ def parse(data: bytes) -> Digests:
     except (ValueError, RecursionError) as error:
         raise FormatError("the digests are no JSON", file=DIGESTS) from error
     match raw:
-        case {"format": str(name), "version": int(version), "files": list(entries)} if name == FORMAT:
-            if version > VERSION:
+        case {"format": str(name), "version": int(version), "files": list(entries)} if name == DIGESTS_FORMAT:
+            if version > DIGESTS_VERSION:
                 raise UnsupportedVersionError(
                     "the digests were written by a newer version of this library",
                     file=DIGESTS,
-                    expected=f"version {VERSION} or older",
+                    expected=f"version {DIGESTS_VERSION} or older",
                     found=version,
                     hint="Install a newer xla_ckpt.",
                 )

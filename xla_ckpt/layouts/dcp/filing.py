@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.files.distcp import Distcp
 from xla_ckpt.files.safetensors import Region
-from xla_ckpt.layouts.dcp.chunks import chunk
+from xla_ckpt.layouts.dcp.chunks import chunk_of
 from xla_ckpt.layouts.dcp.keys import items
 from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.skeleton import is_array
@@ -26,7 +26,7 @@ class DcpFiling:
 
     def codec(self, path: str, regions: Sequence[Region]) -> Distcp:
         """See `xla_ckpt.plan.save_plan.Filing`."""
-        return Distcp(path, tuple(chunk(region.name, region.dtype, region.box) for region in regions))
+        return Distcp(path, tuple(chunk_of(region.name, region.dtype, region.box) for region in regions))
 
 
 def filing_of(skeleton: Json, *, flat: bool) -> DcpFiling:

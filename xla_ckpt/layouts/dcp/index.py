@@ -15,7 +15,7 @@ from typing import Any
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.layouts.dcp.chunks import around, object_zip, value_zip
 from xla_ckpt.layouts.dcp.keys import Item, items
-from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, Span, StoredChunk, StoredTensor
+from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpChunk, DcpTensor, Span
 from xla_ckpt.manifest.records import ArrayRecord, Manifest
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree.skeleton import is_array, is_object
@@ -32,30 +32,30 @@ def index_files(reader: TagReader, *, trust: bool, flat: bool) -> dict[str, byte
         UnsupportedStateError: A value cannot be pickled, or torch has no such element type.
     """
     manifest = reader.manifest
-    tensors: dict[str, StoredTensor] = {}
+    tensors: dict[str, DcpTensor] = {}
     objects: dict[str, Span] = {}
     text = bytearray()
-    found = items(manifest.skeleton, flat=flat)
-    for item in found:
+    values = items(manifest.skeleton, flat=flat)
+    for item in values:
         if is_array(item.part):
             record = manifest.array(item.leaf)
             assert record is not None, item.leaf  # what was merged has been compared with the skeleton
             tensors[item.key] = _tensor(record, manifest)
         else:
-            held = _zip_of(item, reader, trust=trust)
-            objects[item.key] = Span(OBJECTS, len(text), len(held))
-            text += held
-    contents = Contents(tensors, objects, {item.key: item.path for item in found})
-    return {**({OBJECTS: bytes(text)} if objects else {}), METADATA: dump(contents)}
+            zipped = _zip_of(item, reader, trust=trust)
+            objects[item.key] = Span(OBJECTS, len(text), len(zipped))
+            text += zipped
+    contents = Contents(tensors, objects, {item.key: item.path for item in values})
+    return {**({OBJECTS: bytes(text)} if objects else {}), METADATA: dump_metadata(contents)}
 
 
-def _tensor(record: ArrayRecord, manifest: Manifest) -> StoredTensor:
+def _tensor(record: ArrayRecord, manifest: Manifest) -> DcpTensor:
     chunks = []
     for shard in record:
         offset, nbytes = around(record.dtype, shard.box.shape, shard.offset)
-        chunks.append(StoredChunk(shard.box, Span(manifest.files[shard.file].path, offset, nbytes)))
+        chunks.append(DcpChunk(shard.box, Span(manifest.files[shard.file].path, offset, nbytes)))
     # A tensor without elements is stored nowhere, and has a chunk all the same, as stock DCP writes it.
-    return StoredTensor(record.dtype, record.shape, tuple(chunks or [StoredChunk(Box.whole(record.shape), None)]))
+    return DcpTensor(record.dtype, record.shape, tuple(chunks or [DcpChunk(Box.whole(record.shape), None)]))
 
 
 def _zip_of(item: Item, reader: TagReader, *, trust: bool) -> bytes:
@@ -74,7 +74,7 @@ def _no_array(path: str, kind: str) -> Any:  # noqa: ARG001  # what an `Unflatte
     raise AssertionError(f"{path}: an array inside of a value that was taken to have none")
 
 
-def dump(contents: Contents) -> bytes:
+def dump_metadata(contents: Contents) -> bytes:
     """The bytes of ``.metadata``, which stock DCP of any torch from 2.3 on reads, whichever is installed."""
     import torch
     from torch.distributed.checkpoint import metadata as stock

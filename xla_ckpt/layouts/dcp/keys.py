@@ -14,14 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import Json
 from xla_ckpt.tree.flatten import component
 from xla_ckpt.tree.skeleton import children, is_array, is_object
-
-KeyPath = tuple[str | int, ...]
-"""The way to a value: keys of dicts as text, and places in lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +52,15 @@ def items(skeleton: Json, *, flat: bool = False) -> list[Item]:
     >>> [item.key for item in items({"model": {"a.w": {"$array": "torch"}}, "groups": [{"lr": 1, "params": ["a"]}]})]
     ['model.a.w', 'groups.0.lr', 'groups.0.params']
     """
-    found: dict[str, Item] = {}
+    by_key: dict[str, Item] = {}
     for item in _flattened(skeleton) if flat else _below(skeleton, (), paths.ROOT):
-        if (other := found.setdefault(item.key, item)) is not item:
+        if (other := by_key.setdefault(item.key, item)) is not item:
             raise UnsupportedStateError(
                 f"torch.distributed.checkpoint would call this {item.key!r}, as it would {other.leaf}",
                 leaf=item.leaf,
                 hint="Rename one of the two, or save in another layout.",
             )
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _flattened(skeleton: Json) -> Iterator[Item]:

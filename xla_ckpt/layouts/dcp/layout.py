@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.index import Index
-from xla_ckpt.engine.read import READERS
+from xla_ckpt.engine.index_files import Index
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import naming
@@ -24,7 +23,8 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.save_plan import SavePlan, plan_save
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.dcp.filing import DcpFiling
@@ -70,22 +70,20 @@ class Dcp(Layout):
         reader.head(number)
 
     def tags(self, store: Store) -> list[TagEntry]:
-        return tags.complete_tags(store) if self.finds else []
+        return tags.complete_dcp_tags(store) if self.finds else []
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        return tags.find_tag(store, tag) if self.finds else None
+        return tags.find_dcp_tag(store, tag) if self.finds else None
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.dcp.scan import open_scanned
-        from xla_ckpt.state.values import CODEC
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.dcp.scan import open_dcp
 
-        return open_scanned(store, found, hints, CODEC)
+        return open_dcp(store, entry, hints)
 
-    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.dcp.verify import verify_dcp
-        from xla_ckpt.state.values import CODEC
 
-        return verify_dcp(store, found, CODEC, workers)
+        return verify_dcp(store, entry, workers)
 
     def writing(self, description: Description) -> DcpWriting:
         return DcpWriting(description, self.flat).checked()
@@ -96,7 +94,7 @@ class Dcp(Layout):
 
         filing = filing_of(stored.manifest.skeleton, flat=self.flat)
         leaves, specs = leaves_of_ranks(stored.manifest, stored.manifest.arrays, to)
-        files = [plan_save(held, rank, to.mesh.size, filing=filing).files for rank, held in enumerate(leaves)]
+        files = [plan_save(of_rank, rank, to.mesh.size, filing=filing).files for rank, of_rank in enumerate(leaves)]
         return Rewriting(files, specs, index=partial(index_files, trust=stored.trust, flat=self.flat))
 
 

@@ -14,7 +14,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedStateError, naming
 from xla_ckpt.manifest.records import FileRecord, UnknownArray
-from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.box import MAX_DIMS, Box
 
 METADATA = ".metadata"
 """The file that makes a directory one of DCP's. It is written last."""
@@ -23,13 +23,14 @@ METADATA = ".metadata"
 MAX_METADATA = 1 << 30
 """A larger one is not read (bytes)."""
 
-MAX_DIMS = 64
-
 MAX_STEPS = 100
 """Containers around a value."""
 
 MAX_SIZE = 1 << 60
 """Sizes, offsets and numbers of bytes are smaller than this."""
+
+KeyPath = tuple[str | int, ...]
+"""The way to a value: keys of dicts as text, and places in lists."""
 
 _PACKAGE = "torch.distributed.checkpoint"
 
@@ -54,7 +55,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredChunk:
+class DcpChunk:
     """A region of a tensor, as one zip."""
 
     box: Box
@@ -63,25 +64,25 @@ class StoredChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class DcpTensor:
     """A tensor: its type, its global shape, and its chunks."""
 
     dtype: DType
     shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
+    chunks: tuple[DcpChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
     """What a directory of DCP's holds."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, DcpTensor]
     """By key."""
 
     objects: Mapping[str, Span]
     """The bytes items by key: zips of torch.save, too."""
 
-    paths: Mapping[str, tuple[str | int, ...]]
+    paths: Mapping[str, KeyPath]
     """Key -> where it stood in the nested state dict. Where the planner did not say, the key is the only member."""
 
     undescribed: Mapping[str, UnknownArray] = field(default_factory=dict)
@@ -168,7 +169,7 @@ _NAMES: Mapping[str, Any] = {
 """Name in the file -> what stands for it here."""
 
 
-def parse(data: bytes, file: str = METADATA) -> Contents:
+def parse_metadata(data: bytes, file: str = METADATA) -> Contents:
     """What a `.metadata` says.
 
     Each chunk lies in its tensor, and all that has elements has a place. Whether the chunks of a tensor hold each
@@ -184,16 +185,16 @@ def parse(data: bytes, file: str = METADATA) -> Contents:
         return _Parser(loads(data, file, _NAMES), len(data)).contents()
 
 
-def merged(parts: Sequence[Contents]) -> Contents:
+def merged_contents(parts: Sequence[Contents]) -> Contents:
     """What all ranks stored that did not tell each other: the chunks of all, and what several have of the first.
 
     Raises:
         CorruptCheckpointError: A tensor has not the same type and shape on all ranks that have it.
     """
-    tensors: dict[str, dict[Box, StoredChunk]] = {}
-    first: dict[str, StoredTensor] = {}
+    tensors: dict[str, dict[Box, DcpChunk]] = {}
+    first: dict[str, DcpTensor] = {}
     objects: dict[str, Span] = {}
-    paths: dict[str, tuple[str | int, ...]] = {}
+    paths: dict[str, KeyPath] = {}
     undescribed: dict[str, UnknownArray] = {}
     for part in parts:
         for key, tensor in part.tensors.items():
@@ -211,25 +212,25 @@ def merged(parts: Sequence[Contents]) -> Contents:
         objects = {**part.objects, **objects}
         paths = {**part.paths, **paths}
         undescribed = {**part.undescribed, **undescribed}
-    made = {key: StoredTensor(t.dtype, t.shape, tuple(tensors[key].values())) for key, t in first.items()}
-    return Contents(made, objects, paths, undescribed)
+    whole = {key: DcpTensor(t.dtype, t.shape, tuple(tensors[key].values())) for key, t in first.items()}
+    return Contents(whole, objects, paths, undescribed)
 
 
 class _Parser:
-    def __init__(self, held: Any, budget: int) -> None:
-        self.held = held
+    def __init__(self, metadata: Any, budget: int) -> None:
+        self.metadata = metadata
         # No object of a pickle takes less than a byte, unless it stands there many times: a file could name one list
         # of a million chunks for each of a million tensors.
         self.budget = budget
 
     def contents(self) -> Contents:
-        if not isinstance(self.held, _Metadata) or not isinstance(self.held.get("state_dict_metadata"), dict):
+        if not isinstance(self.metadata, _Metadata) or not isinstance(self.metadata.get("state_dict_metadata"), dict):
             raise FormatError("this is no metadata of torch.distributed.checkpoint")
         places = self._places()
-        tensors: dict[str, StoredTensor] = {}
+        tensors: dict[str, DcpTensor] = {}
         objects: dict[str, Span] = {}
         undescribed: dict[str, UnknownArray] = {}
-        for key, entry in self.held.get("state_dict_metadata").items():
+        for key, entry in self.metadata.get("state_dict_metadata").items():
             if type(key) is not str:
                 raise FormatError("a key is no string", found=repr(key)[:80])
             with naming(leaf=key):
@@ -250,7 +251,7 @@ class _Parser:
         return Contents(tensors, objects, paths, undescribed, self._save_id())
 
     def _save_id(self) -> str | None:
-        storage = self.held.get("storage_meta")
+        storage = self.metadata.get("storage_meta")
         called = storage.get("save_id") if isinstance(storage, _Value) else None
         return called if isinstance(called, str) else None
 
@@ -261,7 +262,7 @@ class _Parser:
 
     def _places(self) -> dict[tuple[str, tuple[int, ...] | None], Span]:
         """(key, offset of the chunk) -> where it is stored; without an offset: bytes."""
-        stored = self.held.get("storage_data")
+        stored = self.metadata.get("storage_data")
         if not isinstance(stored, dict):
             raise FormatError("nothing says where the tensors are stored")
         places: dict[tuple[str, tuple[int, ...] | None], Span] = {}
@@ -290,15 +291,13 @@ class _Parser:
             raise FormatError("broken list of extensions", found=repr(transforms)[:80])
         return Span(file, offset, nbytes, tuple(transforms))
 
-    def _tensor(
-        self, key: str, entry: _Tensor, places: Mapping[tuple[str, tuple[int, ...] | None], Span]
-    ) -> StoredTensor:
+    def _tensor(self, key: str, entry: _Tensor, places: Mapping[tuple[str, tuple[int, ...] | None], Span]) -> DcpTensor:
         shape, properties, chunks = self._numbers(entry.get("size")), entry.get("properties"), entry.get("chunks")
         if not isinstance(chunks, list | tuple):
             raise FormatError("a tensor has no list of chunks")
         self._spend(len(chunks))
-        made = [self._chunk(key, chunk, shape, places) for chunk in chunks]
-        return StoredTensor(self._dtype(properties), shape, tuple(made))
+        boxes = [self._chunk(key, chunk, shape, places) for chunk in chunks]
+        return DcpTensor(self._dtype(properties), shape, tuple(boxes))
 
     def _dtype(self, properties: Any) -> DType:
         import torch
@@ -317,7 +316,7 @@ class _Parser:
         chunk: Any,
         shape: tuple[int, ...],
         places: Mapping[tuple[str, tuple[int, ...] | None], Span],
-    ) -> StoredChunk:
+    ) -> DcpChunk:
         if not isinstance(chunk, _Chunk):
             raise FormatError("a chunk is none", found=type(chunk).__name__)
         start, sizes = self._numbers(chunk.get("offsets")), self._numbers(chunk.get("sizes"))
@@ -331,7 +330,7 @@ class _Parser:
         at = places.get((key, start))
         if at is None and box.size:
             raise CorruptCheckpointError("nothing says where a chunk of this tensor is stored", found=str(box))
-        return StoredChunk(box, at)
+        return DcpChunk(box, at)
 
     def _numbers(self, values: Any) -> tuple[int, ...]:
         if not isinstance(values, tuple | list) or len(values) > MAX_DIMS:
@@ -340,10 +339,10 @@ class _Parser:
             raise FormatError("impossible sizes", found=repr(tuple(values))[:80])
         return tuple(values)
 
-    def _paths(self, keys: list[str]) -> dict[str, tuple[str | int, ...]]:
-        planned = self.held.get("planner_data")
+    def _paths(self, keys: list[str]) -> dict[str, KeyPath]:
+        planned = self.metadata.get("planner_data")
         paths = planned if isinstance(planned, dict) else {}
-        found: dict[str, tuple[str | int, ...]] = {}
+        checked: dict[str, KeyPath] = {}
         taken: dict[tuple[Any, ...], str] = {}
         for key in keys:
             path = paths.get(key, (key,))
@@ -352,11 +351,11 @@ class _Parser:
             if len(path) > MAX_STEPS:
                 raise FormatError(f"a path has more than {MAX_STEPS} steps", leaf=key[:80])
             self._spend(len(path))
-            found[key] = tuple(path)
+            checked[key] = tuple(path)
             # 1 and "1" are two places, and 1 and True never meet: a step is a string or an integer.
-            if (other := taken.setdefault(found[key], key)) != key:
+            if (other := taken.setdefault(checked[key], key)) != key:
                 raise CorruptCheckpointError("two keys have one place in the state", leaf=key, found=other)
-        return found
+        return checked
 
     @staticmethod
     def _is_step(step: Any) -> bool:

@@ -9,28 +9,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from itertools import count
-from typing import TYPE_CHECKING
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files.safetensors import plain_tensors, told_offsets
-from xla_ckpt.layouts.dcp.names import program_names
+from xla_ckpt.layouts.dcp.files import DcpFiles
+from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.layouts.dcp.tags import SHARD, safetensors_shards
 from xla_ckpt.layouts.hugging_face import quantized, read_header
+from xla_ckpt.layouts.training_state import program_names
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
-
-if TYPE_CHECKING:
-    from xla_ckpt.layouts.dcp.scan import Files
 
 logger = logging.getLogger(__name__)
 
 _LOST = "A file of the directory is missing, or was overwritten."
 
 
-def sharded_arrays(files: Files, hints: Hints) -> list[tuple[tuple[str | int, ...], ArrayRecord | UnknownArray]]:
+def sharded_arrays(files: DcpFiles, hints: Hints) -> list[tuple[KeyPath, ArrayRecord | UnknownArray]]:
     """(path, record) of each array of such a directory.
 
     Raises:
@@ -38,7 +36,7 @@ def sharded_arrays(files: Files, hints: Hints) -> list[tuple[tuple[str | int, ..
     """
     names = safetensors_shards(files.names)
     _check_names(names)
-    found: dict[str, tuple[DType, list[Shard]]] = {}
+    parts: dict[str, tuple[DType, list[Shard]]] = {}
     for name in names:
         with naming(file=name):
             size, head = read_header(files.directory, name)
@@ -46,13 +44,13 @@ def sharded_arrays(files: Files, hints: Hints) -> list[tuple[tuple[str | int, ..
             number = files.add(FileRecord(path=name, size=size, head=len(head), digest=digest(head)))
             for tensor in plain_tensors(head, size):
                 start = starts.get(tensor.name, (0,) * len(tensor.shape))
-                dtype, shards = found.setdefault(tensor.name, (tensor.dtype, []))
+                dtype, shards = parts.setdefault(tensor.name, (tensor.dtype, []))
                 if len(start) != len(tensor.shape) or dtype != tensor.dtype:
                     raise FormatError("a part of an array does not fit to the others", leaf=tensor.name)
                 stop = tuple(a + n for a, n in zip(start, tensor.shape, strict=True))
                 shards.append(Shard(Box(start, stop), number, tensor.offset))
     arrays: dict[str, ArrayRecord] = {}
-    for key, (dtype, shards) in found.items():
+    for key, (dtype, shards) in parts.items():
         if len({len(shard.box.stop) for shard in shards}) > 1:
             raise FormatError("the parts of an array have not the same number of dims", leaf=key)
         shape = tuple(map(max, zip(*(shard.box.stop for shard in shards), strict=True)))
@@ -96,16 +94,16 @@ def _check_names(names: list[str]) -> None:
 def _short(arrays: Mapping[str, ArrayRecord], hints: Hints) -> dict[str, UnknownArray]:
     """The arrays of which the program says that they go on behind what is stored of them."""
     called = program_names(arrays, hints.arrays)
-    found: dict[str, UnknownArray] = {}
+    unknown: dict[str, UnknownArray] = {}
     for key, name in called.items():
         shape, wanted = arrays[key].shape, hints.arrays[name].shape
         if wanted is None or len(wanted) != len(shape) or shape == wanted:
             continue
         if all(a <= b for a, b in zip(shape, wanted, strict=True)):
-            found[key] = UnknownArray(
+            unknown[key] = UnknownArray(
                 problem="the parts of this array that are stored end before the array does",
                 expected=str(list(wanted)),
                 found=str(list(shape)),
                 hint=_LOST,
             )
-    return found
+    return unknown

@@ -49,9 +49,9 @@ def _kept(shape: tuple[int, ...], steps: tuple[int, ...]) -> set[int]:
     kept = {dim for dim, n in enumerate(shape) if n == 1}
     size, last = 1, len(shape)
     while True:
-        found = [dim for dim in range(last) if dim not in kept and steps[dim] == size]
-        if not found:
+        neighbours = [dim for dim in range(last) if dim not in kept and steps[dim] == size]
+        if not neighbours:
             return kept
-        last = found[-1]
+        last = neighbours[-1]
         kept.add(last)
         size *= shape[last]

@@ -6,15 +6,17 @@ CheckpointManager of torch_xla ``100``.
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterable
 
 from xla_ckpt.layouts.dcp.metadata import METADATA
+from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.listing import names_in
+from xla_ckpt.tags.roots import may_be_foreign
 
-SUFFIX = ".distcp"
+DISTCP_SUFFIX = ".distcp"
 """What names of DCP's files of tensors end with."""
 
 MANAGERS = ".manager_metadata"
@@ -29,7 +31,7 @@ SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 _DIGITS = re.compile(r"\d+")
 
 
-def find_tag(store: Store, tag: str) -> TagEntry | None:
+def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
     """The directory of DCP's that has this name, complete or not; None if it is none, or a tag of ours."""
     if not may_be_foreign(store, tag):
         return None
@@ -40,15 +42,14 @@ def find_tag(store: Store, tag: str) -> TagEntry | None:
             if shards := safetensors_shards(names):
                 # Nothing marks such a directory as complete. Its scan finds out which shards are missing.
                 time = store.modified(f"{tag}/{shards[0]}")
-            elif not any(name.endswith(SUFFIX) for name in names):
+            elif not any(name.endswith(DISTCP_SUFFIX) for name in names):
                 return None
     except OSError:
         return None
-    created = "" if time is None else _text(time)
-    return TagEntry(tag=tag, created=created, directory=tag, complete=time is not None)
+    return TagEntry(tag=tag, created=time_text(time or 0), directory=tag, complete=time is not None)
 
 
-def complete_tags(store: Store) -> list[TagEntry]:
+def complete_dcp_tags(store: Store) -> list[TagEntry]:
     """The complete ones, oldest first.
 
     Those whose names differ in numbers only are ordered by these numbers: a copy of a root may have other time stamps.
@@ -57,9 +58,11 @@ def complete_tags(store: Store) -> list[TagEntry]:
     Raises:
         StorageError: The root directory cannot be read.
     """
-    found = [entry for name in names_in(store) if (entry := find_tag(store, name)) is not None and entry.complete]
+    complete = [
+        entry for name in names_in(store) if (entry := find_dcp_tag(store, name)) is not None and entry.complete
+    ]
     groups: dict[str, list[TagEntry]] = {}
-    for entry in found:
+    for entry in complete:
         groups.setdefault(_DIGITS.sub("0", entry.tag), []).append(entry)
     ordered: list[tuple[str, TagEntry]] = []
     for entries in groups.values():
@@ -76,14 +79,10 @@ def ranks_metadata(names: Iterable[str]) -> list[str]:
     >>> ranks_metadata(["__10.metadata", "__2.metadata", "__2_0.distcp"])
     ['__2.metadata', '__10.metadata']
     """
-    found = ((int(match[1]), name) for name in names if (match := _OF_RANK.fullmatch(name)))
-    return [name for _, name in sorted(found)]
+    numbered = ((int(match[1]), name) for name in names if (match := _OF_RANK.fullmatch(name)))
+    return [name for _, name in sorted(numbered)]
 
 
 def safetensors_shards(names: Iterable[str]) -> list[str]:
     """The files that DCP's HuggingFaceStorageWriter makes with ``save_distributed=True``, of those names."""
     return sorted(name for name in names if SHARD.fullmatch(name))
-
-
-def _text(time: int) -> str:
-    return datetime.datetime.fromtimestamp(time / 1e9, datetime.UTC).isoformat(timespec="microseconds")

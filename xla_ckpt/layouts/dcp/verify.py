@@ -6,25 +6,25 @@ it. Where this library's digests lie beside `.metadata`, all bytes are compared 
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
+from functools import partial
 
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.verify import VerifyReport, noted, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError, naming, storage_errors
 from xla_ckpt.layouts.dcp.digests import DIGESTS
+from xla_ckpt.layouts.dcp.files import DcpFiles
 from xla_ckpt.layouts.dcp.metadata import METADATA
-from xla_ckpt.layouts.dcp.scan import Files, Item, items_by_file, open_scanned
+from xla_ckpt.layouts.dcp.scan import SpanOf, existing_contents, open_dcp, spans_by_file
 from xla_ckpt.layouts.dcp.tags import MANAGERS, safetensors_shards
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, Zip
+from xla_ckpt.layouts.verifying import check_files, foreign_report
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
-from xla_ckpt.storage.pool import threads, work_off
-from xla_ckpt.tags.directory import TagEntry
-from xla_ckpt.tree.codec import ValueCodec
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
 
 
-def verify_dcp(store: Store, found: TagEntry, codec: ValueCodec, workers: int = READERS) -> VerifyReport:
+def verify_dcp(store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
     """Read every file of a directory.
 
     All chunks have to be there, hold what `.metadata` says, and add up to whole tensors.
@@ -32,52 +32,47 @@ def verify_dcp(store: Store, found: TagEntry, codec: ValueCodec, workers: int = 
     Raises:
         StorageError: The directory cannot be opened.
     """
-    began = time.monotonic()
-    report = VerifyReport(path=store.path, tag=found.tag, digests=False)
-    with storage_errors("opening a directory", path=store.path, tag=found.tag):
-        directory = store.open(found.directory)
-    with closing(directory):
-        digested = DIGESTS in directory.files()
-        sharded = bool(safetensors_shards(directory.files())) and METADATA not in directory.files()
-        if not digested and not sharded:
-            _check_zips(directory, report, workers)
-    if not report.problems:
-        try:
-            with open_scanned(store, found, Hints(), codec) as reader:
-                if digested or sharded:
-                    report = verify_tag(reader, workers=workers)
-                    report.digests = digested
-                known = {DIGESTS, MANAGERS, *(record.path for record in reader.manifest.files)}
-                report.strangers = [name for name in reader.directory.files() if name not in known]
-                report.arrays = len(reader.manifest.arrays)
-        except CorruptCheckpointError as error:
-            report.problems.append(error)
-    for problem in report.problems:
-        problem.at(path=store.path, tag=found.tag)
-    report.seconds = time.monotonic() - began
+    with foreign_report(store, entry.tag) as report:
+        with storage_errors("opening a directory", path=store.path, tag=entry.tag):
+            directory = store.open(entry.directory)
+        with closing(directory):
+            digested = DIGESTS in directory.files()
+            sharded = bool(safetensors_shards(directory.files())) and METADATA not in directory.files()
+            if not digested and not sharded:
+                _check_zips(directory, report, workers)
+        if not report.problems:
+            try:
+                with open_dcp(store, entry, Hints()) as reader:
+                    if digested or sharded:
+                        whole = verify_tag(reader, workers=workers)
+                        report.problems, report.files, report.nbytes = whole.problems, whole.files, whole.nbytes
+                        report.digests = digested
+                    known = {DIGESTS, MANAGERS, *(record.path for record in reader.manifest.files)}
+                    report.strangers = [name for name in reader.directory.files() if name not in known]
+                    report.arrays = len(reader.manifest.arrays)
+            except CorruptCheckpointError as error:
+                report.problems.append(error)
     return report
 
 
 def _check_zips(directory: Directory, report: VerifyReport, workers: int) -> None:
     """Compare all zips with their CRC-32s, and note what is wrong with each."""
-    files = Files(directory)
-    held: dict[str, list[Item]] = {}
-    noted(report, lambda: held.update(items_by_file(files.contents())))
-    sizes: list[int] = []
+    files = DcpFiles(directory)
+    spans: dict[str, list[SpanOf]] = {}
+    noted(report, lambda: spans.update(spans_by_file(existing_contents(files))))
 
-    def check(item: Item, ahead: Ahead) -> None:
-        with naming(leaf=item.key):
-            Zip(ahead, item.span.offset, item.span.nbytes).check()
-        sizes.append(item.span.nbytes)
+    def check_file(name: str) -> int:
+        sizes: list[int] = []
 
-    def read_file(name: str, _: memoryview) -> None:
-        def read_zips() -> None:
-            with closing(files.open(name)) as source:
-                ahead = Ahead(source, name)
-                for item in held[name]:
-                    noted(report, lambda item=item: check(item, ahead))  # type: ignore[misc]
+        def check_zip(item: SpanOf) -> None:
+            with naming(leaf=item.key):
+                Zip(ahead, item.span.offset, item.span.nbytes).check()
+            sizes.append(item.span.nbytes)
 
-        noted(report, read_zips)
+        with closing(files.open(name)) as source:
+            ahead = Ahead(source, name)
+            for item in spans[name]:
+                noted(report, partial(check_zip, item))
+        return sum(sizes)
 
-    work_off(sorted(held), read_file, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
-    report.files, report.nbytes = len(held), sum(sizes)
+    check_files(report, sorted(spans), check_file, workers)

@@ -7,7 +7,7 @@ from typing import Any
 
 from xla_ckpt.errors import naming
 from xla_ckpt.layouts.nxd.scan import Around
-from xla_ckpt.layouts.peft import CONFIG, MAX_CONFIG, lora_config, parsed
+from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, lora_config, parsed
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tree import schema
 
@@ -23,7 +23,7 @@ class BesideRoot(Around):
 
     def of_model(self, model: Mapping[str, Any]) -> dict[str, Any]:
         has_adapters = any(schema.ADAPTER in name for name in model)
-        if schema.LORA_CONFIG in model or not has_adapters or not self.store.has(CONFIG):
+        if schema.LORA_CONFIG in model or not has_adapters or not self.store.has(ADAPTER_CONFIG):
             return {}
-        with naming(file=CONFIG):
-            return {schema.LORA_CONFIG: lora_config(parsed(self.store.start_of(CONFIG, MAX_CONFIG)))}
+        with naming(file=ADAPTER_CONFIG):
+            return {schema.LORA_CONFIG: lora_config(parsed(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG)))}

@@ -10,13 +10,13 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleChe
 from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
 from xla_ckpt.manifest.records import ArrayRecord, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import ArrayHint
-from xla_ckpt.plan.place import without
+from xla_ckpt.plan.stored_shardings import without_axes
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.sharding.sections import global_size
-from xla_ckpt.sharding.sharding import Sharding, Split, parts
+from xla_ckpt.sharding.sharding import Sharding, Split, number_of_parts
 
 _FUSED = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c_attn|\bkv_proj", re.IGNORECASE)
 _KEYS = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_proj)?\.")
@@ -35,35 +35,35 @@ HINT = (
 )
 
 
-def declared(local: tuple[int, ...], wish: ArrayHint) -> bool:
+def declared(local: tuple[int, ...], hint: ArrayHint) -> bool:
     """Whether a rule, attributes or the tag say how an array was split. A shape alone says only how it may have been.
 
     Attributes also stay on weights that every rank has whole. So they say nothing about a tensor that already has the
     wanted shape.
     """
-    return wish.sharding is not None and (wish.ruled or wish.told or wish.shape != local)
+    return hint.sharding is not None and (hint.ruled or hint.told or hint.shape != local)
 
 
 def resolve(
-    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wish: ArrayHint
+    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, hint: ArrayHint
 ) -> Sharding | UnknownArray:
     """How an array was split of which each rank of `mesh` has a tensor of the shape `local`.
 
     Of sections that several ranks held alike (keys and values) the shapes say how many ranks did. Which of them did is
     found out by `readings`.
     """
-    if wish.problem is not None:
-        return wish.problem
-    if wish.sharding is not None and declared(local, wish):
-        sharding = wish.sharding if wish.ruled else _over_experts(wish.sharding, local, mesh, expert, wish.shape)
-        if not wish.ruled and not wish.told:
-            sharding = _with_copies(name, sharding, local, mesh, wish)
-        return _true_size(sharding, local, wish)
-    if mesh.tp == mesh.ep == 1 or not local or wish.shape == local:
+    if hint.problem is not None:
+        return hint.problem
+    if hint.sharding is not None and declared(local, hint):
+        sharding = hint.sharding if hint.ruled else _over_experts(hint.sharding, local, mesh, expert, hint.shape)
+        if not hint.ruled and not hint.told:
+            sharding = _with_copies(name, sharding, local, mesh, hint)
+        return _true_size(sharding, local, hint)
+    if mesh.tp == mesh.ep == 1 or not local or hint.shape == local:
         return Sharding()
-    if wish.shape is None:
+    if hint.shape is None:
         return _unknown("nothing says what the whole is")
-    return _inferred(name, local, mesh, expert, wish.shape)
+    return _inferred(name, local, mesh, expert, hint.shape)
 
 
 def _over_experts(
@@ -71,7 +71,7 @@ def _over_experts(
 ) -> Sharding:
     """The same for what the files say of experts: parameters of a job without expert parallelism do not say it."""
     if expert is False:  # ranks that hold different experts hold the same of it
-        return without(sharding, ("ep", "dp"))
+        return without_axes(sharding, ("ep", "dp"))
     dims = sharding.over(len(local))
     if mesh.ep == 1 or not dims or dims[0] is not None or "ep" in sharding.axes:
         return sharding
@@ -88,27 +88,38 @@ def _fits(split: Split, n: int, ranks: int, total: int) -> bool:
         return False
 
 
-def _with_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, wish: ArrayHint) -> Sharding:
-    """The same for the number of copies that the job had which wrote the tensors; the program may want another one.
-
-    Queries are held once, and keys and values behind them in equal numbers of copies. A single section may be one of
-    keys or values: then there is nothing else whose copies have to be counted.
-    """
+def _with_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, hint: ArrayHint) -> Sharding:
+    """The same for the number of copies that the job had which wrote the tensors; the program may want another one."""
+    if hint.shape is None or len(hint.shape) != len(local) or hint.padded:
+        return sharding
     dims = list(sharding.over(len(local)))
     for dim, split in enumerate(dims):
-        if split is None or wish.shape is None or len(wish.shape) != len(local) or wish.padded:
+        if split is None or (split.plain and not _KEYS.search(name)):
             continue
-        ranks, total = parts(split.axes, mesh.sizes), wish.shape[dim]
-        if (split.plain and not _KEYS.search(name)) or _fits(split, local[dim], ranks, total):
-            continue
-        first, rest = ((), split.sections) if len(split.sections) == 1 else (split.sections[:1], split.sections[1:])
-        once = sum(s.size or 0 for s in first)
-        copies, left = divmod(local[dim] * ranks - once, total - once) if total > once else (0, 1)
-        if (first and once == 0) or left or copies < 1 or ranks % copies:
-            continue  # there is no such number: the sharding stays as it is, and what does not fit is told
-        made = tuple(replace(s, copies=copies, adjacent=s.adjacent and copies > 1) for s in rest)
-        dims[dim] = Split(split.axes, (*(replace(s, copies=1, adjacent=False) for s in first), *made))
+        ranks = number_of_parts(split.axes, mesh.sizes)
+        if not _fits(split, local[dim], ranks, hint.shape[dim]):
+            dims[dim] = _with_counted_copies(split, local[dim], ranks, hint.shape[dim])
     return replace(sharding, dims=tuple(dims))
+
+
+def _with_counted_copies(split: Split, n: int, ranks: int, total: int) -> Split:
+    """The same with so many copies of keys and values that each rank has `n` of `total` elements.
+
+    Queries are held once, and keys and values behind them in equal numbers of copies. Where no number fits, the split
+    stays as it is, and what does not fit is told.
+    """
+    queries, keys = split.sections[:1], split.sections[1:]
+    if not keys:
+        queries, keys = (), queries  # a single section is one of keys or values, and nothing else has to be counted
+    rows = sum(section.size or 0 for section in queries)
+    if total <= rows or (queries and rows == 0):
+        return split
+    copies, remainder = divmod(n * ranks - rows, total - rows)
+    if remainder or copies < 1 or ranks % copies:
+        return split
+    held_once = (replace(section, copies=1, adjacent=False) for section in queries)
+    copied = (replace(section, copies=copies, adjacent=section.adjacent and copies > 1) for section in keys)
+    return Split(split.axes, (*held_once, *copied))
 
 
 def readings(sharding: Sharding, mesh: Mesh) -> list[Sharding]:
@@ -116,21 +127,21 @@ def readings(sharding: Sharding, mesh: Mesh) -> list[Sharding]:
 
     Where all ranks of an axis hold the same, both are one.
     """
-    made = []
+    candidates = []
     for adjacent in (False, True):
         dims: list[Split | None] = []
         for split in sharding.dims:
             if split is None or not split.copies:
                 dims.append(split)
                 continue
-            ranks = parts(split.axes, mesh.sizes)
+            ranks = number_of_parts(split.axes, mesh.sizes)
             sections = (replace(s, adjacent=adjacent and 1 < s.copies < ranks) for s in split.sections)
             dims.append(Split(split.axes, tuple(sections)))
-        found = replace(sharding, dims=tuple(dims))
-        if found not in made:
-            made.append(found)
+        candidate = replace(sharding, dims=tuple(dims))
+        if candidate not in candidates:
+            candidates.append(candidate)
     # The order of the job that loads is the likelier one: it is looked at first.
-    return sorted(made, key=lambda found: found != sharding)
+    return sorted(candidates, key=lambda candidate: candidate != sharding)
 
 
 def _inferred(
@@ -143,19 +154,19 @@ def _inferred(
     """
     if len(wanted) != len(local):
         return Sharding()  # no split makes these shapes fit, and the load says so
-    found = [
+    fitting = [
         (ep_dim, tp_dim)
         for ep_dim in _ep_dims(expert, mesh)
         for tp_dim in _tp_dims(local, mesh)
         if _united_shape(local, mesh, ep_dim, tp_dim) == wanted
     ]
-    if not found:
+    if not fitting:
         return _unknown(
             f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of theirs", str(list(wanted))
         )
-    if len(found) > 1:
-        return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(found)} ways")
-    ((ep_dim, tp_dim),) = found
+    if len(fitting) > 1:
+        return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(fitting)} ways")
+    ((ep_dim, tp_dim),) = fitting
     # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
     if tp_dim is not None and _FUSED.search(name) and not _SEPARATE.search(name):
         return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it")
@@ -199,31 +210,52 @@ def _unknown(why: str, expected: str | None = None) -> UnknownArray:
     )
 
 
-def as_stored(unknown: UnknownArray, copies: Copies) -> UnknownArray:
+def with_stored_shape(unknown: UnknownArray, copies: Copies) -> UnknownArray:
     """The same, with what is stored of it on the ranks."""
     first = next(iter(copies.values()))
     # Ranks may name the same file: what all expert-parallel ranks have alike lies with the first of them.
-    places = {(held.file, None if held.at is None else held.at.offset) for held in copies.values()}
+    places = {(tensor.file, None if tensor.at is None else tensor.at.offset) for tensor in copies.values()}
     return replace(unknown, dtype=first.dtype, shape=first.shape, tensors=len(places))
 
 
-def _true_size(sharding: Sharding, local: tuple[int, ...], wish: ArrayHint) -> Sharding:
+def _true_size(sharding: Sharding, local: tuple[int, ...], hint: ArrayHint) -> Sharding:
     """The sharding with the global size of each split dim, where the program says that local tensors are padded."""
-    if not wish.padded or wish.shape is None or len(wish.shape) != len(local):
+    if not hint.padded or hint.shape is None or len(hint.shape) != len(local):
         return sharding
     dims = sharding.over(len(local))
-    return replace(sharding, shape=tuple(n if s is not None else None for n, s in zip(wish.shape, dims, strict=True)))
+    return replace(sharding, shape=tuple(n if s is not None else None for n, s in zip(hint.shape, dims, strict=True)))
 
 
 Copies = Mapping[tuple[int, int, int], StoredTensor]
 """(dp, ep, tp) -> the tensor there."""
 
 
-def rank_of(at: tuple[int, int, int], mesh: Mesh, *, dealt: bool) -> int:
-    """The rank of `mesh` whose tensor stands there. `dealt`: whether each dp rank has files of its own (ZeRO-1)."""
-    dp, ep, tp = at
-    # Without ZeRO-1 the mesh has as many dp ranks as ep ranks (see `ScannedState.mesh`), and files count the ep ranks.
-    return mesh.rank({"dp": dp if dealt or mesh.ep == 1 else ep, "tp": tp})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankArray:
+    """What the ranks stored of one array."""
+
+    leaf: str
+    """Its leaf path."""
+
+    copies: Copies
+    mesh: Mesh
+    """How the ranks were arranged."""
+
+    local: tuple[int, ...]
+    """Shape on each rank: that of the tensors, and of rows that were dealt out that of all of them."""
+
+    rows: tuple[str, ...] = ()
+    """Mesh axes over which ZeRO-1 dealt out the rows of the local tensors."""
+
+    dealt: bool = False
+    """Whether each dp rank has a file of its own, as ZeRO-1 writes them."""
+
+    def rank_of(self, at: tuple[int, int, int], *, dealt: bool) -> int:
+        """The rank whose tensor stands there. `dealt`: whether dp ranks are told apart."""
+        dp, ep, tp = at
+        # Without ZeRO-1 the mesh has as many dp ranks as ep ranks (see `ScannedState.mesh`), and files count the ep
+        # ranks.
+        return self.mesh.rank({"dp": dp if dealt or self.mesh.ep == 1 else ep, "tp": tp})
 
 
 _Part = tuple[StoredTensor, Piece]
@@ -250,26 +282,18 @@ class Assembled:
         return one.keys() == two.keys() and all(scan.same_part(*one[box], *two[box]) for box in one)
 
 
-def record_of_copies(
-    scan: Scan,
-    leaf: str,
-    copies: Copies,
-    mesh: Mesh,
-    sharding: Sharding,
-    rows: tuple[str, ...] = (),
-    local: tuple[int, ...] = (),
-) -> ArrayRecord | UnknownArray:
+def record_of_copies(scan: Scan, array: RankArray, sharding: Sharding) -> ArrayRecord | UnknownArray:
     """The record of an array with sections that several ranks held, whose copies are compared.
 
     Arguments and errors are those of `assembled`.
     """
     different = ""
     fitting: list[Assembled] = []
-    for reading in readings(sharding, mesh):
-        made = assembled(scan, leaf, copies, mesh, reading, rows, local)
-        pair = made.different(scan)
+    for reading in readings(sharding, array.mesh):
+        candidate = assembled(scan, array, reading)
+        pair = candidate.different(scan)
         if pair is None:
-            fitting.append(made)
+            fitting.append(candidate)
             continue
         ((one, piece), (other, _)) = pair
         different = different or f"rows {piece.box} differ between {one.file} and {other.file}"
@@ -292,65 +316,53 @@ def record_of_copies(
     )
 
 
-def assembled(
-    scan: Scan,
-    leaf: str,
-    copies: Copies,
-    mesh: Mesh,
-    sharding: Sharding,
-    rows: tuple[str, ...] = (),
-    local: tuple[int, ...] = (),
-) -> Assembled:
-    """An array from the tensors of all ranks.
+def assembled(scan: Scan, array: RankArray, sharding: Sharding) -> Assembled:
+    """An array from the tensors of all ranks. Of several tensors in one place the first is used.
 
     Args:
         scan: Where its files are.
-        leaf: Leaf path, for errors.
-        copies: Its tensors. Of several in one place the first is used.
-        mesh: How the ranks were arranged.
+        array: Its tensors.
         sharding: How it was split.
-        rows: Mesh axes over which ZeRO-1 dealt out the rows of the local tensors.
-        local: Shape of a local tensor before that.
 
     Raises:
         CorruptCheckpointError: Tensors are missing, or do not fit together.
         IncompatibleCheckpointError: The sharding does not fit.
     """
-    first = next(iter(copies.values()))
+    first = next(iter(array.copies.values()))
     shards: dict[Box, Shard] = {}
     firsts: dict[Box, _Part] = {}
     twice: list[tuple[_Part, _Part]] = []
     shape: tuple[int, ...] = first.shape
     spec: object = None
-    for at, held in sorted(copies.items()):
-        if (held.shape, held.dtype) != (first.shape, first.dtype):
+    for at, tensor in sorted(array.copies.items()):
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
             raise CorruptCheckpointError(
                 "the ranks have tensors that do not fit together",
-                leaf=leaf,
-                file=held.file,
+                leaf=array.leaf,
+                file=tensor.file,
                 expected=f"{first.dtype.name} {list(first.shape)}",
-                found=f"{held.dtype.name} {list(held.shape)}",
+                found=f"{tensor.dtype.name} {list(tensor.shape)}",
             )
-        place = _place(leaf, sharding, held, mesh, rank_of(at, mesh, dealt=bool(rows)), rows, local)
+        place = _place(array, sharding, tensor, array.rank_of(at, dealt=bool(array.rows)))
         shape, spec = place.shape, place.spec
         for piece in place.pieces:
             if piece.box.size and piece.box not in shards:
-                shards[piece.box], firsts[piece.box] = _shard(scan, held, piece), (held, piece)
+                shards[piece.box], firsts[piece.box] = _shard(scan, tensor, piece), (tensor, piece)
             elif piece.copy is not None:
-                twice.append((firsts[piece.box], (held, piece)))
+                twice.append((firsts[piece.box], (tensor, piece)))
     try:
         return Assembled(array_record(first.dtype, shape, shards.values(), spec), firsts, twice)
     except FormatError as error:
         raise CorruptCheckpointError(
             f"the rank files together do not hold this array exactly once: {error.problem}",
-            leaf=leaf,
+            leaf=array.leaf,
             expected=error.expected,
             found=error.found,
             hint="Check the sharding that applies to it.",
         ) from error
 
 
-def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) -> None:
+def check_zero1_rows(array: RankArray, ranks: int) -> None:
     """Check that the rows of all ZeRO-1 ranks, padded, are those of a whole tensor.
 
     They are not if ranks wrote over each other's files.
@@ -358,26 +370,27 @@ def check_rows(leaf: str, local: tuple[int, ...], copies: Copies, ranks: int) ->
     Raises:
         CorruptCheckpointError: Rows are missing, or shapes do not fit to the number of files.
     """
-    expected = (-(-local[0] // ranks), *local[1:])
-    for (dp, _, tp), held in copies.items():
-        if held.shape == expected:
+    total, *others = array.local
+    expected = (-(-total // ranks), *others)
+    for (dp, _, tp), tensor in array.copies.items():
+        if tensor.shape == expected:
             continue
-        count = held.shape[0] * ranks if held.shape else 0
-        if held.shape[1:] == local[1:] and 0 < count < local[0]:
+        count = tensor.shape[0] * ranks if tensor.shape else 0
+        if list(tensor.shape[1:]) == others and 0 < count < total:
             raise CorruptCheckpointError(
-                f"the {ranks} ZeRO-1 shards hold only {count} of {local[0]} rows: the others are missing",
-                leaf=leaf,
-                file=held.file,
+                f"the {ranks} ZeRO-1 shards hold only {count} of {total} rows: the others are missing",
+                leaf=array.leaf,
+                file=tensor.file,
                 expected=f"{list(expected)} in each",
-                found=str(list(held.shape)),
+                found=str(list(tensor.shape)),
                 hint=_CP_HINT,
             )
         raise CorruptCheckpointError(
             "the ZeRO-1 shards do not fit to the number of rank files along dp",
-            leaf=leaf,
-            file=held.file,
+            leaf=array.leaf,
+            file=tensor.file,
             expected=f"{list(expected)} in each",
-            found=f"{list(held.shape)} at dp {dp}, tp {tp}",
+            found=f"{list(tensor.shape)} at dp {dp}, tp {tp}",
             hint="Files of an earlier save with another dp size may be left in the directory.",
         )
 
@@ -389,34 +402,26 @@ _CP_HINT = (
 )
 
 
-def _place(
-    leaf: str,
-    sharding: Sharding,
-    held: StoredTensor,
-    mesh: Mesh,
-    rank: int,
-    rows: tuple[str, ...],
-    local: tuple[int, ...],
-) -> LocalArray:
-    """Where the tensor of one rank lies in the global array. `rows` and `local` are those of `assembled`."""
+def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int) -> LocalArray:
+    """Where the tensor of one rank lies in the global array."""
     try:
-        if rows:
-            return sharding.zero1(local, mesh, rank, rows)
-        return sharding.place(held.shape, mesh, rank)
+        if array.rows:
+            return sharding.zero1(array.local, array.mesh, rank, array.rows)
+        return sharding.place(tensor.shape, array.mesh, rank)
     except ValueError as error:
         raise IncompatibleCheckpointError(
             f"the sharding {sharding.spec} does not fit to what is stored: {error}",
-            leaf=leaf,
-            found=f"{list(local or held.shape)} on each rank of {mesh}",
+            leaf=array.leaf,
+            found=f"{list(array.local if array.rows else tensor.shape)} on each rank of {array.mesh}",
             hint=HINT,
         ) from error
 
 
-def _shard(scan: Scan, held: StoredTensor, piece: Piece) -> Shard:
+def _shard(scan: Scan, tensor: StoredTensor, piece: Piece) -> Shard:
     """The shard that a piece of a stored tensor is."""
-    at = scan.place(held)
-    where = runs(piece.local, Box.whole(held.shape), held.dtype.itemsize)
+    at = scan.place(tensor)
+    where = runs(piece.local, Box.whole(tensor.shape), tensor.dtype.itemsize)
     file = scan.number(at.file)
     if where.contiguous:
         return Shard(piece.box, file, at.offset + where.offset)
-    return Shard(piece.box, file, at.offset, piece.frame(held.shape))
+    return Shard(piece.box, file, at.offset, piece.frame(tensor.shape))

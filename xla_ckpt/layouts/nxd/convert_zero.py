@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import READERS
-from xla_ckpt.engine.stream import MAX_MEMORY, partial_directory, stream_files
+from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import NoCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.layouts.nxd import zero
-from xla_ckpt.layouts.nxd.layout import MARKS
+from xla_ckpt.layouts.nxd.layout import TAG_MARKS
 from xla_ckpt.layouts.nxd.rank_files import Scan
-from xla_ckpt.storage.base import Directory, Store, rename_durably
+from xla_ckpt.options import MAX_MEMORY
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import PathLike, above, full_path, same_directory
-from xla_ckpt.storage.pool import BUFFER_BYTES
+from xla_ckpt.storage.pool import BUFFER_BYTES, READERS
+from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.roots import root_of
 
-_CARRIED = ("model", "scheduler.pt", "user_content.pt", *MARKS)
+OPTIM_FOLDER = "optim"
+"""The directory of the optimizer in a tag."""
+
+_CARRIED = ("model", "scheduler.pt", "user_content.pt", *TAG_MARKS)
 """What a tag consists of besides its optimizer. The mark of a complete tag comes last."""
 
 
@@ -64,38 +69,37 @@ def convert_zero_checkpoints(
     source_path, target_path = full_path(input_dir), full_path(output_dir)
     if dp_size is not None and dp_size < 1:
         raise UsageError("dp_size is a number of ranks", found=dp_size)
-    if same_directory(store, name, target, target_name) or target.has(f"{target_name}/optim"):
+    if same_directory(store, name, target, target_name) or target.has(f"{target_name}/{OPTIM_FOLDER}"):
         raise UsageError("the output has an optimizer already", path=target_path, hint="Name a directory without one.")
     if target.has(target_name) and not target.is_directory(target_name):
         raise UsageError("the output is no directory", path=target_path)
     directory = _opened(store, name, source_path)
     try:
         with naming(path=source_path), storage_errors("converting", path=target_path, tag=name):
-            found = zero.scan_optimizer(Scan(directory), name)
-            if found.full and dp_size is None:
+            optimizer = zero.scan_optimizer(Scan(directory), name)
+            if optimizer.full and dp_size is None:
                 raise UsageError(
                     "these files hold the states of all data-parallel ranks already", hint="Give a dp_size."
                 )
-            files = found.plans(dp_size)
+            files = optimizer.plans(dp_size)
             total = sum(f.data_bytes for f in files)
-            reader = TagReader(directory, source_path, name, found.manifest, ())
-            target.prepare()
+            reader = TagReader(directory, source_path, name, optimizer.manifest, ())
             fresh = not target.has(target_name)
-            partial = f"{target_name}.partial" if fresh else f"{target_name}/optim.partial"
-            with partial_directory(target, partial) as made:
+            if not fresh:  # the optimizer's directory comes into the one that is there
+                target, target_name = above(f"{target_path}/{OPTIM_FOLDER}")
+                files = [replace(file, path=file.path.removeprefix(f"{OPTIM_FOLDER}/")) for file in files]
+            with Transaction(root_of(target), target_name, Kind.NEW) as transaction:
+                draft = transaction.directory
                 try:
                     with Progress(f"convert {name}", total, progress) as bar:
-                        stream_files(reader, made, files, max_memory=max_memory, workers=num_workers, progress=bar)
+                        stream_files(reader, draft, files, max_memory=max_memory, workers=num_workers, progress=bar)
                 finally:
                     reader.close_files()
                 if fresh:
                     for path in _carried(directory):
-                        _copy(directory, made, path)
-                made.sync()
-                if fresh:
-                    rename_durably(target, partial, target_name)
-                else:
-                    rename_durably(target, f"{partial}/optim", f"{target_name}/optim")
+                        _copy(directory, draft, path)
+                transaction.seal({})
+                transaction.commit()
     finally:
         directory.close()
     return ZeroReport(path=target_path, files=len(files), nbytes=total, dp=dp_size)
@@ -104,7 +108,7 @@ def convert_zero_checkpoints(
 def _opened(store: Store, name: str, path: str) -> Directory:
     with storage_errors("opening a tag", path=path):
         try:
-            return store.open(name)
+            return store.open(root_of(store).place_of(name))
         except (FileNotFoundError, NotADirectoryError):
             raise NoCheckpointError("there is no such directory", path=path) from None
 
@@ -117,17 +121,17 @@ def _carried(directory: Directory) -> list[str]:
 
 def _copy(source: Directory, target: Directory, path: str) -> None:
     """Copy a file durably."""
-    held = source.open(path)
+    file = source.open(path)
     try:
-        sink = target.create(path, held.size)
+        sink = target.create(path, file.size)
         try:
-            buffer = memoryview(bytearray(min(held.size, BUFFER_BYTES)))
-            for at in range(0, held.size, BUFFER_BYTES):
-                got = held.read_into(buffer[: min(BUFFER_BYTES, held.size - at)], at)
+            buffer = memoryview(bytearray(min(file.size, BUFFER_BYTES)))
+            for at in range(0, file.size, BUFFER_BYTES):
+                got = file.read_into(buffer[: min(BUFFER_BYTES, file.size - at)], at)
                 sink.patch(buffer[:got], at)
             sink.commit()
         except BaseException:
             sink.abandon()
             raise
     finally:
-        held.close()
+        file.close()

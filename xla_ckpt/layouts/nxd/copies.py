@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.layouts.nxd.arrays import HINT, Copies, rank_of
-from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor, listed
+from xla_ckpt.layouts.nxd.arrays import HINT, Copies, RankArray
+from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor, listed_names
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -15,15 +15,8 @@ _RANKS = ("ep", "tp")
 """Mesh axes over which an array of one name may be split without anything on disk that says so."""
 
 
-def chosen(
-    scan: Scan,
-    copies: Copies,
-    mesh: Mesh,
-    *,
-    split: Sequence[str],
-    dealt: bool,
-    wanted: Hints,
-    alone: bool,
+def chosen_copy(
+    scan: Scan, array: RankArray, split: Sequence[str], hints: Hints, *, alone: bool
 ) -> tuple[Copies, bool] | UnknownArray:
     """The copies that an array is read from, and whether they are only those of the rank that loads.
 
@@ -33,47 +26,46 @@ def chosen(
 
     Args:
         scan: Where the files are.
-        copies: All that is stored of the array.
-        mesh: How the stored ranks were arranged.
+        array: All that is stored of the array.
         split: Mesh axes along which it is split. Along all others the copies have to be equal.
-        dealt: Whether each dp rank has files of its own (ZeRO-1).
-        wanted: What the targets of the load say.
+        hints: What the targets of the load say.
         alone: Whether each rank wants a tensor of its own, of the shape that one rank has stored.
 
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
-    at = _places(copies, mesh, dealt=dealt)
+    copies, mesh = array.copies, array.mesh
+    at = _places(array)
     pairs = _different(scan, copies, at, split)
     if not pairs:
         return copies, False
-    if alone and (wanted.mesh.tp, wanted.mesh.ep) == (mesh.tp, mesh.ep):
-        here = wanted.mesh.coordinates(wanted.rank)
+    if alone and (hints.mesh.tp, hints.mesh.ep) == (mesh.tp, mesh.ep):
+        coordinates = hints.mesh.coordinates(hints.rank)
         # Along an axis that splits the array the parts of all ranks are needed; dp is ep and edp.
         own = [axis for axis in _RANKS if axis not in split and not (axis == "ep" and "dp" in split)]
-        return {key: held for key, held in copies.items() if all(at[key][a] == here[a] for a in own)}, True
-    named = [axis for axis in ("dp", *_RANKS) if mesh.sizes[axis] > 1 and (axis != "dp" or dealt)]
+        return {key: tensor for key, tensor in copies.items() if all(at[key][a] == coordinates[a] for a in own)}, True
+    named = [axis for axis in ("dp", *_RANKS) if mesh.sizes[axis] > 1 and (axis != "dp" or array.dealt)]
     called = {key: f"({', '.join(f'{axis} {at[key][axis]}' for axis in named)})" for key in copies}
     shape = list(copies[pairs[0][1]].shape)
     return UnknownArray(
         problem="the ranks hold different tensors of this name, and nothing says how the array was split over them",
         expected="equal ones on all ranks, or a sharding",
-        found=f"{shape} on each rank; {listed([f'{called[b]} differs from {called[a]}' for a, b in pairs])}",
+        found=f"{shape} on each rank; {listed_names([f'{called[b]} differs from {called[a]}' for a, b in pairs])}",
         hint=f"{HINT} A job of tp={mesh.tp}, ep={mesh.ep} whose ranks have tensors of this shape loads each rank's "
         "own. Copies that have drifted apart need the rule None: it takes the first rank's.",
     )
 
 
-def differ(scan: Scan, copies: Copies, mesh: Mesh, *, split: Sequence[str], dealt: bool) -> bool:
-    """Whether copies of one part are not equal; the arguments are those of `chosen`.
+def differ(scan: Scan, array: RankArray, split: Sequence[str]) -> bool:
+    """Whether copies of one part are not equal; the arguments are those of `chosen_copy`.
 
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
-    return bool(_different(scan, copies, _places(copies, mesh, dealt=dealt), split))
+    return bool(_different(scan, array.copies, _places(array), split))
 
 
-def mixed_adapters(scan: Scan, copies: Copies, mesh: Mesh, wish: ArrayHint) -> UnknownArray | None:
+def mixed_adapters(scan: Scan, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
     """Why adapters of queries, keys and values cannot be read that `LoraModel` has joined; None if they can.
 
     It puts the rows of all ranks one behind the other in each file, and of more than one copy of the keys it keeps as
@@ -82,30 +74,30 @@ def mixed_adapters(scan: Scan, copies: Copies, mesh: Mesh, wish: ArrayHint) -> U
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
-    split = next((s for s in (wish.sharding.dims if wish.sharding else ()) if s is not None and s.named), None)
-    if split is None or wish.ruled or mesh.tp == 1:
+    split = next((s for s in (hint.sharding.dims if hint.sharding else ()) if s is not None and s.named), None)
+    if split is None or hint.ruled or mesh.tp == 1:
         return None
     first, *others = copies.values()
-    if first.shape == wish.shape:
+    if first.shape == hint.shape:
         spoilt = len(split.sections) > 1 or any(s.adjacent and s.copies < mesh.tp for s in split.sections)
-        found = "the rows of each rank one behind the other, and not all queries first"
+        what_is_stored = "the rows of each rank one behind the other, and not all queries first"
     else:
         parted = any(s.copies < mesh.tp for s in split.sections)
         spoilt = parted and not scan.zero(first) and all(scan.same(first, other) for other in others)
-        found = "the same rows in the files of all ranks, which are those of the first ones"
+        what_is_stored = "the same rows in the files of all ranks, which are those of the first ones"
     if not spoilt:
         return None
     return UnknownArray(
         problem="neuronx-distributed has joined the adapters of all ranks, and has not put them into their order",
-        expected=f"parts as in {wish.sharding.spec if wish.sharding else None}",
-        found=found,
+        expected=f"parts as in {hint.sharding.spec if hint.sharding else None}",
+        found=what_is_stored,
         hint="Save them apart, with merge_sharded_lora=False in LoraConfig, or with this library.",
     )
 
 
-def _places(copies: Copies, mesh: Mesh, *, dealt: bool) -> dict[_Key, dict[str, int]]:
+def _places(array: RankArray) -> dict[_Key, dict[str, int]]:
     """The mesh coordinates of the rank that stored each copy."""
-    return {key: mesh.coordinates(rank_of(key, mesh, dealt=dealt)) for key in copies}
+    return {key: array.mesh.coordinates(array.rank_of(key, dealt=array.dealt)) for key in array.copies}
 
 
 _Key = tuple[int, int, int]
@@ -135,7 +127,7 @@ _ABSENT = object()
 """Stands for a member that a rank does not have."""
 
 
-def in_common(scan: Scan, held: Mapping[At, Any], key: Any) -> Any:
+def in_common(scan: Scan, by_rank: Mapping[RankAt, Any], key: Any) -> Any:
     """What all ranks have under a key, with an `UnknownArray` for each part of it that is not the same on all of them.
 
     It is for what is no tensor of a parameter's, and so has no place in a larger array: plain values, and containers
@@ -143,16 +135,16 @@ def in_common(scan: Scan, held: Mapping[At, Any], key: Any) -> Any:
 
     Args:
         scan: Where the files are.
-        held: The members of each rank.
+        by_rank: The members of each rank.
         key: The key of the member.
 
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
-    return _in_common(scan, {at: members.get(key, _ABSENT) for at, members in held.items()})
+    return _in_common(scan, {at: members.get(key, _ABSENT) for at, members in by_rank.items()})
 
 
-def _in_common(scan: Scan, values: Mapping[At, Any]) -> Any:
+def _in_common(scan: Scan, values: Mapping[RankAt, Any]) -> Any:
     one = min(values)
     first = values[one]
     others = [at for at in values if not _alike(scan, first, values[at])]
@@ -172,7 +164,7 @@ def _alike(scan: Scan, one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, StoredTensor):
-        return (one.shape, one.dtype) == (other.shape, other.dtype) and scan.same(one, other)
+        return scan.equal(one, other)
     if isinstance(one, Mapping):
         return bool(one.keys() == other.keys())
     if type(one) in (list, tuple):
@@ -180,15 +172,15 @@ def _alike(scan: Scan, one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)  # NaN is not equal to itself
 
 
-def _differing(one: At, others: Sequence[At], ranks: Sequence[At]) -> UnknownArray:
+def _differing(one: RankAt, others: Sequence[RankAt], ranks: Sequence[RankAt]) -> UnknownArray:
     axes = [axis for axis in ("dp", *_RANKS) if len({getattr(at, axis) for at in ranks}) > 1]
 
-    def called(at: At) -> str:
+    def called(at: RankAt) -> str:
         return f"({', '.join(f'{axis} {getattr(at, axis)}' for axis in axes)})"
 
     return UnknownArray(
         problem="the ranks hold different values in this place, and nothing says which of them is meant",
         expected="the same on all ranks",
-        found=listed([f"{called(other)} differs from {called(one)}" for other in others]),
+        found=listed_names([f"{called(other)} differs from {called(one)}" for other in others]),
         hint="Load what does not need it: the model without the optimizer, or parts of the tag by xla_ckpt.restore.",
     )

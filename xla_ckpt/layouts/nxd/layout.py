@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.foreign_tags import looked_up_again
 from xla_ckpt.layouts.nxd import tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry, is_ours
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
+from xla_ckpt.tags.roots import root_of
 
 if TYPE_CHECKING:
-    from xla_ckpt.engine.save import Writing
+    from xla_ckpt.engine.writing import Writing
     from xla_ckpt.state.describe import Description
 
-MARKS = {"checkpoint": b"1", "done": b"1"}
+TAG_MARKS = {"checkpoint": b"1", "done": b"1"}
 """Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
 
 
@@ -39,7 +41,7 @@ class NeuronxDistributed(Layout):
     pickles = True
     asks = True
     model_names = ModelNames.FUSED
-    marks = frozenset(MARKS)
+    marks = frozenset(TAG_MARKS)
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:
         self.name = name
@@ -57,15 +59,15 @@ class NeuronxDistributed(Layout):
         return bool(files) and self.xser == any(".tensors/" in name for name in files)
 
     def tags(self, store: Store) -> list[TagEntry]:
-        return [found.entry() for found in tags.complete_tags(store)] if self.origin else []
+        return [tag.entry() for tag in tags.complete_nxd_tags(store)] if self.origin else []
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        found = tags.find_tag(store, tag) if self.origin else None
-        return None if found is None else found.entry()
+        entry = tags.find_nxd_tag(store, tag) if self.origin else None
+        return None if entry is None else entry.entry()
 
     def saved_over(self, store: Store, tag: str) -> str:
         committed = store.modified(f"{tag}/{COMMITTED}")
-        newer = [name for name in MARKS if committed and (store.modified(f"{tag}/{name}") or 0) > committed]
+        newer = [name for name in TAG_MARKS if committed and (store.modified(f"{tag}/{name}") or 0) > committed]
         # Time stamps alone prove nothing: a copy of a tag has its own. They explain why a file is not as it was saved.
         if newer:
             since = f"neuronx-distributed has saved over this tag: its mark {newer[0]!r} is newer than {COMMITTED}. R"
@@ -74,29 +76,27 @@ class NeuronxDistributed(Layout):
         return f"{since}emove {MANIFEST} and {COMMITTED} from the tag: then it is read as neuronx-distributed's."
 
     def beside(self, store: Store, tag: str) -> str:
-        if not self.origin or not is_ours(store, tag) or tags.marked_tag(store, tag) is None:
+        if not self.origin or not root_of(store).is_ours(tag) or tags.marked_tag(store, tag) is None:
             return ""
         return f"neuronx-distributed's files. {self.saved_over(store, tag)}"
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
         from xla_ckpt.layouts.nxd.adapters import BesideRoot
-        from xla_ckpt.layouts.nxd.scan import open_scanned
-        from xla_ckpt.state.values import CODEC
+        from xla_ckpt.layouts.nxd.scan import open_nxd
 
-        return open_scanned(store, tags.existing(store, found.tag), hints, CODEC, BesideRoot(store))
+        return open_nxd(store, looked_up_again(tags.find_nxd_tag, store, entry.tag), hints, BesideRoot(store))
 
-    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.nxd.verify import verify_nxd
-        from xla_ckpt.state.values import CODEC
 
-        return verify_nxd(store, tags.existing(store, found.tag), CODEC, workers)
+        return verify_nxd(store, looked_up_again(tags.find_nxd_tag, store, entry.tag), workers)
 
     def writing(self, description: Description) -> Writing:
-        from xla_ckpt.layouts.nxd.writing import writing_of
+        from xla_ckpt.layouts.nxd.writing import nxd_writing
 
-        return writing_of(description, xser=self.xser, marks=MARKS)
+        return nxd_writing(description, xser=self.xser, marks=TAG_MARKS)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        from xla_ckpt.layouts.nxd.writing import rewriting_of
+        from xla_ckpt.layouts.nxd.writing import nxd_rewriting
 
-        return rewriting_of(stored, to, self.name, xser=self.xser, marks=MARKS)
+        return nxd_rewriting(stored, to, self.name, xser=self.xser, marks=TAG_MARKS)

@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
-from xla_ckpt.layouts.nxd.arrays import as_stored, check_rows, resolve
+from xla_ckpt.layouts.nxd.arrays import RankArray, check_zero1_rows, resolve, with_stored_shape
 from xla_ckpt.layouts.nxd.copies import in_common
-from xla_ckpt.layouts.nxd.names import names_of_stage, with_ties
-from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor
+from xla_ckpt.layouts.nxd.rank_files import RankAt, StoredTensor
+from xla_ckpt.layouts.nxd.stage_numbers import names_of_stage, with_ties
 from xla_ckpt.layouts.nxd.state import ScannedState, Stage, Trees
+from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
-from xla_ckpt.plan.place import state_sharding
+from xla_ckpt.plan.stored_shardings import state_sharding
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.sharding import Sharding, parts
+from xla_ckpt.sharding.sharding import Sharding, number_of_parts
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT
 
@@ -39,7 +40,7 @@ def optimizer_of(state: ScannedState, files: Trees, dp: int) -> dict[str, Any] |
     tree: dict[str, Any] = {schema.STATE: {}, schema.GROUPS: []}
     master: dict[str, Any] = {}
     for pp in sorted({at.pp for at in files}):
-        stage = _StageOptimizer(state, pp, {at: held for at, held in files.items() if at.pp == pp}, dp)
+        stage = _StageOptimizer(state, pp, {at: content for at, content in files.items() if at.pp == pp}, dp)
         if stage.nameless:
             return NAMELESS
         stage.add_to(tree, master)
@@ -72,7 +73,7 @@ class _StageOptimizer:
         names = names_of_stage(
             self.groups,
             ordinary=ordinary,
-            wanted=with_ties(state.wanted, sum(len(g["params"]) for g in groups), self.model.copies, state.same),
+            hints=with_ties(state.hints, sum(len(g["params"]) for g in groups), self.model.copies, state.same),
             model=self.model.copies if state.stages else None,
             shapes={number: self.local_shape(number) for g in self.groups for number in g["params"]},
             is_expert=self.is_expert,
@@ -86,10 +87,10 @@ class _StageOptimizer:
         copies = self.model.copies.get(name)
         if copies is None:
             return False
-        held = next(iter(copies.values()))
-        if held.expert is not None:
-            return held.expert
-        sharding = resolve(name, held.shape, self.of.mesh, None, self.of.wanted.hint(name))
+        tensor = next(iter(copies.values()))
+        if tensor.expert is not None:
+            return tensor.expert
+        sharding = resolve(name, tensor.shape, self.of.mesh, None, self.of.hints.hint(name))
         return isinstance(sharding, Sharding) and "ep" in sharding.axes
 
     def local_shape(self, number: int) -> tuple[int, ...] | None:
@@ -97,8 +98,8 @@ class _StageOptimizer:
         if self.zero:
             info = self.first.get("shape_info", {})
             return tuple(map(int, info[number])) if number in info else None
-        held = self.first.get("state", {}).get(number, {})
-        return next((v.shape for v in held.values() if isinstance(v, StoredTensor) and v.shape), None)
+        members = self.first.get("state", {}).get(number, {})
+        return next((v.shape for v in members.values() if isinstance(v, StoredTensor) and v.shape), None)
 
     def add_to(self, tree: dict[str, Any], master: dict[str, Any]) -> None:
         """Add this stage to the optimizer `tree`, and to its master weights."""
@@ -106,32 +107,32 @@ class _StageOptimizer:
         self._add_states(tree[schema.STATE], master)
         self._add_common_state(tree[schema.STATE])
 
-    def _add_groups(self, found: list[dict[str, Any]]) -> None:
+    def _add_groups(self, merged_groups: list[dict[str, Any]]) -> None:
         """Add the groups: a group of parameters has members in several stages."""
-        if found and len(found) != len(self.groups):
+        if merged_groups and len(merged_groups) != len(self.groups):
             raise IncompatibleCheckpointError(
                 "the optimizers of the pipeline stages have different numbers of groups",
                 leaf=schema.group(),
-                expected=len(found),
+                expected=len(merged_groups),
                 found=len(self.groups),
             )
         for n, group in enumerate(self.groups):
             names = [self.names[i] for i in group["params"] if i in self.names]
-            if n < len(found):
-                merged = found[n][schema.PARAMS]
+            if n < len(merged_groups):
+                merged = merged_groups[n][schema.PARAMS]
                 merged += [name for name in names if name not in merged]
             else:
-                found.append({**_hyper(group), schema.PARAMS: names})
+                merged_groups.append({**_hyper(group), schema.PARAMS: names})
 
-    def _add_states(self, found: dict[Any, Any], master: dict[str, Any]) -> None:
+    def _add_states(self, states: dict[Any, Any], master: dict[str, Any]) -> None:
         """Add states and master weights of the parameters."""
         for number, name in self.names.items():
-            if name in found or not self.of.wanted.knows(name):
+            if name in states or not self.of.hints.knows(name):
                 continue  # another stage has this shared parameter, too; or this rank has no parameter of that stage
-            held = {at: tree.get(self.state_key, {}).get(number, {}) for at, tree in self.files.items()}
-            state = self._state(number, name, held)
+            by_rank = {at: tree.get(self.state_key, {}).get(number, {}) for at, tree in self.files.items()}
+            state = self._state(number, name, by_rank)
             if state:
-                found[name] = state
+                states[name] = state
             weights = {}
             for at, tree in self.files.items():
                 weight = tree.get("sharded_master_weights", {}).get(number)
@@ -140,7 +141,7 @@ class _StageOptimizer:
             if weights:
                 master[name] = self._array(schema.master(name), number, name, weights)
 
-    def _add_common_state(self, found: dict[Any, Any]) -> None:
+    def _add_common_state(self, states: dict[Any, Any]) -> None:
         """Add state that belongs to no parameter. Its keys are no numbers, and every rank has the same."""
         own = {at: tree.get(self.state_key, {}) for at, tree in self.files.items()}
         for name in dict.fromkeys(name for members in own.values() for name in members):
@@ -152,56 +153,49 @@ class _StageOptimizer:
                     leaf=schema.state(name),
                     hint="Load the tag without the model: then parameters are numbered.",
                 )
-            if name not in found:
-                found[name] = in_common(self.of.scan, own, name)
+            if name not in states:
+                states[name] = in_common(self.of.scan, own, name)
 
-    def _state(self, number: int, name: Any, held: Mapping[At, Any]) -> dict[str, Any]:
+    def _state(self, number: int, name: Any, by_rank: Mapping[RankAt, Any]) -> dict[str, Any]:
         """The state of one parameter, from that of all ranks."""
-        made: dict[str, Any] = {}
-        with_state = {at: members for at, members in held.items() if members}
+        state: dict[str, Any] = {}
+        with_state = {at: members for at, members in by_rank.items() if members}
         for what in dict.fromkeys(what for members in with_state.values() for what in members):
             copies = {at: m[what] for at, m in with_state.items() if isinstance(m.get(what), StoredTensor)}
             if copies and len(copies) == sum(what in members for members in with_state.values()):
-                made[what] = self._array(schema.state(name, what), number, name, copies)
+                state[what] = self._array(schema.state(name, what), number, name, copies)
             else:
-                made[what] = in_common(self.of.scan, with_state, what)
-        return made
+                state[what] = in_common(self.of.scan, with_state, what)
+        return state
 
-    def _array(self, leaf: str, number: int, name: Any, held: Mapping[At, StoredTensor]) -> ArrayRecord | UnknownArray:
+    def _array(
+        self, leaf: str, number: int, name: Any, tensors: Mapping[RankAt, StoredTensor]
+    ) -> ArrayRecord | UnknownArray:
         """A state of one parameter, or its master weights, from the tensors of all ranks."""
-        copies = {(at.dp, at.ep, at.tp): h for at, h in held.items()}
-        first = next(iter(copies.values()))
-        local = self.local_shape(number) or first.shape
+        copies = {(at.dp, at.ep, at.tp): tensor for at, tensor in tensors.items()}
+        shape = next(iter(copies.values())).shape
+        local = self.local_shape(number) or shape
         expert = self.is_expert(str(name)) if self.of.mesh.ep > 1 else False
-        dealt_over = ("edp",) if expert else ("dp",)
-        has_rows = self.zero and bool(first.shape)
-        if has_rows:
-            check_rows(leaf, local, copies, parts(dealt_over, self.mesh.sizes))
-        sharding = resolve(str(name), local, self.of.mesh, expert, self.of.wanted.hint(str(name)))
-        if isinstance(sharding, UnknownArray):
-            if first.shape:
-                return as_stored(sharding, copies)
-            sharding = Sharding()  # nobody knows how the parameter was split, but a single number has no parts
-        if self.zero and not has_rows:
+        rows = (("edp",) if expert else ("dp",)) if self.zero and shape else ()
+        if self.zero and not shape:
             # A single number is the same on all ranks that share the rows of a parameter.
-            copies = {at: h for at, h in copies.items() if at[0] < self.mesh.ep}
+            copies = {at: tensor for at, tensor in copies.items() if at[0] < self.mesh.ep}
+        array = RankArray(leaf=leaf, copies=copies, mesh=self.mesh, local=local, rows=rows, dealt=self.zero)
+        if rows:
+            check_zero1_rows(array, number_of_parts(rows, self.mesh.sizes))
+        sharding = resolve(str(name), local, self.of.mesh, expert, self.of.hints.hint(str(name)))
+        if isinstance(sharding, UnknownArray):
+            if shape:
+                return with_stored_shape(sharding, copies)
+            sharding = Sharding()  # nobody knows how the parameter was split, but a single number has no parts
+        of_state = None if rows else self._split(leaf, sharding, local, shape)
         with naming(leaf=leaf):
-            return self.of.record(
-                leaf,
-                str(name),
-                copies,
-                self.mesh,
-                sharding=sharding,
-                local=local,
-                state=None if has_rows else self._split(leaf, sharding, local, first.shape),
-                rows=dealt_over if has_rows else (),
-                dealt=self.zero,
-            )
+            return self.of.record(array, str(name), sharding, of_state)
 
     def _split(self, leaf: str, sharding: Sharding, local: tuple[int, ...], shape: tuple[int, ...]) -> Sharding:
         """How a state is split of a parameter that is split like this; both shapes are those on each rank."""
         place = schema.place_of(leaf)
-        rule = MASTER_RULE if place.role is schema.Role.MASTER else self.of.wanted.states.rule(place.keys)
+        rule = MASTER_RULE if place.role is schema.Role.MASTER else self.of.hints.states.rule(place.keys)
         try:
             return state_sharding(sharding, rule, local, shape)
         except ValueError as error:
@@ -218,18 +212,18 @@ def _renumbered(tree: Mapping[Any, Any], first: int) -> Mapping[Any, Any]:
 
     In the file they follow the last of the other parameters that is in the member: one without states is in none.
     """
-    made = dict(tree)
+    shifted = dict(tree)
     for key in ("base_state", "shape_info"):
         offset = tree.get(f"ep_{key}_offset")
         if offset is not None:
-            held = tree.get(key, {})
-            made[key] = {n + first - offset if type(n) is int and n >= offset else n: v for n, v in held.items()}
-    return made
+            members = tree.get(key, {})
+            shifted[key] = {n + first - offset if type(n) is int and n >= offset else n: v for n, v in members.items()}
+    return shifted
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters of a group."""
-    made = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    if isinstance(made.get("betas"), list):  # the layout xser makes lists of tuples, and torch wants a tuple
-        made["betas"] = tuple(made["betas"])
-    return made
+    options = {k: v for k, v in group.items() if k not in ("params", PARAM_NAMES)}
+    if isinstance(options.get("betas"), list):  # the layout xser makes lists of tuples, and torch wants a tuple
+        options["betas"] = tuple(options["betas"])
+    return options

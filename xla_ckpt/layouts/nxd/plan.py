@@ -17,7 +17,7 @@ import torch
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.files.torch_file import TorchFile
-from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, RankTensor, by_number, plain, stem
+from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, RankTensor, by_number, stem
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
 from xla_ckpt.layouts.torch_save.restricted_pickle import Reference
 from xla_ckpt.plan.save_plan import FilePlan
@@ -25,8 +25,9 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import position
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.nested import in_dicts_and_lists
 
-WHOSE = "neuronx-distributed's"
+WHOSE_NXD = "neuronx-distributed's"
 """Whose layout it is, in errors."""
 
 
@@ -47,23 +48,23 @@ class RankPlan:
             UnsupportedStateError: Something in its state cannot be pickled.
         """
         laying = Laying(self.mesh, self.rank, state.tensors)
-        made: list[FilePlan] = []
+        plans: list[FilePlan] = []
         if schema.MODEL in state.parts:
             path = f"model/{self._name(0)}"
-            made += self._rank_file(path, laying, state.parts[schema.MODEL], schema.MODEL, SHARING)
+            plans += self._rank_file(path, laying, state.parts[schema.MODEL], schema.MODEL, SHARING)
         if schema.OPTIMIZER in state.parts:
             tree = numbered(state) if state.by_name else state.parts[schema.OPTIMIZER]
             if state.zero1:
                 # Every dp rank has rows of its own, so only ranks along cp have a file in common.
                 path = f"optim/{self._name(self._at['dp'], zero1=True)}"
-                made += self._rank_file(path, laying, tree, schema.OPTIMIZER, ("cp",))
+                plans += self._rank_file(path, laying, tree, schema.OPTIMIZER, ("cp",))
             else:
-                made += self._rank_file(f"optim/{self._name(0)}", laying, tree, schema.OPTIMIZER, SHARING)
+                plans += self._rank_file(f"optim/{self._name(0)}", laying, tree, schema.OPTIMIZER, SHARING)
         if self.rank == 0:
             for part in (schema.SCHEDULER, schema.USER_CONTENT):
                 if part in state.parts:
-                    made.append(laying.whole(f"{part}.pt", state.parts[part], part, tuple(self.mesh.sizes)))
-        return tuple(made)
+                    plans.append(laying.whole(f"{part}.pt", state.parts[part], part, tuple(self.mesh.sizes)))
+        return tuple(plans)
 
     @property
     def _at(self) -> dict[str, int]:
@@ -77,31 +78,31 @@ class RankPlan:
     def _rank_file(self, path: str, laying: Laying, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
         """What this rank writes of a rank file that the ranks along the axes `sharing` have in common."""
         if not self.xser:
-            return laying.shared(path, plain(tree), part, sharing)
-        mine = position(sharing, self.mesh, self.rank)
+            return laying.shared(path, in_dicts_and_lists(tree), part, sharing)
+        writer_number = position(sharing, self.mesh, self.rank)
         among_experts = "edp" in sharing  # else each dp rank has a file, and so each expert-parallel rank
         tensors: list[tuple[str, RankTensor]] = []
 
         def reference(path: str) -> Reference:
-            made = Reference()
-            made.tid = len(tensors)
+            stand_in = Reference()
+            stand_in.tid = len(tensors)
             tensors.append((path, laying.tensors[path]))
-            return made
+            return stand_in
 
-        pickled = dumps(plain(tree), part, reference)
+        pickled = dumps(in_dicts_and_lists(tree), part, reference)
         files = []
         ranks = 1 if self.first else prod(self.mesh.sizes[axis] for axis in sharing)
         for tid, writer in enumerate(_dealt([t.nbytes for _, t in tensors], ranks)):
             leaf, tensor = tensors[tid]
             # What is no expert's lies with the expert-parallel rank 0 alone: that is where readers look for it.
-            if writer == mine and (self._at["ep"] == 0 or tensor.expert or not among_experts):
+            if writer == writer_number and (self._at["ep"] == 0 or tensor.expert or not among_experts):
                 name = f"tensor_{tid}"
                 lengths, sources, entries = laying.regions([(leaf, tensor)], sharing)
                 codec = TorchFile(
                     stem=name, pickled=dumps(InFile(0, tensor.dtype, tensor.shape), leaf), storages=lengths
                 )
                 files.append(FilePlan(path=f"{path}.tensors/{name}.pt", codec=codec, sources=sources, entries=entries))
-        if mine == 0:
+        if writer_number == 0:
             info = {tid: _info(tensor) for tid, (_, tensor) in enumerate(tensors)}
             # neuronx-distributed has this directory of every rank file, without tensors, too: programs look for it.
             codec = TorchFile(stem=stem(path), pickled=pickled)
@@ -146,18 +147,18 @@ def numbered(state: RankState) -> dict[str, Any]:
     others = {k: v for k, v in tree.items() if k not in schema.OF_OPTIMIZER}
     if not state.zero1:
         return {"state": by_number(tree[schema.STATE], number), "param_groups": groups, **others}
-    made: dict[str, Any] = {
+    content: dict[str, Any] = {
         "state": {},
         "param_groups": groups,
         "base_state": by_number(tree[schema.STATE], number),
         "shape_info": {i: list(state.shapes[name]) for name, i in number.items()},
     }
     if schema.MASTER in tree:
-        made["sharded_master_weights"] = by_number(tree[schema.MASTER], number)
+        content["sharded_master_weights"] = by_number(tree[schema.MASTER], number)
     if len(parts) > 1:
-        made |= {f"ep_{key}_offset": len(names[0]) for key in ("base_state", "shape_info")}
-        made |= {"ep_param_id_offset": 1, "ep_param_group_offset": len(parts[0])}
-    return {**made, **others}
+        content |= {f"ep_{key}_offset": len(names[0]) for key in ("base_state", "shape_info")}
+        content |= {"ep_param_id_offset": 1, "ep_param_group_offset": len(parts[0])}
+    return {**content, **others}
 
 
 def _parts(groups: Sequence[Mapping[str, Any]], experts: frozenset[str] | None) -> list[list[dict[str, Any]]]:

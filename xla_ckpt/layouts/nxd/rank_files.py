@@ -21,7 +21,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.storage.base import Directory
-from xla_ckpt.tree.nested import replaced_leaves
+from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 _NAME = re.compile(r"(?:dp_rank_(\d{2,})|full)(?:_ep_rank_(\d{2,}))?_tp_rank_(\d{2,})_pp_rank_(\d{2,})\.pt")
 """``full`` is what neuronx-distributed's converter calls the states of all dp ranks together."""
@@ -37,7 +37,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(kw_only=True, frozen=True, slots=True, order=True)
-class At:
+class RankAt:
     """Where a rank file stands: the coordinates of the rank that wrote it."""
 
     pp: int = 0
@@ -61,13 +61,18 @@ class StoredTensor:
     at: TensorAt | None = None
     """The exact place, if it is known already."""
 
+    @classmethod
+    def lying_at(cls, at: TensorAt) -> StoredTensor:
+        """The tensor that lies there, of which nobody says whether it is an expert's."""
+        return cls(dtype=at.dtype, shape=at.shape, expert=None, file=at.file, at=at)
+
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
     """The files of one kind (``model``, ``optim``), by where they stand: a full grid."""
 
-    paths: Mapping[At, str]
-    sizes: At
+    paths: Mapping[RankAt, str]
+    sizes: RankAt
     """Number of files along each axis."""
 
 
@@ -98,25 +103,25 @@ class Scan:
             self.files.append(FileRecord(path=file, size=size, head=0, digest=0))
         return self._numbers[file]
 
-    def place(self, held: StoredTensor) -> TensorAt:
+    def place(self, tensor: StoredTensor) -> TensorAt:
         """Where exactly a tensor lies.
 
         Raises:
             CorruptCheckpointError: Its file is missing, or holds another tensor.
         """
-        if held.at is not None:
-            return held.at
-        if held.file not in self._places:
-            self._places[held.file] = read(self.directory, held.file)
-        found = self._places[held.file]
-        if not isinstance(found, TensorAt) or (found.dtype, found.shape) != (held.dtype, held.shape):
+        if tensor.at is not None:
+            return tensor.at
+        if tensor.file not in self._places:
+            self._places[tensor.file] = read(self.directory, tensor.file)
+        at = self._places[tensor.file]
+        if not isinstance(at, TensorAt) or (at.dtype, at.shape) != (tensor.dtype, tensor.shape):
             raise CorruptCheckpointError(
                 "the file of a tensor does not hold it",
-                file=held.file,
-                expected=f"{held.dtype.name} {held.shape}",
-                found=f"{found.dtype.name} {found.shape}" if isinstance(found, TensorAt) else type(found).__name__,
+                file=tensor.file,
+                expected=f"{tensor.dtype.name} {tensor.shape}",
+                found=f"{at.dtype.name} {at.shape}" if isinstance(at, TensorAt) else type(at).__name__,
             )
-        return found
+        return at
 
     def same(self, one: StoredTensor, other: StoredTensor) -> bool:
         """Whether two tensors hold the same bytes: their CRC-32s say so, and data is read only where there are none.
@@ -131,13 +136,21 @@ class Scan:
             return a.crc == b.crc
         return self._same_bytes(a, b)
 
-    def zero(self, held: StoredTensor) -> bool:
+    def equal(self, one: StoredTensor, other: StoredTensor) -> bool:
+        """Whether two tensors have the same shape and type, and hold the same bytes.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, or holds another tensor.
+        """
+        return (one.shape, one.dtype) == (other.shape, other.dtype) and self.same(one, other)
+
+    def zero(self, tensor: StoredTensor) -> bool:
         """Whether a tensor has nothing but zeros, as its CRC-32 says.
 
         Raises:
             CorruptCheckpointError: The file is missing, or holds another tensor.
         """
-        return self.place(held).crc == zlib.crc32(bytes(held.dtype.itemsize * math.prod(held.shape)))
+        return self.place(tensor).crc == zlib.crc32(bytes(tensor.dtype.itemsize * math.prod(tensor.shape)))
 
     def same_part(self, one: StoredTensor, piece: Piece, other: StoredTensor, piece_of_other: Piece) -> bool:
         """Whether parts of two tensors are the same: of whole tensors see `same`, of others some bytes are compared.
@@ -152,9 +165,9 @@ class Scan:
         ):
             return self.same(one, other)
         samples = []
-        for held, of in ((one, piece), (other, piece_of_other)):
-            at = self.place(held)
-            where = runs(of.local, Box.whole(held.shape), held.dtype.itemsize)
+        for tensor, of in ((one, piece), (other, piece_of_other)):
+            at = self.place(tensor)
+            where = runs(of.local, Box.whole(tensor.shape), tensor.dtype.itemsize)
             with closing(self.directory.open(at.file)) as source:
                 data = bytearray(min(where.nbytes, _SAMPLE))
                 middle = (where.nbytes - len(data)) // 2
@@ -195,33 +208,33 @@ class Scan:
 
         Model and optimizer were written by the same ranks, so what is missing in one of them shows in the other.
         """
-        found = self._by_kind()
-        own = {kind: _sizes(paths) for kind, paths in found.items()}
+        by_kind = self._by_kind()
+        own = {kind: _sizes(paths) for kind, paths in by_kind.items()}
         tp = max((size.tp for size in own.values()), default=1)
         pp = max((size.pp for size in own.values()), default=1)
         ep = max((size.ep for size in own.values()), default=1)
-        made = {}
-        for kind, paths in found.items():
+        grids = {}
+        for kind, paths in by_kind.items():
             sizes = replace(own[kind], tp=tp, pp=pp)
             # Only a ZeRO-1 optimizer has a file for each dp rank, so dp is not compared. Without ZeRO-1 the optimizer
             # of a job with experts has a file for each ep rank, and the model says how many there are.
             if kind == "optim" and sizes.dp == 1 and any("_ep_rank_" in path for path in paths.values()):
                 sizes = replace(sizes, ep=ep)
-            made[kind] = RankFiles(paths, sizes)
-        return made
+            grids[kind] = RankFiles(paths, sizes)
+        return grids
 
-    def _by_kind(self) -> dict[str, dict[At, str]]:
+    def _by_kind(self) -> dict[str, dict[RankAt, str]]:
         """The rank files under ``model`` and ``optim``; a kind of which there are none is left out."""
-        found: dict[str, dict[At, str]] = {"model": {}, "optim": {}}
+        by_kind: dict[str, dict[RankAt, str]] = {"model": {}, "optim": {}}
         for name in self.names:
             if not name.startswith(self.below):
                 continue
             kind, _, base = name.removeprefix(self.below).partition("/")
             match = _NAME.fullmatch(base)
-            if kind in found and match is not None:
+            if kind in by_kind and match is not None:
                 dp, ep, tp, pp = (int(number or 0) for number in match.groups())
-                found[kind][At(pp=pp, dp=dp, ep=ep, tp=tp)] = name
-        return {kind: paths for kind, paths in found.items() if paths}
+                by_kind[kind][RankAt(pp=pp, dp=dp, ep=ep, tp=tp)] = name
+        return {kind: paths for kind, paths in by_kind.items() if paths}
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be read.
@@ -242,13 +255,13 @@ class Scan:
         Raises:
             CorruptCheckpointError: Some are missing.
         """
-        paths: dict[At, str] = {}
+        paths: dict[RankAt, str] = {}
         for name in self.names:
             base = name.removesuffix("/checkpoint.pt")
             match = LEGACY.fullmatch(base)
             if match is not None:
                 tp, pp, dp = (int(g or 0) for g in match.groups())
-                paths[At(pp=pp, dp=dp, ep=0, tp=tp)] = name
+                paths[RankAt(pp=pp, dp=dp, ep=0, tp=tp)] = name
         grid = RankFiles(paths, _sizes(paths))
         check_grid("tag", grid)
         return grid
@@ -259,11 +272,11 @@ class Scan:
         Raises:
             CorruptCheckpointError: Some are missing, or pipeline stages wrote over each other's.
         """
-        paths: dict[At, str] = {}
+        paths: dict[RankAt, str] = {}
         for name in self.names:
             if (match := LEGACY_OPTIMIZER.fullmatch(name)) is not None:
                 dp, tp = map(int, match.groups())
-                paths[At(dp=dp, tp=tp)] = name
+                paths[RankAt(dp=dp, tp=tp)] = name
         if not paths:
             return None
         model = self.legacy_files().sizes
@@ -279,7 +292,7 @@ class Scan:
         check_grid("optim.dp_rank_*", grid)
         return grid
 
-    def tree(self, path: str, at: At) -> Any:
+    def tree(self, path: str, at: RankAt) -> Any:
         """What a rank file holds, with a `StoredTensor` for each tensor.
 
         Raises:
@@ -287,26 +300,26 @@ class Scan:
         """
         info = read(self.directory, f"{path}.info.pt") if f"{path}.info.pt" in self.names else {}
         described = info if isinstance(info, Mapping) else {}
-        held: dict[int, StoredTensor] = {}
+        tensors: dict[int, StoredTensor] = {}
 
         def reference(tid: int) -> StoredTensor:
-            if tid not in held:
-                held[tid] = self._referenced(path, at, tid, described.get(tid))
-            return held[tid]
+            if tid not in tensors:
+                tensors[tid] = self._referenced(path, at, tid, described.get(tid))
+            return tensors[tid]
 
-        return replaced_leaves(read(self.directory, path, reference), _as_stored, path)
+        return replaced_leaves(read(self.directory, path, reference), _as_stored)
 
-    def _referenced(self, path: str, at: At, tid: int, info: Any) -> StoredTensor:
+    def _referenced(self, path: str, at: RankAt, tid: int, info: Any) -> StoredTensor:
         """The tensor of a number in a rank file of the layout ``xser``; `info` is what the file beside it says."""
         own = f"{path}.tensors/tensor_{tid}.pt"
         # A tensor that all expert-parallel ranks have alike lies with the first of them.
         shared = own.replace(f"_ep_rank_{at.ep:02d}_", "_ep_rank_00_", 1) if at.ep else own
         if info is None:
             file = own if own in self.names else shared
-            found = read(self.directory, file)
-            if not isinstance(found, TensorAt):
+            content = read(self.directory, file)
+            if not isinstance(content, TensorAt):
                 raise CorruptCheckpointError("the file of a tensor does not hold one", file=file)
-            return StoredTensor(dtype=found.dtype, shape=found.shape, expert=None, file=file, at=found)
+            return StoredTensor.lying_at(content)
         try:
             expert = bool(info["expert_model_parallel"])
             dtype = dtypes.dtype(str(info["dtype"]).removeprefix("torch."))
@@ -319,16 +332,14 @@ class Scan:
             ) from error
 
 
-def _as_stored(_: str, value: Any) -> Any:
+def _as_stored(_: Keys, value: Any) -> Any:
     """A tensor that lies in the rank file itself, as a `StoredTensor`; any other value as it is."""
-    if isinstance(value, TensorAt):
-        return StoredTensor(dtype=value.dtype, shape=value.shape, expert=None, file=value.file, at=value)
-    return value
+    return StoredTensor.lying_at(value) if isinstance(value, TensorAt) else value
 
 
-def _sizes(paths: Mapping[At, str]) -> At:
+def _sizes(paths: Mapping[RankAt, str]) -> RankAt:
     """Number of files along each axis, as far as they are there."""
-    return At(
+    return RankAt(
         pp=1 + max(at.pp for at in paths),
         dp=1 + max(at.dp for at in paths),
         ep=1 + max(at.ep for at in paths),
@@ -350,7 +361,7 @@ def check_grid(kind: str, grid: RankFiles) -> None:
     if count > 100 * len(paths) + 1000:
         raise CorruptCheckpointError("the numbers of the rank files make no grid", file=kind, found=f"{len(paths)}")
     places = (
-        At(pp=pp, dp=dp, ep=ep, tp=tp)
+        RankAt(pp=pp, dp=dp, ep=ep, tp=tp)
         for pp, dp, ep, tp in product(range(sizes.pp), range(sizes.dp), range(sizes.ep), range(sizes.tp))
     )
     missing = [at for at in places if at not in paths]
@@ -358,7 +369,7 @@ def check_grid(kind: str, grid: RankFiles) -> None:
         f"{len(missing)} of {count} rank files are missing in {kind}",
         file=kind,
         expected=f"all of pp {sizes.pp}, dp {sizes.dp}, ep {sizes.ep}, tp {sizes.tp}",
-        found="none for " + listed([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
+        found="none for " + listed_names([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
         hint=_LOST_EXPERTS if sizes.ep > 1 else _LOST,
     )
 
@@ -370,7 +381,7 @@ _LOST_EXPERTS = (
 )
 
 
-def listed(names: Sequence[str]) -> str:
+def listed_names(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more

@@ -6,12 +6,14 @@ is. The older layout has no marks: ``<root>/<tag>/tp_rank_00_pp_rank_00`` and it
 
 from __future__ import annotations
 
-import datetime
 import re
 from dataclasses import dataclass
 
+from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_tag
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.listing import names_in
+from xla_ckpt.tags.roots import may_be_foreign
 
 LEGACY = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 """Name of a rank's file or directory in the older layout."""
@@ -39,16 +41,15 @@ class NxdTag:
 
     def entry(self) -> TagEntry:
         """What a listing shows of it."""
-        created = datetime.datetime.fromtimestamp(self.time / 1e9, datetime.UTC).isoformat(timespec="microseconds")
-        return TagEntry(tag=self.tag, created=created if self.time else "", directory=self.tag, complete=self.complete)
+        return TagEntry(tag=self.tag, created=time_text(self.time), directory=self.tag, complete=self.complete)
 
 
-def find_tag(store: Store, tag: str) -> NxdTag | None:
+def find_nxd_tag(store: Store, tag: str) -> NxdTag | None:
     """The tag of this name; None if it is no tag of neuronx-distributed's, or one of ours."""
     if not may_be_foreign(store, tag):
         return None
-    if (found := marked_tag(store, tag)) is not None:
-        return found
+    if (marked := marked_tag(store, tag)) is not None:
+        return marked
     try:
         ranks = [name for name in store.names(tag) if LEGACY.fullmatch(name)]
     except OSError:
@@ -70,26 +71,14 @@ def marked_tag(store: Store, tag: str, below: str = "") -> NxdTag | None:
     return NxdTag(tag=tag, complete=done is not None, legacy=False, time=done or begun or 0, below=below)
 
 
-def existing(store: Store, tag: str) -> NxdTag:
-    """The tag of this name, which was there a moment ago.
-
-    Raises:
-        NoCheckpointError: It is gone.
-    """
-    found = find_tag(store, tag)
-    if found is None:
-        raise no_such_tag(store, tag)
-    return found
-
-
-def complete_tags(store: Store) -> list[NxdTag]:
+def complete_nxd_tags(store: Store) -> list[NxdTag]:
     """The complete tags, oldest first; equal time stamps are ordered by the numbers in their names.
 
     Raises:
         StorageError: The directory cannot be read.
     """
-    found = [t for t in (find_tag(store, name) for name in names_in(store)) if t is not None and t.complete]
-    return sorted(found, key=lambda t: (t.time, _natural(t.tag)))
+    complete = [t for t in (find_nxd_tag(store, name) for name in names_in(store)) if t is not None and t.complete]
+    return sorted(complete, key=lambda t: (t.time, _natural(t.tag)))
 
 
 def _natural(tag: str) -> list[tuple[int, str]]:

@@ -5,12 +5,11 @@ There are no digests, but each record of a zip has a CRC-32, which neither torch
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.verify import VerifyReport, noted
 from xla_ckpt.errors import (
     CheckpointError,
@@ -21,19 +20,17 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.layouts.nxd.rank_files import RankFiles, Scan, StoredTensor, check_grid
-from xla_ckpt.layouts.nxd.scan import AS_NXD, Around, scan
+from xla_ckpt.layouts.nxd.scan import AS_NXD, Around, scan_nxd
 from xla_ckpt.layouts.nxd.tags import LEGACY_OPTIMIZER, NxdTag
 from xla_ckpt.layouts.torch_save.zip_reader import check_zip, read
+from xla_ckpt.layouts.verifying import check_files, foreign_report
 from xla_ckpt.plan.hints import Hints
-from xla_ckpt.storage.base import Directory, Store
-from xla_ckpt.storage.pool import threads, work_off
-from xla_ckpt.tree.codec import ValueCodec
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tree.nested import leaves
 
 
-def verify_nxd(
-    store: Store, found: NxdTag, codec: ValueCodec, workers: int = READERS, around: Around = AS_NXD
-) -> VerifyReport:
+def verify_nxd(store: Store, tag: NxdTag, workers: int = READERS, around: Around = AS_NXD) -> VerifyReport:
     """Read every file of a tag.
 
     The files of all ranks and all tensors have to be there, the zips have to agree with their CRCs, and the parts of
@@ -42,52 +39,35 @@ def verify_nxd(
     Raises:
         StorageError: The tag cannot be opened.
     """
-    began = time.monotonic()
-    report = VerifyReport(path=store.path, tag=found.tag, digests=False)
-    if not found.complete:
-        report.problems.append(CorruptCheckpointError("there is no done marker: the save may not have ended"))
-    with storage_errors("opening a tag", path=store.path, tag=found.tag):
-        directory = store.open(found.tag)
-    try:
-        files = Scan(directory, found.below)
-        noted(report, files.check_optimizer)
-        noted(report, lambda: _check_trees(files, found, report))
-        zips = sorted(name for name in files.names if name.endswith(".pt") or (found.legacy and _is_legacy(name)))
-        check_zips(report, directory, zips, workers)
-        if not report.problems:
-            noted(report, partial(_check_sums, files, found, codec, around))
-    finally:
-        directory.close()
-    for problem in report.problems:
-        problem.at(path=store.path, tag=found.tag)
-    report.seconds = time.monotonic() - began
+    with foreign_report(store, tag.tag) as report:
+        if not tag.complete:
+            report.problems.append(CorruptCheckpointError("there is no done marker: the save may not have ended"))
+        with storage_errors("opening a tag", path=store.path, tag=tag.tag):
+            directory = store.open(tag.tag)
+        with closing(directory):
+            files = Scan(directory, tag.below)
+            noted(report, files.check_optimizer)
+            noted(report, lambda: _check_trees(files, tag, report))
+            zips = sorted(name for name in files.names if name.endswith(".pt") or (tag.legacy and _is_legacy(name)))
+            check_files(report, zips, partial(check_zip, directory), workers)
+            if not report.problems:
+                noted(report, partial(_check_sums, files, tag, around))
     return report
 
 
-def check_zips(report: VerifyReport, directory: Directory, names: Sequence[str], workers: int) -> None:
-    """Read zips whole, and compare each record with its CRC-32; what is wrong is added to the report."""
-    sizes: list[int] = []
-
-    def read_zip(name: str, _: memoryview) -> None:
-        noted(report, lambda: sizes.append(check_zip(directory, name)))
-
-    work_off(names, read_zip, workers=threads(workers, 2), buffer_bytes=0, name="xla_ckpt-verify")
-    report.files, report.nbytes = len(names), sum(sizes)
-
-
-def _check_trees(files: Scan, found: NxdTag, report: VerifyReport) -> None:
+def _check_trees(files: Scan, tag: NxdTag, report: VerifyReport) -> None:
     """Check that every rank has its files, and that every tensor that they name is there."""
-    grids = _legacy_grids(files, report) if found.legacy else files.present()
+    grids = _legacy_grids(files, report) if tag.legacy else files.present()
     for kind, grid in grids.items():
         noted(report, partial(check_grid, kind, grid))
         for tree in _trees(files, grid, report):
-            for held in leaves(tree):
-                if not isinstance(held, StoredTensor):
+            for leaf in leaves(tree):
+                if not isinstance(leaf, StoredTensor):
                     continue
                 report.arrays += 1
                 # A folder without any tensor is what avoid_saving_lower_precision_weights leaves.
-                if held.at is None and held.file.rpartition("/")[0] in files.folders:
-                    noted(report, partial(files.place, held))
+                if leaf.at is None and leaf.file.rpartition("/")[0] in files.folders:
+                    noted(report, partial(files.place, leaf))
     for name in ("scheduler.pt", "user_content.pt"):
         for path in {name, f"{files.below}{name}"} & files.names:
             noted(report, partial(_check_pickle, files, path))
@@ -109,9 +89,9 @@ def _legacy_grids(files: Scan, report: VerifyReport) -> dict[str, RankFiles]:
     return grids
 
 
-def _check_sums(files: Scan, found: NxdTag, codec: ValueCodec, around: Around) -> None:
+def _check_sums(files: Scan, tag: NxdTag, around: Around) -> None:
     try:
-        scan(files, found, Hints(), codec, around)
+        scan_nxd(files, tag, Hints(), around)
     except (IncompatibleCheckpointError, UnsupportedStateError):
         return  # the tag alone does not say how its arrays were split, which is no damage
 

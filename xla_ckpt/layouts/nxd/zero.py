@@ -13,13 +13,14 @@ from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
 from xla_ckpt.layouts.by_rank.plan import RankState, RankTensor
-from xla_ckpt.layouts.nxd.arrays import assembled, check_rows
+from xla_ckpt.layouts.nxd.arrays import RankArray, assembled, check_zero1_rows
 from xla_ckpt.layouts.nxd.copies import in_common
 from xla_ckpt.layouts.nxd.plan import RankPlan
-from xla_ckpt.layouts.nxd.rank_files import At, Scan, StoredTensor
+from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
 from xla_ckpt.layouts.nxd.state import trees
+from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
-from xla_ckpt.manifest.records import ArrayRecord, Head, Manifest, UnknownArray
+from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
 from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
@@ -62,8 +63,8 @@ class ZeroFiles:
         for rank in range(mesh.size):
             at = mesh.coordinates(rank)
             tensors = {
-                path: self._tensor(path, held, mesh, rank)
-                for path, held in self.manifest.arrays.items()
+                path: self._tensor(path, record, mesh, rank)
+                for path, record in self.manifest.arrays.items()
                 if path.startswith(f"{at['pp']}/{at['tp']}/")
             }
             state = RankState(parts={schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors=tensors, zero1=True)
@@ -72,14 +73,14 @@ class ZeroFiles:
             return files
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]
 
-    def _tensor(self, path: str, held: ArrayRecord, mesh: Mesh, rank: int) -> RankTensor:
+    def _tensor(self, path: str, record: ArrayRecord, mesh: Mesh, rank: int) -> RankTensor:
         """What one rank has of an array: its rows, the last ones padded, or all of it."""
         if path not in self.dealt:
-            place = whole(held.shape)
-            return RankTensor(leaf=path, dtype=held.dtype, shape=held.shape, pieces=place.pieces, alike=AXES)
-        place = Sharding().zero1(held.shape, mesh, rank, ("dp",))
-        shape = (-(-held.shape[0] // mesh.dp), *held.shape[1:])
-        return RankTensor(leaf=path, dtype=held.dtype, shape=shape, pieces=place.pieces, alike=("cp",))
+            place = whole(record.shape)
+            return RankTensor(leaf=path, dtype=record.dtype, shape=record.shape, pieces=place.pieces, alike=AXES)
+        place = Sharding().zero1(record.shape, mesh, rank, ("dp",))
+        shape = (-(-record.shape[0] // mesh.dp), *record.shape[1:])
+        return RankTensor(leaf=path, dtype=record.dtype, shape=shape, pieces=place.pieces, alike=("cp",))
 
 
 def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
@@ -99,13 +100,13 @@ def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
         raise CorruptCheckpointError(
             "files for each dp rank lie beside files for all of them", file="optim", found=", ".join(names[:4])
         )
-    held = trees(files, grid)
-    for at, tree in held.items():
+    by_rank = trees(files, grid)
+    for at, tree in by_rank.items():
         _check(grid.paths[at], tree)
-    work = _Arrays(files=files, held=held, dp=grid.sizes.dp)
+    work = _Arrays(files=files, by_rank=by_rank, dp=grid.sizes.dp)
     stages = {(pp, tp): work.stage(pp, tp) for pp in range(grid.sizes.pp) for tp in range(grid.sizes.tp)}
     manifest = Manifest(
-        head=Head(tag=tag, sequence=0, pinned=False, created=""),
+        head=foreign_head(tag),
         skeleton=None,
         arrays=work.records,
         files=tuple(files.files),
@@ -135,30 +136,30 @@ class _Arrays:
     """Collects the arrays of all files."""
 
     files: Scan
-    held: Mapping[At, Any]
+    by_rank: Mapping[RankAt, Any]
     dp: int
     records: dict[str, ArrayRecord] = field(default_factory=dict)
     dealt: list[str] = field(default_factory=list)
 
     def stage(self, pp: int, tp: int) -> Any:
         """What the files of one (tp, pp) hold, with a `LeafAt` in place of each tensor."""
-        ranks = [self.held[At(pp=pp, dp=dp, ep=0, tp=tp)] for dp in range(self.dp)]
+        ranks = [self.by_rank[RankAt(pp=pp, dp=dp, ep=0, tp=tp)] for dp in range(self.dp)]
         shapes = ranks[0]["shape_info"]
-        made: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         for key, value in ranks[0].items():
             path = f"{pp}/{tp}/{key}"
             if key not in _DEALT:
-                made[key] = self._common(path, ranks, key)
+                content[key] = self._common(path, ranks, key)
                 continue
-            made[key] = {}
+            content[key] = {}
             members = [rank[key] for rank in ranks]
             for number in value:
                 if type(number) is int:
-                    of_ranks = [held.get(number) for held in members]
-                    made[key][number] = self._state(f"{path}/{number}", of_ranks, shapes.get(number))
+                    of_ranks = [of_rank.get(number) for of_rank in members]
+                    content[key][number] = self._state(f"{path}/{number}", of_ranks, shapes.get(number))
                 else:  # it belongs to no parameter, and each dp rank has it whole
-                    made[key][number] = self._common(f"{path}/{number}", members, number)
-        return made
+                    content[key][number] = self._common(f"{path}/{number}", members, number)
+        return content
 
     def _common(self, path: str, ranks: list[Any], key: Any) -> Any:
         """What all dp ranks have under a key.
@@ -166,8 +167,8 @@ class _Arrays:
         Raises:
             IncompatibleCheckpointError: They differ.
         """
-        held = in_common(self.files, {At(dp=dp): members for dp, members in enumerate(ranks)}, key)
-        return replaced_leaves(held, self._alone, path)
+        common = in_common(self.files, {RankAt(dp=dp): members for dp, members in enumerate(ranks)}, key)
+        return replaced_leaves(common, lambda keys, leaf: self._alone("/".join(map(str, (path, *keys))), leaf))
 
     def _state(self, path: str, ranks: list[Any], shape: Any) -> Any:
         """The state, or the master weight, of one parameter on all dp ranks."""
@@ -176,19 +177,19 @@ class _Arrays:
             return self._united(path, ranks, shape)
         if not isinstance(first, Mapping):
             return first
-        made = {}
+        state = {}
         members = [rank or {} for rank in ranks]
         for what, value in first.items():
             if isinstance(value, StoredTensor):
-                of_ranks = [held.get(what) for held in members]
-                made[what] = self._united(f"{path}/{what}", of_ranks, shape)
+                of_ranks = [of_rank.get(what) for of_rank in members]
+                state[what] = self._united(f"{path}/{what}", of_ranks, shape)
             else:
-                made[what] = self._common(f"{path}/{what}", members, what)
-        return made
+                state[what] = self._common(f"{path}/{what}", members, what)
+        return state
 
     def _united(self, path: str, ranks: list[Any], shape: Any) -> Any:
         """The array of which each dp rank has rows; `shape` is that of all of them together."""
-        missing = next((dp for dp, held in enumerate(ranks) if not isinstance(held, StoredTensor)), None)
+        missing = next((dp for dp, tensor in enumerate(ranks) if not isinstance(tensor, StoredTensor)), None)
         if missing is not None or shape is None:
             raise CorruptCheckpointError(
                 "the dp ranks hold different states",
@@ -196,26 +197,26 @@ class _Arrays:
                 found=f"none on dp rank {missing}",
                 expected="a tensor on each, and its whole shape in shape_info",
             )
-        copies = {(dp, 0, 0): held for dp, held in enumerate(ranks)}
+        copies = {(dp, 0, 0): tensor for dp, tensor in enumerate(ranks)}
         if not ranks[0].shape:
             return self._alone(path, ranks[0])
         local = tuple(map(int, shape))
-        check_rows(path, local, copies, self.dp)
-        self.records[path] = assembled(
-            self.files, path, copies, Mesh(dp=self.dp), Sharding(), rows=("dp",), local=local
-        ).record
+        array = RankArray(leaf=path, copies=copies, mesh=Mesh(dp=self.dp), local=local, rows=("dp",))
+        check_zero1_rows(array, self.dp)
+        self.records[path] = assembled(self.files, array, Sharding()).record
         self.dealt.append(path)
         return LeafAt(path)
 
-    def _alone(self, path: str, held: Any) -> Any:
+    def _alone(self, path: str, value: Any) -> Any:
         """A tensor that each dp rank has whole, as a `LeafAt`; any other value as it is.
 
         Raises:
             IncompatibleCheckpointError: The dp ranks have different ones.
         """
-        if isinstance(held, UnknownArray):
-            raise held.error(path)
-        if not isinstance(held, StoredTensor):
-            return held
-        self.records[path] = assembled(self.files, path, {(0, 0, 0): held}, Mesh(), Sharding()).record
+        if isinstance(value, UnknownArray):
+            raise value.error(path)
+        if not isinstance(value, StoredTensor):
+            return value
+        array = RankArray(leaf=path, copies={(0, 0, 0): value}, mesh=Mesh(), local=value.shape)
+        self.records[path] = assembled(self.files, array, Sharding()).record
         return LeafAt(path)

@@ -97,18 +97,18 @@ class _Compared:
 
     def _compare(self, storage: StorageAt) -> None:
         buffer = memoryview(bytearray(min(_CHUNK, storage.nbytes)))
-        found = 0
+        crc = 0
         for at in range(0, storage.nbytes, _CHUNK):
             part = buffer[: min(_CHUNK, storage.nbytes - at)]
             if self._source.read_into(part, storage.offset + at) < len(part):
                 raise CorruptCheckpointError("the file ends inside of a tensor", file=self._file)
-            found = zlib.crc32(part, found)
-        if found != storage.crc:
+            crc = zlib.crc32(part, crc)
+        if crc != storage.crc:
             raise CorruptCheckpointError(
                 f"the record data/{storage.key} is not what its CRC-32 says: stored bytes are damaged",
                 file=self._file,
                 expected=f"{storage.crc:08x}",
-                found=f"{found:08x}",
+                found=f"{crc:08x}",
                 hint="Restore the file from a copy.",
             )
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
-
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.names import is_tag_name
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 """What programs give to torch.save as the ending of a name."""
 
-FILE = "state.pt"
+STATE_FILE = "state.pt"
 """What a plan calls the file; whoever writes it knows its name."""
 
 
@@ -42,28 +40,27 @@ class OneFile(Layout):
             return None
         return TagEntry(tag=tag, directory=tag) if is_zip else None
 
-    def tag_of(self, found: TagEntry) -> str:
-        stem, dot, suffix = found.tag.rpartition(".")
-        return stem if dot and f".{suffix}" in SUFFIXES else found.tag
+    def tag_of(self, entry: TagEntry) -> str:
+        stem, dot, suffix = entry.tag.rpartition(".")
+        return stem if dot and f".{suffix}" in SUFFIXES else entry.tag
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.one_file.scan import open_scanned
-        from xla_ckpt.state.values import CODEC
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.one_file.scan import open_one_file
 
-        return open_scanned(store, found, hints, CODEC)
+        return open_one_file(store, entry, hints)
 
-    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.torch_save.zip_reader import check_zip
+        from xla_ckpt.layouts.verifying import foreign_report
 
-        began = time.monotonic()
-        report = VerifyReport(path=store.path, tag=found.tag, files=1, digests=False)
-        try:
-            with self.open(store, found, Hints(optimizer=False)) as reader, storage_errors("reading a file"):
-                report.arrays = len(reader.manifest.arrays)
-                report.nbytes = check_zip(reader.directory, found.tag)
-        except CheckpointError as error:
-            report.problems.append(error.at(path=store.path, tag=found.tag, file=found.tag))
-        report.seconds = time.monotonic() - began
+        with foreign_report(store, entry.tag) as report:
+            report.files = 1
+            try:
+                with self.open(store, entry, Hints(optimizer=False)) as reader, storage_errors("reading a file"):
+                    report.arrays = len(reader.manifest.arrays)
+                    report.nbytes = check_zip(reader.directory, entry.tag)
+            except CheckpointError as error:
+                report.problems.append(error.at(file=entry.tag))
         return report
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
@@ -71,4 +68,4 @@ class OneFile(Layout):
 
         if to.mesh.size > 1:
             raise UsageError("one file holds whole arrays, and is for any mesh", expected="no mesh", found=str(to.mesh))
-        return Rewriting([(plan_file(stored, FILE),)])
+        return Rewriting([(plan_file(stored, STATE_FILE),)])

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.layouts.dcp.names import training_state
-from xla_ckpt.layouts.numbered import Shape, named
-from xla_ckpt.layouts.smp.marks import MARKS
+from xla_ckpt.layouts.parameter_numbers import Shape, with_names
+from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
+from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
 
@@ -24,11 +24,11 @@ _LISTED = {"optimizer_states": "optimizer_states", "lr_schedulers": "lr_schedule
 class _Kept:
     """Stands for a dict that is a value of its own: its keys are no text, or its class is another one."""
 
-    held: Mapping[Any, Any]
+    members: Mapping[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class FileMembers:
     """What a file holds."""
 
     tree: Any
@@ -38,7 +38,7 @@ class Members:
     """Whether the numbers of the optimizer were named after the order of the model."""
 
 
-def members_of(tree: Any, hints: Hints, is_array: Callable[[Any], bool], shape: Shape) -> Members:
+def file_members(tree: Any, hints: Hints, is_array: Callable[[Any], bool], shape: Shape) -> FileMembers:
     """The members of the training state that a file holds.
 
     Args:
@@ -48,21 +48,21 @@ def members_of(tree: Any, hints: Hints, is_array: Callable[[Any], bool], shape: 
         shape: See `Shape`.
     """
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        return Members(tree)
+        return FileMembers(tree)
     tree = _without_marks(tree, is_array)
     parts = training_state({k: _hidden(v) for k, v in _unlisted(tree).items()}, hints, is_array)
     if tree.keys() <= set(schema.MEMBERS):
         parts = _as_ours(tree, parts)
     parts = {name: _shown(value) for name, value in parts.items()}
-    return Members(*named(parts, hints, shape, guess=True))
+    return FileMembers(*with_names(parts, hints, shape, guess=True))
 
 
 def _without_marks(tree: dict[Any, Any], is_array: Callable[[Any], bool]) -> dict[Any, Any]:
     """A tree without SageMaker model parallel's marks on state dicts, which are no names of a model's."""
-    made = {key: _without_marks(v, is_array) if type(v) is dict else v for key, v in tree.items()}
-    if MARKS.isdisjoint(made) or not any(map(is_array, made.values())):
-        return made
-    return {key: value for key, value in made.items() if key not in MARKS}
+    members = {key: _without_marks(v, is_array) if type(v) is dict else v for key, v in tree.items()}
+    if STATE_DICT_MARKS.isdisjoint(members) or not any(map(is_array, members.values())):
+        return members
+    return {key: value for key, value in members.items() if key not in STATE_DICT_MARKS}
 
 
 def _as_ours(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
@@ -72,26 +72,26 @@ def _as_ours(tree: Mapping[str, Any], parts: dict[str, Any]) -> dict[str, Any]:
     """
     extras = dict(parts.get(schema.EXTRAS, {}))
     own = {name: extras.pop(name) for name in tree if name in extras and name not in parts}
-    made = {**parts, **own, schema.EXTRAS: extras}
+    members = {**parts, **own, schema.EXTRAS: extras}
     if not extras and schema.EXTRAS not in tree:
-        del made[schema.EXTRAS]
-    return {name: made[name] for name in (*tree, *made) if name in made}
+        del members[schema.EXTRAS]
+    return {name: members[name] for name in (*tree, *members) if name in members}
 
 
 def _unlisted(tree: dict[str, Any]) -> dict[str, Any]:
     """The same state, with a dict in place of a list of only one optimizer, or of only one scheduler."""
-    made = dict(tree)
+    state = dict(tree)
     for name, called in _LISTED.items():
-        held = tree.get(name)
+        listed = tree.get(name)
         if (
-            isinstance(held, list)
-            and len(held) == 1
-            and isinstance(held[0], dict)
-            and called not in made.keys() - {name}
+            isinstance(listed, list)
+            and len(listed) == 1
+            and isinstance(listed[0], dict)
+            and called not in state.keys() - {name}
         ):
-            del made[name]
-            made[called] = held[0]
-    return made
+            del state[name]
+            state[called] = listed[0]
+    return state
 
 
 def _hidden(value: Any) -> Any:
@@ -107,5 +107,5 @@ def _hidden(value: Any) -> Any:
 def _shown(value: Any) -> Any:
     """Undo `_hidden`."""
     if isinstance(value, _Kept):
-        return value.held
+        return value.members
     return {key: _shown(member) for key, member in value.items()} if type(value) is dict else value

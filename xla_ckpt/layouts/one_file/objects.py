@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.errors import UnsupportedStateError, UntrustedObjectError
+from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.torch_save.restricted_pickle import STORAGES, Opaque, StorageType
 from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, TensorAt
-from xla_ckpt.tree.codec import ValueCodec
+from xla_ckpt.layouts.untrusted import UntrustedObject
+from xla_ckpt.state.values import CODEC
 from xla_ckpt.tree.nested import leaves
 
 Step = Any
@@ -27,17 +28,15 @@ Step = Any
 
 
 class Walk:
-    """Puts something in place of tensors, and a `StoredObject` in place of whatever is no plain value.
+    """Puts something in place of tensors, and an `UntrustedObject` in place of whatever is no plain value.
 
     Args:
         objects: The objects of the file.
-        codec: Says which values are plain.
         tensor: What stands for a tensor.
     """
 
-    def __init__(self, objects: Objects, codec: ValueCodec, tensor: Callable[[TensorAt], Any]) -> None:
+    def __init__(self, objects: FileObjects, tensor: Callable[[TensorAt], Any]) -> None:
         self.objects = objects
-        self.codec = codec
         self.tensor = tensor
 
     def visit(self, value: Any, path: tuple[Step, ...]) -> Any:
@@ -55,65 +54,36 @@ class Walk:
         if kind in (argparse.Namespace, types.SimpleNamespace):
             return kind(**{name: self.visit(member, (*path, name)) for name, member in vars(value).items()})
         if kind in (set, frozenset, slice):
-            held = (value.start, value.stop, value.step) if kind is slice else value
-            return value if all(map(self._is_plain, held)) else StoredObject(self.objects, path, kind.__name__)
-        return value if self._is_plain(value) else StoredObject(self.objects, path, _called(value))
+            members = (value.start, value.stop, value.step) if kind is slice else value
+            return value if all(map(self._is_plain, members)) else self._untrusted(path, kind.__name__)
+        if self._is_plain(value):
+            return value
+        return self._untrusted(path, value.called if isinstance(value, Opaque) else kind.__name__)
+
+    def _untrusted(self, path: tuple[Step, ...], called: str) -> UntrustedObject:
+        problem = (
+            f"the file holds a {called}, which is neither a tensor nor a plain value; it was not loaded, and nothing "
+            "ran"
+        )
+        return UntrustedObject(problem, self.objects.file, lambda: self.objects.at(path), path)
 
     def _is_plain(self, value: Any) -> bool:
         if type(value) in (tuple, frozenset):
             return all(map(self._is_plain, value))
-        return self.codec.encode(value) is not NotImplemented
+        return CODEC.encode(value) is not NotImplemented
 
     def _mapping(self, value: Mapping[Any, Any], path: tuple[Step, ...]) -> Any:
         if not all(map(self._is_plain, value)):
-            return StoredObject(self.objects, path, type(value).__name__)
-        made = {key: self.visit(member, (*path, key)) for key, member in value.items()}
+            return self._untrusted(path, type(value).__name__)
+        members = {key: self.visit(member, (*path, key)) for key, member in value.items()}
         if type(value) is dict or any(isinstance(leaf, TensorAt) for leaf in leaves(value)):
-            return made  # a state dict is one of ours, whatever class it was: OrderedDict, as a rule
+            return members  # a state dict is one of ours, whatever class it was: OrderedDict, as a rule
         if isinstance(value, collections.defaultdict):
-            return collections.defaultdict(value.default_factory, made)
-        return type(value)(made)  # type: ignore[call-arg]
+            return collections.defaultdict(value.default_factory, members)
+        return type(value)(members)  # type: ignore[call-arg]
 
 
-def _called(value: Any) -> str:
-    return value.called if isinstance(value, Opaque) else type(value).__name__
-
-
-class StoredObject:
-    """Stands for an object that is read on trust only: its class is one of the program's."""
-
-    def __init__(self, objects: Objects, path: tuple[Step, ...], called: str) -> None:
-        self.objects = objects
-        self.path = path
-        self.called = called
-
-    def __eq__(self, other: object) -> bool:
-        """Whether two objects may be the same: what is in them is not looked at."""
-        if not isinstance(other, StoredObject):
-            return NotImplemented
-        return (self.path, self.called) == (other.path, other.called)
-
-    def __hash__(self) -> int:
-        return hash((self.path, self.called))
-
-    def load(self, leaf: str, *, trust: bool) -> Any:
-        """The object.
-
-        Raises:
-            UntrustedObjectError: `trust` is False. Nothing of it has run.
-        """
-        if not trust:
-            raise UntrustedObjectError(
-                f"the file holds a {self.called}, which is neither a tensor nor a plain value; it was not loaded, and "
-                "nothing ran",
-                leaf=leaf,
-                file=self.objects.file,
-                hint="Pass trust_pickle=True if you trust whoever wrote this file.",
-            )
-        return self.objects.at(self.path)
-
-
-class Objects:
+class FileObjects:
     """What a file holds, unpickled with all that it names: for objects that are trusted."""
 
     def __init__(self, directory: SavedFiles, file: str, pickled: bytes) -> None:
@@ -136,10 +106,10 @@ class Objects:
         """What lies at a place. The first call runs the pickle."""
         if self._tree is None:
             self._tree = _Trusting(self).load()
-        found = self._tree
+        place = self._tree
         for step in path:
-            found = vars(found)[step] if isinstance(found, argparse.Namespace | types.SimpleNamespace) else found[step]
-        return found
+            place = vars(place)[step] if isinstance(place, argparse.Namespace | types.SimpleNamespace) else place[step]
+        return place
 
     def storage(self, key: str, nbytes: int) -> torch.UntypedStorage:
         """A storage of the pickle: on the device meta, if nothing in it belongs to an object."""
@@ -165,7 +135,7 @@ _QUANTIZED = {"QUInt8Storage": "quint8", "QInt8Storage": "qint8", "QInt32Storage
 class _Trusting(pickle.Unpickler):
     """Runs a pickle of torch.save."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: FileObjects) -> None:
         super().__init__(io.BytesIO(objects.pickled), encoding="utf-8")
         self.objects = objects
 

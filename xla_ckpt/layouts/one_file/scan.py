@@ -3,57 +3,49 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.errors import UnsupportedStateError, naming, storage_errors
+from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.layouts.dcp import strided
 from xla_ckpt.layouts.one_file.file import SavedFiles
-from xla_ckpt.layouts.one_file.members import members_of
-from xla_ckpt.layouts.one_file.objects import Objects, StoredObject, Walk
+from xla_ckpt.layouts.one_file.members import file_members
+from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, kind_of_scanned, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, UnknownArray, array_record
+from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
+from xla_ckpt.layouts.untrusted import UntrustedObject
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Manifest, Shard, UnknownArray, array_record
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry
-from xla_ckpt.tree.codec import ValueCodec
-from xla_ckpt.tree.flatten import flatten
+from xla_ckpt.tags.entry import TagEntry
 
 logger = logging.getLogger(__name__)
 
-_AHEAD = 4096
-"""Bytes that are read at once: beside the header of a large storage there is nothing else to see."""
 
-
-def open_scanned(store: Store, found: TagEntry, hints: Hints, codec: ValueCodec) -> TagReader:
+def open_one_file(store: Store, entry: TagEntry, hints: Hints) -> TagReader:
     """A reader of a file, for the restore engine.
 
     Raises:
         CorruptCheckpointError: It is cut off or damaged, or torch.save did not write it.
         UnsupportedStateError: It is of another byte order, or compressed.
     """
-    with storage_errors("opening a file", path=store.path, file=found.tag):
-        # Caches of other programs have links in place of files.
-        directory = SavedFiles(store.open("", lock=False, links=True), [found.tag])
-    try:
-        with naming(path=store.path, tag=found.tag, file=found.tag), storage_errors("reading a file"):
-            manifest, objects = _scan(directory, found.tag, hints, codec)
-            return TagReader(directory, store.path, found.tag, manifest, objects)
-    except BaseException:
-        directory.close()  # nobody else will
-        raise
+    file = entry.tag
+    # Caches of other programs have links in place of files.
+    with directory_to_scan(store, file, lambda: store.open("", lock=False, links=True)) as directory, naming(file=file):
+        files = SavedFiles(directory, [file])
+        manifest, objects = _scan(files, file, hints)
+        return TagReader(files, store.path, file, manifest, objects)
 
 
-def _scan(directory: SavedFiles, file: str, hints: Hints, codec: ValueCodec) -> tuple[Manifest, list[StoredObject]]:
+def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, list[UntrustedObject]]:
     with closing(directory.open(file)) as source:
         size = source.size
-        archive = Zip(Ahead(source, file, _AHEAD), 0, size)
+        archive = Zip(Ahead(source, file, FEW_AHEAD), 0, size)
         directory.storages[file] = archive.storages()
-        walk = Walk(Objects(directory, file, archive.pickled), codec, _Records().of)
+        walk = Walk(FileObjects(directory, file, archive.pickled), _Records().of)
         tree = walk.visit(archive.value(strided=True, tolerant=True), ())
     if (job := job_of_part(tree)) is not None:
         logger.warning(
@@ -62,7 +54,7 @@ def _scan(directory: SavedFiles, file: str, hints: Hints, codec: ValueCodec) -> 
             file,
             *job,
         )
-    members = members_of(tree, hints, _is_array, _shape_of_numbers)
+    members = file_members(tree, hints, _is_array, _shape_of_numbers)
     if members.guessed:
         logger.warning(
             "%s: the stored optimizer numbers its parameters. They are taken to be those of the stored model in its "
@@ -70,25 +62,12 @@ def _scan(directory: SavedFiles, file: str, hints: Hints, codec: ValueCodec) -> 
             "(model=, optimizer=; --like)",
             file,
         )
-    flat = flatten(members.tree, lambda value: "torch" if _is_array(value) else None, codec)
-    known = {leaf: value for leaf, value in flat.arrays.items() if isinstance(value, ArrayRecord)}
-    aliases = _aliases(known)
-    manifest = Manifest(
-        head=Head(tag=file, sequence=0, pinned=False, created=""),
-        skeleton=flat.skeleton,
-        arrays={leaf: record for leaf, record in known.items() if leaf not in aliases},
-        aliases=aliases,
-        files=(FileRecord(path=file, size=size, head=0, digest=0),),
-        unknown={leaf: value for leaf, value in flat.arrays.items() if isinstance(value, UnknownArray)},
-    )
-    stray = next(((leaf, value) for leaf, value in flat.objects if not isinstance(value, StoredObject)), None)
-    if stray is not None:
-        raise UnsupportedStateError(f"a {type(stray[1]).__name__} is neither array nor plain value", leaf=stray[0])
-    return manifest, [value for _, value in flat.objects]
+    flat = flattened(members.tree)
+    return scanned_manifest(foreign_head(file), flat, [FileRecord(path=file, size=size, head=0, digest=0)])
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, ArrayRecord | UnknownArray)
+    return kind_of_scanned(value) is not None
 
 
 def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
@@ -97,12 +76,6 @@ def _shape_of_numbers(value: Any) -> tuple[int, ...] | None:
         numbers = value.dtype.floating or value.dtype.name.startswith("complex")
         return value.shape if numbers else None
     return None
-
-
-def _aliases(known: Mapping[str, ArrayRecord]) -> dict[str, str]:
-    """Leaf paths of arrays that are those of one before them, with that one."""
-    first: dict[int, str] = {}
-    return {leaf: same for leaf, record in known.items() if (same := first.setdefault(id(record), leaf)) != leaf}
 
 
 class _Records:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError
+from xla_ckpt.files.distcp import STEM
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.base import StoredState
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
@@ -19,9 +20,6 @@ from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
-
-STEM = "archive"
-"""Name of the folder inside of the zip, as torch.save calls it where it does not know the name of the file."""
 
 
 def plan_file(stored: StoredState, path: str) -> FilePlan:

@@ -11,21 +11,23 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
+from xla_ckpt.layouts.foreign_tags import looked_up_again, merged_by_time
 from xla_ckpt.layouts.nxd import tags
 from xla_ckpt.layouts.nxd.tags import NxdTag
-from xla_ckpt.layouts.optimum.metadata import FILE
-from xla_ckpt.layouts.order import merged
+from xla_ckpt.layouts.optimum.metadata import METADATA_FILE
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_tag
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.listing import names_in
+from xla_ckpt.tags.roots import may_be_foreign
 
 if TYPE_CHECKING:
-    from xla_ckpt.layouts.optimum.tag import Beside
+    from xla_ckpt.layouts.optimum.around import Beside
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ADAPTER = re.compile(r"adapter_.+")
@@ -42,46 +44,44 @@ class OptimumNeuron(Layout):
     converts = False
 
     def tags(self, store: Store) -> list[TagEntry]:
-        found = [t for name in names_in(store) if (t := _found(store, name)) is not None and t.complete]
+        complete = [t for name in names_in(store) if (t := _found(store, name)) is not None and t.complete]
         # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
-        numbered = sorted((t for t in found if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: _step(t.tag))
-        others = sorted((t for t in found if not _CHECKPOINT.fullmatch(t.tag)), key=lambda t: (t.time, t.tag))
-        return [_entry(store, t) for t in merged(numbered, others, lambda t: t.time)]
+        numbered = sorted((t for t in complete if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: _step(t.tag))
+        others = sorted((t for t in complete if not _CHECKPOINT.fullmatch(t.tag)), key=lambda t: (t.time, t.tag))
+        return [_entry(store, t) for t in merged_by_time(numbered, others, lambda t: t.time)]
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        found = _found(store, tag)
-        return None if found is None else _entry(store, found)
+        checkpoint = _found(store, tag)
+        return None if checkpoint is None else _entry(store, checkpoint)
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.nxd.scan import open_scanned
-        from xla_ckpt.state.values import CODEC
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.nxd.scan import open_nxd
 
-        tag = _existing(store, found.tag)
-        return open_scanned(store, tag, hints, CODEC, _beside(tag))
+        tag = _existing(store, entry.tag)
+        return open_nxd(store, tag, hints, _beside(tag))
 
-    def as_hugging_face(self, store: Store, found: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
-        from xla_ckpt.layouts.optimum.tag import as_hugging_face
+    def as_hugging_face(self, store: Store, entry: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
+        from xla_ckpt.layouts.optimum.around import hugging_face_model
 
-        return as_hugging_face(reader, _existing(store, found.tag).below)
+        return hugging_face_model(reader, _existing(store, entry.tag).below)
 
-    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.nxd.verify import verify_nxd
-        from xla_ckpt.state.values import CODEC
 
-        tag = _existing(store, found.tag)
-        return verify_nxd(store, tag, CODEC, workers, _beside(tag))
+        tag = _existing(store, entry.tag)
+        return verify_nxd(store, tag, workers, _beside(tag))
 
 
-def _entry(store: Store, found: NxdTag) -> TagEntry:
+def _entry(store: Store, checkpoint: NxdTag) -> TagEntry:
     """What a listing shows of a tag, and which adapters lie in it."""
-    folders = [adapter.below.split("/")[0] for adapter in _adapters(store, found.tag)]
-    return replace(found.entry(), note=f"with {', '.join(folders)}" if folders else "")
+    folders = [adapter.below.split("/")[0] for adapter in _adapters(store, checkpoint.tag)]
+    return replace(checkpoint.entry(), note=f"with {', '.join(folders)}" if folders else "")
 
 
-def _beside(found: NxdTag) -> Beside:
-    from xla_ckpt.layouts.optimum.tag import Beside
+def _beside(checkpoint: NxdTag) -> Beside:
+    from xla_ckpt.layouts.optimum.around import Beside
 
-    return Beside(adapter=found.tag == _ADAPTER_SHARDS or found.below.endswith(f"{_ADAPTER_SHARDS}/"))
+    return Beside(adapter=checkpoint.tag == _ADAPTER_SHARDS or checkpoint.below.endswith(f"{_ADAPTER_SHARDS}/"))
 
 
 def _found(store: Store, tag: str) -> NxdTag | None:
@@ -90,27 +90,27 @@ def _found(store: Store, tag: str) -> NxdTag | None:
         return None
     if _CHECKPOINT.fullmatch(tag):
         return _checkpoint(store, tag)
-    if any(FILE.fullmatch(name) for name in store.names(tag)):
+    if any(METADATA_FILE.fullmatch(name) for name in store.names(tag)):
         return tags.marked_tag(store, tag)
     return None
 
 
 def _checkpoint(store: Store, tag: str) -> NxdTag | None:
     """A checkpoint of the trainer: its rank files, or those of its only adapter."""
-    if (found := tags.marked_tag(store, tag, f"{_SHARDS}/")) is not None:
-        return found
+    if (shards := tags.marked_tag(store, tag, f"{_SHARDS}/")) is not None:
+        return shards
     adapters = _adapters(store, tag)
     return adapters[0] if adapters else None
 
 
 def _adapters(store: Store, tag: str) -> list[NxdTag]:
     """The adapters of a checkpoint, by name."""
-    found = (
+    adapters = (
         tags.marked_tag(store, tag, f"{name}/{_ADAPTER_SHARDS}/")
         for name in store.names(tag)
         if _ADAPTER.fullmatch(name)
     )
-    return [adapter for adapter in found if adapter is not None]
+    return [adapter for adapter in adapters if adapter is not None]
 
 
 def _existing(store: Store, tag: str) -> NxdTag:
@@ -120,10 +120,8 @@ def _existing(store: Store, tag: str) -> NxdTag:
         NoCheckpointError: It is gone.
         UsageError: It has several adapters and no model, so that nobody can tell what is meant.
     """
-    found = _found(store, tag)
-    if found is None:
-        raise no_such_tag(store, tag)
-    if found.below.endswith(f"{_ADAPTER_SHARDS}/"):
+    checkpoint = looked_up_again(_found, store, tag)
+    if checkpoint.below.endswith(f"{_ADAPTER_SHARDS}/"):
         folders = [adapter.below.split("/")[0] for adapter in _adapters(store, tag)]
         if len(folders) > 1:
             raise UsageError(
@@ -134,7 +132,7 @@ def _existing(store: Store, tag: str) -> NxdTag:
                 found=", ".join(folders),
                 hint=f"Name one by its own directory: path {store.path}/{tag}/{folders[0]}, tag {_ADAPTER_SHARDS}.",
             )
-    return found
+    return checkpoint
 
 
 def _step(tag: str) -> int:

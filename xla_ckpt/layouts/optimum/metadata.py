@@ -21,7 +21,7 @@ from xla_ckpt.tree import schema
 
 T = TypeVar("T")
 
-FILE = re.compile(r"mp_metadata_pp_rank_(\d+)\.json")
+METADATA_FILE = re.compile(r"mp_metadata_pp_rank_(\d+)\.json")
 """Name of a metadata file; the number is that of the pipeline stage."""
 
 _ADAPTER = re.compile(r"(?<=\.lora_[AB])\.[^.]+(?=\.)|(?<=\.lora_embedding_[AB])\.[^.]+$")
@@ -34,7 +34,7 @@ WITHOUT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class ParameterSplit:
     """How one parameter is split."""
 
     dim: int | None
@@ -163,7 +163,7 @@ class StageMetadata:
     """What a metadata file says."""
 
     file: str
-    parameters: Mapping[str, Parameter]
+    parameters: Mapping[str, ParameterSplit]
     """In the order of the model."""
 
     layers: tuple[Fused | Attention, ...]
@@ -194,18 +194,18 @@ class StageMetadata:
         Raises:
             CorruptCheckpointError: Two places contradict each other.
         """
-        said, special = self.parameters[name], self._sections(name)
+        split, special = self.parameters[name], self._sections(name)
         if special is None:
-            return Sharding() if said.dim is None else _along(said.dim, Split.strided(("tp",), said.stride))
+            return Sharding() if split.dim is None else _along(split.dim, Split.strided(("tp",), split.stride))
         dim, sections = special
         # neuronx-distributed loses the attributes of a fused weight_qkv, so that it counts as not split.
-        if said.dim not in (None, dim) or said.stride not in (1, len(sections)):
+        if split.dim not in (None, dim) or split.stride not in (1, len(sections)):
             raise CorruptCheckpointError(
                 "the metadata of a fused layer contradict those of its parameter",
                 leaf=schema.weight(name),
                 file=self.file,
                 expected=f"dim {dim} in {len(sections)} parts",
-                found=f"dim {said.dim}, stride {said.stride}",
+                found=f"dim {split.dim}, stride {split.stride}",
                 hint=WITHOUT,
             )
         if len(set(sections)) == 1:
@@ -219,26 +219,26 @@ class StageMetadata:
 
     def attention(self, name: str) -> Attention | None:
         """The grouped-query attention whose heads a parameter has: its queries, or what takes their outputs."""
-        found = self.layer(name)
-        if found is not None and isinstance(found[0], Attention):
-            return found[0] if found[0].sections(found[1]) is not None else None
+        of_layer = self.layer(name)
+        if of_layer is not None and isinstance(of_layer[0], Attention):
+            return of_layer[0] if of_layer[0].sections(of_layer[1]) is not None else None
         return next((layer for path, layer in self._outputs.items() if name.startswith(path)), None)
 
     @cached_property
     def _outputs(self) -> dict[str, Attention]:
-        made = [layer for layer in self.layers if isinstance(layer, Attention)]
-        return {f"{layer.module}.{layer.output}.".lstrip("."): layer for layer in made}
+        attentions = [layer for layer in self.layers if isinstance(layer, Attention)]
+        return {f"{layer.module}.{layer.output}.".lstrip("."): layer for layer in attentions}
 
     def _sections(self, name: str) -> tuple[int, tuple[Section, ...]] | None:
-        found = self.layer(name)
-        return None if found is None else found[0].sections(found[1])
+        of_layer = self.layer(name)
+        return None if of_layer is None else of_layer[0].sections(of_layer[1])
 
 
 def _along(dim: int, split: Split) -> Sharding:
     return Sharding((*(None,) * dim, split))
 
 
-def parse(data: bytes, file: str) -> StageMetadata:
+def parse_stage_metadata(data: bytes, file: str) -> StageMetadata:
     """What a metadata file says.
 
     Raises:
@@ -249,12 +249,12 @@ def parse(data: bytes, file: str) -> StageMetadata:
         read = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"the metadata are no JSON: {error}", file=file, hint=_LOST) from error
-    held = _Fields(read, file, "the file")
-    said = held.take("parameters", dict)
-    parameters = {name: _parameter(_Fields(value, file, name), name) for name, value in said.items()}
+    fields = _Fields(read, file, "the file")
+    splits = fields.take("parameters", dict)
+    parameters = {name: _parameter(_Fields(value, file, name), name) for name, value in splits.items()}
     layers = [
         layer
-        for module in held.take("model_weight_transformation_specs", list)
+        for module in fields.take("model_weight_transformation_specs", list)
         for layer in _layers_of(_Fields(module, file, "model_weight_transformation_specs"))
     ]
     return StageMetadata(file, parameters, tuple(layers))
@@ -273,10 +273,10 @@ class _Fields:
             raise self.error("a JSON object", type(value).__name__)
         self.rest = dict(value)
 
-    def error(self, expected: object, found: object) -> CorruptCheckpointError:
+    def error(self, expected: object, actual: object) -> CorruptCheckpointError:
         """The error for something that is not as it is written."""
         return CorruptCheckpointError(
-            f"the metadata are damaged at {self.where}", file=self.file, expected=expected, found=found, hint=_LOST
+            f"the metadata are damaged at {self.where}", file=self.file, expected=expected, found=actual, hint=_LOST
         )
 
     def take(self, name: str, kind: type[T]) -> T:
@@ -326,14 +326,14 @@ class _Fields:
             )
 
 
-def _parameter(held: _Fields, name: str) -> Parameter:
-    if not held.take("tensor_model_parallel", bool):
-        return Parameter(dim=None)
-    dim, stride = held.take("partition_dim", int), held.count("partition_stride")
+def _parameter(fields: _Fields, name: str) -> ParameterSplit:
+    if not fields.take("tensor_model_parallel", bool):
+        return ParameterSplit(dim=None)
+    dim, stride = fields.take("partition_dim", int), fields.count("partition_stride")
     if dim < 0:
-        raise held.error("a partition_dim that is not negative", f"{dim} of {name}")
-    return Parameter(
-        dim=dim, stride=stride, ranks=held.count("num_partitions") if "num_partitions" in held.rest else None
+        raise fields.error("a partition_dim that is not negative", f"{dim} of {name}")
+    return ParameterSplit(
+        dim=dim, stride=stride, ranks=fields.count("num_partitions") if "num_partitions" in fields.rest else None
     )
 
 
@@ -355,71 +355,71 @@ def _layers_of(module: _Fields) -> Iterable[Fused | Attention]:
         yield make(_Fields(value, module.file, f"{kind} of {name}"), name)
 
 
-def _fused(held: _Fields, module: str) -> Fused:
+def _fused(fields: _Fields, module: str) -> Fused:
     axes = {0: 0, 1: 1, "column": 0, "row": 1}
-    axis = held.rest.pop("fuse_axis", None)
-    made = Fused(
+    axis = fields.rest.pop("fuse_axis", None)
+    layer = Fused(
         module=module,
-        name=held.take("fused_linear_name", str),
-        parts=held.names("linear_names"),
-        bias=held.take("bias", bool),
+        name=fields.take("fused_linear_name", str),
+        parts=fields.names("linear_names"),
+        bias=fields.take("bias", bool),
         axis=axes.get(axis, -1) if isinstance(axis, int | str) else -1,
-        sizes=held.sizes("original_dims"),
-        tp=held.count("tp_size"),
-        lora=_lora(held),
+        sizes=fields.sizes("original_dims"),
+        tp=fields.count("tp_size"),
+        lora=_lora(fields),
     )
-    held.end()
-    if made.axis < 0:
-        raise held.error("a fuse_axis of 0, 1, column or row", repr(axis)[:100])
-    if len(made.parts) != len(made.sizes):
-        raise held.error(f"a size for each of {', '.join(made.parts)}", f"original_dims {list(made.sizes)}")
-    uneven = next((size for size in made.sizes if size % made.tp), None)
+    fields.end()
+    if layer.axis < 0:
+        raise fields.error("a fuse_axis of 0, 1, column or row", repr(axis)[:100])
+    if len(layer.parts) != len(layer.sizes):
+        raise fields.error(f"a size for each of {', '.join(layer.parts)}", f"original_dims {list(layer.sizes)}")
+    uneven = next((size for size in layer.sizes if size % layer.tp), None)
     if uneven is not None:
-        raise held.error(f"original_dims that {made.tp} ranks divide", uneven)
-    return made
+        raise fields.error(f"original_dims that {layer.tp} ranks divide", uneven)
+    return layer
 
 
-def _attention(held: _Fields, module: str) -> Attention:
-    made = Attention(
+def _attention(fields: _Fields, module: str) -> Attention:
+    layer = Attention(
         module=module,
-        name=held.take("gqa_qkv_projection_name", str),
-        query=held.take("query_projection_name", str),
-        key=held.take("key_projection_name", str),
-        value=held.take("value_projection_name", str),
-        output=held.take("output_projection_name", str),
-        heads=held.count("num_attention_heads"),
-        kv_heads=held.count("num_key_value_heads"),
-        copies=held.count("kv_size_multiplier"),
-        query_rows=held.count("q_output_size_per_partition"),
-        kv_rows=held.count("kv_output_size_per_partition"),
-        fused=held.take("fuse_qkv", bool),
-        bias=held.take("bias", bool),
-        tp=held.count("tp_size"),
-        lora=_lora(held),
+        name=fields.take("gqa_qkv_projection_name", str),
+        query=fields.take("query_projection_name", str),
+        key=fields.take("key_projection_name", str),
+        value=fields.take("value_projection_name", str),
+        output=fields.take("output_projection_name", str),
+        heads=fields.count("num_attention_heads"),
+        kv_heads=fields.count("num_key_value_heads"),
+        copies=fields.count("kv_size_multiplier"),
+        query_rows=fields.count("q_output_size_per_partition"),
+        kv_rows=fields.count("kv_output_size_per_partition"),
+        fused=fields.take("fuse_qkv", bool),
+        bias=fields.take("bias", bool),
+        tp=fields.count("tp_size"),
+        lora=_lora(fields),
     )
-    held.end()
-    if made.tp % made.copies:
-        raise held.error(f"a kv_size_multiplier that divides {made.tp} ranks", made.copies)
-    if made.heads % (made.kv_heads * made.copies):
-        raise held.error(
+    fields.end()
+    if layer.tp % layer.copies:
+        raise fields.error(f"a kv_size_multiplier that divides {layer.tp} ranks", layer.copies)
+    if layer.heads % (layer.kv_heads * layer.copies):
+        raise fields.error(
             "heads of queries that divide by those of keys with all copies",
-            f"{made.heads} by {made.kv_heads} times {made.copies}",
+            f"{layer.heads} by {layer.kv_heads} times {layer.copies}",
         )
-    rows = (made.query_rows * made.tp, made.kv_rows * made.tp)
-    size = rows[0] // made.heads
-    if rows != (size * made.heads, size * made.kv_heads * made.copies):
-        raise held.error(
-            f"rows of {made.heads} heads of queries, and of {made.kv_heads} heads of keys in {made.copies} copies",
-            f"{rows[0]} and {rows[1]} rows on {made.tp} ranks",
+    rows = (layer.query_rows * layer.tp, layer.kv_rows * layer.tp)
+    size = rows[0] // layer.heads
+    if rows != (size * layer.heads, size * layer.kv_heads * layer.copies):
+        raise fields.error(
+            f"rows of {layer.heads} heads of queries, and of {layer.kv_heads} heads of keys in {layer.copies} copies",
+            f"{rows[0]} and {rows[1]} rows on {layer.tp} ranks",
         )
-    return made
+    return layer
 
 
-def _lora(held: _Fields) -> bool:
-    kind = held.rest.pop("peft_type", None)  # the first versions did not write it
+def _lora(fields: _Fields) -> bool:
+    kind = fields.rest.pop("peft_type", None)  # the first versions did not write it
     if kind not in (None, "lora"):
         raise UnsupportedStateError(
-            "the metadata describe adapters that this library does not know", file=held.file, found=repr(kind)
+            "the metadata describe adapters that this library does not know", file=fields.file, found=repr(kind)
         )
     return kind is not None
 

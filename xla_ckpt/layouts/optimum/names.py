@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.optimum.metadata import Attention, Fused, StageMetadata
-from xla_ckpt.plan.rearrange import Part, Rearranged
+from xla_ckpt.plan.rearrange import Excerpt, Rearranged
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import schema
 
@@ -53,21 +53,21 @@ def _array(of: Sequence[tuple[str, _Slice]], shapes: Mapping[str, tuple[int, ...
     shape = list(shapes[stored])
     if first.size is not None:
         shape[first.dim] = max(piece.here + (piece.size or 0) for _, piece in of)
-    made = []
+    moved = []
     for name, piece in of:
         new, old = Box.whole(shape), Box.whole(shapes[name])
         if piece.size is not None:
             new = new.along(piece.dim, piece.here, piece.here + piece.size)
             old = old.along(piece.dim, piece.there, piece.there + piece.size)
-        made.append(Part(new, schema.weight(name), old))
-    return Rearranged(shape=tuple(shape), parts=tuple(made))
+        moved.append(Excerpt(new, schema.weight(name), old))
+    return Rearranged(shape=tuple(shape), parts=tuple(moved))
 
 
 def _slices(name: str, shape: tuple[int, ...], metadata: Sequence[StageMetadata]) -> Iterator[_Slice]:
     """The parts of a stored array, and the arrays of Hugging Face's that they are."""
     for stage in metadata:
-        if (found := stage.layer(name)) is not None:
-            layer, below = found
+        if (place := stage.layer(name)) is not None:
+            layer, below = place
             at = f"{layer.module}." if layer.module else ""
             of_layer = _of_fused if isinstance(layer, Fused) else _of_attention
             return (yield from of_layer(layer, at, below))  # type: ignore[arg-type]

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.read import READERS
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.foreign_tags import looked_up_again
 from xla_ckpt.layouts.one_file.layout import SUFFIXES
 from xla_ckpt.layouts.smp import tags
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import COMMITTED, MANIFEST, TagEntry
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 
 if TYPE_CHECKING:
-    from xla_ckpt.engine.save import Writing
+    from xla_ckpt.engine.writing import Writing
     from xla_ckpt.state.describe import Description
 
 
@@ -37,32 +38,30 @@ class SageMaker(Layout):
     pickles = True
 
     def wrote(self, manifest: Manifest) -> bool:
-        return any(file.path == tags.CONFIG for file in manifest.files)
+        return any(file.path == tags.JOB_CONFIG for file in manifest.files)
 
     def tags(self, store: Store) -> list[TagEntry]:
-        return [found.entry() for found in tags.complete_tags(store)]
+        return [tag.entry() for tag in tags.complete_smp_tags(store)]
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        found = tags.find_tag(store, tag)
-        return None if found is None else found.entry()
+        entry = tags.find_smp_tag(store, tag)
+        return None if entry is None else entry.entry()
 
-    def tag_of(self, found: TagEntry) -> str:
-        name = found.tag.removesuffix(tags.ALL_PARTS)
+    def tag_of(self, entry: TagEntry) -> str:
+        name = entry.tag.removesuffix(tags.ALL_PARTS)
         stem, dot, suffix = name.rpartition(".")
         name = stem if dot and f".{suffix}" in SUFFIXES else name
-        return name.removesuffix(tags.PARTIAL) or found.tag
+        return name.removesuffix(tags.PARTIAL) or entry.tag
 
-    def open(self, store: Store, found: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.smp.scan import open_scanned
-        from xla_ckpt.state.values import CODEC
+    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
+        from xla_ckpt.layouts.smp.scan import open_smp
 
-        return open_scanned(store, tags.existing(store, found.tag), hints, CODEC)
+        return open_smp(store, looked_up_again(tags.find_smp_tag, store, entry.tag), hints)
 
-    def verify(self, store: Store, found: TagEntry, workers: int = READERS) -> VerifyReport:
+    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         from xla_ckpt.layouts.smp.verify import verify_smp
-        from xla_ckpt.state.values import CODEC
 
-        return verify_smp(store, tags.existing(store, found.tag), CODEC, workers)
+        return verify_smp(store, looked_up_again(tags.find_smp_tag, store, entry.tag), workers)
 
     def saved_over(self, store: Store, tag: str) -> str:
         return (
@@ -73,17 +72,17 @@ class SageMaker(Layout):
     def beside(self, store: Store, tag: str) -> str:
         if tag.endswith(tags.ALL_PARTS) or not store.has(tag) or store.is_directory(tag):
             return ""
-        found = tags.find_tag(store, f"{tag}{tags.ALL_PARTS}")
-        if found is None:
+        parts = tags.find_smp_tag(store, f"{tag}{tags.ALL_PARTS}")
+        if parts is None:
             return ""
-        return f"{len(found.files)} parts of SageMaker model parallel's; {store.path}/{found.tag} names them"
+        return f"{len(parts.files)} parts of SageMaker model parallel's; {store.path}/{parts.tag} names them"
 
     def writing(self, description: Description) -> Writing:
-        from xla_ckpt.layouts.smp.writing import writing_of
+        from xla_ckpt.layouts.smp.writing import smp_writing
 
-        return writing_of(description, self.name)
+        return smp_writing(description, self.name)
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        from xla_ckpt.layouts.smp.writing import rewriting_of
+        from xla_ckpt.layouts.smp.writing import smp_rewriting
 
-        return rewriting_of(stored, to, self.name)
+        return smp_rewriting(stored, to, self.name)

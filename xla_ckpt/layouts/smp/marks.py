@@ -20,7 +20,7 @@ PP, TP = "pipeline_parallel_degree", "tensor_parallel_degree"
 _NESTED = 3
 """How deep in a dict such marks are looked for."""
 
-MARKS = frozenset({IS_PARTIAL, LOAD_INFO, ZERO_2D})
+STATE_DICT_MARKS = frozenset({IS_PARTIAL, LOAD_INFO, ZERO_2D})
 
 
 def job_of_part(tree: Any, depth: int = 0) -> tuple[int, int] | None:
@@ -36,4 +36,4 @@ def job_of_part(tree: Any, depth: int = 0) -> tuple[int, int] | None:
         pp, tp = info.get(PP, 1), info.get(TP, 1)
         return (pp, tp) if type(pp) is int and type(tp) is int and pp * tp > 1 else None
     below = tree.values() if depth < _NESTED else ()
-    return next((found for value in below if (found := job_of_part(value, depth + 1)) is not None), None)
+    return next((job for value in below if (job := job_of_part(value, depth + 1)) is not None), None)

@@ -9,21 +9,18 @@ from itertools import product
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError, naming
-from xla_ckpt.layouts.nxd.rank_files import At, StoredTensor, listed
+from xla_ckpt.layouts.nxd.rank_files import RankAt, StoredTensor, listed_names
 from xla_ckpt.layouts.one_file.file import SavedFiles
-from xla_ckpt.layouts.one_file.objects import Objects, Walk
-from xla_ckpt.layouts.smp.sidecar import MAX_BYTES, Save, directory_digest, matching, name_of, parse
+from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
+from xla_ckpt.layouts.scanned import read_small
+from xla_ckpt.layouts.smp.sidecar import MAX_NOTE, SaveNote, directory_digest, matching, note_name, parse_notes
 from xla_ckpt.layouts.smp.tags import FileSet
 from xla_ckpt.layouts.torch_save.restricted_pickle import attributes
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory
-from xla_ckpt.tree.codec import ValueCodec
 
 logger = logging.getLogger(__name__)
-
-_AHEAD = 4096
-"""Bytes that are read at once: beside the header of a large storage there is nothing else to see."""
 
 _MODULE = "smdistributed.modelparallel.torch.fp16.loss_scaler"
 SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
@@ -31,22 +28,20 @@ SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODU
 
 _OTHER = "another program, which has written over it since"
 
-GUARD = "the parts of all ranks tp > 0 are missing"
+NEVER_SAVED = "the parts of all ranks tp > 0 are missing"
 """What the classic mistake is: ``if smp.dp_rank() == 0`` is true on tp rank 0 only, as SMP counts tp within dp."""
 
 
-class Parts:
+class PartFiles:
     """The files of a tag.
 
     Args:
         directory: The directory in which they lie.
         files: Their names.
-        codec: Says which values are plain.
     """
 
-    def __init__(self, directory: Directory, files: tuple[str, ...], codec: ValueCodec) -> None:
+    def __init__(self, directory: Directory, files: tuple[str, ...]) -> None:
         self.directory = SavedFiles(directory, files)
-        self.codec = codec
         self._all = directory
         self._trees: dict[str, Any] = {}
         self.digests: dict[str, str] = {}
@@ -56,7 +51,7 @@ class Parts:
         """File -> the save that it is part of, where something says so."""
 
     def tree(self, file: str) -> Any:
-        """What a file holds: a `StoredTensor` for each tensor, and a `StoredObject` for what is read on trust only.
+        """What a file holds: a `StoredTensor` for each tensor, and an `UntrustedObject` for what is read on trust only.
 
         Raises:
             CorruptCheckpointError: It is missing, cut off, damaged, or torch.save did not write it.
@@ -64,12 +59,12 @@ class Parts:
         """
         if file not in self._trees:
             with naming(file=file), closing(self._opened(file)) as source:
-                held = Ahead(source, file, _AHEAD)
-                archive = Zip(held, 0, source.size)
+                ahead = Ahead(source, file, FEW_AHEAD)
+                archive = Zip(ahead, 0, source.size)
                 self.directory.storages[file] = archive.storages()
-                self.digests[file] = directory_digest(held.take, source.size)
+                self.digests[file] = directory_digest(ahead.take, source.size)
                 self._note_save(file, source.size, self.digests[file])
-                walk = Walk(Objects(self.directory, file, archive.pickled), self.codec, _stored)
+                walk = Walk(FileObjects(self.directory, file, archive.pickled), _stored)
                 self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
         return self._trees[file]
 
@@ -81,24 +76,10 @@ class Parts:
 
     def _note_save(self, file: str, nbytes: int, digest: str) -> None:
         """Find out which save a file is part of."""
-        saves = self._saves_of(file)
+        saves = saves_beside(self._all, file)
         if saves:
-            found = matching(saves, nbytes, digest)
-            self.saves[file] = _OTHER if found is None else found.save
-
-    def _saves_of(self, file: str) -> tuple[Save, ...]:
-        name = name_of(file)
-        try:
-            with closing(self._all.open(name)) as source:
-                if source.size > MAX_BYTES:
-                    raise FormatError("the note beside a file is too large", expected=MAX_BYTES, found=source.size)
-                return parse(bytes(Ahead(source, name, source.size).take(0, source.size)))
-        except FileNotFoundError:
-            return ()
-        except (FormatError, UnsupportedVersionError) as error:
-            # The files themselves are whole: their own CRC-32s are compared. Only which save they are of is unknown.
-            logger.warning("%s", error.at(file=name))
-            return ()
+            saved = matching(saves, nbytes, digest)
+            self.saves[file] = _OTHER if saved is None else saved.save
 
     @property
     def one_save(self) -> bool:
@@ -112,20 +93,35 @@ class Parts:
         Raises:
             CorruptCheckpointError: They are not.
         """
-        found: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for file, save in sorted(self.saves.items()):
-            found.setdefault(save, file)
-        if len(found) > 1:
-            raise two_saves("; ".join(f"{file} of {save}" for save, file in found.items()), next(iter(found.values())))
+            file_of.setdefault(save, file)
+        if len(file_of) > 1:
+            raise two_saves(
+                "; ".join(f"{file} of {save}" for save, file in file_of.items()), next(iter(file_of.values()))
+            )
 
 
-def two_saves(found: str, file: str | None = None) -> CorruptCheckpointError:
+def saves_beside(directory: Directory, file: str) -> tuple[SaveNote, ...]:
+    """What the note beside a file says of the saves that wrote it; nothing where there is none, or a damaged one."""
+    name = note_name(file)
+    try:
+        return parse_notes(read_small(directory, name, MAX_NOTE, "the note beside a file"))
+    except FileNotFoundError:
+        return ()
+    except (FormatError, UnsupportedVersionError) as error:
+        # The file itself is whole: its own CRC-32s are compared. Only which save it is of is unknown.
+        logger.warning("%s", error.at(file=name))
+        return ()
+
+
+def two_saves(signs: str, file: str | None = None) -> CorruptCheckpointError:
     """The error for parts that were not written together."""
     return CorruptCheckpointError(
         "the parts are of two saves: together they are no state that the job ever had",
         file=file,
         expected="all parts of one save",
-        found=found,
+        found=signs,
         hint="A save was cut off while it wrote over an older one, or files were copied from two runs. Take another "
         "checkpoint, or restore the parts of one save from a copy.",
     )
@@ -142,14 +138,14 @@ def _stored(at: TensorAt) -> StoredTensor | UnknownArray:
             shape=at.shape,
             tensors=1,
         )
-    return StoredTensor(dtype=at.dtype, shape=at.shape, expert=None, file=at.file, at=at)
+    return StoredTensor.lying_at(at)
 
 
 Degrees = tuple[int, int]
 """(pipeline-parallel, tensor-parallel) ranks of a job."""
 
 
-def placed(files: FileSet, degrees: Degrees | None) -> dict[At, str]:
+def placed(files: FileSet, degrees: Degrees | None) -> dict[RankAt, str]:
     """The parts, by the rank that wrote each.
 
     Args:
@@ -164,21 +160,21 @@ def placed(files: FileSet, degrees: Degrees | None) -> dict[At, str]:
     count = len(next(iter(parts)))
     # Names with one number count all model-parallel ranks. In the versions that wrote them there was no tp.
     by_mp = count == 1 and tp > 1 and len(parts) > pp
-    found: dict[At, str] = {}
+    by_rank: dict[RankAt, str] = {}
     for numbers, file in sorted(parts.items()):
-        stage, *rest = divmod(numbers[0], tp) if by_mp else numbers
-        found[At(pp=stage, tp=rest[0] if rest else 0, dp=rest[1] if len(rest) > 1 else 0)] = file
-    _check_grid(files, found, degrees, lambda at: _part(files, at, tp if by_mp else 0))
-    return found
+        stage, *others = divmod(numbers[0], tp) if by_mp else numbers
+        by_rank[RankAt(pp=stage, tp=others[0] if others else 0, dp=others[1] if len(others) > 1 else 0)] = file
+    _check_grid(files, by_rank, degrees, lambda at: _part(files, at, tp if by_mp else 0))
+    return by_rank
 
 
 def degrees_in(sets: Iterable[FileSet]) -> Degrees | None:
     """The degrees of the job as far as names of parts tell, of several sets that one job wrote; None if none does."""
-    numbers = [n for held in sets for form in held.forms.values() for n in form if len(n) > 1]
+    numbers = [n for files in sets for form in files.forms.values() for n in form if len(n) > 1]
     return (1 + max(n[0] for n in numbers), 1 + max(n[1] for n in numbers)) if numbers else None
 
 
-def _part(files: FileSet, at: At, by_mp: int) -> str:
+def _part(files: FileSet, at: RankAt, by_mp: int) -> str:
     """The name of the part of a rank. `by_mp`: the number of tp ranks, where names count all ranks; else 0."""
     ((count, suffix),) = files.forms
     numbers = (at.pp * by_mp + at.tp,) if by_mp else (at.pp, at.tp, at.dp)[:count]
@@ -187,8 +183,10 @@ def _part(files: FileSet, at: At, by_mp: int) -> str:
     return f"{files.name}_{'_'.join(map(str, numbers))}{suffix}"
 
 
-def _check_grid(files: FileSet, found: Mapping[At, Any], degrees: Degrees | None, name: Callable[[At], str]) -> None:
-    names = {axis: 1 + max(getattr(at, axis) for at in found) for axis in ("pp", "tp", "dp")}
+def _check_grid(
+    files: FileSet, by_rank: Mapping[RankAt, Any], degrees: Degrees | None, name: Callable[[RankAt], str]
+) -> None:
+    names = {axis: 1 + max(getattr(at, axis) for at in by_rank) for axis in ("pp", "tp", "dp")}
     known = {"pp": 1, "tp": 1, "dp": 1} if degrees is None else {"pp": degrees[0], "tp": degrees[1], "dp": 1}
     for axis in ("pp", "tp"):
         if degrees is not None and names[axis] > known[axis]:
@@ -196,31 +194,31 @@ def _check_grid(files: FileSet, found: Mapping[At, Any], degrees: Degrees | None
                 f"there are parts of more {axis} ranks than the job had that wrote them",
                 file=files.name,
                 expected=f"parts of pp {known['pp']}, tp {known['tp']}, as they say themselves",
-                found=f"{len(found)} parts, of {axis} ranks up to {names[axis] - 1}",
+                found=f"{len(by_rank)} parts, of {axis} ranks up to {names[axis] - 1}",
                 hint="Parts of another save lie under the same name: move them away. Or the name of the set is "
                 "another one, which has a number at its end.",
             )
     sizes = {axis: max(names[axis], known[axis]) for axis in names}
     total = sizes["pp"] * sizes["tp"] * sizes["dp"]
-    if len(found) == total:
+    if len(by_rank) == total:
         return
-    if total > 100 * len(found) + 1000:  # a file with a number in the millions makes no list of all those before it
-        raise CorruptCheckpointError("the numbers of the parts make no grid", file=files.name, found=len(found))
-    ranks = (At(pp=pp, tp=tp, dp=dp) for pp, tp, dp in product(*(range(sizes[a]) for a in ("pp", "tp", "dp"))))
-    missing = [at for at in ranks if at not in found]
+    if total > 100 * len(by_rank) + 1000:  # a file with a number in the millions makes no list of all those before it
+        raise CorruptCheckpointError("the numbers of the parts make no grid", file=files.name, found=len(by_rank))
+    ranks = (RankAt(pp=pp, tp=tp, dp=dp) for pp, tp, dp in product(*(range(sizes[a]) for a in ("pp", "tp", "dp"))))
+    missing = [at for at in ranks if at not in by_rank]
     raise CorruptCheckpointError(
-        GUARD if _never_saved(found, missing, sizes["tp"]) else f"{len(missing)} of {total} parts are missing",
+        NEVER_SAVED if _never_saved(by_rank, missing, sizes["tp"]) else f"{len(missing)} of {total} parts are missing",
         file=name(missing[0]),
         expected=f"{total} parts: pp {sizes['pp']}, tp {sizes['tp']}" + (f", rdp {sizes['dp']}" * (sizes["dp"] > 1)),
-        found=f"{len(found)}; missing: {listed([name(at) for at in missing])}",
+        found=f"{len(by_rank)}; missing: {listed_names([name(at) for at in missing])}",
         hint="If they were there once, restore them from a copy. Else the job saved under `if smp.dp_rank() == 0`, "
         "which is true on tp rank 0 only, and what the other tp ranks held was never written: save under "
         "`if smp.rdp_rank() == 0`."
-        if _never_saved(found, missing, sizes["tp"])
+        if _never_saved(by_rank, missing, sizes["tp"])
         else "They were lost, or never written: restore them from a copy, or take another checkpoint.",
     )
 
 
-def _never_saved(found: Mapping[At, Any], missing: list[At], tp: int) -> bool:
+def _never_saved(by_rank: Mapping[RankAt, Any], missing: list[RankAt], tp: int) -> bool:
     """Whether exactly the parts of all tp ranks but the first are missing."""
-    return tp > 1 and not any(at.tp for at in found) and all(at.tp for at in missing)
+    return tp > 1 and not any(at.tp for at in by_rank) and all(at.tp for at in missing)

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.layouts.registry import all_tags
-from xla_ckpt.layouts.smp.tags import NEWEST, PARTIAL, newest, order_of
+from xla_ckpt.layouts.smp.tags import NEWEST, PARTIAL, newest_lines, order_of
 from xla_ckpt.storage.door import PathLike, store_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Root:
+class PartialRoot:
     """The partial checkpoints in a root directory."""
 
     lines: tuple[str, ...] | None
@@ -31,18 +31,20 @@ class Root:
     """How many of them have one."""
 
 
-def root_at(path: PathLike) -> Root:
+def root_at(path: PathLike) -> PartialRoot:
     """What lies in a root directory.
 
     Raises:
         StorageError: It cannot be read.
     """
     store = store_at(path)
-    found = [(layout is None, entry.tag) for layout, entry in all_tags(store) if entry.tag.endswith(PARTIAL)]
-    lines = tuple(newest(store)) if store.has(NEWEST) else None
-    order = agreeing(lines or (), [tag for _, tag in found], store.is_directory)
-    ours = {tag for is_ours, tag in found if is_ours}
-    return Root(lines=lines, order=tuple(order), theirs=tuple(t for t in order if t not in ours), committed=len(ours))
+    tags = [(layout is None, entry.tag) for layout, entry in all_tags(store) if entry.tag.endswith(PARTIAL)]
+    lines = tuple(newest_lines(store)) if store.has(NEWEST) else None
+    order = agreeing(lines or (), [tag for _, tag in tags], store.is_directory)
+    ours = {tag for is_ours, tag in tags if is_ours}
+    return PartialRoot(
+        lines=lines, order=tuple(order), theirs=tuple(t for t in order if t not in ours), committed=len(ours)
+    )
 
 
 def agreeing(lines: Sequence[str], complete: Sequence[str], is_there: Callable[[str], bool]) -> list[str]:
@@ -63,11 +65,11 @@ def agreeing(lines: Sequence[str], complete: Sequence[str], is_there: Callable[[
     return [*others, *complete]
 
 
-def oldest_beyond(order: Sequence[str], theirs: Iterable[str], kept: int) -> list[str]:
+def oldest_beyond(order: Sequence[str], of_smp: Iterable[str], kept: int) -> list[str]:
     """Those of SMP's own directories that are too many, oldest first. Saves of this library count their own.
 
     >>> oldest_beyond(["a", "b", "c", "d"], ["a", "b"], 3)
     ['a']
     """
-    own = set(theirs)
+    own = set(of_smp)
     return [name for name in order[: max(len(order) - kept, 0)] if name in own]

@@ -23,19 +23,19 @@ from xla_ckpt.errors import FormatError, UnsupportedVersionError
 from xla_ckpt.layouts.torch_save.zip_end import Take, directory_at
 from xla_ckpt.manifest.digest import digest, to_hex
 
-FORMAT = 1
+NOTE_FORMAT = 1
 
-SUFFIX = ".xla_ckpt.json"
+NOTE_SUFFIX = ".xla_ckpt.json"
 
-MAX_BYTES = 1 << 20
+MAX_NOTE = 1 << 20
 """A larger file is not read (bytes): two entries take a few hundred."""
 
-AXES = ("pp", "tp", "rdp")
+RANK_AXES = ("pp", "tp", "rdp")
 """Keys of `rank` and `sizes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Save:
+class SaveNote:
     """One save of a file.
 
     Raises (on construction):
@@ -58,23 +58,25 @@ class Save:
     """Number of ranks along each axis."""
 
     def __post_init__(self) -> None:
-        for held in (self.rank, self.sizes):
-            if set(held) != set(AXES) or any(type(n) is not int or n < 0 for n in held.values()):
-                raise FormatError("the coordinates of a rank", expected=f"numbers for {AXES}", found=str(held)[:200])
-        if any(self.rank[axis] >= self.sizes[axis] for axis in AXES):
+        for coordinates in (self.rank, self.sizes):
+            if set(coordinates) != set(RANK_AXES) or any(type(n) is not int or n < 0 for n in coordinates.values()):
+                raise FormatError(
+                    "the coordinates of a rank", expected=f"numbers for {RANK_AXES}", found=str(coordinates)[:200]
+                )
+        if any(self.rank[axis] >= self.sizes[axis] for axis in RANK_AXES):
             raise FormatError(
                 "the coordinates of a rank", expected=f"less than {dict(self.sizes)}", found=dict(self.rank)
             )
 
 
-def name_of(file: str) -> str:
+def note_name(file: str) -> str:
     """The name of the file that lies beside another one.
 
-    >>> name_of("best_partial/model_0_1.pt")
+    >>> note_name("best_partial/model_0_1.pt")
     'best_partial/.model_0_1.pt.xla_ckpt.json'
     """
     above, slash, base = file.rpartition("/")
-    return f"{above}{slash}.{base}{SUFFIX}"
+    return f"{above}{slash}.{base}{NOTE_SUFFIX}"
 
 
 def directory_digest(take: Take, nbytes: int) -> str:
@@ -96,28 +98,28 @@ def directory_digest(take: Take, nbytes: int) -> str:
     return to_hex(digest(take(where.offset, where.nbytes)))
 
 
-def dump(saves: Sequence[Save]) -> bytes:
+def dump_notes(saves: Sequence[SaveNote]) -> bytes:
     """The bytes of a file: equal entries give equal bytes.
 
     >>> ranks = {"rank": {"pp": 0, "tp": 0, "rdp": 0}, "sizes": {"pp": 1, "tp": 1, "rdp": 1}}
-    >>> one = Save(size=4096, directory="0123456789abcdef", save="job-1", **ranks)
-    >>> parse(dump([one])) == (one,)
+    >>> one = SaveNote(size=4096, directory="0123456789abcdef", save="job-1", **ranks)
+    >>> parse_notes(dump_notes([one])) == (one,)
     True
     """
-    held = [
+    entries = [
         {
             "size": one.size,
             "directory": one.directory,
             "save": one.save,
-            "rank": {axis: one.rank[axis] for axis in AXES},
-            "sizes": {axis: one.sizes[axis] for axis in AXES},
+            "rank": {axis: one.rank[axis] for axis in RANK_AXES},
+            "sizes": {axis: one.sizes[axis] for axis in RANK_AXES},
         }
         for one in saves
     ]
-    return json.dumps({"format": FORMAT, "saves": held}).encode() + b"\n"
+    return json.dumps({"format": NOTE_FORMAT, "saves": entries}).encode() + b"\n"
 
 
-def parse(data: bytes) -> tuple[Save, ...]:
+def parse_notes(data: bytes) -> tuple[SaveNote, ...]:
     """The entries in these bytes, oldest first.
 
     Raises:
@@ -125,32 +127,32 @@ def parse(data: bytes) -> tuple[Save, ...]:
         FormatError: They are damaged.
     """
     try:
-        held = json.loads(data)
+        note = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the note beside a file is no JSON: {error}"[:300]) from error
-    version = held.get("format") if isinstance(held, dict) else None
-    if type(version) is int and version > FORMAT:
+    version = note.get("format") if isinstance(note, dict) else None
+    if type(version) is int and version > NOTE_FORMAT:
         raise UnsupportedVersionError(
-            "a newer version of this library wrote the note beside a file", expected=FORMAT, found=version
+            "a newer version of this library wrote the note beside a file", expected=NOTE_FORMAT, found=version
         )
-    if version != FORMAT or not isinstance(held.get("saves"), list):
-        raise FormatError("the note beside a file is damaged", found=str(held)[:200])
-    return tuple(_entry(one) for one in held["saves"])
+    if version != NOTE_FORMAT or not isinstance(note.get("saves"), list):
+        raise FormatError("the note beside a file is damaged", found=str(note)[:200])
+    return tuple(_entry(one) for one in note["saves"])
 
 
-def _entry(held: Any) -> Save:
+def _entry(entry: Any) -> SaveNote:
     kinds = {"size": int, "directory": str, "save": str, "rank": dict, "sizes": dict}
-    if not isinstance(held, dict) or any(type(held.get(key)) is not kind for key, kind in kinds.items()):
-        raise FormatError("an entry of the note beside a file is damaged", found=str(held)[:200])
-    return Save(**{key: held[key] for key in kinds})
+    if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
+        raise FormatError("an entry of the note beside a file is damaged", found=str(entry)[:200])
+    return SaveNote(**{key: entry[key] for key in kinds})
 
 
-def matching(saves: Iterable[Save], nbytes: int, directory: str) -> Save | None:
+def matching(saves: Iterable[SaveNote], nbytes: int, directory: str) -> SaveNote | None:
     """The entry of a file that has so many bytes, and a directory of this digest; None if there is none."""
     return next((one for one in saves if (one.size, one.directory) == (nbytes, directory)), None)
 
 
-def renewed(saves: Sequence[Save], present: Save | None, fresh: Save) -> tuple[Save, ...]:
+def renewed(saves: Sequence[SaveNote], present: SaveNote | None, fresh: SaveNote) -> tuple[SaveNote, ...]:
     """The entries for a file that is about to be replaced.
 
     The entry of the file as it is stays: if the program ends before the new file has its name, it is the one that

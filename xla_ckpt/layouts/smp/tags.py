@@ -8,15 +8,16 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.order import merged
+from xla_ckpt.layouts.foreign_tags import merged_by_time, time_text
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.directory import TagEntry, may_be_foreign, names_in, no_such_tag
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.listing import names_in
+from xla_ckpt.tags.roots import may_be_foreign
 
 NEWEST = "newest"
 """The file in the root that lists the directories, oldest first."""
@@ -27,12 +28,12 @@ PARTIAL = "_partial"
 ALL_PARTS = "_*"
 """Behind the name of a set: its parts, even if there is a full file of the same name. SMP itself searches so."""
 
-CONFIG = "smp_config.pt"
+JOB_CONFIG = "smp_config.pt"
 """Written when all parts are there: the configuration of the job."""
 
-USER_CONTENT = "user_content.pt"
+USER_CONTENT_FILE = "user_content.pt"
 
-SCHEDULER = "scheduler.pt"
+SCHEDULER_FILE = "scheduler.pt"
 """What this library writes beside them; SMP has no place for it."""
 
 MAX_NEWEST = 1 << 20
@@ -48,9 +49,9 @@ number with ``.pt``, which is how other programs number their files."""
 _OF_TAG = re.compile(r"(model|optimizer_states|fp16_states|optimizer)_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?\.pt")
 """A file in a directory of `save_checkpoint`. Those of sharded data parallelism have one number only."""
 
-MODEL = "model"
-OPTIMIZERS = ("optimizer", "optimizer_states")
-FP16 = "fp16_states"
+MODEL_SET = "model"
+OPTIMIZER_SETS = ("optimizer", "optimizer_states")
+FP16_SET = "fp16_states"
 """What the sets in such a directory are called: the model; the optimizer, the second as SMP writes it now; and what an
 optimizer of half precision keeps besides."""
 
@@ -102,8 +103,8 @@ class FileSet:
                 found="; ".join(", ".join(sorted(form.values())[:3]) for form in self.forms.values()),
                 hint="Move those that are not meant to another directory.",
             )
-        ((_, found),) = self.forms.items()
-        return found
+        ((_, by_numbers),) = self.forms.items()
+        return by_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +130,13 @@ class SmpTag:
     @property
     def files(self) -> tuple[str, ...]:
         """All files, relative to the directory."""
-        return tuple(sorted([*(file for held in self.sets.values() for file in held.files), *self.others]))
+        return tuple(sorted([*(file for file_set in self.sets.values() for file in file_set.files), *self.others]))
 
     def entry(self) -> TagEntry:
         """What a listing shows of it."""
-        created = datetime.datetime.fromtimestamp(self.time / 1e9, datetime.UTC).isoformat(timespec="microseconds")
         return TagEntry(
             tag=self.tag,
-            created=created if self.time else "",
+            created=time_text(self.time),
             directory=self.directory or self.tag,
             complete=self.complete,
             files=() if self.directory else self.files,
@@ -149,14 +149,14 @@ def is_grid(numbers: Iterable[Numbers]) -> bool:
     >>> is_grid([(0, 0), (0, 1)]), is_grid([(0, 0), (1, 1)]), is_grid([(1, 0)])
     (True, False, False)
     """
-    found = set(numbers)
+    distinct = set(numbers)
     count = 1
-    for axis in zip(*found, strict=True):
+    for axis in zip(*distinct, strict=True):
         count *= 1 + max(axis)
-    return len(found) == count
+    return len(distinct) == count
 
 
-def find_tag(store: Store, tag: str) -> SmpTag | None:
+def find_smp_tag(store: Store, tag: str) -> SmpTag | None:
     """The directory, or the set, of this name; None if there is none.
 
     A file of that name is no set: it is what ``smp.save(..., partial=False)`` wrote. With ``_*`` behind it, the name is
@@ -174,36 +174,24 @@ def find_tag(store: Store, tag: str) -> SmpTag | None:
         return None
 
 
-def existing(store: Store, tag: str) -> SmpTag:
-    """The tag of this name, which was there a moment ago.
-
-    Raises:
-        NoCheckpointError: It is gone.
-    """
-    found = find_tag(store, tag)
-    if found is None:
-        raise no_such_tag(store, tag)
-    return found
-
-
-def complete_tags(store: Store) -> list[SmpTag]:
+def complete_smp_tags(store: Store) -> list[SmpTag]:
     """The complete ones, oldest first: directories in the order of `newest`, all others where their time stamps say.
 
     Raises:
         StorageError: The root cannot be read.
     """
     names = names_in(store)
-    found = {name: tag for name in names if (tag := find_tag(store, name)) is not None and tag.directory}
+    by_name = {name: tag for name in names if (tag := find_smp_tag(store, name)) is not None and tag.directory}
     # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
     prefixes = listed_sets(name for name in names if not _OF_TAG.fullmatch(name) and not store.is_directory(name))
-    found |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
-    complete = {name: tag for name, tag in found.items() if tag.complete}
-    ordered = [complete.pop(name) for name in order_of(newest(store)) if name in complete]
+    by_name |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
+    complete = {name: tag for name, tag in by_name.items() if tag.complete}
+    ordered = [complete.pop(name) for name in order_of(newest_lines(store)) if name in complete]
     others = sorted(complete.values(), key=lambda t: (t.time, t.tag))
-    return merged(ordered, others, lambda t: t.time)
+    return merged_by_time(ordered, others, lambda t: t.time)
 
 
-def newest(store: Store) -> list[str]:
+def newest_lines(store: Store) -> list[str]:
     """The lines of the file `newest`; none if there is no such file."""
     if store.is_directory(NEWEST):
         return []
@@ -233,17 +221,17 @@ def listed_sets(files: Iterable[str]) -> list[str]:
     ['a.pt', 'b_10', 'b_20', 'e.pt']
     """
     left = list(files)
-    found: list[str] = []
+    prefixes: list[str] = []
     for count, suffix in ((2, ".pt"), (2, ""), (3, ".pt"), (1, "")):
         sets: dict[str, dict[Numbers, str]] = {}
         for file in left:
             if (part := part_of(file, count, suffix)) is not None:
                 sets.setdefault(part[0], {})[part[1]] = file
         for prefix, numbers in sets.items():
-            if is_grid(numbers) and prefix not in found:
-                found.append(prefix)
+            if is_grid(numbers) and prefix not in prefixes:
+                prefixes.append(prefix)
                 left = [file for file in left if file not in numbers.values()]
-    return sorted(found)
+    return sorted(prefixes)
 
 
 def part_of(file: str, count: int, suffix: str) -> tuple[str, Numbers] | None:
@@ -265,7 +253,7 @@ def sets_in(files: Iterable[str]) -> dict[str, FileSet]:
         if (match := _OF_TAG.fullmatch(file)) is not None:
             numbers = tuple(int(n) for n in match.groups()[1:] if n is not None)
             forms.setdefault(match[1], {}).setdefault((len(numbers), ".pt"), {})[numbers] = file
-    return {kind: FileSet(kind, held) for kind, held in forms.items()}
+    return {kind: FileSet(kind, by_form) for kind, by_form in forms.items()}
 
 
 def _set(store: Store, tag: str, prefix: str) -> SmpTag | None:
@@ -280,11 +268,11 @@ def _set(store: Store, tag: str, prefix: str) -> SmpTag | None:
                 break
     if len(forms) > 1:
         # Parts of other sets, whose names begin with this one and a number: no part 0 of the first axis is among them.
-        forms = {form: held for form, held in forms.items() if any(n[0] == 0 for n in held)} or forms
-    found = FileSet(prefix, forms)
-    if not any(_may_be_saved(store, file) for file in found.files):
+        forms = {form: of_form for form, of_form in forms.items() if any(n[0] == 0 for n in of_form)} or forms
+    files = FileSet(prefix, forms)
+    if not any(_may_be_saved(store, file) for file in files.files):
         return None
-    return SmpTag(tag=tag, directory="", sets={"": found}, complete=found.complete, time=_time(store, "", found.files))
+    return SmpTag(tag=tag, directory="", sets={"": files}, complete=files.complete, time=_time(store, "", files.files))
 
 
 def _may_be_saved(store: Store, file: str) -> bool:
@@ -297,7 +285,7 @@ def _may_be_saved(store: Store, file: str) -> bool:
 
 def _listed(store: Store, prefix: str) -> SmpTag | None:
     """A set that a root lists. One that lies beside a full file of its name is called with ``_*``."""
-    return find_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
+    return find_smp_tag(store, f"{prefix}{ALL_PARTS}" if store.has(prefix) else prefix)
 
 
 def _directory(store: Store, tag: str) -> SmpTag | None:
@@ -305,19 +293,19 @@ def _directory(store: Store, tag: str) -> SmpTag | None:
     sets = sets_in(names)
     if not _is_directory_of_tag(tag, sets):
         return None
-    others = tuple(name for name in (CONFIG, USER_CONTENT, SCHEDULER) if name in names)
-    files = [*(file for held in sets.values() for file in held.files), *others]
-    ended = CONFIG in others or tag in order_of(newest(store))
+    others = tuple(name for name in (JOB_CONFIG, USER_CONTENT_FILE, SCHEDULER_FILE) if name in names)
+    files = [*(file for file_set in sets.values() for file in file_set.files), *others]
+    ended = JOB_CONFIG in others or tag in order_of(newest_lines(store))
     if not ended and not tag.endswith(PARTIAL):
-        ended = all(held.complete for held in sets.values())  # a program made it with calls of its own
+        ended = all(file_set.complete for file_set in sets.values())  # a program made it with calls of its own
     return SmpTag(tag=tag, directory=tag, sets=sets, others=others, complete=ended, time=_time(store, f"{tag}/", files))
 
 
 def _is_directory_of_tag(tag: str, sets: Mapping[str, FileSet]) -> bool:
     if tag.endswith(PARTIAL):
         return bool(sets)
-    known = [held for kind, held in sets.items() if kind in (MODEL, OPTIMIZERS[-1])]
-    return any(count > 1 for held in known for count, _ in held.forms)
+    known = [file_set for kind, file_set in sets.items() if kind in (MODEL_SET, OPTIMIZER_SETS[-1])]
+    return any(count > 1 for file_set in known for count, _ in file_set.forms)
 
 
 def _time(store: Store, below: str, files: Sequence[str]) -> int:

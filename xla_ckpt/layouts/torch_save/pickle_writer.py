@@ -62,8 +62,8 @@ class _Pickler(pickle._Pickler):  # the one written in Python: only it lets a na
 
     def save(self, value: Any, save_persistent_id: bool = True) -> Any:
         """Write a value, or what stands for it."""
-        made = self.tensor(value.path) if isinstance(value, LeafAt) else value
-        return super().save(made, save_persistent_id)  # type: ignore[misc]  # not in typeshed
+        stand_in = self.tensor(value.path) if isinstance(value, LeafAt) else value
+        return super().save(stand_in, save_persistent_id)  # type: ignore[misc]  # not in typeshed
 
     def persistent_id(self, value: Any) -> Any:
         """The description of a storage; None for all else."""

@@ -1,7 +1,8 @@
 """Unpickling without running anything: an allowlist of names, each of which stands for a function of this file.
 
-Containers and plain values are made. A tensor becomes a `View`, which describes it. Any other name in the pickle is
-refused with that name, before anything of it is imported or called; or an `Opaque` stands for it, which does nothing.
+Containers and plain values are made. A tensor becomes a `TensorView`, which describes it. Any other name in the pickle
+is refused with that name, before anything of it is imported or called; or an `Opaque` stands for it, which does
+nothing.
 
 A pickle can give a state to whatever it has, and pickle then sets attributes: also those of a function or of a class
 that stands for a name, which the next file would find changed. So each of them refuses a state: see `_sealed`.
@@ -82,7 +83,7 @@ class Storage:
 
 @_sealed
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class TensorView:
     """A tensor as a pickle describes it: elements of a storage."""
 
     storage: Storage
@@ -162,14 +163,14 @@ def attributes(called: str) -> type[Attributes]:
 class _Function:
     """A function of this library that a pickle may call."""
 
-    def __init__(self, made: Callable[..., Any], spent: Callable[[int], None]) -> None:
-        self.made = made
+    def __init__(self, make: Callable[..., Any], spent: Callable[[int], None]) -> None:
+        self.make = make
         self.spent = spent
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         # What is called copies what it is given, and one list can be given as often as a pickle likes.
         self.spent(sum(len(value) for value in args if isinstance(value, _SIZED)))
-        return self.made(*args, **options)
+        return self.make(*args, **options)
 
 
 _SIZED = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
@@ -179,8 +180,8 @@ _SIZED = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
 class _Factory:
     """A type that a pickle may name and not call: the factory of a defaultdict, the class of a tensor."""
 
-    def __init__(self, made: Any) -> None:
-        self.made = made
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
 
 
 class _Namespace:
@@ -229,8 +230,8 @@ class _NumpyArray:
             self.value = dtype
             return
         # Not copied yet: a pickle may say this of one string of bytes as often as it likes.
-        held = np.frombuffer(_only(bytes, data), np.dtype(_only(_NumpyDType, dtype).text))
-        self.value = held.reshape(_ints(shape), order="F" if is_fortran else "C")
+        numbers = np.frombuffer(_only(bytes, data), np.dtype(_only(_NumpyDType, dtype).text))
+        self.value = numbers.reshape(_ints(shape), order="F" if is_fortran else "C")
 
 
 def _ints(values: Any) -> tuple[int, ...]:
@@ -239,22 +240,24 @@ def _ints(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None) -> View:
+def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None) -> TensorView:
     shape, strides = _ints(size), _ints(stride)
     if not isinstance(storage, Storage) or dtype is None or len(shape) != len(strides):
         raise ValueError("a tensor without a storage, or of no type")
     dtypes.dtype(dtype)  # raises for a type that cannot be described
-    return View(storage=storage, dtype=dtype, offset=_ints([offset])[0], shape=shape, strides=strides)
+    return TensorView(storage=storage, dtype=dtype, offset=_ints([offset])[0], shape=shape, strides=strides)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
-    _check_bits(*rest[2:3])
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> TensorView:
+    _check_bits(*others[2:3])
     return _view(storage, offset, size, stride, getattr(storage, "dtype", None))
 
 
-def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> View:
-    _check_bits(*rest[3:4])
-    return _view(storage, offset, size, stride, str(_only((torch.dtype, type, Opaque), rest[2])).removeprefix("torch."))
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, *others: Any) -> TensorView:
+    _check_bits(*others[3:4])
+    return _view(
+        storage, offset, size, stride, str(_only((torch.dtype, type, Opaque), others[2])).removeprefix("torch.")
+    )
 
 
 def _check_bits(bits: Any = None) -> None:
@@ -272,7 +275,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 def _with_attributes(make: Any, kind: Any, args: Any, *_: Any) -> Any:
     """A tensor that had attributes. They are left out."""
-    make = make.made if isinstance(make, _Function) else make
+    make = make.make if isinstance(make, _Function) else make
     if make not in (_tensor, _tensor_v3, _parameter) or not isinstance(kind, _Factory):
         raise ValueError("a tensor of a class of its own")
     return make(*_only(tuple, args))
@@ -304,7 +307,7 @@ def _only(kind: Any, value: Any) -> Any:
 
 
 def _defaultdict(factory: Any = None, *_: Any) -> Any:
-    return collections.defaultdict(factory.made if isinstance(factory, _Factory) else _only(type(None), factory))
+    return collections.defaultdict(factory.kind if isinstance(factory, _Factory) else _only(type(None), factory))
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
@@ -429,7 +432,7 @@ class _Restricted(pickle.Unpickler):
 def loads(
     data: bytes, file: str, more: Mapping[str, Any] = types.MappingProxyType({}), *, tolerant: bool = False
 ) -> Any:
-    """The value in a pickle, with a `View` for each tensor and a `Reference` for each reference to one.
+    """The value in a pickle, with a `TensorView` for each tensor and a `Reference` for each reference to one.
 
     Args:
         data: The pickle.
@@ -458,7 +461,7 @@ MAX_PICKLE_DEPTH = 100
 
 
 def replaced(value: Any, leaf: Callable[[Any], Any], file: str, nbytes: int) -> Any:
-    """The same containers, of the same classes, with ``leaf(value)`` in place of every `View` and `Reference`.
+    """The same containers, of the same classes, with ``leaf(value)`` in place of every `TensorView` and `Reference`.
 
     Args:
         value: What `loads` made.
@@ -485,7 +488,7 @@ class _Walk:
             raise CorruptCheckpointError(f"a pickle is nested deeper than {MAX_PICKLE_DEPTH}", file=self.file)
         self.count(1)
         kind = type(value)
-        if kind is View or kind is Reference:
+        if kind is TensorView or kind is Reference:
             return self.leaf(value)
         if kind is _NumpyArray:
             if value.value is None:
@@ -498,9 +501,9 @@ class _Walk:
             return self.mapping(value, depth + 1)
         if kind is _Buffer:
             self.count(len(value.data))
-            made = io.BytesIO(value.data)
-            made.seek(value.position)
-            return made
+            buffer = io.BytesIO(value.data)
+            buffer.seek(value.position)
+            return buffer
         if kind is list or kind is tuple:
             return kind([self.visit(v, depth + 1) for v in value])
         if kind is collections.deque:

@@ -41,9 +41,9 @@ def read_whole_file(
         StorageError: It cannot be read.
     """
     with storage_errors("reading a file", path=path), closing(_opened(path)) as source:
-        held = Zip(Ahead(source, path, AHEAD), 0, source.size)
-        held.check()
-        return held.value(strided=True, tensor=_Tensors(held, source, put).of, more=more)
+        archive = Zip(Ahead(source, path, AHEAD), 0, source.size)
+        archive.check()
+        return archive.value(strided=True, tensor=_Tensors(archive, source, put).of, more=more)
 
 
 def check_whole_file(path: str) -> None:
@@ -70,8 +70,8 @@ def _opened(path: str) -> Source:
 class _Tensors:
     """The tensors of a file, each storage read once."""
 
-    def __init__(self, held: Zip, source: Source, put: Put) -> None:
-        self.storages = held.storages()
+    def __init__(self, archive: Zip, source: Source, put: Put) -> None:
+        self.storages = archive.storages()
         self.starts = [storage.offset for storage in self.storages]
         self.source, self.put = source, put
         self.read: dict[str, torch.Tensor] = {}
@@ -84,18 +84,18 @@ class _Tensors:
         if 0 in place.shape:
             return torch.empty(place.shape, dtype=dtype, device=self.put(torch.empty(0, dtype=torch.uint8)).device)
         storage = self.storages[bisect_right(self.starts, place.offset) - 1]
-        held = self._held(storage, place.file)
+        data = self._held(storage, place.file)
         first = (place.offset - storage.offset) // place.dtype.itemsize
         steps = strides(place.shape, 1) if place.strides is None else place.strides
-        made = torch.empty(0, dtype=dtype, device=held.device)
-        return made.set_(held.untyped_storage(), first, place.shape, steps)
+        tensor = torch.empty(0, dtype=dtype, device=data.device)
+        return tensor.set_(data.untyped_storage(), first, place.shape, steps)
 
     def _held(self, storage: StorageAt, file: str) -> torch.Tensor:
         """The bytes of a storage."""
         if storage.key not in self.read:
-            made = torch.empty(storage.nbytes, dtype=torch.uint8)
-            got = self.source.read_into(bytes_of(made), storage.offset)
+            data = torch.empty(storage.nbytes, dtype=torch.uint8)
+            got = self.source.read_into(bytes_of(data), storage.offset)
             if got < storage.nbytes:
                 raise CorruptCheckpointError("the file is cut off", file=file, expected=storage.nbytes, found=got)
-            self.read[storage.key] = self.put(made)
+            self.read[storage.key] = self.put(data)
         return self.read[storage.key]

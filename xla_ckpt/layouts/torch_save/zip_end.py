@@ -6,18 +6,10 @@ knows what every record has to be.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-END = struct.Struct("<4s4H2LH")
-"""Signature, this disk, the directory's disk, records here and in all, size and offset of the directory, comment."""
-
-_END_64_AT = struct.Struct("<4sLQL")
-"""Signature, disk, offset of the larger end, number of disks."""
-
-_END_64 = struct.Struct("<4sQ2H2L4Q")
-"""Signature, size, versions, disks, records here and in all, size and offset of the directory."""
+from xla_ckpt.files.torch_file import END, END_64, END_64_AT
 
 Take = Callable[[int, int], bytes | memoryview]
 """Bytes of a zip, from their offset and their number. ValueError where the zip ends before them."""
@@ -44,13 +36,15 @@ def directory_at(take: Take, nbytes: int) -> DirectoryAt:
         struct.error: `take` returned fewer bytes than it was asked for.
     """
     end = nbytes - END.size
+    if end < 0:
+        raise ValueError("it is shorter than the end of one")
     signature, *_, count, size, offset, _ = END.unpack(take(end, END.size))
     if signature != b"PK\5\6":
         raise ValueError("it does not end like one")
-    if end >= _END_64_AT.size:
-        signature, _, at, _ = _END_64_AT.unpack(take(end - _END_64_AT.size, _END_64_AT.size))
+    if end >= END_64_AT.size:
+        signature, _, at, _ = END_64_AT.unpack(take(end - END_64_AT.size, END_64_AT.size))
         if signature == b"PK\6\7":
-            signature, *_, count, size, offset = _END_64.unpack(take(at, _END_64.size))
+            signature, *_, count, size, offset = END_64.unpack(take(at, END_64.size))
             if signature != b"PK\6\6":
                 raise ValueError("its larger end is missing")
     return DirectoryAt(offset, size, count)

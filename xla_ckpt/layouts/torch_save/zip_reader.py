@@ -17,24 +17,21 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
-from xla_ckpt.layouts.torch_save.restricted_pickle import View, loads, replaced
+from xla_ckpt.files.torch_file import CENTRAL_ENTRY, LARGE
+from xla_ckpt.layouts.torch_save.restricted_pickle import TensorView, loads, replaced
 from xla_ckpt.layouts.torch_save.zip_end import directory_at
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Directory, Source
 
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-"""Signature, two versions, flags, method, time, date, CRC-32, sizes packed and unpacked, lengths of name, extra field
-and comment, disk, attributes within and without, offset of the local header."""
-
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Signature, length of the name, length of the extra field."""
 
-_FULL = 0xFFFFFFFF
-"""Stands in a 32-bit field whose value is in the extra field."""
-
 _EDGE = 4096
 """Bytes at either end of a zip in which its directory and its pickle lie, as a rule."""
+
+FEW_AHEAD = 4096
+"""Bytes that are read at once from a file of one zip: beside the header of a large storage there is nothing to see."""
 
 AHEAD = 64 * 1024
 """Bytes that are read at once from a file of many zips: most of them are small, or lie beside one that is."""
@@ -171,7 +168,7 @@ class Zip:
     """A zip of torch.save, as a part of a file.
 
     Args:
-        held: The file.
+        ahead: The file.
         start: Offset of the zip in it.
         nbytes: Bytes of the zip.
 
@@ -179,21 +176,21 @@ class Zip:
         CorruptCheckpointError: There is no whole zip.
     """
 
-    def __init__(self, held: Ahead, start: int, nbytes: int) -> None:
-        self.held = held
-        self.file = held.file
+    def __init__(self, ahead: Ahead, start: int, nbytes: int) -> None:
+        self.ahead = ahead
+        self.file = ahead.file
         self.start = start
         self.nbytes = nbytes
-        if nbytes < 1 or start < 0 or start + nbytes > held.size:
+        if nbytes < 1 or start < 0 or start + nbytes > ahead.size:
             raise CorruptCheckpointError(
-                "the file is cut off", file=self.file, expected=f"{start + nbytes} bytes", found=held.size
+                "the file is cut off", file=self.file, expected=f"{start + nbytes} bytes", found=ahead.size
             )
         # The first bytes are taken before the last ones, because the last ones are read together with the first ones
         # of the next zip.
         head = min(nbytes, AHEAD if nbytes <= AHEAD else _EDGE)
-        self._head = held.take(start, head)
+        self._head = ahead.take(start, head)
         edge = min(nbytes, _EDGE)
-        self._tail = self._head[head - edge :] if head == nbytes else held.take(start + nbytes - edge, edge)
+        self._tail = self._head[head - edge :] if head == nbytes else ahead.take(start + nbytes - edge, edge)
         try:
             self.records = self._directory()
         except (struct.error, ValueError, IndexError) as error:
@@ -221,7 +218,7 @@ class Zip:
         left = FEW_BYTES + SHARED_BYTES * self.nbytes
 
         def leaf(value: Any) -> Any:
-            if isinstance(value, View):
+            if isinstance(value, TensorView):
                 nonlocal left
                 place = self._place(value, strided)
                 left -= Box.whole(place.shape).size * place.dtype.itemsize
@@ -251,8 +248,8 @@ class Zip:
         """All storages, in the order of the file."""
         before = f"{self.prefix}data/"
         keys = [name.removeprefix(before) for name in self.records if name.startswith(before)]
-        found = [StorageAt(*self._stored(f"data/{key}"), key) for key in keys]
-        return sorted(found, key=lambda storage: storage.offset)
+        places = [StorageAt(*self._stored(f"data/{key}"), key) for key in keys]
+        return sorted(places, key=lambda storage: storage.offset)
 
     def check(self) -> None:
         """Read all of it, and compare each record with its CRC-32, where it has one.
@@ -263,14 +260,14 @@ class Zip:
         buffer = memoryview(bytearray(_CHUNK))
         for name, record in self.records.items():
             start, size, crc = self._record(name)
-            found = 0
+            actual = 0
             for at in range(0, size, _CHUNK):
                 part = buffer[: min(_CHUNK, size - at)]
-                if self.held.source.read_into(part, start + at) < len(part):
+                if self.ahead.source.read_into(part, start + at) < len(part):
                     raise CorruptCheckpointError("the file ends inside of a record", file=self.file)
-                found = zlib.crc32(part, found)
+                actual = zlib.crc32(part, actual)
             # torch writes 0 where it was told to leave CRC-32s out.
-            if crc and found != crc and record.plain:
+            if crc and actual != crc and record.plain:
                 raise CorruptCheckpointError(f"the record {name} is not what its CRC-32 says", file=self.file)
 
     def _broken(self, why: str) -> CorruptCheckpointError:
@@ -293,7 +290,7 @@ class Zip:
             return self._head[offset : offset + nbytes]
         if (at := offset - (self.nbytes - len(self._tail))) >= 0:
             return self._tail[at : at + nbytes]
-        return self.held.take(self.start + offset, nbytes)
+        return self.ahead.take(self.start + offset, nbytes)
 
     def _directory(self) -> dict[str, _Record]:
         """The records by name.
@@ -303,25 +300,25 @@ class Zip:
         """
         where = directory_at(self._bytes, self.nbytes)
         data = bytes(self._bytes(where.offset, where.nbytes))
-        found: dict[str, _Record] = {}
+        records: dict[str, _Record] = {}
         at = 0
         for _ in range(where.records):
-            entry = _ENTRY.unpack_from(data, at)
+            entry = CENTRAL_ENTRY.unpack_from(data, at)
             signature, _, _, flags, method, _, _, crc, packed, nbytes, named, extra, comment, *_, header = entry
             if signature != b"PK\1\2":
                 raise ValueError("its directory is damaged")
-            at += _ENTRY.size
+            at += CENTRAL_ENTRY.size
             name = data[at : at + named].decode()
-            if _FULL in (packed, nbytes, header):
+            if LARGE in (packed, nbytes, header):
                 nbytes, packed, header = _large(data[at + named : at + named + extra], nbytes, packed, header)
-            if name in found:
+            if name in records:
                 raise ValueError(f"it has two records {name}")
             plain = method == 0 and not flags & 1 and packed == nbytes
-            found[name] = _Record(header, packed, crc, plain)
+            records[name] = _Record(header, packed, crc, plain)
             at += named + extra + comment
         if at > len(data):
             raise ValueError("its directory is cut off")
-        return found
+        return records
 
     @cached_property
     def prefix(self) -> str:
@@ -363,7 +360,7 @@ class Zip:
             raise CorruptCheckpointError(f"the record {name} does not lie in the zip", file=self.file) from error
         return self.start + start, record.nbytes, record.crc
 
-    def _place(self, view: View, strided: bool) -> TensorAt:
+    def _place(self, view: TensorView, strided: bool) -> TensorAt:
         """Where a tensor lies that the pickle describes as a part of a storage."""
         dtype, count = dtypes.dtype(view.dtype), Box.whole(view.shape).size
         start, size, crc = self._stored(f"data/{view.storage.key}")
@@ -377,14 +374,14 @@ class Zip:
             )
         span = count if ordered else 1 + sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
         first, nbytes = view.offset * dtype.itemsize, span * dtype.itemsize
-        held = view.storage.count * (1 if view.storage.dtype is None else dtype.itemsize)
+        storage_bytes = view.storage.count * (1 if view.storage.dtype is None else dtype.itemsize)
         # A pickle may claim anything of a storage: unchecked, a load would read what lies behind it in the file.
-        if held > size or (count and first + nbytes > held):
+        if storage_bytes > size or (count and first + nbytes > storage_bytes):
             raise CorruptCheckpointError(
                 "a tensor reaches past the end of its storage",
                 file=self.file,
                 expected=f"{first + nbytes} bytes",
-                found=min(size, held),
+                found=min(size, storage_bytes),
             )
         alone = ordered and (first, nbytes) == (0, size)  # a part of a storage has no CRC-32 of its own
         return TensorAt(
@@ -407,13 +404,13 @@ def _large(extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, in
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, at)
         if kind == 1:
-            held = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
-            made = [held.pop(0) if value == _FULL else value for value in (nbytes, packed, header)]
-            return made[0], made[1], made[2]
+            values = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            fields = [values.pop(0) if value == LARGE else value for value in (nbytes, packed, header)]
+            return fields[0], fields[1], fields[2]
         at += 4 + size
     raise ValueError("a size is missing in its directory")
 
 
 def _is_contiguous(shape: tuple[int, ...], steps: tuple[int, ...]) -> bool:
     """Whether elements with these strides lie in C order. The stride of a dim of one element says nothing."""
-    return all(given == step for given, step, n in zip(steps, strides(shape, 1), shape, strict=True) if n != 1)
+    return all(actual == step for actual, step, n in zip(steps, strides(shape, 1), shape, strict=True) if n != 1)

@@ -1,0 +1,370 @@
+"""A root of tags in an object store: one record decides, answers get lost, and jobs are stopped and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import xla_ckpt
+import xla_ckpt.layouts.registry
+from tests.storage.failing import FailingObjects, Faults
+from xla_ckpt import dcp
+from xla_ckpt.errors import CheckpointError, FormatError, NoCheckpointError, RootInUseError, SaveError, UsageError
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.records import Head, Manifest
+from xla_ckpt.storage import door
+from xla_ckpt.storage.base import Changed, ObjectStore, read_whole, write_small
+from xla_ckpt.storage.memory import MemoryStore
+from xla_ckpt.tags import keeping
+from xla_ckpt.tags.entry import MANIFEST
+from xla_ckpt.tags.ledger import TRIES, LedgerRoot
+from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
+from xla_ckpt.tags.root import Kind, Transaction
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def begin(root: LedgerRoot, tag: str, text: str = "", *, pinned: bool = False) -> Transaction:
+    """A save of a tag that holds a text, and lacks nothing but the commit."""
+    transaction = Transaction(root, tag).begin()
+    try:
+        fill(transaction, tag, text, pinned=pinned)
+    except BaseException:
+        transaction.abandon()
+        raise
+    return transaction
+
+
+def fill(transaction: Transaction, tag: str, text: str, *, pinned: bool) -> None:
+    head = Head(tag=tag, sequence=transaction.sequence, pinned=pinned, created="2026-01-01T00:00:00+00:00")
+    write_small(transaction.directory, "text", text.encode())
+    write_small(
+        transaction.directory, MANIFEST, manifest_json.dump(Manifest(head=head, skeleton=None, arrays={}, files=()))
+    )
+    transaction.seal({})
+
+
+def put(root: LedgerRoot, tag: str, text: str = "", *, num_kept: int | None = None, pinned: bool = False) -> None:
+    transaction = begin(root, tag, text, pinned=pinned)
+    try:
+        transaction.commit(num_kept=num_kept)
+    finally:
+        transaction.abandon()
+
+
+def text_of(root: LedgerRoot, tag: str) -> str:
+    directory = root.open(tag)
+    try:
+        return read_whole(directory, "text").decode()
+    finally:
+        directory.close()
+
+
+def tags(root: LedgerRoot) -> list[str]:
+    return [entry.tag for entry in root.entries()]
+
+
+def stored(store: ObjectStore) -> set[str]:
+    """The attempts that have files."""
+    return {f"{tag}/{name}" for tag in store.names() for name in store.names(tag)}
+
+
+def known(root: LedgerRoot) -> set[str]:
+    ledger = root.read()
+    return {*(its.attempt for its in ledger.tags.values()), *ledger.open, *ledger.doomed}
+
+
+def test_a_tag_is_there_when_the_ledger_names_it(store: MemoryStore) -> None:
+    root = LedgerRoot(store)
+    transaction = begin(root, "a", "1")
+    assert (tags(root), root.is_written("a"), root.is_ours("a")) == ([], True, False)
+    with pytest.raises(NoCheckpointError):
+        root.open("a")
+    transaction.commit(report={"some": "facts"})
+    assert (tags(root), root.is_written("a"), root.is_ours("a")) == (["a"], False, True)
+    assert (text_of(root, "a"), root.report_of("a")) == ("1", {"some": "facts"})
+    transaction.abandon()
+    put(root, "b", "2", pinned=True)
+    put(root, "a", "3")
+    assert [(entry.tag, entry.sequence, entry.pinned) for entry in root.entries()] == [("b", 2, True), ("a", 3, False)]
+    assert (text_of(root, "a"), root.report_of("a")) == ("3", None)
+    assert root.place_of("a") == root.read().tags["a"].attempt
+    assert LedgerRoot(MemoryStore("memory://", store._objects)).is_root("store")
+
+
+def test_what_is_abandoned_leaves_nothing(store: MemoryStore) -> None:
+    root = LedgerRoot(store)
+    transaction = begin(root, "a")
+    transaction.abandon()
+    transaction.abandon()
+    assert (stored(store), known(root)) == (set(), set())
+
+
+@pytest.mark.parametrize("meanwhile", [None, "a pin", "another commit"])
+def test_a_commit_whose_answer_is_lost_counts_once(store: MemoryStore, meanwhile: str | None) -> None:
+    """It was applied, and who repeats it is told that the record has changed."""
+    direct, faults = LedgerRoot(store), Faults()
+    put(direct, "b")
+    loses = LosesAnswers("root", store, faults)
+    transaction = begin(LedgerRoot(loses), "a", "1")
+    loses.loses = True
+    if meanwhile is not None:
+        pin, commit = partial(direct.pin, "b", True), partial(put, direct, "c")
+        loses.afterwards = pin if meanwhile == "a pin" else commit
+    transaction.commit()
+    assert not loses.loses
+    transaction.abandon()
+    assert text_of(direct, "a") == "1"
+    assert [entry.sequence for entry in direct.entries()] == list(range(1, len(tags(direct)) + 1))
+    assert [entry.pinned for entry in direct.entries() if entry.tag == "b"] == [meanwhile == "a pin"]
+
+
+class LosesAnswers(FailingObjects):
+    """A store that writes the ledger, and once does not say so."""
+
+    loses = False
+    afterwards: Callable[[], object] = staticmethod(lambda: None)
+
+    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+        self.inner.write_record(name, data, version)
+        if self.loses:
+            self.loses = False
+            self.afterwards()
+            raise TimeoutError("no answer")
+
+
+def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: MemoryStore) -> None:
+    """The storage answers nothing, so the save has failed; then the request arrives after all."""
+    slow = Delays("root", store, Faults())
+    put(LedgerRoot(store), "a", "old")
+    transaction = begin(LedgerRoot(slow), "a", "new")
+    slow.requests = []
+    with pytest.raises(TimeoutError):
+        transaction.commit()
+    requests, slow.requests = slow.requests, None
+    assert len(requests) == TRIES
+    transaction.abandon()
+    for request in requests:
+        with pytest.raises(Changed):
+            request()
+    assert text_of(LedgerRoot(store), "a") == "old"
+    assert stored(store) == {LedgerRoot(store).place_of("a")}
+
+
+class Delays(FailingObjects):
+    """A store that keeps requests to itself."""
+
+    requests: list[Callable[[], None]] | None = None
+
+    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+        if self.requests is None:
+            return self.inner.write_record(name, data, version)
+        self.requests.append(lambda: self.inner.write_record(name, data, version))
+        raise TimeoutError("no answer")
+
+
+def test_of_two_jobs_that_save_one_tag_the_first_has_it(store: MemoryStore) -> None:
+    one, other = LedgerRoot(store), LedgerRoot(store, "another")
+    put(one, "a", "0")
+    first, second, third = begin(one, "a", "1"), begin(other, "a", "2"), begin(other, "b", "3")
+    first.commit()
+    with pytest.raises(SaveError, match="another job has saved this checkpoint meanwhile"):
+        second.commit()
+    second.abandon()
+    third.commit()
+    assert [(entry.tag, entry.sequence) for entry in one.entries()] == [("a", 2), ("b", 3)]
+    assert (text_of(one, "a"), text_of(one, "b")) == ("1", "3")
+    assert stored(store) == known(one)
+
+
+def test_a_job_that_was_stopped_and_goes_on_commits_nothing(store: MemoryStore) -> None:
+    stopped, next_job = LedgerRoot(store, "stopped"), LedgerRoot(store, "next")
+    stopped.hold(0)
+    put(stopped, "a", "1")
+    transaction = begin(stopped, "b", "2")
+    next_job.hold(0)
+    put(next_job, "c", "3")
+    with pytest.raises(RootInUseError, match="another process has taken over this root"):
+        transaction.commit()
+    write_small(store.fill(transaction.directory.name), "late", b"")
+    transaction.abandon()
+    next_job.clean()
+    assert tags(next_job) == ["a", "c"]
+    assert stored(store) == known(next_job)
+
+
+def test_a_pin_comes_between(store: MemoryStore) -> None:
+    root = LedgerRoot(store)
+    for tag in "ab":
+        put(root, tag)
+    transaction = begin(root, "c")
+    assert [root.pin("a", True), root.pin("a", True)] == [True, False]
+    transaction.commit(num_kept=1)
+    assert tags(root) == ["a", "c"]
+    with pytest.raises(NoCheckpointError):
+        root.pin("b", True)
+    saving = begin(root, "a")
+    with pytest.raises(UsageError, match="a save of this tag is running"):
+        root.pin("a", False)
+    with pytest.raises(UsageError, match="a save of this tag is running"):
+        keeping.delete(root, "a", force=True)
+    saving.abandon()
+    assert root.pin("a", False)
+    keeping.delete(root, "a", force=False)
+    assert tags(root) == ["c"]
+
+
+def test_a_reader_has_time_and_is_told_when_it_is_over(store: MemoryStore) -> None:
+    root = LedgerRoot(store)
+    put(root, "a", "1")
+    retired = root.open("a")
+    for tag in "bc":
+        put(root, tag, num_kept=1)
+        root.clean()
+        assert read_whole(retired, "text") == b"1"
+    assert retired.is_at(retired.name)
+    put(root, "d", num_kept=1)
+    root.clean()
+    assert not retired.is_at(retired.name)
+    with pytest.raises(FileNotFoundError):
+        read_whole(retired, "text")
+    assert stored(store) == known(root)
+
+
+def test_a_load_of_what_has_gone_says_so(store: MemoryStore) -> None:
+    path = "memory://gone/ckpt"
+    xla_ckpt.save(path, "a", {"w": torch.ones(3)})
+    with xla_ckpt.layouts.registry.open_tag(door.store_at(path), "a") as reader:
+        for tag in "bcd":
+            xla_ckpt.save(path, tag, {"w": torch.ones(3)}, num_kept_ckpts=1)
+        xla_ckpt.finalize_checkpoint()
+        with pytest.raises(CheckpointError, match="replaced or removed while it was being read"):
+            reader.head(0)
+
+
+@pytest.mark.parametrize("applied", [False, True], ids=["refused", "done, and not answered"])
+def test_whatever_is_refused_the_old_or_the_new_one_is_there(store: MemoryStore, applied: bool) -> None:
+    direct, text = LedgerRoot(store), "0"
+    put(direct, "a", text)
+    for at in range(100):
+        faults = Faults(at=at, applied=applied)
+        root = LedgerRoot(FailingObjects("root", store, faults))
+        try:
+            put(root, "a", str(at + 1))
+            text = str(at + 1)
+        except OSError:
+            assert faults.refused[0].startswith(("put", "remove")), "the ledger is written again until it is"
+        assert (tags(direct), text_of(direct, "a")) == (["a"], text), faults.refused
+        direct.clean()
+        assert stored(store) == known(direct)
+        if not faults.refused:
+            return
+    pytest.fail("every change was refused")
+
+
+def test_a_repair_is_a_new_attempt_of_the_same_tag() -> None:
+    path = "memory://repaired/ckpt"
+    for tag in "ab":
+        value = np.arange(300_000)
+        xla_ckpt.save(path, tag, {"x": value}, options=xla_ckpt.SaveOptions(parity="file"))
+    store = door.store_at(path)
+    assert store.object_store is not None
+    root = LedgerRoot(store.object_store)
+    before, directory = root.read().tags["a"], root.open("a")
+    (payload,) = [name for name in directory.files() if name.endswith(".safetensors")]
+    damaged: Any = directory
+    for name in (payload, MANIFEST, "parity/manifest.json"):
+        data = bytearray(read_whole(directory, name))
+        data[len(data) // 2] ^= 1
+        damaged.objects[damaged.prefix + name] = bytes(data)
+        assert xla_ckpt.repair(path, "a") == (name,)
+        assert xla_ckpt.verify(path, "a").ok
+        directory = damaged = root.open("a")
+    after = root.read().tags["a"]
+    assert (after.sequence, after.created) == (before.sequence, before.created)
+    assert after.attempt != before.attempt
+    assert xla_ckpt.list_tags(path) == ["a", "b"]
+    assert (xla_ckpt.restore(path, "a").tree["x"] == value).all()
+    directory = root.open("a")
+    transaction = Transaction(root, "a", Kind.REPAIR).begin()
+    root.retire("a")
+    with pytest.raises(NoCheckpointError):
+        transaction.commit()
+    transaction.abandon()
+
+
+@pytest.mark.parametrize("kind", [Kind.CHECKPOINT, Kind.NEW, Kind.FILE])
+def test_what_has_a_fixed_name_is_written_once(store: MemoryStore, kind: Kind) -> None:
+    root = LedgerRoot(store)
+    with Transaction(root, "x", kind) as transaction:
+        write_small(transaction.directory, "x", b"1")
+        with pytest.raises(UsageError, match="something is being written there"):
+            Transaction(root, "x", kind).begin()
+        if kind is not Kind.FILE:
+            write_small(root.join(root.draft_of("x")), "of another rank", b"")
+    assert store.names() == [], "all of it was removed"
+    with pytest.raises(FileNotFoundError, match="nobody writes x"):
+        root.join("x")
+    with Transaction(root, "x", kind) as transaction:
+        write_small(transaction.directory, "x", b"2")
+        transaction.seal({})
+        transaction.commit()
+    assert (store.names(), tags(root)) == (["x"], [])
+    with pytest.raises(UsageError, match="cannot replace it in one step"):
+        Transaction(root, "x", kind).begin()
+    assert store.start_of("x" if kind is Kind.FILE else "x/x", 9) == b"2"
+    assert store.names() == ["x"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_directory_of_dcp_is_written_where_nothing_is() -> None:
+    path, state = "memory://of-dcp/ckpt", {"w": torch.arange(5.0)}
+    dcp.save(state, checkpoint_id=path)
+    blank = {"w": torch.zeros(5)}
+    dcp.load(blank, checkpoint_id=path)
+    assert torch.equal(blank["w"], state["w"])
+    with pytest.raises(UsageError, match="cannot replace it in one step"):
+        dcp.save(state, checkpoint_id=path)
+    dcp.load(blank, checkpoint_id=path)
+    assert door.store_at("memory://of-dcp").names() == ["ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tag_in_dcps_layout_is_a_directory_of_dcp() -> None:
+    path, state = "memory://tag-of-dcp/ckpt", {"w": torch.arange(5.0)}
+    for _ in range(2):
+        xla_ckpt.save(path, "a", state, layout="dcp")
+    blank = {"w": torch.zeros(5)}
+    dcp.load(blank, checkpoint_id=f"{path}/a")
+    assert torch.equal(blank["w"], state["w"])
+
+
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_fixed_name_whose_record_is_not_answered(store: MemoryStore, applied: bool) -> None:
+    root = LedgerRoot(FailingObjects("root", store, Faults(at=0, applied=applied)))
+    transaction = Transaction(root, "x", Kind.NEW)
+    if applied:
+        transaction.begin()
+        assert store.names() == [NEW_PREFIX + "x"]
+        transaction.abandon()
+    else:
+        with pytest.raises(OSError, match="No space"):
+            transaction.begin()
+    assert store.names() == []
+
+
+def test_a_damaged_ledger_is_named(store: MemoryStore) -> None:
+    store.write_record(LEDGER, b"{", None)
+    root = LedgerRoot(store)
+    for ask in (root.entries, root.clean, partial(root.begin, "a", Kind.TAG)):
+        with pytest.raises(FormatError, match=r"the record of the tags is damaged.*\.ledger"):
+            ask()
+    assert store.start_of(LEDGER, 9) == b"{"

@@ -1,0 +1,117 @@
+"""The ledger of an object store: whatever happens to it, no tag loses its files, and none is forgotten."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xla_ckpt.errors import CheckpointError, FormatError, UnsupportedVersionError
+from xla_ckpt.tags import ledger_rules as rules
+from xla_ckpt.tags.ledger_rules import LAG, Ledger, LedgerTag, attempt_name, ledger_json, parse_ledger
+
+TAGS = ["a", "b", "c"]
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "commit", "give up", "retire", "pin", "take", "clean"]),
+        st.sampled_from(TAGS),
+        st.sampled_from([None, 1, 2]),
+    ),
+    max_size=40,
+)
+
+
+def tag_of(attempt: str) -> str:
+    return attempt.partition("/")[0]
+
+
+@settings(deadline=None)
+@given(EVENTS)
+def test_files_go_when_nobody_can_need_them_any_more(events: list[tuple[str, str, int | None]]) -> None:
+    """The files of each attempt are followed from its begin until it is swept."""
+    ledger, stored, token = (
+        Ledger(),
+        dict[str, int](),
+        0,
+    )  # of each attempt, the commit that ended it; -1: nobody reads it
+    for event, tag, number in events:
+        writing = [attempt for attempt in ledger.open if tag_of(attempt) == tag]
+        before = ledger
+        if event == "begin":
+            token += 1
+            attempt = attempt_name(tag, f"{token:x}")
+            ledger, stored[attempt] = rules.begun(ledger, attempt), -1
+        elif event == "commit" and writing:
+            sequence, is_pinned = ledger.sequence + 1, tag == "c"
+            ledger = rules.committed(ledger, tag, LedgerTag(writing[0], sequence, is_pinned, ""), number)
+            assert ledger.tags[tag].attempt == writing[0]
+            kept = [its for its in ledger.tags.values() if not its.pinned]
+            assert number is None or len(kept) <= max(number, 1) + (tag == "c")
+            assert {name for name, its in before.tags.items() if its.pinned} <= ledger.tags.keys()
+        elif event == "give up":
+            ledger = rules.given_up(ledger, writing)
+        elif event == "retire" and tag in ledger.tags:
+            ledger = rules.retired(ledger, [tag])
+        elif event == "pin" and tag in ledger.tags:
+            ledger = rules.pinned(ledger, tag, not ledger.tags[tag].pinned)
+        elif event == "take":
+            ledger = rules.taken(ledger, "one" if number else "other")
+        elif event == "clean":
+            ledger = rules.without_dead(ledger, "one", frozenset(writing))
+            swept = rules.due(ledger)
+            for attempt in swept:
+                assert stored.pop(attempt) <= max(ledger.sequence - LAG, -1)
+            ledger = rules.swept(ledger, swept)
+        for ended in {its.attempt for its in before.tags.values()} - {its.attempt for its in ledger.tags.values()}:
+            stored[ended] = ledger.sequence
+        known = [*ledger.open, *ledger.doomed, *(its.attempt for its in ledger.tags.values())]
+        assert sorted(known) == sorted(stored), "each attempt that has files is known, and in one place"
+        assert all(tag_of(its.attempt) == name for name, its in ledger.tags.items())
+        assert len({its.sequence for its in ledger.tags.values()}) == len(ledger.tags)
+        assert (ledger.sequence, ledger.epoch) >= (before.sequence, before.epoch)
+        assert replace(parse_ledger(ledger_json(ledger, "w")), recent=()) == replace(ledger, recent=())
+
+
+def test_a_job_that_takes_over_ends_what_others_have_begun() -> None:
+    ledger = rules.begun(rules.taken(Ledger(), "one"), "a/.1")
+    assert rules.taken(ledger, "one") == ledger, "it has the root already"
+    assert rules.without_dead(ledger, "one", frozenset({"a/.1"})) == ledger
+    assert rules.without_dead(ledger, "other", frozenset()) == ledger, "somebody else may write it"
+    assert rules.due(rules.without_dead(ledger, "one", frozenset())) == ["a/.1"], "a save that could not give it up"
+    taken = rules.taken(ledger, "other")
+    assert (taken.epoch, taken.owner) == (1, "other")
+    assert rules.due(rules.without_dead(taken, "other", frozenset())) == ["a/.1"]
+
+
+def test_the_last_writes_are_named() -> None:
+    ledger = Ledger()
+    for number in range(rules.RECENT + 5):
+        ledger = parse_ledger(ledger_json(ledger, f"w{number}"))
+    assert (ledger.recent[0], ledger.recent[-1], len(ledger.recent)) == ("w5", f"w{rules.RECENT + 4}", rules.RECENT)
+
+
+RAW = json.loads(ledger_json(rules.begun(Ledger(tags={"a": LedgerTag("a/.1", 1, False, "")}), "a/.2"), "w"))
+
+
+@given(st.sampled_from(sorted(RAW)), st.none() | st.integers(-2, 9) | st.text(max_size=3) | st.lists(st.integers()))
+def test_a_damaged_ledger_is_refused_or_whole(name: str, value: object) -> None:
+    try:
+        ledger = parse_ledger(json.dumps({**RAW, name: value}).encode())
+    except CheckpointError:
+        return
+    assert set(asdict(ledger)) == set(RAW) - {"format", "version"}
+
+
+@pytest.mark.parametrize("name", ["", "a", "../.1", "a/../.1", "a/b", ".ledger"])
+def test_nothing_but_attempts_can_be_doomed(name: str) -> None:
+    """All files below a doomed name are deleted."""
+    with pytest.raises(FormatError, match="damaged"):
+        parse_ledger(json.dumps({**RAW, "doomed": {name: 0}}).encode())
+
+
+def test_a_ledger_of_a_newer_version_is_left_alone() -> None:
+    with pytest.raises(UnsupportedVersionError):
+        parse_ledger(json.dumps({**RAW, "version": 2}).encode())

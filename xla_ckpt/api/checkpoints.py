@@ -1,0 +1,221 @@
+"""The checkpoints of one root directory, as an object. Of tags of ours only `read` and `diff` need more than numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xla_ckpt.api import tags
+from xla_ckpt.api.contents import TagContents, TagSummary, contents_of, summary_of
+from xla_ckpt.api.diff import Difference, diff
+from xla_ckpt.api.llama import LlamaJob, known_model
+from xla_ckpt.api.opened import Knowledge, source_of
+from xla_ckpt.engine.verify import VerifyReport
+from xla_ckpt.errors import UsageError
+from xla_ckpt.keywords import known_options, taking_values
+from xla_ckpt.layouts.registry import all_tags, find_foreign
+from xla_ckpt.options import ConvertOptions
+from xla_ckpt.sharding.rules import Rules, parse_rules
+from xla_ckpt.storage.door import PathLike, full_path, store_at
+from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags import keeping
+from xla_ckpt.tags.root import Root
+from xla_ckpt.tags.roots import root_of
+
+
+class Checkpoints:
+    """The checkpoints in a root directory: which there are, what they hold, and which are kept.
+
+    It holds nothing open, so that it is as good after a save as before, and two of them do not disturb each other. In
+    a job of many ranks any one rank may use it alone: no method meets other ranks.
+
+    Args:
+        path: Root directory, which need not exist yet; or what `load_checkpoint` takes in its place. Methods that pin
+            and delete take root directories of this library's tags only.
+
+    Raises (on construction):
+        UsageError: It is no path.
+
+    Example:
+        >>> import torch, xla_ckpt
+        >>> runs = xla_ckpt.Checkpoints("memory://lm")
+        >>> xla_ckpt.save("memory://lm", "step_10", {"w": torch.ones(2), "step": 10}).result().tag
+        'step_10'
+        >>> runs.tags(), runs.latest(), runs.read("w").tolist(), runs.read("step")
+        (['step_10'], 'step_10', [1.0, 1.0], 10)
+    """
+
+    def __init__(self, path: PathLike) -> None:
+        self.path = full_path(path)
+        """Root directory."""
+
+    def __repr__(self) -> str:
+        return f"Checkpoints({self.path!r})"
+
+    def tags(self) -> list[str]:
+        """Names of the committed tags, oldest commit first (see `list_tags`).
+
+        Raises:
+            StorageError: The directory cannot be read. (One that does not exist has no tags.)
+        """
+        return tags.list_tags(self.path)
+
+    def latest(self) -> str | None:
+        """The newest committed tag; None when there is none.
+
+        Raises:
+            StorageError: The directory cannot be read.
+        """
+        names = self.tags()
+        return names[-1] if names else None
+
+    def summaries(self) -> tuple[TagSummary, ...]:
+        """All tags, oldest commit first, with what a list says of each. A damaged one has a `problem`.
+
+        Raises:
+            StorageError: The directory cannot be read.
+        """
+        store = store_at(self.path)
+        return tuple(summary_of(store, layout, entry) for layout, entry in all_tags(store))
+
+    @taking_values(llama=LlamaJob)
+    def show(
+        self,
+        tag: str | None = None,
+        *,
+        leaf: str | None = None,
+        shardings: Rules | None = None,
+        model: Any = None,
+        optimizer: Any = None,
+        llama: LlamaJob | None = None,
+    ) -> TagContents:
+        """Say what a tag holds. Only its manifest is read; of tags of other libraries, the heads of their files.
+
+        Args:
+            tag: Which checkpoint; None takes the newest.
+            leaf: Only leaves at or below this path, or like this pattern of a shell.
+            shardings: For tags that another library wrote: what their files do not say, as for `convert`.
+            model: Likewise.
+            optimizer: Likewise.
+            llama: Likewise, of a Llama-like model.
+
+        Raises:
+            NoCheckpointError: There is no such tag.
+            CorruptCheckpointError: Its manifest is damaged.
+            UsageError: No leaf is like `leaf`.
+        """
+        store, name = source_of(self.path, tag)
+        rules, known = parse_rules(shardings), known_model(llama)
+        return contents_of(store, name, Knowledge(rules=rules, model=model, optimizer=optimizer, known=known), leaf)
+
+    @known_options
+    def read(
+        self, leaf: str = "", tag: str | None = None, *, shardings: Rules | None = None, trust_pickle: bool = False
+    ) -> Any:
+        """Read one leaf of a tag, or a part of the state, into memory of the host. Its bytes are verified.
+
+        Nothing else of the tag is read. A save of this process into the directory is waited for.
+
+        Args:
+            leaf: Leaf path, such as ``"model/layers.0.weight"``, as `show` gives them; or that of a part, such as
+                ``"model"``.
+            tag: Which checkpoint; None takes the newest one that is not damaged.
+            shardings: For tags that another library wrote: how the job that saved had arrays split.
+            trust_pickle: Load pickled objects, which can run any code.
+
+        Returns:
+            What `restore` returns: a whole array, of the shape that it has over all ranks (a tensor on the CPU, a numpy
+            or a jax array, as it was saved), or a plain value; of a part, the tree of them.
+
+        Raises:
+            NoCheckpointError: There is no such tag, or none at all.
+            IncompatibleCheckpointError: Nothing of this name is stored, or nothing says how it was split.
+            CorruptCheckpointError: What would be read is damaged.
+            UntrustedObjectError: It holds pickled objects, and `trust_pickle` is False.
+        """
+        from xla_ckpt.api.load import read_part
+
+        return read_part(self.path, tag, leaf, shardings=shardings, trust=trust_pickle)
+
+    @known_options
+    def verify(self, tag: str | None = None, *, num_workers: int = READERS) -> VerifyReport:
+        """Read a whole tag, the newest by default, and compare every byte with its digest (see `xla_ckpt.verify`).
+
+        Raises:
+            NoCheckpointError: There is no such tag.
+        """
+        return tags.verify(self.path, tag, num_workers=num_workers)
+
+    @known_options
+    def repair(self, tag: str | None = None, *, num_workers: int = READERS) -> tuple[str, ...]:
+        """Give a tag that was saved with parity back the bytes that it has lost (see `xla_ckpt.repair`).
+
+        Raises:
+            CheckpointError: As `xla_ckpt.repair`.
+        """
+        return tags.repair(self.path, tag, num_workers=num_workers)
+
+    @known_options
+    def delete(self, tag: str, *, force: bool = False) -> None:
+        """Delete a tag, as retention would: it disappears in one step, and who reads it meanwhile reads on.
+
+        Args:
+            tag: Which tag.
+            force: Delete it although it is pinned, or being read, or the last one.
+
+        Raises:
+            NoCheckpointError: There is no such tag.
+            UsageError: It is pinned, being read, or the last one, and `force` is False; or it is being saved; or
+                another library wrote it.
+            StorageError: The storage refused.
+        """
+        keeping.delete(self._root_with_own(tag), tag, force=force)
+
+    def pin(self, tag: str) -> bool:
+        """Exempt a tag from retention, as `save_checkpoint(..., pinned=True)` does; False if it was exempt already.
+
+        A save of another tag may run meanwhile: it keeps the tag if it has not come to its retention yet.
+
+        Raises:
+            NoCheckpointError: There is no such tag, or a save retired it meanwhile.
+            CorruptCheckpointError: Its manifest is damaged.
+            UsageError: It is being saved; or another library wrote it: no retention of ours deletes such tags.
+            StorageError: The storage refused.
+        """
+        return self._root_with_own(tag).pin(tag, True)
+
+    def unpin(self, tag: str) -> bool:
+        """Undo `pin`; False if the tag was not pinned. The next save that retires tags may delete it.
+
+        Raises:
+            CheckpointError: As `pin`.
+        """
+        return self._root_with_own(tag).pin(tag, False)
+
+    @taking_values(options=ConvertOptions)
+    def diff(
+        self, tag_a: str, tag_b: str | None = None, *, leaf: str | None = None, options: ConvertOptions | None = None
+    ) -> Difference:
+        """Compare two tags, the second the newest by default. `xla_ckpt.diff` compares tags of two directories, too.
+
+        Args:
+            tag_a: Which tag.
+            tag_b: Which other tag.
+            leaf: Compare only leaves at or below this path, or like this pattern of a shell.
+            options: How much memory and how many threads it takes; by default those of `default_options`.
+
+        Raises:
+            CheckpointError: As `xla_ckpt.diff`.
+        """
+        return diff(self.path, self.path, tag_a, tag_b, leaf=leaf, options=options)
+
+    def _root_with_own(self, tag: str) -> Root:
+        """The root directory, if the tag is not one of another library."""
+        store = store_at(self.path)
+        if (foreign := find_foreign(store, tag)) is not None:
+            raise UsageError(
+                f"{foreign[0].origin or foreign[0].name} wrote this tag, which this library neither pins nor deletes",
+                path=store.path,
+                tag=tag,
+                hint="Retention never deletes it. Remove its files yourself.",
+            )
+        return root_of(store)

@@ -1,0 +1,301 @@
+"""What a tag holds, as its manifest or its files say it. Of tags of ours this needs neither torch nor orbax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from xla_ckpt.api.opened import Knowledge, opened
+from xla_ckpt.engine.parity import parity_of
+from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.registry import find_foreign, layout_of, open_tag
+from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
+from xla_ckpt.tree.skeleton import plain_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagSummary:
+    """A tag in a list of tags."""
+
+    tag: str
+    sequence: int
+    """Number of its commit; 0 if another library wrote it."""
+
+    created: str | None
+    """When it was committed, as ISO 8601 has it."""
+
+    pinned: bool
+    """Whether retention leaves it alone."""
+
+    arrays: int | None = None
+    """Number of arrays; None where no index says it."""
+
+    nbytes: int | None = None
+    """Bytes of the arrays; of a tag without an index, of its files."""
+
+    files: int | None = None
+    ranks: int | None = None
+    """How many ranks saved it; None where no index says it."""
+
+    problem: str | None = None
+    """Why nothing of this is known: the manifest is damaged."""
+
+    layout: str | None = None
+    """Name of the layout, or of the library that wrote it."""
+
+    note: str = ""
+    """What else is to be known about it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredArray:
+    """An array in a tag."""
+
+    leaf: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole array, over all ranks."""
+
+    nbytes: int
+    shards: int
+    """In how many parts it is stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPart:
+    """A part of the state: its arrays, each byte counted once where that is known."""
+
+    part: str
+    arrays: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnplacedArray:
+    """An array of another library's tag of which nothing says how the ranks had it split."""
+
+    leaf: str
+    dtype: str | None
+    rank_shape: tuple[int, ...] | None
+    """Shape of what each rank has stored."""
+
+    tensors: int
+    """How many such tensors are stored, copies included."""
+
+    nbytes: int
+    expected: str | None
+    found: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnplacedArrays:
+    """Such arrays, as far as they have the reason and the way out in common."""
+
+    problem: str
+    hint: str | None
+    arrays: tuple[UnplacedArray, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A file of a tag."""
+
+    path: str
+    """Relative to the tag."""
+
+    size: int
+    """Bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagContents:
+    """What a tag holds. Leaves are named by their leaf paths, such as ``"model/layers.0.weight"``."""
+
+    path: str
+    """Root directory."""
+
+    tag: str
+    sequence: int
+    """Number of its commit; 0 if another library wrote it."""
+
+    created: str | None
+    """When it was committed, as ISO 8601 has it."""
+
+    pinned: bool
+    parity: str | None
+    """What the tag survives: ``"block"``, ``"file"`` or nothing (docs/repair.md)."""
+
+    version: int
+    """Of the format of its manifest."""
+
+    mesh: str | None
+    ranks: int
+    """How many ranks saved it."""
+
+    nbytes: int
+    """Bytes of the arrays; of a tag without an index, of its files."""
+
+    arrays: tuple[StoredArray, ...]
+    """Arrays, each with `leaf`, `dtype`, `shape`, `nbytes` and `shards`."""
+
+    parts: tuple[StoredPart, ...]
+    """Parts of the state, each with `part`, `arrays` and `nbytes`."""
+
+    unknown: tuple[UnplacedArrays, ...]
+    """Arrays of which nothing says how the ranks had them split, by reason (`problem`, `hint`)."""
+
+    layout: str
+    """Name of the layout, or of the library that wrote it."""
+
+    divergent: tuple[str, ...]
+    """Arrays that were stored from replicas that differed."""
+
+    aliases: Mapping[str, str]
+    """Leaf -> leaf of arrays that share their memory with another one, which is stored."""
+
+    values: Mapping[str, Any]
+    """Plain values, by leaf."""
+
+    files: tuple[StoredFile, ...]
+    """Files, each with `path` and `size`."""
+
+
+def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSummary:
+    """A tag of a root directory; `layout` is that of a tag of another library, or None. Does not raise for damage."""
+    summary = TagSummary(
+        tag=entry.tag, sequence=entry.sequence, created=entry.created, pinned=entry.pinned, note=entry.note
+    )
+    try:
+        if layout is not None:  # it has no index: its directory says what there is
+            files = _files(store, entry)
+            nbytes = sum(file.size for file in files)
+            return replace(summary, nbytes=nbytes, files=len(files), layout=layout.origin or layout.name)
+        with open_tag(store, entry.tag) as reader:
+            manifest = reader.manifest
+    except CheckpointError as error:
+        return replace(summary, problem=str(error))
+    return replace(
+        summary,
+        arrays=len(manifest.arrays),
+        nbytes=manifest.nbytes,
+        files=len(manifest.files),
+        ranks=manifest.world,
+        layout=layout_of(manifest).name,
+    )
+
+
+def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = None) -> TagContents:
+    """Everything that the manifest of a tag says.
+
+    Args:
+        store: The root directory.
+        tag: Which tag.
+        about: What the caller knows of it.
+        pattern: Which leaves: those at or below this path, or like this pattern of a shell; None for all.
+
+    Raises:
+        NoCheckpointError: There is no such tag.
+        UsageError: No leaf is like the pattern.
+        CheckpointError: It is damaged, or what the caller knows contradicts it.
+    """
+    with opened(store, tag, about) as reader:
+        manifest, survives = reader.manifest, parity_of(reader.directory)
+    foreign = find_foreign(store, tag)
+    values = plain_values(manifest.skeleton)
+    leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *values]
+    if not any(paths.is_like(leaf, pattern) for leaf in leaves):
+        tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
+        hint = f"Leaves begin with: {tops}."
+        raise UsageError("no leaf is like this", path=store.path, tag=tag, found=pattern, hint=hint)
+    head, entry = manifest.head, foreign[1] if foreign is not None else root_of(store).entry(tag)
+    arrays = {leaf: record for leaf, record in manifest.arrays.items() if paths.is_like(leaf, pattern)}
+    unknown = {leaf: array for leaf, array in manifest.unknown.items() if paths.is_like(leaf, pattern)}
+    if foreign is None:
+        files = tuple(StoredFile(path=file.path, size=file.size) for file in manifest.files)
+    else:
+        files = _files(store, foreign[1])
+    return TagContents(
+        path=store.path,
+        tag=tag,
+        sequence=head.sequence,
+        created=head.created,
+        pinned=head.pinned if entry is None else entry.pinned,
+        parity=survives,
+        version=head.version,
+        mesh=manifest.mesh,
+        ranks=manifest.world,
+        # Of a tag without an index the bytes of all arrays are not known: its files say what is stored.
+        nbytes=manifest.nbytes if foreign is None else sum(file.size for file in files),
+        arrays=tuple(
+            StoredArray(
+                leaf=leaf,
+                dtype=record.dtype.name,
+                shape=record.shape,
+                nbytes=record.nbytes,
+                shards=sum(g.grid.cells for g in record.grids),
+            )
+            for leaf, record in arrays.items()
+        ),
+        parts=_parts([*arrays.items(), *unknown.items()]),
+        unknown=tuple(map(_unplaced, UnknownArray.by_reason(unknown))),
+        layout=layout_of(manifest).name if foreign is None else foreign[0].origin or foreign[0].name,
+        divergent=tuple(leaf for leaf, record in arrays.items() if record.divergent),
+        aliases={alias: leaf for alias, leaf in manifest.aliases.items() if paths.is_like(alias, pattern)},
+        values={leaf: value for leaf, value in values.items() if paths.is_like(leaf, pattern)},
+        files=files,
+    )
+
+
+def _files(store: Store, entry: TagEntry) -> tuple[StoredFile, ...]:
+    """The files of a tag; those that lie in the root itself are named in it."""
+    apart = entry.files or (() if store.is_directory(entry.directory) else (entry.directory,))
+    # Files that a path names may be links.
+    directory = store.open("", lock=False, links=True) if apart else store.open(entry.directory)
+    with closing(directory):
+        files = []
+        for path in apart or directory.files():
+            with closing(directory.open(path)) as source:
+                files.append(StoredFile(path=path, size=source.size))
+        return tuple(files)
+
+
+def _parts(arrays: Sequence[tuple[str, ArrayRecord | UnknownArray]]) -> tuple[StoredPart, ...]:
+    """Number and bytes of the arrays of each part of the state, in the order of a training state."""
+    sums: dict[str, tuple[int, int]] = {}
+    for leaf, array in sorted(arrays, key=lambda pair: _place(pair[0])):
+        if isinstance(array, ArrayRecord) or array.tensors:
+            number, nbytes = sums.get(part := leaf.split("/")[0], (0, 0))
+            sums[part] = number + 1, nbytes + array.nbytes
+    return tuple(StoredPart(part=part, arrays=number, nbytes=nbytes) for part, (number, nbytes) in sums.items())
+
+
+def _place(leaf: str) -> int:
+    """Where the part of a leaf stands in a training state."""
+    part = leaf.split("/", maxsplit=1)[0]
+    return schema.MEMBERS.index(part) if part in schema.MEMBERS else len(schema.MEMBERS)
+
+
+def _unplaced(group: Mapping[str, UnknownArray]) -> UnplacedArrays:
+    """Arrays of which it is not known, for the same reason, how they were split."""
+    first = next(iter(group.values()))
+    arrays = tuple(
+        UnplacedArray(
+            leaf=leaf,
+            dtype=None if array.dtype is None else array.dtype.name,
+            rank_shape=array.shape,
+            tensors=array.tensors,
+            nbytes=array.nbytes,
+            expected=array.expected,
+            found=array.found,
+        )
+        for leaf, array in group.items()
+    )
+    return UnplacedArrays(problem=first.problem, hint=first.hint, arrays=arrays)

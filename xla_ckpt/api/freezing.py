@@ -1,0 +1,112 @@
+"""From a state to bytes that stay as they are while the program goes on: described, planned, frozen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from xla_ckpt.api.wish import Wish
+from xla_ckpt.engine.frozen import Frozen
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.writing import Writing
+from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.layouts.base import Layout
+from xla_ckpt.options import SaveOptions
+from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.snapshot.freezing import Deferred
+from xla_ckpt.snapshot.take import Freeze, Sampling, Snapshot, lasts, take
+from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
+from xla_ckpt.state.guard import GUARD, stepped
+from xla_ckpt.state.members import State
+
+logger = logging.getLogger(__name__)
+
+
+def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
+    """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
+    with phases.timed("describe"):
+        structure = any(layout.pickles for layout in wish.layouts)
+        description = describe(
+            state,
+            placement,
+            wish.shardings,
+            structure=structure,
+            takes_apart=all(layout.takes_apart for layout in wish.layouts),
+            replicas=wish.options.replicas,
+        )
+        writing = _first_that_can(wish.layouts, description)
+    with phases.timed("snapshot"):
+        snapshot = _snapshot_of(description, writing, wish.options, phases, waits=wish.waits)
+    return Frozen(
+        leaves=description.leaves,
+        writing=writing,
+        snapshot=snapshot,
+        skeleton=description.skeleton,
+        aliases=description.aliases,
+        objects=description.objects,
+        speaks=description.speaks,
+        alone=state.alone,
+        parts=description.parts,
+    )
+
+
+def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:
+    """How the first of the layouts that can hold the state writes it.
+
+    Raises:
+        UnsupportedStateError: None of them can.
+    """
+    problem: UnsupportedStateError | None = None
+    for layout in layouts:
+        try:
+            writing = layout.writing(description)
+        except UnsupportedStateError as error:
+            problem = problem or error
+            continue
+        if problem is not None:
+            logger.warning("the %s layout is written in place of %s: %s", layout.name, layouts[0].name, problem)
+        return writing
+    assert problem is not None
+    raise problem
+
+
+def _snapshot_of(
+    description: Description, writing: Writing, options: SaveOptions, phases: Phases, *, waits: bool
+) -> Snapshot:
+    """Take the snapshot of a state. Whoever writes to what is copied later waits for that from now on.
+
+    Args:
+        description: The state, described.
+        writing: How it will be written.
+        options: How memory is frozen, and how much may be taken for that.
+        phases: Where the time goes.
+        waits: Whether the caller waits until all is written.
+    """
+    arrays = {
+        path: array.taken_whole(path) if path in writing.whole else array for path, array in description.arrays.items()
+    }
+    state, shards = description.state, local_shards(arrays)
+    many = description.placement.world > 1
+    written = None
+    if many and not all(lasts(shard, waits=waits) for shard in shards.values()):
+        # What another rank writes is not copied here, so it has to be known now who writes what.
+        with phases.timed("plan"):
+            written = writing.plan.extents
+    guarded = {}
+    if options.snapshot == "overlap" and not waits:
+        guarded = stepped({path: array.value for path, array in description.arrays.items()}, state.optimizer)
+    how = Freeze(waits=waits, mode=options.snapshot, stepped=guarded, budget=options.snapshot_budget)
+    sampling = Sampling(loose=state.buffers)
+    if many:
+        apart = shards_apart(description, writing.whole, shards)
+        sampling = Sampling(leaves=description.leaves, loose=state.buffers, apart=apart)
+    snapshot = take(shards, how, sampling, written)
+    later = {leaf for (leaf, _), data in snapshot.memory.items() if isinstance(data, Deferred)}
+    with snapshot.released_on_failure():
+        GUARD.watch(
+            snapshot.freezing,
+            [value for leaf, value in guarded.items() if leaf in later],
+            model=state.model,
+            with_optimizer=state.optimizer is not None,
+        )
+    return snapshot

@@ -1,0 +1,98 @@
+"""What rank 0 makes of the records of all ranks: the manifest of the tag, once it is known that they fit together."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.stale import stale_since
+from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.errors import DivergentReplicasError, SaveError
+from xla_ckpt.manifest.records import Head, Manifest
+from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.tags.root import Root, Transaction
+
+logger = logging.getLogger(__name__)
+
+
+def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
+    """The head of a tag that is committed now."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+    return Head(tag=tag, sequence=sequence, pinned=pinned, created=now)
+
+
+def merged_manifest(
+    head: Head, records: Sequence[Record], mesh: Mesh, replicas: Replicas, directory: Directory, path: str
+) -> Manifest:
+    """The manifest of what all ranks have written into a directory of the root at `path`.
+
+    Raises:
+        CheckpointError: The records do not fit together.
+        DivergentReplicasError: Two ranks wrote different copies of a region, and replicas have to be equal.
+    """
+    with collector_paused():
+        merged = merge(records, mesh, replicas)
+    for warning in merged.warnings:
+        logger.warning("tag %s: %s", head.tag, warning)
+    with collector_paused():
+        manifest = merged.manifest(head, mesh, len(records))
+    if not merged.duplicates:
+        return manifest
+    reader = TagReader(directory, path, head.tag, manifest)
+    try:
+        different = _different_copies(reader, merged.duplicates)
+    finally:
+        reader.close_files()
+    if different and replicas == "equal":
+        raise _differ(different[0])
+    return _with_first(manifest, different) if different else manifest
+
+
+def _different_copies(reader: TagReader, duplicates: Sequence[Duplicate]) -> list[Duplicate]:
+    """Those regions of which ranks that did not know of each other wrote different bytes."""
+    return [
+        twice
+        for twice in duplicates
+        if len({reader.digests(f, at, twice.nbytes) for f, at in zip(twice.files, twice.offsets, strict=True)}) > 1
+    ]
+
+
+def _with_first(manifest: Manifest, different: Sequence[Duplicate]) -> Manifest:
+    """The manifest, in which arrays are marked of which two ranks wrote different copies. It has the first one."""
+    ranks = {twice.leaf: twice.ranks for twice in reversed(different)}
+    lines = [f"  {leaf}: rank {a} against rank {b}" for leaf, (a, b) in ranks.items()]
+    logger.warning("tag %s: %s", manifest.head.tag, "\n".join([first_stored(len(lines)), *lines]))
+    marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in ranks}
+    return replace(manifest, arrays={**manifest.arrays, **marked})
+
+
+def _differ(twice: Duplicate) -> DivergentReplicasError:
+    return DivergentReplicasError(
+        f"two ranks hold different values of the region {twice.box}",
+        leaf=twice.leaf,
+        expected=f"the bytes of rank {twice.ranks[0]}",
+        found=f"others on rank {twice.ranks[1]}",
+        hint=f"Check mesh and shardings: one of them is likely not what the rank really holds. {DRIFTED}",
+    )
+
+
+def repeats_the_tag_before(root: Root, transaction: Transaction, manifest: Manifest) -> SaveError | None:
+    """The error for a tag whose model is that of the tag before it, although training went on; None for any other."""
+    reader = TagReader(transaction.directory, root.path, manifest.head.tag, manifest)
+    try:
+        evidence = stale_since(root, transaction.newest, reader)
+    finally:
+        reader.close_files()
+    if evidence is None:
+        return None
+    before, why = evidence
+    return SaveError(
+        f"the model has the same bytes as in tag {before}, although training seems to have gone on: {why}",
+        hint="Is this the model that is trained, and does its optimizer have its parameters? If all is as it "
+        "should be, say options=SaveOptions(stale='ignore').",
+    )

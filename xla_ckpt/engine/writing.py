@@ -1,0 +1,43 @@
+"""How one rank writes its state in a layout: what a layout answers, and what the engine asks for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from xla_ckpt.engine.index_files import Index
+from xla_ckpt.plan.save_plan import SavePlan
+
+
+class Writing(Protocol):
+    """How one rank writes its state in a layout (`xla_ckpt.layouts.base.Layout.writing` makes it)."""
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Leaves that are stored as the whole tensor that a rank has in memory, padding included."""
+
+    @property
+    def plan(self) -> SavePlan:
+        """What this rank writes, if no other pipeline stage stores it. Decided once, when it is first asked for."""
+
+    @property
+    def marks(self) -> Mapping[str, bytes]:
+        """Small files that rank 0 writes when all else is durable."""
+
+    @property
+    def index(self) -> Index:
+        """What rank 0 makes from the manifest."""
+
+
+class Staged(ABC):
+    """A `Writing` whose files say what other pipeline stages hold: its plan is made anew when all of them have told."""
+
+    @property
+    @abstractmethod
+    def told(self) -> Any:
+        """What the other stages have to know of this one, as plain JSON. All ranks of a stage would tell the same."""
+
+    @abstractmethod
+    def among(self, stages: Sequence[Any]) -> SavePlan:
+        """What this rank writes, once all stages have told, this one included: from the sources that `plan` has."""

@@ -1,0 +1,91 @@
+"""One call of one process, among the same calls of the other ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.job.call import Call, is_missed, open_together, word_of
+from xla_ckpt.job.communicator import Communicator
+from xla_ckpt.job.rounds import Rounds
+from xla_ckpt.job.verdict import Round, raise_as_told
+from xla_ckpt.sharding.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+LINGER = 10.0
+"""Seconds that rank 0 waits at the exit of the program, at most, for ranks that have not heard of the last calls."""
+
+_rounds: list[Rounds] = []
+"""The rounds of the current process group, if there were any. A later group gets others."""
+
+
+def rounds_over(communicator: Communicator) -> Rounds:
+    """The rounds over a communicator. Their numbers go on from those of an earlier one, which used the same store."""
+    if not _rounds or _rounds[0].communicator is not communicator:
+        _rounds[:] = [Rounds(communicator, _rounds[0].last if _rounds else 0)]
+    return _rounds[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One call of one process, among the same calls of its peers."""
+
+    exchange: Round
+    placement: Placement
+    rounds: Rounds
+
+    def taking_part(self) -> AbstractContextManager[None]:
+        """A context around everything that this rank says and hears in its call."""
+        return self.rounds.taking_part(self.exchange)
+
+    def begin(
+        self, call: Call, prepare: Callable[[], Any] = lambda: None, unite: Callable[[list[Any]], Any] = lambda _: None
+    ) -> Any:
+        """Begin a call together with all ranks: each says which call it makes, and nothing is done before all have.
+
+        A rank that has left calls out which the others gave up takes part in the next one: it comes later to fewer
+        rounds than they, and goes on to the one that they are in.
+
+        Args:
+            call: What this rank was called for, as far as all ranks have to be called for the same.
+            prepare: What may fail on a rank, and has to be done before. It returns JSON.
+            unite: What rank 0 makes of all that the ranks have prepared. It returns JSON, too.
+
+        Returns:
+            What `unite` has returned, on all ranks.
+
+        Raises:
+            CheckpointError: What `prepare` raised on the lowest rank that failed; the same on all ranks.
+            RankFailedError: A rank did not come in time.
+            UsageError: The ranks make different calls.
+        """
+        if self.exchange.size == 1:
+            return unite([prepare()])
+        self.rounds.tidy(self.exchange.timeout)
+        word = word_of(self.exchange, call, prepare)
+        while is_missed(call, verdict := open_together(self.exchange, word, unite)):
+            text = "this rank has left out a call that others made, %s, and which failed for that; it goes on with %s"
+            logger.warning(text, verdict.call, call)
+            self.rounds.pass_over(self.exchange)
+        if verdict.error is not None:
+            raise_as_told(verdict.error, word.error)
+        return verdict.value
+
+    def shows(self, progress: bool | None) -> bool | None:
+        """Whether this rank may show a progress bar."""
+        return progress if self.exchange.rank == 0 else False
+
+
+def leave() -> None:
+    """Wait, at the end of the program, for ranks that still have to hear of its last calls.
+
+    They hear through the store, and where there is no launcher, rank 0's process holds it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        for rounds in _rounds:
+            rounds.linger(LINGER)

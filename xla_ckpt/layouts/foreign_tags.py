@@ -1,0 +1,47 @@
+"""What the tags of other libraries have in common. Needs no framework."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.roots import root_of
+
+T = TypeVar("T")
+
+
+def time_text(time: int) -> str:
+    """A time stamp (ns) as a listing has it: UTC, ISO 8601; empty for 0, which says nothing.
+
+    >>> time_text(1_700_000_000_000_000_000)
+    '2023-11-14T22:13:20.000000+00:00'
+    """
+    return datetime.datetime.fromtimestamp(time / 1e9, datetime.UTC).isoformat(timespec="microseconds") if time else ""
+
+
+def looked_up_again(find: Callable[[Store, str], T | None], store: Store, tag: str) -> T:
+    """The tag of this name, which was there a moment ago.
+
+    Raises:
+        NoCheckpointError: It is gone.
+    """
+    entry = find(store, tag)
+    if entry is None:
+        raise no_such_tag(root_of(store), tag)
+    return entry
+
+
+def merged_by_time(ordered: Sequence[T], others: Iterable[T], time: Callable[[T], int]) -> list[T]:
+    """Tags whose order is known, and others that have only time stamps: one of these comes before those that are newer.
+
+    >>> merged_by_time([30, 10, 50], [20, 40], lambda time: time)
+    [30, 10, 20, 40, 50]
+    """
+    tags = list(ordered)
+    for other in reversed(list(others)):
+        at = next((i for i in range(len(tags), 0, -1) if time(tags[i - 1]) <= time(other)), 0)
+        tags.insert(at, other)
+    return tags

@@ -1,0 +1,143 @@
+"""Names for the parameters of a stored optimizer that are numbers, as in torch's own `state_dict()`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from xla_ckpt.plan.hints import Hints
+from xla_ckpt.plan.numbers_to_names import only_names
+from xla_ckpt.tree import schema
+
+N = TypeVar("N")
+
+Shape = Callable[[Any], tuple[int, ...] | None]
+"""The shape of an array of real numbers; None for any other value."""
+
+BUFFERS = ("running_mean", "running_var")
+"""What torch calls arrays of its modules that have the shapes of parameters, and are none."""
+
+PARAM_NAMES = "param_names"
+"""Key of a group under which torch has the names of its parameters, if it was given them."""
+
+
+def with_names(parts: dict[str, Any], hints: Hints, shape: Shape, *, guess: bool) -> tuple[dict[str, Any], bool]:
+    """The members of a training state with names in place of the optimizer's numbers, where somebody can tell them.
+
+    Args:
+        parts: The members. An optimizer without numbers stays as it is.
+        hints: What the program says that wants it: the names in each group of its optimizer.
+        shape: See `Shape`.
+        guess: Whether names may be those of the stored model in its order, if only one order fits the shapes.
+
+    Returns:
+        The members, and whether the names were guessed.
+    """
+    optimizer = parts.get(schema.OPTIMIZER)
+    if not isinstance(optimizer, dict) or not _has_numbers(optimizer):
+        return parts, False
+    names, guessed = _names(optimizer, parts.get(schema.MODEL), hints, shape, guess=guess)
+    if names is None:
+        return parts, False
+    return {**parts, schema.OPTIMIZER: _named(optimizer, names)}, guessed
+
+
+def _has_numbers(optimizer: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state is torch's own, in which parameters have numbers."""
+    groups = optimizer.get(schema.GROUPS)
+    if not isinstance(groups, list) or not isinstance(optimizer.get(schema.STATE), dict):
+        return False
+    if not all(isinstance(group, dict) and isinstance(group.get(schema.PARAMS), list) for group in groups):
+        return False
+    numbers = [number for group in groups for number in group[schema.PARAMS]]
+    return bool(numbers) and all(type(number) is int for number in numbers)
+
+
+def _names(
+    optimizer: Mapping[str, Any], model: Any, hints: Hints, shape: Shape, *, guess: bool
+) -> tuple[dict[int, str] | None, bool]:
+    """(the name of each number, whether it was guessed); None where nobody can tell."""
+    groups: list[Mapping[str, Any]] = optimizer[schema.GROUPS]
+    stored = [group[schema.PARAMS] for group in groups]
+    sizes = [len(numbers) for numbers in stored]
+    names_of_groups: list[Any] = [group.get(PARAM_NAMES) for group in groups]
+    if all(isinstance(names, list) and len(names) == size for names, size in zip(names_of_groups, sizes, strict=True)):
+        return names_by_number(stored, names_of_groups), False
+    if hints.groups is not None:
+        wanted = [list(names) for names in hints.groups]
+        # Without a model the names are places, which are no better than numbers.
+        fits = [len(names) for names in wanted] == sizes and not any(
+            n.startswith("#") for names in wanted for n in names
+        )
+        called = names_by_number(stored, wanted) if fits else {}
+        states = optimizer[schema.STATE]
+        fits = fits and all(
+            _may_be(states.get(number), hints.hint(name).shape, shape) for number, name in called.items()
+        )
+        return (called if fits else None), False
+    if not guess or not isinstance(model, dict) or not hints.optimizer:
+        return None, False
+    shapes = {number: largest_shape(state, shape) for number, state in optimizer[schema.STATE].items()}
+    shapes_by_name = {name: own for name, value in _first_names(model).items() if (own := shape(value)) is not None}
+    for parameters in (
+        shapes_by_name,
+        {name: own for name, own in shapes_by_name.items() if not name.endswith(BUFFERS)},
+    ):
+        by_number = only_names(stored, shapes, parameters)
+        if by_number is not None:
+            return by_number, True
+    return None, False
+
+
+def _may_be(state: Any, wanted: tuple[int, ...] | None, shape: Shape) -> bool:
+    """Whether this may be the state of a parameter of that shape.
+
+    State may have fewer dims than its parameter, and dims of size 1 in the place of any, as Adafactor's has.
+    """
+    if wanted is None or not isinstance(state, dict):
+        return True
+    shapes = [own for value in state.values() if (own := shape(value)) is not None]
+    alike = [own for own in shapes if len(own) == len(wanted)]
+    fits = not alike or any(all(d in (1, w) for d, w in zip(own, wanted, strict=True)) for own in alike)
+    return fits and all(len(own) <= len(wanted) for own in shapes)
+
+
+def _first_names(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A model with each array under the first of its names: an optimizer has a shared parameter once."""
+    seen: set[int] = set()
+    by_first_name = {}
+    for name, value in model.items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            by_first_name[name] = value
+    return by_first_name
+
+
+def largest_shape(state: Any, shape: Shape) -> tuple[int, ...] | None:
+    """The shape of a parameter: that of the state with the most dims, as a step count is a single number."""
+    if not isinstance(state, Mapping):
+        return None
+    shapes = [own for value in state.values() if (own := shape(value)) is not None]
+    return max(shapes, key=len, default=None)
+
+
+def names_by_number(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[N]]) -> dict[int, N]:
+    """Name by number, from the groups of both."""
+    return {
+        number: name
+        for some, called in zip(numbers, names, strict=True)
+        for number, name in zip(some, called, strict=True)
+    }
+
+
+def _named(optimizer: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state by the names of its parameters."""
+    state = {names.get(key, key) if type(key) is int else key: value for key, value in optimizer[schema.STATE].items()}
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != PARAM_NAMES},
+            schema.PARAMS: [names[number] for number in group[schema.PARAMS]],
+        }
+        for group in optimizer[schema.GROUPS]
+    ]
+    return {**optimizer, schema.STATE: state, schema.GROUPS: groups}

@@ -1,0 +1,99 @@
+"""What all scans of other libraries' files have in common: how a directory is opened, and how a manifest is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+from xla_ckpt.errors import FormatError, UnsupportedStateError, naming, storage_errors
+from xla_ckpt.layouts.untrusted import UntrustedObject
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, UnknownArray
+from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.tree.flatten import Flat, flatten
+
+
+@contextmanager
+def directory_to_scan(store: Store, tag: str, opened: Callable[[], Directory]) -> Iterator[Directory]:
+    """A directory that stays open for the reader which is made of it. Errors name the tag, and close the directory.
+
+    Raises:
+        StorageError: It cannot be opened, or a file in it cannot be read.
+    """
+    with storage_errors("opening a checkpoint", path=store.path, tag=tag):
+        directory = opened()
+    try:
+        with naming(path=store.path, tag=tag), storage_errors("reading a checkpoint"):
+            yield directory
+    except BaseException:
+        directory.close()  # nobody else will: it would count as being read for as long as the program runs
+        raise
+
+
+def read_small(directory: Directory, file: str, limit: int, what: str = "the file") -> bytes:
+    """All of a small file. `what` is what an error calls it.
+
+    Raises:
+        FileNotFoundError: There is none.
+        FormatError: It is larger than `limit` bytes.
+    """
+    with closing(directory.open(file)) as source:
+        if source.size > limit:
+            raise FormatError(f"{what} is too large", file=file, expected=f"at most {limit} bytes", found=source.size)
+        data = bytearray(source.size)
+        return bytes(data[: source.read_into(memoryview(data), 0)])
+
+
+def foreign_head(tag: str, created: str = "") -> Head:
+    """The first line of a manifest that is made of another library's files: they have no commit number, and no pins."""
+    return Head(tag=tag, sequence=0, pinned=False, created=created)
+
+
+def kind_of_scanned(value: Any) -> str | None:
+    """What a scanned state is flattened by: its arrays are records, or unknown."""
+    return "torch" if isinstance(value, ArrayRecord | UnknownArray) else None
+
+
+def flattened(state: Any, kind: Callable[[Any], str | None] = kind_of_scanned) -> Flat:
+    """A scanned state without its arrays."""
+    from xla_ckpt.state.values import CODEC  # this loads torch, which listings do without
+
+    return flatten(state, kind, CODEC)
+
+
+def scanned_manifest(
+    head: Head,
+    flat: Flat,
+    files: Sequence[FileRecord],
+    *,
+    mesh: str | None = None,
+    world: int = 1,
+    left_out: tuple[str, ...] = (),
+) -> tuple[Manifest, list[UntrustedObject]]:
+    """The manifest of a scanned state, and the objects that its skeleton numbers.
+
+    Leaf paths that have one record, the same object, are names of one array.
+
+    Raises:
+        UnsupportedStateError: A value is neither array nor plain, and nothing says how it is read on trust.
+    """
+    objects: list[UntrustedObject] = []
+    for leaf, value in flat.objects:
+        if not isinstance(value, UntrustedObject):
+            raise UnsupportedStateError(f"a {type(value).__name__} is neither array nor plain value", leaf=leaf)
+        objects.append(value)
+    arrays = {leaf: record for leaf, record in flat.arrays.items() if isinstance(record, ArrayRecord)}
+    first: dict[int, str] = {}
+    aliases = {leaf: same for leaf, record in arrays.items() if (same := first.setdefault(id(record), leaf)) != leaf}
+    manifest = Manifest(
+        head=head,
+        skeleton=flat.skeleton,
+        arrays={leaf: record for leaf, record in arrays.items() if leaf not in aliases},
+        aliases=aliases,
+        files=tuple(files),
+        mesh=mesh,
+        world=world,
+        unknown={leaf: array for leaf, array in flat.arrays.items() if isinstance(array, UnknownArray)},
+        left_out=left_out,
+    )
+    return manifest, objects

@@ -1,0 +1,116 @@
+"""A program of this library in a process of its own, which does jobs for the process that started it.
+
+A job is a line of JSON and the descriptor of a directory: who has that keeps the directory's lock, whatever becomes of
+the process that took it. Answers are lines of JSON, and the first one says that the program takes jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+MAX_TOLD = 4000
+"""What is told of the output of a program that has ended, at most (bytes)."""
+
+ENDING = 1.0
+"""Seconds for which a program may take to end that has closed its end of the channel."""
+
+
+class ProgramEnded(Exception):  # noqa: N818  # what it means for the caller, the caller knows
+    """Why it does nothing any more, and what it has printed last."""
+
+
+class Program:
+    """A program that may run. Not safe for several threads."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output = os.fdopen(os.memfd_create("output of a program"), "w+b", buffering=0)  # no disk can be full
+        self._channel, self._theirs = socket.socketpair()
+        self.is_ready = False
+        """Whether it is known to take jobs."""
+
+    def start(self) -> None:
+        """Start it, and do not wait. OSError if it cannot be started."""
+        self._process = subprocess.Popen(  # noqa: S603  # this library's own program
+            [sys.executable, "-P", "-m", self._module],
+            stdin=self._theirs.fileno(),
+            stdout=self._output,
+            stderr=self._output,
+            # It finds what this process would import.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)},
+            start_new_session=True,  # or a terminal's Ctrl-C would end it
+        )
+        self._theirs.close()
+
+    def do(self, job: dict[str, Any] | None, directory: int, deadline: float) -> dict[str, Any]:
+        """Have it do a job, or with None only wait until it is ready, until a time of `time.monotonic`; its answer.
+
+        Raises:
+            ProgramEnded: It has ended, or was killed because there was no answer in time. The job may be done.
+        """
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", directory))]
+        try:
+            answer = {} if self.is_ready else self._answer(deadline)
+            self.is_ready = True
+            if job is not None:
+                self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
+                self._channel.sendmsg([b" "], rights, socket.MSG_NOSIGNAL)
+                self._channel.sendall(json.dumps(job).encode() + b"\n", socket.MSG_NOSIGNAL)
+                answer = self._answer(deadline)
+        except (OSError, EOFError) as error:
+            raise ProgramEnded(self._ending(ENDING if not isinstance(error, TimeoutError) else 0)) from error
+        return answer
+
+    def _answer(self, deadline: float) -> Any:
+        text = b""
+        while not text.endswith(b"\n"):
+            self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = self._channel.recv(1 << 16)
+            if not part:
+                raise EOFError
+            text += part
+        return json.loads(text)
+
+    def _ending(self, seconds: float) -> str:
+        """How it has ended; it is killed if that takes longer: a job that it did afterwards nobody would see."""
+        assert self._process is not None
+        try:
+            problem = f"it ended with exit code {self._process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            problem = "it did not answer in time, and was killed"
+        end = os.fstat(self._output.fileno()).st_size
+        output = os.pread(self._output.fileno(), MAX_TOLD, max(end - MAX_TOLD, 0)).decode(errors="replace")
+        self.end()
+        return f"{problem}\n{output}".strip()
+
+    def end(self) -> None:
+        """Have it end when it has done its job, and do not wait. In a forked child, let go of what is the parent's."""
+        for file in (self._channel, self._theirs, self._output):
+            file.close()
+        if self._process is not None and self._process.returncode is None:
+            self._process.returncode = 0  # or Python warns that it still runs
+
+
+def jobs(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int]]:
+    """In the program: the jobs and their directories, one after the other, until the other end is closed."""
+    lines = channel.makefile("rb")
+    while True:
+        start, descriptors, _, _ = socket.recv_fds(channel, 1, 1)  # the descriptor comes with the first byte
+        line = lines.readline() if start else b""
+        if not line.endswith(b"\n"):
+            return
+        try:
+            yield json.loads(line), descriptors[0]
+        finally:
+            os.close(descriptors[0])

@@ -1,0 +1,321 @@
+"""A root of tags in a file system: each tag is a directory, and what is not committed yet has another name.
+
+Drafts are ``.new-<name>``. On the way to its name a draft exchanges it with what is there (`tags/placing.py`), or sets
+it aside as ``.old-<name>``. Retired tags go to ``.trash`` by one rename, and their files when nobody reads them.
+A lock on each directory says who writes or reads it. One process at a time saves in a root directory (`tags/lease.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.storage.base import (
+    FileSystem,
+    Identity,
+    LocalFiles,
+    not_durable,
+    read_whole,
+    rename_durably,
+    write_small,
+)
+from xla_ckpt.tags import listing
+from xla_ckpt.tags.cleaning import clean, is_draft, move_to_trash, remove, remove_unused
+from xla_ckpt.tags.entry import MANIFEST, TagEntry
+from xla_ckpt.tags.keeping import busy
+from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
+from xla_ckpt.tags.orbax_commit import COMMITTER
+from xla_ckpt.tags.placing import check_not_overtaken, place
+from xla_ckpt.tags.retention import TagFact, superfluous
+from xla_ckpt.tags.root import Kind, Transaction
+
+logger = logging.getLogger(__name__)
+
+
+class DirectoryRoot:
+    """The root directory of tags, in a file system."""
+
+    def __init__(self, store: FileSystem) -> None:
+        self.store = store
+
+    @property
+    def path(self) -> str:
+        """What users call it."""
+        return self.store.path
+
+    def entries(self) -> list[TagEntry]:
+        return listing.entries(self.store)
+
+    def entry(self, tag: str) -> TagEntry | None:
+        return listing.entry_of(self.store, tag)
+
+    def open(self, tag: str) -> LocalFiles:
+        directory = listing.open_directory(self.store, tag)
+        if directory is None:
+            raise no_such_tag(self, tag)
+        return directory
+
+    def report_of(self, tag: str) -> Any:
+        with contextlib.closing(self.open(tag)) as directory:
+            return listing.custom_metadata(self.store, directory.name).get("report")
+
+    def is_ours(self, name: str) -> bool:
+        return listing.is_ours(self.store, name)
+
+    def is_root(self, name: str) -> bool:
+        return any(self.store.has(f"{name}/{tag}/{MANIFEST}") for tag in self.store.names(name)[:3])
+
+    def begin(self, name: str, kind: Kind) -> DirectoryDraft:
+        self.store.prepare()
+        clean(self.store, None if kind in (Kind.TAG, Kind.REPAIR) else name)
+        entries = self.entries() if kind is Kind.TAG else []
+        suffix = "-repair" if kind is Kind.REPAIR else ""  # nobody takes it for a save of that tag
+        before = _directory_of(self.store, self.place_of(name))
+        try:
+            return DirectoryDraft(
+                store=self.store,
+                name=name,
+                kind=kind,
+                before=before,
+                replaced=self.store.identity(name),
+                sequence=1 + max((entry.sequence for entry in entries), default=0) if kind is Kind.TAG else 0,
+                newest=next((entry for entry in reversed(entries) if entry.damage is None), None),
+                directory=_new_directory(self.store, f"{NEW_PREFIX}{name}{suffix}"),
+            )
+        except BaseException:
+            if before is not None:
+                before.close()
+            raise
+
+    def join(self, draft: str) -> LocalFiles:
+        return self.store.open(draft, lock=False)
+
+    def draft_of(self, name: str) -> str:
+        return NEW_PREFIX + name
+
+    def place_of(self, name: str) -> str:
+        old = OLD_PREFIX + name
+        return old if not self.store.has(name) and self.store.has(old) else name
+
+    def pin(self, tag: str, pinned: bool) -> bool:
+        entry = self._existing(tag)
+        if entry.damage is not None:
+            raise entry.damage
+        if entry.pinned == pinned:
+            return False
+        try:
+            with Transaction(self, tag, Kind.REPAIR) as transaction:
+                write_small(transaction.directory, MANIFEST, self._with_pin(tag, pinned))
+                # A manifest must not come into a newer version of the tag. A save takes far longer than from here to
+                # the commit, so one that begins after this look does not end before it.
+                now = self.entry(tag)
+                if now is None:
+                    raise no_such_tag(self, tag)
+                if self.is_written(tag) or (now.sequence, now.directory) != (entry.sequence, entry.directory):
+                    raise busy(self, tag)
+                transaction.commit()
+        except FileNotFoundError:
+            raise no_such_tag(self, tag) from None
+        except OSError as error:
+            raise StorageError.of(error, "pinning a tag", path=self.path, tag=tag) from error
+        self._existing(tag)
+        return True
+
+    def _existing(self, tag: str) -> TagEntry:
+        entry = self.entry(tag)
+        if entry is None:
+            raise no_such_tag(self, tag)
+        return entry
+
+    def _with_pin(self, tag: str, pinned: bool) -> bytes:
+        """The manifest of a tag, with another pin."""
+        directory = self.open(tag)
+        try:
+            return manifest_json.with_pin(read_whole(directory, MANIFEST), pinned)
+        except CheckpointError as error:
+            raise error.at(path=self.path, tag=tag, file=MANIFEST) from None
+        finally:
+            directory.close()
+
+    def retire(self, tag: str) -> None:
+        names = [name for name in (OLD_PREFIX + tag, tag) if self.store.has(name)]
+        if not names:
+            raise FileNotFoundError(errno.ENOENT, "there is no such tag", tag)
+        # A killed replacement has left its old version, which a save would take for the tag that it has to bring back.
+        for name in names:
+            move_to_trash(self.store, name)
+        self.store.sync()
+
+    def is_read(self, tag: str) -> bool:
+        entry = self._existing(tag)
+        return self.store.in_use(entry.directory)
+
+    def is_written(self, tag: str) -> bool:
+        return any(is_draft(name, tag) and self.store.in_use(name) for name in self.store.names())
+
+    def clean(self, only: str | None = None) -> None:
+        clean(self.store, only)
+
+    def hold(self, within: float) -> None:
+        self.store.prepare()
+        LEASES.hold(self.store, within)
+
+    def expect(self) -> None:
+        COMMITTER.start()
+
+    def await_ready(self, within: float) -> bool:
+        return COMMITTER.await_ready(within)
+
+
+@dataclass(slots=True, kw_only=True)
+class DirectoryDraft:
+    """A directory on its way to its name."""
+
+    store: FileSystem
+    name: str
+    """The name that it will have."""
+
+    kind: Kind
+    directory: LocalFiles
+    before: LocalFiles | None
+    """What had the name when this was begun. It is open, so that no other directory gets its number."""
+
+    replaced: Identity | None
+    """The number of that directory."""
+
+    sequence: int
+    newest: TagEntry | None
+    placed: bool = False
+    """Whether the directory has its name. That of the draft may be the old version's by now."""
+
+    is_open: bool = True
+
+    def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
+        match self.kind:
+            case Kind.TAG:
+                LEASES.check(self.store, self.sequence)
+                metadata = {"tag": self.name, "sequence": self.sequence}
+                metadata |= {} if report is None else {"report": report}
+                with self._placing():
+                    old = COMMITTER.commit(self.store, self.directory, self.name, self.replaced, metadata, within)
+                if old is not None:
+                    _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
+                LEASES.note(self.store, self.name, self.sequence)
+                return retire_older(self.store, self.name, num_kept)
+            case Kind.CHECKPOINT:
+                self._place()
+            case Kind.NEW:
+                if self.store.is_directory(self.name) and self.store.remove_empty(self.name):
+                    self.replaced = None
+                check_not_overtaken(self.store, self.name, None)
+                self._place()
+            case Kind.FILE:
+                check_not_overtaken(self.store, self.name, None)  # a rename would replace a file
+                rename_durably(self.store, f"{self.directory.name}/{self.name}", self.name)
+            case Kind.REPAIR:
+                self._adopt()
+        return 0.0
+
+    def _place(self) -> None:
+        """Have the directory take its name. What had it before is removed, unless somebody reads it."""
+        with self._placing():
+            old = place(self.store, self.directory.name, self.name, self.replaced)
+        if old is not None:
+            remove_unused(self.store, old)
+
+    @contextlib.contextmanager
+    def _placing(self) -> Iterator[None]:
+        """The directory takes its name. Readers mark it as theirs from then on."""
+        try:
+            yield
+        except NotDurableError:
+            self.placed = True  # and what stands under the draft's name may be what a loss of power brings back
+            raise
+        self.placed = True
+        self._close()
+
+    def _adopt(self) -> None:
+        """Put the files into the places of those that the tag has."""
+        assert self.before is not None, "begin() has opened the tag"
+        self.directory.sync()
+        for path in self.directory.files():
+            self.before.adopt(self.directory, path)
+        try:
+            self.before.sync()
+        except OSError as refused:
+            raise not_durable(self.store, self.name, refused) from refused
+
+    def abandon(self) -> None:
+        if self.is_open and not self.placed and self.directory.is_at(self.directory.name):
+            self._close()
+            # This process made it. Where there are no locks, `remove_unused` would leave it until it is old.
+            remove(self.store, self.directory.name)
+        self._close()
+
+    def _close(self) -> None:
+        if self.is_open:
+            self.is_open = False
+            self.directory.close()
+            if self.before is not None:
+                self.before.close()
+
+
+def retire_older(store: FileSystem, tag: str, num_kept: int | None) -> float:
+    """Retire the tags that are too many since this one came, but for those that somebody reads; how long that took (s).
+
+    That one cannot be deleted is logged, and no error: the new tag is there.
+    """
+    if num_kept is None:
+        return 0.0  # a root of 10,000 tags takes a third of a second to look through
+    began = time.perf_counter()
+    try:
+        facts = [TagFact(entry.tag, entry.sequence, entry.pinned) for entry in listing.entries(store)]
+        for old in superfluous(facts, num_kept):
+            if not store.in_use(old):
+                with contextlib.suppress(FileNotFoundError):  # another job has retired it
+                    move_to_trash(store, old)
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", store.path, tag, error)
+    return time.perf_counter() - began
+
+
+def _move_away(store: FileSystem, name: str) -> None:
+    """Move the old version of a tag to the trash. That this is refused is logged: the new one is in place."""
+    try:
+        move_to_trash(store, name)
+    except FileNotFoundError:
+        logger.debug("%s in %s: another program has removed it", name, store.path)
+    except OSError as error:
+        logger.warning("%s: the old version of a tag stays under the name %s: %s", store.path, name, error)
+
+
+def _directory_of(store: FileSystem, name: str) -> LocalFiles | None:
+    """The directory of this name. Without a lock: nobody needs its files."""
+    try:
+        return store.open(name, lock=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _new_directory(store: FileSystem, name: str) -> LocalFiles:
+    """Make a directory of this name, or of a name that begins like it.
+
+    The name is taken where another job writes the same, and where a writer was killed on a file system without locks:
+    there what it left looks as if it were in use, and a job that starts again must be able to save that tag.
+    """
+    for number in itertools.count():
+        try:
+            return store.make(f"{name}-{number}" if number else name)
+        except FileExistsError:
+            continue
+    raise AssertionError("numbers do not end")

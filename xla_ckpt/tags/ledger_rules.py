@@ -1,0 +1,174 @@
+"""The ledger of a root in an object store: which tags there are, and how it changes. Pure.
+
+A tag is an attempt that was committed: a directory ``<tag>/.<random>``, whose name no other save ever has. Every change
+of the ledger is a function of the ledger before it, so that a writer whom another one has come before makes it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+from xla_ckpt.errors import FormatError, UnsupportedVersionError
+from xla_ckpt.tags.retention import TagFact, superfluous
+
+LEDGER_VERSION = 1
+
+RECENT = 64
+"""Writes that the ledger names, the last ones: whoever did not hear whether its write was accepted looks there."""
+
+LAG = 2
+"""Commits after the one that ends a tag, until its files may go: so long, who reads it reads on."""
+
+_ATTEMPT = re.compile(r"[^/.][^/]*/\.[0-9a-f]+")
+_KINDS = {"sequence": int, "epoch": int, "owner": str, "recent": list, "tags": dict, "open": dict, "doomed": dict}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerTag:
+    """A tag that is committed."""
+
+    attempt: str
+    """The directory that its files are in."""
+
+    sequence: int
+    pinned: bool
+    created: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """All that a root says of its tags."""
+
+    sequence: int = 0
+    """Number of the last commit."""
+
+    epoch: int = 0
+    """How often a job has taken the root over from another one."""
+
+    owner: str = ""
+    """The job that saves there; empty if none ever did."""
+
+    recent: tuple[str, ...] = ()
+    """The last writes of this ledger, each by a name of its own."""
+
+    tags: Mapping[str, LedgerTag] = field(default_factory=dict)
+    open: Mapping[str, int] = field(default_factory=dict)
+    """Attempts that are being written -> epoch in which they were begun."""
+
+    doomed: Mapping[str, int] = field(default_factory=dict)
+    """Attempts that nobody needs any more -> number of the commit from which on their files may go."""
+
+
+def ledger_json(ledger: Ledger, write: str) -> bytes:
+    """The record in which it is stored, with the name of the write that stores it."""
+    signed = replace(ledger, recent=(*ledger.recent, write)[-RECENT:])
+    return json.dumps({"format": "xla_ckpt ledger", "version": LEDGER_VERSION, **asdict(signed)}).encode()
+
+
+@functools.lru_cache(maxsize=4)
+def parse_ledger(data: bytes) -> Ledger:
+    """The ledger in a record.
+
+    Raises:
+        FormatError: It is something else.
+        UnsupportedVersionError: A newer version of this library wrote it.
+    """
+    try:
+        raw: Any = json.loads(data)
+        if raw["format"] == "xla_ckpt ledger" and raw["version"] > LEDGER_VERSION:
+            raise UnsupportedVersionError("a newer version of this library saves there", found=raw["version"])
+        fields = {name: raw[name] for name in _KINDS}
+        tags = {tag: LedgerTag(**entry) for tag, entry in fields["tags"].items()}
+        attempts = [*fields["open"], *fields["doomed"], *(entry.attempt for entry in tags.values())]
+        if any(type(fields[name]) is not kind for name, kind in _KINDS.items()):
+            raise TypeError("a field of another type")
+        if not all(map(_ATTEMPT.fullmatch, attempts)):
+            raise ValueError("a directory that is no attempt")  # its files would be deleted
+        return Ledger(**{**fields, "recent": tuple(fields["recent"]), "tags": tags})
+    except UnsupportedVersionError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError("the record of the tags is damaged", found=error) from None
+
+
+def attempt_name(tag: str, token: str) -> str:
+    """The directory of an attempt. The dot keeps readers of the tag's directory from taking it for a tag in there.
+
+    >>> attempt_name("step_10", "5eed")
+    'step_10/.5eed'
+    """
+    return f"{tag}/.{token}"
+
+
+def taken(ledger: Ledger, job: str) -> Ledger:
+    """A job is the one that saves there. What was begun before it took over is not committed any more."""
+    epoch = ledger.epoch + (ledger.owner not in ("", job))
+    return replace(ledger, owner=job, epoch=epoch)
+
+
+def begun(ledger: Ledger, attempt: str) -> Ledger:
+    """An attempt is about to be written."""
+    return replace(ledger, open={**ledger.open, attempt: ledger.epoch})
+
+
+def committed(ledger: Ledger, tag: str, entry: LedgerTag, num_kept: int | None) -> Ledger:
+    """An attempt is the tag now; what was the tag before goes, and tags that are too many."""
+    after = retired(ledger, [tag] if tag in ledger.tags else [], at=entry.sequence)
+    tags = {**after.tags, tag: entry}
+    facts = [TagFact(name, its.sequence, its.pinned) for name, its in tags.items()]
+    sequence = max(ledger.sequence, entry.sequence)
+    after = replace(after, sequence=sequence, tags=tags, open=_without(ledger.open, [entry.attempt]))
+    return retired(after, superfluous(facts, num_kept))
+
+
+def retired(ledger: Ledger, tags: Iterable[str], *, at: int = 0) -> Ledger:
+    """Tags are none any more, from the last commit on, or from that with the number `at`."""
+    until = max(ledger.sequence, at) + LAG
+    doomed = {ledger.tags[tag].attempt: until for tag in tags}
+    return replace(ledger, tags=_without(ledger.tags, tags), doomed={**ledger.doomed, **doomed})
+
+
+def pinned(ledger: Ledger, tag: str, is_pinned: bool) -> Ledger:
+    """A tag is exempt from retention, or is so no more."""
+    return replace(ledger, tags={**ledger.tags, tag: replace(ledger.tags[tag], pinned=is_pinned)})
+
+
+def given_up(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
+    """Attempts are not committed any more: who would do so is refused. Nobody reads them, so their files may go."""
+    ended = [attempt for attempt in attempts if attempt in ledger.open]
+    return replace(ledger, open=_without(ledger.open, ended), doomed={**ledger.doomed, **dict.fromkeys(ended, 0)})
+
+
+def without_dead(ledger: Ledger, job: str, writing: Set[str]) -> Ledger:
+    """Attempts of jobs that do not save there any more are given up, and those of this job that it does not write."""
+    ended = {attempt for attempt, epoch in ledger.open.items() if epoch < ledger.epoch}
+    if ledger.owner == job:
+        ended |= ledger.open.keys() - writing
+    return given_up(ledger, sorted(ended))
+
+
+def was_committed(ledger: Ledger, attempt: str) -> bool:
+    """Whether an attempt is a tag, or was one whose files may not go yet."""
+    return ledger.doomed.get(attempt, 0) > 0 or any(its.attempt == attempt for its in ledger.tags.values())
+
+
+def due(ledger: Ledger) -> list[str]:
+    """Attempts whose files may go."""
+    return [attempt for attempt, sequence in ledger.doomed.items() if sequence <= ledger.sequence]
+
+
+def swept(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
+    """The files of attempts are gone."""
+    return replace(ledger, doomed=_without(ledger.doomed, attempts))
+
+
+def _without(entries: Mapping[str, T], names: Iterable[str]) -> dict[str, T]:
+    gone = set(names)
+    return {name: entry for name, entry in entries.items() if name not in gone}

@@ -1,0 +1,181 @@
+"""A root directory of tags, as readers see it. Neither orbax nor any framework is needed here.
+
+A directory is a committed tag of ours if it has a manifest and no temporary name. Order is the commit sequence that
+the manifest's first line gives, never a time stamp. While a tag is replaced, its old version stands under another name
+for an instant; readers find it there. (Tags that other libraries wrote have no manifest: `xla_ckpt.layouts` finds
+them.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, StorageError
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.storage.base import FileSystem, LocalFiles, Store
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
+from xla_ckpt.tags.names import OLD_PREFIX, check_tag, is_tag_name
+
+ORBAX_METADATA = "_CHECKPOINT_METADATA"
+"""orbax's own file in a tag. Nothing depends on it, but a damaged tag keeps its place in the order by it."""
+
+LOOKS = 4
+"""How often a tag is looked for under both of its names, and the root directory for those that came meanwhile."""
+
+MAX_ORBAX_METADATA = 1 << 20
+"""A larger one is not read (bytes): orbax writes a few hundred."""
+
+
+def entries(store: Store) -> list[TagEntry]:
+    """All committed tags of ours, oldest first. An absent root has none.
+
+    Raises:
+        StorageError: The directory cannot be read.
+    """
+    committed: dict[str, TagEntry] = {}
+    listed = _listed(store)
+    for _ in range(LOOKS):
+        for tag in listed - committed.keys():
+            if (entry := _found(store, tag)) is not None:
+                committed[tag] = entry
+        missing = listed - committed.keys()
+        if not missing:
+            break
+        listed = _listed(store)
+        if missing <= listed:
+            break  # they are no tags of ours, and have not gone
+        # Retention has removed a tag since it was listed, so a newer one has come. Without it the newest of those that
+        # were found may be older than the newest that there was all the time.
+    return sorted(committed.values(), key=lambda e: (e.sequence, e.tag))
+
+
+def _listed(store: Store) -> set[str]:
+    """What may be a tag, of all that lies in a root directory."""
+    # POSIX lets a listing miss a name that is changed meanwhile: a tag that is being replaced is in the next one.
+    names = {name.removeprefix(OLD_PREFIX) for name in (*names_in(store), *names_in(store))}
+    return {name for name in names if is_tag_name(name)}
+
+
+def entry_of(store: Store, tag: str) -> TagEntry | None:
+    """A committed tag of ours, as `entries` lists it; None if there is none of this name.
+
+    Raises:
+        InvalidTagError: `tag` cannot be one.
+    """
+    check_tag(tag, store.path)
+    return _found(store, tag)
+
+
+def _found(store: Store, tag: str) -> TagEntry | None:
+    """A tag, wherever it is now."""
+    looks = (_entry(store, name, tag) for name in _places(store, tag))
+    return next((entry for entry in looks if entry is not None), None)
+
+
+def _places(store: Store, tag: str) -> Iterator[str]:
+    """The names under which a tag is looked for, one after the other.
+
+    While it is replaced it moves from its name to the other one, and a new version comes to its name. Who looks between
+    two steps of that finds it under neither, and again if it is replaced once more before the next look.
+    """
+    for _ in range(LOOKS):
+        yield tag
+        yield OLD_PREFIX + tag
+        if _is_foreign(store, tag):
+            return
+
+
+def _is_foreign(store: Store, name: str) -> bool:
+    """Whether something lies there that is no tag of ours, and is none that has just moved away either."""
+    try:
+        directory = store.open(name, lock=False)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # a file, or another user's: what was looked for in it would have been refused, too
+    try:
+        return not is_ours(store, name) and directory.is_at(name)
+    finally:
+        directory.close()
+
+
+def names_in(store: Store) -> list[str]:
+    """What lies in a root directory; nothing if it is absent.
+
+    Raises:
+        StorageError: It cannot be read.
+    """
+    try:
+        return store.names()
+    except NotADirectoryError as error:
+        problem = StorageError.of(error, "listing the checkpoint directory", path=store.path)
+        problem.hint = "It is a file, and none that torch.save wrote: pass the root directory of the checkpoints."
+        raise problem from error
+    except OSError as error:
+        raise StorageError.of(error, "listing the checkpoint directory", path=store.path) from error
+
+
+def _entry(store: Store, name: str, tag: str) -> TagEntry | None:
+    damage: CheckpointError
+    try:
+        head = manifest_json.parse_head(store.start_of(f"{name}/{MANIFEST}", manifest_json.HEAD_BYTES, links=False))
+    except (FileNotFoundError, NotADirectoryError):
+        if not _was_committed(store, name) or store.has(f"{name}/{MANIFEST}"):
+            return None  # no tag of ours; or it has moved away, and a new version has come to its name just now
+        damage = CorruptCheckpointError("the tag has no manifest")
+    except CheckpointError as error:
+        damage = error
+    except OSError as error:
+        damage = StorageError.of(error, "reading a manifest")
+    else:
+        return TagEntry(tag=tag, sequence=head.sequence, pinned=head.pinned, created=head.created, directory=name)
+    damage.at(path=store.path, tag=tag, file=MANIFEST)
+    return TagEntry(tag=tag, sequence=_orbax_sequence(store, name), directory=name, damage=damage)
+
+
+def is_ours(store: Store, name: str) -> bool:
+    """Whether a directory is a tag of ours, damaged or not."""
+    return store.has(f"{name}/{MANIFEST}") or _was_committed(store, name)
+
+
+def _was_committed(store: Store, name: str) -> bool:
+    """Whether orbax's own marks say that this directory without a manifest was a tag of ours."""
+    return store.has(f"{name}/{COMMITTED}") and _orbax_sequence(store, name) > 0
+
+
+def _orbax_sequence(store: Store, name: str) -> int:
+    """The commit sequence from orbax's copy of it: enough to keep a damaged tag in its place in the order."""
+    sequence = custom_metadata(store, name).get("sequence")
+    return sequence if type(sequence) is int and sequence > 0 else 0  # unknown: such a tag counts as the oldest
+
+
+def custom_metadata(store: Store, name: str) -> dict[str, Any]:
+    """What a commit had orbax keep in the directory of a tag; empty if it cannot be read, or is not there."""
+    try:
+        text = store.start_of(f"{name}/{ORBAX_METADATA}", MAX_ORBAX_METADATA, links=False)
+        metadata = json.loads(text)["custom_metadata"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def open_directory(store: FileSystem, tag: str) -> LocalFiles | None:
+    """The directory of a committed tag, marked as being read so that no retention deletes it under the reader.
+
+    Raises:
+        InvalidTagError: `tag` cannot be one.
+        StorageError: It cannot be opened.
+    """
+    check_tag(tag, store.path)
+    for name in _places(store, tag):
+        if not is_ours(store, name):
+            continue
+        try:
+            return store.open(name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise StorageError.of(error, "opening a tag", path=store.path, tag=tag) from error
+    return None

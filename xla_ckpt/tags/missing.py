@@ -1,0 +1,46 @@
+"""The error for a tag that is not there: it says what there is in its place."""
+
+from __future__ import annotations
+
+from xla_ckpt.errors import CheckpointError, NoCheckpointError
+from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX, is_tag_name
+from xla_ckpt.tags.root import Root
+
+MAX_LOOKED_INTO = 100
+"""Directories that are looked into for the sake of a hint, at most."""
+
+
+def no_such_tag(root: Root, tag: str | None) -> NoCheckpointError:
+    """The error for a tag that is not there, or for a root without any (`tag` None)."""
+    return NoCheckpointError(
+        "there is no such checkpoint" if tag else "there is no checkpoint",
+        path=root.path,
+        tag=tag,
+        hint=_what_is_there(root),
+    )
+
+
+def _what_is_there(root: Root) -> str:
+    """What a root directory holds in place of the tag that was looked for."""
+    store = root.store
+    try:
+        tags = [entry.tag for entry in root.entries()]
+        unfinished = [name for name in store.names() if name.endswith(TMP_SUFFIX) or name.startswith(NEW_PREFIX)]
+    except (OSError, CheckpointError):
+        tags, unfinished = [], []
+    if not store.is_directory(""):
+        return "It is a file." if store.has("") else "The directory does not exist."
+    if tags:
+        return f"Tags there, oldest first: {', '.join(tags[-10:])}. A load without a tag takes the newest."
+    if below := roots_below(root):
+        return f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
+    return "No tag was ever committed there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
+
+
+def roots_below(root: Root) -> list[str]:
+    """The directories in a root directory that hold tags of ours, a few of them: somebody left out a part of a path."""
+    try:
+        names = [name for name in root.store.names()[:MAX_LOOKED_INTO] if is_tag_name(name)]
+        return [name for name in names if root.is_root(name)][:3]
+    except OSError:
+        return []  # it is only for a hint

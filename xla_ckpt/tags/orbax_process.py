@@ -1,0 +1,143 @@
+"""The program that commits tags, one after the other: orbax does it. ``python -m xla_ckpt.tags.orbax_process``.
+
+It is the only file that knows orbax, and runs in a process of its own (`tags/orbax_commit.py` starts it, and says what
+a job is), since importing orbax and jax takes about a second and holds the interpreter's lock. It imports no torch.
+
+To orbax the draft, which is filled and durable, is the temporary directory of a checkpoint. orbax keeps its own records
+in it, and finalizes it: they are made durable, too, and then the draft gets the tag's name (`tags/placing.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, SaveError
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.storage.program import jobs
+from xla_ckpt.tags.entry import COMMITTED
+from xla_ckpt.tags.listing import ORBAX_METADATA
+from xla_ckpt.tags.placing import place
+
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a scheduler sends to all processes of a job. This one ends when the process does for which it works."""
+
+
+def main() -> None:
+    """Do the jobs that come through the standard input, which is a socket, in a process that is only for that."""
+    be_alone()
+    with socket.socket(fileno=os.dup(0)) as channel:
+        serve(channel)
+
+
+def be_alone() -> None:
+    """Leave what the program that is served has for itself: its signals, its accelerator."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    # orbax asks jax which process this is, and to answer, jax opens all platforms that it may: an accelerator would be
+    # taken from the process that trains on it. Flags that are meant for another version of XLA would end this process.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.pop("XLA_FLAGS", None)
+
+
+def serve(channel: socket.socket) -> None:
+    """Do the jobs that come through a channel, until its other end is closed."""
+    commit = _committer()
+    channel.sendall(b"{}\n", socket.MSG_NOSIGNAL)
+    for job, directory in jobs(channel):
+        try:
+            answer: dict[str, Any] = {"old": commit(job, directory)}
+        except CheckpointError as error:
+            answer = {"error": error.to_json()}
+        except OSError as error:
+            answer = {"errno": error.errno, "strerror": error.strerror or str(error), "filename": error.filename}
+        except Exception as error:
+            answer = {"problem": f"{type(error).__name__}: {error}"}
+        channel.sendall(json.dumps(answer, default=str).encode() + b"\n", socket.MSG_NOSIGNAL)
+
+
+def _committer() -> Any:
+    """The function that commits; orbax is imported here, when all that it depends on is set."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    metadata = ocp.metadata.metadata_store(enable_write=True, blocking_write=True)
+    jax.process_index()
+
+    class Draft(ocp.path.atomicity.AtomicRenameTemporaryPath):  # type: ignore[misc]
+        """A draft, as the temporary directory of a checkpoint."""
+
+        job: dict[str, Any]
+        directory: int
+        """Its descriptor."""
+
+        @classmethod
+        def from_final(cls, final_path: Any, **options: Any) -> Draft:
+            return cls(final_path.parent / cls.job["draft"], final_path, **options)
+
+        async def create(self) -> Any:
+            metadata.write(self.get() / ORBAX_METADATA, {"init_timestamp_nsecs": time.time_ns()})
+            return self.get()
+
+        async def finalize(self) -> None:
+            metadata.update(self.get() / ORBAX_METADATA, commit_timestamp_nsecs=time.time_ns())
+            Path(self.get(), COMMITTED).write_text(f"Checkpoint commit was successful to {self.get_final()}")
+            for name in (ORBAX_METADATA, COMMITTED, "."):
+                _sync(name, self.directory)
+            if not os.path.samestat(os.fstat(self.directory), os.stat(self.get())):
+                raise SaveError("another process has taken away what was written", tag=self.job["tag"])
+            store, replaced = LocalStore(self.job["root"]), self.job["replaced"]
+            old = place(store, self.job["draft"], self.job["tag"], tuple(replaced) if replaced else None)
+            self.job["old"] = old
+
+    class Payload(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+        """Our files, which are there already."""
+
+        @classmethod
+        def typestr(cls) -> str:
+            return "xla_ckpt.payload"
+
+        async def async_save(self, directory: Any, args: Any) -> None: ...
+
+        def save(self, directory: Any, args: Any) -> None: ...
+
+        def restore(self, directory: Any, args: Any = None) -> Any:
+            raise NotImplementedError("orbax does not read this payload: use xla_ckpt.restore")
+
+    @ocp.args.register_with_handler(Payload, for_save=True, for_restore=True)
+    class Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
+        """Nothing is left to be said."""
+
+    def commit(job: dict[str, Any], directory: int) -> str | None:
+        checkpointer = ocp.AsyncCheckpointer(  # `Checkpointer` refuses to replace a tag, or deletes the old one first
+            Payload(),
+            checkpoint_metadata_store=metadata,
+            temporary_path_class=type("JobDraft", (Draft,), {"job": job, "directory": directory}),
+            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
+            async_options=ocp.AsyncOptions(timeout_secs=10**9, create_directories_asynchronously=False),
+        )
+        checkpointer.save(Path(job["root"], job["tag"]), Save(), custom_metadata=job["metadata"])
+        checkpointer.wait_until_finished()
+        old: str | None = job["old"]
+        return old
+
+    return commit
+
+
+def _sync(name: str, directory: int) -> None:
+    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+if __name__ == "__main__":
+    main()

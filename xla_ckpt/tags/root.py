@@ -1,0 +1,279 @@
+"""The life of a tag, and of whatever else this library writes: begun, filled, sealed, and committed in one step.
+
+A `Root` is a place where tags come to be and go. Directories answer for it on file systems (`tags/directories.py`), and
+a record that is replaced on a condition in object stores (`tags/ledger.py`).
+A `Transaction` is how anything is written there: it appears whole, under its name, or not at all.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
+
+from xla_ckpt.storage.base import Directory, Store, write_small
+from xla_ckpt.storage.undisturbed import undisturbed
+from xla_ckpt.tags.entry import TagEntry
+
+WITHIN = 1800.0
+"""Seconds that a commit may take, by default."""
+
+
+class Kind(enum.Enum):
+    """What a transaction writes."""
+
+    TAG = "tag"
+    """A tag of ours. One of that name is replaced; older ones may be retired."""
+
+    CHECKPOINT = "checkpoint"
+    """A directory that another library reads, such as DCP's. What has that name is replaced; an object store, which
+    cannot do that in one step, refuses it."""
+
+    NEW = "new directory"
+    """A directory, where nothing of that name is yet but for an empty directory."""
+
+    FILE = "new file"
+    """A single file, where nothing of that name is yet. The draft holds a file of that name, and nothing else."""
+
+    REPAIR = "repair"
+    """Files of a tag that is there, which take the places of those that it has."""
+
+
+class Draft(Protocol):
+    """What is being written. Readers do not take it for what it will be."""
+
+    @property
+    def directory(self) -> Directory:
+        """Where its files go. Everything in it must be durable before the commit."""
+
+    @property
+    def sequence(self) -> int:
+        """The commit number that the tag will have; 0 for what is no tag."""
+
+    @property
+    def newest(self) -> TagEntry | None:
+        """The newest tag that can be read, as it was when this was begun; None for what is no tag."""
+
+    def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
+        """Have it take its name, in one step, and retire older tags. See `Transaction.commit`."""
+
+    def abandon(self) -> None:
+        """Let go of it. What was not committed is removed: it may be why the storage is full."""
+
+
+class Root(Protocol):
+    """A place of tags."""
+
+    @property
+    def path(self) -> str:
+        """What users call it."""
+
+    @property
+    def store(self) -> Store:
+        """The files in it, for those who read them."""
+
+    def entries(self) -> list[TagEntry]:
+        """All committed tags of ours, oldest first. An absent root has none.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
+
+    def entry(self, tag: str) -> TagEntry | None:
+        """A committed tag of ours, as `entries` lists it; None if there is none of this name.
+
+        Raises:
+            InvalidTagError: `tag` cannot be one.
+        """
+
+    def open(self, tag: str) -> Directory:
+        """The directory of a committed tag, marked as being read so that no retention deletes it under the reader.
+
+        Raises:
+            NoCheckpointError: There is no such tag; the message lists those that there are.
+            InvalidTagError: `tag` cannot be one.
+        """
+
+    def begin(self, name: str, kind: Kind) -> Draft:
+        """Make the directory that is filled, after what killed writers left behind has been removed.
+
+        Raises:
+            UsageError: Something has the name, and the storage cannot replace it.
+            OSError: The storage refused.
+        """
+
+    def join(self, draft: str) -> Directory:
+        """The directory of a draft that another process of this job has begun, by its name.
+
+        Raises:
+            FileNotFoundError: This process does not see it.
+        """
+
+    def draft_of(self, name: str) -> str:
+        """The name of the draft that is filled to become this, if it is the only one."""
+
+    def place_of(self, name: str) -> str:
+        """The name that a directory has right now: perhaps that of an old version which is just being replaced.
+
+        In an object store it is that of the attempt which is the tag.
+        """
+
+    def pin(self, tag: str, pinned: bool) -> bool:
+        """Pin a tag of ours, or undo that, durably; whether that changed anything. Retention leaves pinned tags alone.
+
+        Raises:
+            NoCheckpointError: There is no such tag, or a save retired it meanwhile.
+            CheckpointError: Its manifest is damaged.
+            UsageError: A save of this tag is running, or replaced it meanwhile.
+            StorageError: The storage refused. The pin is as it was, unless only making it durable was refused.
+        """
+
+    def retire(self, tag: str) -> None:
+        """Have a tag disappear in one step, durably. Who reads it reads on; `clean` removes what nobody reads any more.
+
+        Raises:
+            FileNotFoundError: There is no such tag.
+            OSError: The storage refused.
+        """
+
+    def report_of(self, tag: str) -> Any:
+        """What the commit of a tag was given to keep for people; None if it was nothing, or is damaged.
+
+        Raises:
+            CheckpointError: As `open`.
+        """
+
+    def is_ours(self, name: str) -> bool:
+        """Whether a directory is a tag of ours, damaged or not."""
+
+    def is_root(self, name: str) -> bool:
+        """Whether a directory holds tags of ours itself, as far as few looks tell."""
+
+    def is_read(self, tag: str) -> bool:
+        """Whether somebody reads this tag right now, or may do so."""
+
+    def is_written(self, tag: str) -> bool:
+        """Whether somebody writes this tag right now, or may do so."""
+
+    def clean(self, only: str | None = None) -> None:
+        """Remove what killed or replaced saves left. Undoes a replacement that was killed half-way.
+
+        Args:
+            only: Clean up after writers of this name alone: what else lies there may be anybody's.
+
+        Raises:
+            OSError: The storage refused.
+        """
+
+    def hold(self, within: float) -> None:
+        """Be the one who saves here, from now on. Waits until it is clear whether another process does.
+
+        Args:
+            within: Seconds to wait at most.
+
+        Raises:
+            RootInUseError: Another process saves there, or nobody can tell in that time whether it still runs.
+            UsageError: The environment variable has a value that means nothing.
+            OSError: The storage refused.
+        """
+
+    def expect(self) -> None:
+        """Have ready what a commit takes, as soon as that can be: somebody will commit here, it seems."""
+
+    def await_ready(self, within: float) -> bool:
+        """Wait until a commit has all that it takes, so many seconds at most; whether it was not known to have it.
+
+        Raises:
+            SaveError: It cannot be had, and why.
+        """
+
+
+class Transaction:
+    """Something that is being written: it appears whole, under its name, or not at all.
+
+    A context that begins it, and throws it away unless it is committed. What a signal handler of the program raises
+    comes when the draft is there, or is gone: nobody else would remove it.
+
+    Raises (on entry, and from `begin`):
+        OSError: The storage refused.
+    """
+
+    def __init__(self, root: Root, name: str, kind: Kind = Kind.TAG) -> None:
+        self._root, self._name, self._kind = root, name, kind
+        self._draft: Draft | None = None
+
+    def begin(self) -> Self:
+        """Begin it outside of a `with` block: then somebody has to call `abandon` in the end."""
+        with undisturbed():
+            self._draft = self._root.begin(self._name, self._kind)
+        return self
+
+    @property
+    def _begun(self) -> Draft:
+        assert self._draft is not None, "a transaction is begun before it is used"
+        return self._draft
+
+    @property
+    def directory(self) -> Directory:
+        """Where its files go."""
+        return self._begun.directory
+
+    @property
+    def sequence(self) -> int:
+        """The commit number that the tag will have; 0 for what is no tag."""
+        return self._begun.sequence
+
+    @property
+    def newest(self) -> TagEntry | None:
+        """The newest tag that can be read, as it was when this was begun; None for what is no tag."""
+        return self._begun.newest
+
+    def seal(self, last: Mapping[str, bytes]) -> None:
+        """Make durable what is written, and then write the small files by which readers know that it is complete.
+
+        Raises:
+            OSError: The storage refused.
+        """
+        self.directory.sync()
+        for path, data in last.items():
+            write_small(self.directory, path, data)
+        if last:
+            self.directory.sync()
+
+    def commit(self, *, num_kept: int | None = None, report: Any = None, within: float = WITHIN) -> float:
+        """Have it appear under its name, in one step, and retire tags that are older than the newest `num_kept`.
+
+        What had the name stays readable until the new one is in place. That older tags could not be deleted is logged,
+        and no error: the new one is there.
+
+        Args:
+            num_kept: How many tags that are not pinned stay; None keeps all.
+            report: Plain JSON about the save, which the tag keeps for people.
+            within: Seconds to wait at most for a process that commits.
+
+        Returns:
+            Seconds that retiring older tags took.
+
+        Raises:
+            SaveError: It was not committed; what has the name is as it was before.
+            OSError: Likewise.
+            NotDurableError: It was committed, and a loss of power may undo that.
+        """
+        with undisturbed():  # a commit would go on without a caller that has been interrupted
+            return self._begun.commit(num_kept=num_kept, report=report, within=within)
+
+    def abandon(self) -> None:
+        """Let go of it; what was not committed is removed. Does nothing a second time."""
+        with undisturbed():
+            if self._draft is not None:
+                self._draft.abandon()
+
+    def __enter__(self) -> Self:
+        try:
+            return self.begin()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
