@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import xla_ckpt
 from tests.runs import names_in
-from xla_ckpt.engine.verify import ORBAX_FILES
+from xla_ckpt.engine.verify import OF_COMMITS
 from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.retention import TagFact, superfluous
@@ -335,8 +335,10 @@ def test_everything_is_durable_before_a_tag_appears(
 
 def test_what_a_power_failure_may_leave_of_orbax_own_files_does_no_harm(tmp_path: Path) -> None:
     put(tmp_path, "a", 1)
-    for name in ORBAX_FILES:
-        (tmp_path / "a" / name).write_bytes(b"")
+    of_commits = [path for path in (tmp_path / "a").iterdir() if path.name in OF_COMMITS]
+    assert len(of_commits) == 2
+    for path in of_commits:
+        path.write_bytes(b"")
     put(tmp_path, "b", 2, num_kept_ckpts=2)
     (tmp_path / "a/_CHECKPOINT_METADATA").unlink()
     put(tmp_path, "c", 3)
