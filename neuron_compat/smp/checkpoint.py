@@ -12,6 +12,7 @@ the two, the next save or resume has `newest` agree with the directories.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -89,16 +90,21 @@ def save_checkpoint(
     logger.info("Saving %s checkpoint with tag %s to %s", "partial" if partial else "full", tag, path)
     root = _root(path)
     if partial:
+        wait_listed()
         handle = _save_partial(
-            root,
-            f"{tag}{PARTIAL}",
+            functools.partial(
+                xla_ckpt.save_checkpoint,
+                root,
+                f"{tag}{PARTIAL}",
+                user_content=user_content,
+                num_kept_ckpts=kept,
+                async_save=async_save,
+                options=options,
+            ),
             model,
             optimizer,
-            user_content,
-            kept=kept,
-            async_save=async_save,
-            options=options,
         )
+        _have_listed(handle, root, kept, waits=not async_save)
         return handle if async_save else None
     if optimizer is not None:
         logger.warning("Saving optimizer for full checkpoint is not supported, skipping...")
@@ -141,42 +147,28 @@ def _on_all(call: str, prepare: Callable[[], Any]) -> list[Any]:
 # -- partial
 
 
-def _save_partial(
-    root: str,
-    directory: str,
-    model: Any,
-    optimizer: Any,
-    user_content: Any,
-    *,
-    kept: int | None,
-    async_save: bool,
-    options: xla_ckpt.SaveOptions | None,
-) -> xla_ckpt.SaveHandle:
-    wait_listed()
-    held = job.state.model if model is None else model
-    named = local_model(held)
+def _save_partial(save: Callable[..., xla_ckpt.SaveHandle], model: Any, optimizer: Any) -> xla_ckpt.SaveHandle:
+    """Call `xla_ckpt.save_checkpoint`, which knows the place, with what this rank owns."""
+    distributed = job.state.model if model is None else model
+    local = local_model(distributed)
     scale = {} if optimizer is None else scale_of(optimizer)
-    handle = xla_ckpt.save_checkpoint(
-        root,
-        directory,
-        named if model is not None else NamesOnly(named),
-        None if optimizer is None else local_optimizer(optimizer),
-        user_content=user_content,
+    return save(
+        model=local if model is not None else NamesOnly(local),
+        optimizer=None if optimizer is None else local_optimizer(optimizer),
         layout="smp",
-        num_kept_ckpts=kept,
-        async_save=async_save,
-        options=options,
         extras={JOB_CONFIG.removesuffix(".pt"): job.state.cfg.get_config_dict(), **scale},
         mesh=job.ranks().mesh,
-        shardings=held._rules,
+        shardings=distributed._rules,
     )
-    if async_save:
-        if job.rank() == 0:
-            list_when_done(handle, root, kept)
-        return handle
-    handle.tidied()  # SMP's users look into the directory after the call, and expect what is kept
-    _on_all("smp.save_checkpoint", lambda: list_newest(root, kept) if job.rank() == 0 else None)
-    return handle
+
+
+def _have_listed(handle: xla_ckpt.SaveHandle, root: str, kept: int | None, *, waits: bool) -> None:
+    """Have `newest` name the directory when it is there: now, or in the background."""
+    if waits:
+        handle.tidied()  # SMP's users look into the directory after the call, and expect what is kept
+        _on_all("smp.save_checkpoint", lambda: list_newest(root, kept) if job.rank() == 0 else None)
+    elif job.rank() == 0:
+        list_when_done(handle, root, kept)
 
 
 # -- full

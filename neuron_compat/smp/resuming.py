@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import xla_ckpt
@@ -139,33 +140,32 @@ def user_content_of(root: str, name: str, *, partial: bool, trust: bool) -> Any:
     return files.Reading(trust=trust).value(file) if os.path.isfile(file) else None
 
 
+@dataclass(slots=True, kw_only=True)
 class Resumed:
-    """A checkpoint that is loaded as soon as there is something to load it into.
+    """A checkpoint that is loaded as soon as there is something to load it into."""
 
-    Args:
-        root: Root directory.
-        name: That of the directory in it, or of the file.
-        partial: Whether it is a directory.
-        strict: Whether all of it has to fit.
-        optimizer: Whether the optimizer is loaded, too.
-        translate: Makes names of this model of those of a full checkpoint.
-        trust: Whether pickled objects are trusted.
-    """
+    root: str
+    """Root directory."""
 
-    def __init__(
-        self,
-        *,
-        root: str,
-        name: str,
-        partial: bool,
-        strict: bool,
-        optimizer: bool,
-        translate: Callable[[dict[str, Any]], Any] | None,
-        trust: bool,
-    ) -> None:
-        self.root, self.name, self.partial = root, name, partial
-        self.strict, self.optimizer, self.translate, self.trust = strict, optimizer, translate, trust
-        self._has_model = False
+    name: str
+    """That of the directory in it, or of the file."""
+
+    partial: bool
+    """Whether it is a directory."""
+
+    strict: bool
+    """Whether all of it has to fit."""
+
+    optimizer: bool
+    """Whether the optimizer is loaded, too."""
+
+    translate: Callable[[dict[str, Any]], Any] | None
+    """Makes names of this model of those of a full checkpoint."""
+
+    trust: bool
+    """Whether pickled objects are trusted."""
+
+    _has_model: bool = False
 
     def apply(self, model: Any, optimizer: Any) -> None:
         """Load it into a model, and an optimizer if there is one. A second call loads what the first one lacked.

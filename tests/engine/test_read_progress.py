@@ -17,6 +17,7 @@ from tests.layouts.writing import as_job
 from tests.strategies import boxes_in
 from xla_ckpt import ArraySpec, Mesh, dtypes
 from xla_ckpt.engine import restore
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
@@ -78,8 +79,8 @@ def test_each_byte_is_told_once(tag: TagReader, boxes: list[Box]) -> None:
     plan = plan_restore(tag.manifest, [Want("model/w", box, i) for i, box in enumerate(boxes)])
     slots = [memoryview(bytearray(4 * box.size)) for box in boxes]
     reading, checking = Count(), Count()
-    read_into(tag, plan, slots, progress=reading)
-    check_reads(tag, plan, progress=checking)
+    read_into(tag, plan, slots, Crew(progress=reading))
+    check_reads(tag, plan, Crew(progress=checking))
     assert (reading.done, checking.done) == (plan.read_bytes, plan.read_bytes)
 
 

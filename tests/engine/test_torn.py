@@ -14,6 +14,7 @@ import torch
 import xla_ckpt
 from tests.plan.test_round_trip import bytes_view
 from xla_ckpt import dtypes
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest.digest import block_size, digest, unpack_digests
 from xla_ckpt.plan.leaf import leaf_of
@@ -30,7 +31,7 @@ def test_digests_are_those_of_the_bytes_that_were_written() -> None:
     def written(nbytes: int) -> None:
         array[...] += 1  # between two segments, which cut a block of digests in two
 
-    write_files(directory, plan, {("w", 0): bytes_view(array)}, workers=1, segment_bytes=6144, progress=written)
+    write_files(directory, plan, {("w", 0): bytes_view(array)}, Crew(workers=1, progress=written), segment_bytes=6144)
     (data,) = directory.objects.values()
     codec = plan.files[0].codec
     ((at, nbytes),) = codec.places

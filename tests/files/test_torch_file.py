@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tests.strategies import FakeArray, same, trees
 from xla_ckpt import dtypes
 from xla_ckpt.arrays.torch_host import bytes_of
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.crc32 import crc32, joined_crc32
@@ -105,7 +106,7 @@ def test_torch_zipfile_and_our_scanner_read_it(
     memory = {(name, 0): memoryview(bits(v)) for name, v in named.items()}
     with tempfile.TemporaryDirectory() as folder:
         directory: Any = LocalDirectory(folder) if local else MemoryDirectory()
-        written = write_files(directory, SavePlan((plan,)), memory, workers=2, segment_bytes=segment_bytes)
+        written = write_files(directory, SavePlan((plan,)), memory, Crew(workers=2), segment_bytes=segment_bytes)
         found = read(directory, "a/b.pt")
         content = Path(folder, "a/b.pt").read_bytes() if local else directory.objects["a/b.pt"]
         directory.close()
@@ -141,7 +142,7 @@ def test_the_bytes_depend_on_nothing_but_the_state() -> None:
     for segment_bytes, workers in ((4096, 1), (4096, 3), (12288, 2), (1 << 24, 1)):
         directory = MemoryDirectory()
         memory = {("w", 0): memoryview(bits(value))}
-        write_files(directory, SavePlan((plan,)), memory, workers=workers, segment_bytes=segment_bytes)
+        write_files(directory, SavePlan((plan,)), memory, Crew(workers=workers), segment_bytes=segment_bytes)
         contents.add(directory.objects["a/b.pt"])
     (content,) = contents
     torch.save({"w": value}, buffer := io.BytesIO())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.plan.test_round_trip import bytes_view, region, store
 from tests.strategies import boxes_in, cuts_of
 from xla_ckpt import dtypes
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
@@ -41,7 +42,7 @@ def read(reader: TagReader, leaf: str, box: Box) -> np.ndarray:
     found = np.zeros(box.shape, np.uint32)
     plan = plan_restore(reader.manifest, [Want(leaf, box, 0)])
     check_reads(reader, plan)
-    read_into(reader, plan, [bytes_view(found)], workers=1)
+    read_into(reader, plan, [bytes_view(found)], Crew(workers=1))
     return found
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.strategies import boxes_in, cuts_of
 from xla_ckpt import dtypes
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import verify_tag
@@ -49,7 +50,7 @@ def store(ranks: list[list[tuple[Leaf, list[Any]]]], segment_bytes: int = 4096) 
     for rank, held in enumerate(ranks):
         plan = plan_save([leaf for leaf, _ in held], rank, len(ranks))
         memory = {(leaf.path, i): bytes_view(a) for leaf, arrays in held for i, a in enumerate(arrays)}
-        written = write_files(directory, plan, memory, workers=2, segment_bytes=segment_bytes)
+        written = write_files(directory, plan, memory, Crew(workers=2), segment_bytes=segment_bytes)
         arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf, _ in held}
         records.append(
             Record(rank=rank, files=written.files, shards=written.shards, arrays=arrays, aliases={}, skeleton=None)
@@ -75,7 +76,7 @@ def fetch(directory: MemoryDirectory, wants: list[tuple[str, Box]]) -> tuple[lis
         arrays.append(np.zeros(box.shape, numpy_of(record.dtype)))
     plan = plan_restore(reader.manifest, [Want(p, b, i) for i, (p, b) in enumerate(wants)])
     check_reads(reader, plan)
-    read_into(reader, plan, [bytes_view(a) for a in arrays], workers=2)
+    read_into(reader, plan, [bytes_view(a) for a in arrays], Crew(workers=2))
     return arrays, plan
 
 
@@ -164,7 +165,7 @@ def test_the_plan_says_what_is_really_read() -> None:
         slot = np.zeros(box.shape, np.uint32)
         reader.digests(0, 4096, array.nbytes)
         directory.read_counts.clear()
-        read_into(reader, plan, [bytes_view(slot)], workers=1)
+        read_into(reader, plan, [bytes_view(slot)], Crew(workers=1))
         assert sum(directory.read_counts) == plan.read_bytes
         assert slot.tobytes() == array[region(box)].tobytes()
 

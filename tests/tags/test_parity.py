@@ -15,7 +15,8 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.cli.main import main
-from xla_ckpt.engine.parity import write_share
+from xla_ckpt.engine.crew import Crew
+from xla_ckpt.engine.parity import Covered, write_share
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.parity import PARITY_BLOCK
@@ -356,13 +357,14 @@ def test_a_file_of_parity_that_cannot_be_made_leaves_no_other_one_open(tmp_path:
     for path in ("x", "y"):
         write_small(directory, path, b"bytes" * 1000)
     files, phases = (("x", 5000), ("y", 5000)), Phases()
-    write_share(directory, files, "file", 0, 1, workers=1, phases=phases)
+    covered, crew = Covered(directory, files), Crew(workers=1, phases=phases)
+    write_share(covered, "file", 0, 1, crew)
     first, second = sorted((tmp_path / "a/parity").iterdir())
     for taken, free in ((first, second), (second, first)):
         free.unlink()
         before = os.listdir("/proc/self/fd")
         with pytest.raises(FileExistsError):
-            write_share(directory, files, "file", 0, 1, workers=1, phases=phases)
+            write_share(covered, "file", 0, 1, crew)
         assert len(os.listdir("/proc/self/fd")) == len(before)
         assert taken.exists()
         free.touch()

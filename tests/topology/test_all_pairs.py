@@ -12,6 +12,7 @@ import torch
 from tests.topology.state import WHOLE, known, names_of, part_of, tp_part, whole
 from xla_ckpt import Mesh, dtypes
 from xla_ckpt.arrays.torch_host import Spread, bytes_of, cut
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
@@ -82,7 +83,7 @@ def stored(topology: Topology) -> TagReader:
         plan = plan_save(leaves, rank, world)
         pieces = {(p, i): cut(v, piece.local).contiguous() for p, (local, v) in arrays.items()
                   for i, piece in enumerate(local.pieces)}  # fmt: skip
-        written = write_files(directory, plan, {k: bytes_of(v) for k, v in pieces.items()}, workers=1)
+        written = write_files(directory, plan, {k: bytes_of(v) for k, v in pieces.items()}, Crew(workers=1))
         facts = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves}
         records.append(
             Record(rank=rank, files=written.files, shards=written.shards, arrays=facts, aliases={}, skeleton=None)
@@ -109,7 +110,7 @@ def restored(reader: TagReader, arrays: dict[str, tuple[LocalArray, torch.Tensor
         fills[path] = spread, made
     plan = plan_restore(reader.manifest, wants)
     assert plan.needed_bytes == 4 * sum(w.box.size for w in wants)
-    read_into(reader, plan, slots, workers=1)
+    read_into(reader, plan, slots, Crew(workers=1))
     return {path: spread.fill(made) for path, (spread, made) in fills.items()}
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.topology.test_all_pairs import restored
 from xla_ckpt import Mesh, dtypes
 from xla_ckpt.arrays.torch_host import bytes_of, cut
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
@@ -99,7 +100,7 @@ def stored(job: Job, full: torch.Tensor) -> TagReader:
         plan = plan_save([leaf], rank, job.mesh.size)
         pieces = [cut(tensor, piece.local).contiguous() for piece in local.pieces]
         memory = {(leaf.path, i): bytes_of(piece) for i, piece in enumerate(pieces)}
-        written = write_files(directory, plan, memory, workers=1)
+        written = write_files(directory, plan, memory, Crew(workers=1))
         fact = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec)}
         records.append(
             Record(rank=rank, files=written.files, shards=written.shards, arrays=fact, aliases={}, skeleton=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -28,8 +28,9 @@ from xla_ckpt.api.opened import (
     tell_divergent,
     without_rank_numbers,
 )
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.merged import new_head
-from xla_ckpt.engine.parity import covered, write_alone
+from xla_ckpt.engine.parity import Covered, files_of, write_alone
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.stream import stream_files
@@ -198,13 +199,13 @@ def convert(
             rewriting = with_files(layout.rewriting(stored, topology), beside)
             if known is not None and to_hf:
                 rewriting = with_config(rewriting, reader, known.config)
-            memory, workers = options.max_memory, options.num_workers
             with Progress(f"convert {tag}", rewriting.nbytes, options.progress) as bar:
+                crew = Crew(workers=options.num_workers, progress=bar)
                 if layout.tagged:
-                    _write_tag(target, stored, rewriting, max_memory=memory, workers=workers, progress=bar)
+                    _write_tag(target, stored, rewriting, crew, max_memory=options.max_memory)
                 else:
                     write = write_file if layout.one_file else write_directory
-                    write(reader, destination, rewriting, max_memory=memory, workers=workers, progress=bar)
+                    write(reader, destination, rewriting, crew, max_memory=options.max_memory)
     return ConvertReport(
         path=full_path(destination),
         tag=called,
@@ -332,19 +333,16 @@ def _write_tag(
     target: _Target,
     stored: OpenState,
     rewriting: Rewriting,
+    crew: Crew,
     *,
     max_memory: int,
-    workers: int,
-    progress: Callable[[int], None],
 ) -> None:
     """Write a new tag: all files, then the manifest, then the marks, then the commit."""
     objects = stored.objects()  # one that is not trusted is found out before anything is written
     files = [file for of_rank in rewriting.files for file in of_rank]
     old = stored.manifest
     with Transaction(root_of(target.store), target.tag) as transaction:
-        written = stream_files(
-            stored.reader, transaction.directory, files, max_memory=max_memory, workers=workers, progress=progress
-        )
+        written = stream_files(stored.reader, transaction.directory, files, crew, max_memory=max_memory)
         records = [*written.files, *write_objects(transaction.directory, objects, 0, target.mesh.size)]
         record = Record(
             rank=0,
@@ -363,7 +361,7 @@ def _write_tag(
         if (parity := target.parity) is not None:
 
             def write_parity(sealed: Manifest, text: bytes) -> None:
-                write_alone(transaction.directory, covered(sealed), parity, text, workers=workers)
+                write_alone(Covered(transaction.directory, files_of(sealed)), parity, text, 1, crew)
 
         ending = Ending(index=rewriting.index, marks=rewriting.marks, parity=write_parity)
         seal(transaction, target.store.path, manifest, ending)

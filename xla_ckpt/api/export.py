@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from xla_ckpt.api.opened import (
     without_rank_numbers,
 )
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
@@ -127,14 +128,8 @@ def export_hf(
         if known is not None:
             rewriting = with_config(rewriting, reader, known.config)
         with Progress(f"export {tag}", rewriting.nbytes, options.progress) as bar:
-            write_directory(
-                reader,
-                destination,
-                rewriting,
-                max_memory=options.max_memory,
-                workers=options.num_workers,
-                progress=bar,
-            )
+            crew = Crew(workers=options.num_workers, progress=bar)
+            write_directory(reader, destination, rewriting, crew, max_memory=options.max_memory)
     files = [file for rank in rewriting.files for file in rank]
     return ExportReport(
         path=full_path(destination),
@@ -175,13 +170,7 @@ def with_config(rewriting: Rewriting, reader: TagReader, config: LlamaConfig) ->
 
 
 def write_directory(
-    reader: TagReader,
-    destination: PathLike,
-    rewriting: Rewriting,
-    *,
-    max_memory: int,
-    workers: int,
-    progress: Callable[[int], None],
+    reader: TagReader, destination: PathLike, rewriting: Rewriting, crew: Crew, *, max_memory: int
 ) -> None:
     """Write files that make no tag. The directory appears complete or not at all.
 
@@ -200,7 +189,7 @@ def write_directory(
         Transaction(root_of(store), name, Kind.NEW) as transaction,
     ):
         directory = transaction.directory
-        stream_files(reader, directory, files, max_memory=max_memory, workers=workers, progress=progress)
+        stream_files(reader, directory, files, crew, max_memory=max_memory)
         transaction.seal(rewriting.marks)
         transaction.commit()
 
@@ -227,15 +216,7 @@ def check_no_file(destination: PathLike) -> None:
         )
 
 
-def write_file(
-    reader: TagReader,
-    destination: PathLike,
-    rewriting: Rewriting,
-    *,
-    max_memory: int,
-    workers: int,
-    progress: Callable[[int], None],
-) -> None:
+def write_file(reader: TagReader, destination: PathLike, rewriting: Rewriting, crew: Crew, *, max_memory: int) -> None:
     """Write a single file. It appears complete or not at all, and is durable when this returns.
 
     Raises:
@@ -250,7 +231,7 @@ def write_file(
         Transaction(root_of(store), name, Kind.FILE) as transaction,
     ):
         file, directory = replace(plan, path=name), transaction.directory
-        stream_files(reader, directory, [file], max_memory=max_memory, workers=workers, progress=progress)
+        stream_files(reader, directory, [file], crew, max_memory=max_memory)
         transaction.seal({})
         try:
             transaction.commit()

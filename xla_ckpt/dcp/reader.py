@@ -36,6 +36,7 @@ from xla_ckpt.arrays.registry import new_array, require
 from xla_ckpt.arrays.torch_host import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.source import Opened, Places, open_source
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import (
@@ -97,6 +98,7 @@ class StorageReader(Named, StockReader):
         self.trust_pickle = trust_pickle
         self.read_once = read_once
         self.num_workers = num_workers
+        self._crew = Crew(workers=num_workers)
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
@@ -156,8 +158,8 @@ class StorageReader(Named, StockReader):
             if self.read_once:
                 self._kept, wants, slots = _memory(opened, tensors, slabs)
             checked = dict.fromkeys(_want(item) for item in tensors if _destination(item) not in self._kept)
-            read_into(places.tag, plan_restore(manifest, wants), slots, slabs=slabs, workers=self.num_workers)
-            check_reads(places.tag, plan_restore(manifest, list(checked)), workers=self.num_workers)
+            read_into(places.tag, plan_restore(manifest, wants), slots, self._crew, slabs=slabs)
+            check_reads(places.tag, plan_restore(manifest, list(checked)), self._crew)
             places.check_crcs()
             self._values = {
                 item.storage_index.fqn: opened.value(item.storage_index.fqn, trust=self.trust_pickle)
@@ -205,7 +207,7 @@ class StorageReader(Named, StockReader):
                 slots.append(memory)
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
             planned = plan_restore(places.tag.manifest, wants)
-            read_into(places.tag, planned, slots, slabs=slabs, workers=self.num_workers)
+            read_into(places.tag, planned, slots, self._crew, slabs=slabs)
             for filling in fillings:
                 filling.finish(planner)
             _put_kept(self._kept, tensors, planner)

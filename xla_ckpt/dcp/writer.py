@@ -31,6 +31,7 @@ from xla_ckpt.arrays.torch_host import dtype_of
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ, replicas_of
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
@@ -366,7 +367,8 @@ class StorageWriter(Named, StockWriter):
                 results.append(_result(items[i].index, path, offset, nbytes))
         memory = {(str(i), 0): shard.data for i, shard in enumerate(shards)}
         files = FilePlans(tuple(plans))
-        records = write_files(directory, files, memory, workers=self.num_workers, phases=self.phases).files
+        crew = Crew(workers=self.num_workers, phases=self.phases or Phases())
+        records = write_files(directory, files, memory, crew).files
         self.nbytes, self.files = files.nbytes, len(records)
         return results, list(records)
 

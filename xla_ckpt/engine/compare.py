@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.plan.restore_plan import Want, plan_restore
@@ -31,7 +32,7 @@ def same_bytes(reader: TagReader, one: str, other: str, *, max_memory: int, work
     for part in pieces(whole, whole, itemsize, max(max_memory // 2, 1)):
         slots = [memoryview(bytearray(part.size * itemsize)) for _ in range(2)]
         wants = [Want(leaf, part, slot) for slot, leaf in enumerate((one, other))]
-        read_into(reader, plan_restore(reader.manifest, wants), slots, workers=workers)
+        read_into(reader, plan_restore(reader.manifest, wants), slots, Crew(workers=workers))
         if slots[0] != slots[1]:
             return False
     return True

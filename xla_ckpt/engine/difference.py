@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xla_ckpt.dtypes import DType
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
@@ -75,7 +76,7 @@ def distance(
     for part in pieces(whole, whole, itemsize, max(max_memory // MEMORY, 1)):
         slots = [memoryview(bytearray(part.size * itemsize)) for _ in range(2)]
         for reader, name, slot in ((one, leaf, slots[0]), (other, its_leaf, slots[1])):
-            read_into(reader, plan_restore(reader.manifest, [Want(name, part, 0)]), [slot], workers=workers)
+            read_into(reader, plan_restore(reader.manifest, [Want(name, part, 0)]), [slot], Crew(workers=workers))
         total += of_bytes(slots[0], slots[1], a.dtype)
     return total if total.elements else None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, StorageError
 from xla_ckpt.manifest.digest import digest, pack_digests, unpack_digests
 from xla_ckpt.manifest.parity_json import ParityFile, ParityIndex, parse
@@ -64,7 +64,18 @@ class Share:
         return self.files, self.sums
 
 
-def covered(manifest: Manifest) -> list[tuple[str, int]]:
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """The files of which a parity is made."""
+
+    directory: Directory
+    """Where they are."""
+
+    files: Files
+    """Path and size (bytes) of each."""
+
+
+def files_of(manifest: Manifest) -> list[tuple[str, int]]:
     """The files of a tag that its parity covers: all that the manifest lists."""
     return [(file.path, file.size) for file in manifest.files]
 
@@ -95,15 +106,7 @@ def clear(total: memoryview) -> None:
 
 
 def write_share(
-    directory: Directory,
-    files: Files,
-    parity: Parity,
-    rank: int,
-    world: int,
-    *,
-    workers: int,
-    phases: Phases,
-    into: Directory | None = None,
+    covered: Covered, parity: Parity, rank: int, world: int, crew: Crew, into: Directory | None = None
 ) -> Share:
     """Make and write the sums that are this rank's, durably (their names are not yet: `Directory.sync`).
 
@@ -113,6 +116,7 @@ def write_share(
         StorageError: A file is not as long as it was written.
         OSError: The storage refused.
     """
+    directory, files = covered.directory, covered.files
     blocks = Blocks(tuple(size for _, size in files))
     placed = places(blocks, parity, rank, world)
     target = directory if into is None else into
@@ -140,7 +144,7 @@ def write_share(
         for path, size in file_sizes(blocks, placed).items():
             sinks[path] = target.create(path, size)
             opened.callback(sinks[path].abandon)  # a full disk may refuse the next one
-        _work(placed, make, sinks, workers, phases)
+        _work(placed, make, sinks, crew)
     own_files = share(len(files), rank, world)
     stripes = [sum_digests[sum_] for sum_ in placed if sum_[0] == "stripe"]
     return Share(
@@ -153,14 +157,13 @@ def _work(
     placed: Mapping[Sum, SumPlace],
     make: Callable[[Sum, memoryview], None],
     sinks: Mapping[str, Sink],
-    workers: int,
-    phases: Phases,
+    crew: Crew,
 ) -> None:
-    with phases.timed("parity", files=len(sinks)):
+    with crew.phases.timed("parity", files=len(sinks)):
         work_off(
             placed,
             make,
-            workers=min(threads(min(workers, WORKERS), 2), len(placed)) or 1,
+            workers=min(threads(min(crew.workers, WORKERS), 2), len(placed)) or 1,
             buffer_bytes=3 * PARITY_BLOCK,
             name="xla_ckpt-parity",
         )
@@ -184,34 +187,23 @@ def write_index(directory: Directory, files: Files, parity: Parity, manifest: by
 
 
 def write_alone(
-    directory: Directory,
-    files: Files,
-    parity: Parity,
-    manifest: bytes,
-    *,
-    world: int = 1,
-    workers: int,
-    into: Directory | None = None,
+    covered: Covered, parity: Parity, manifest: bytes, world: int, crew: Crew, into: Directory | None = None
 ) -> None:
     """Make all of the parity in one process, durably, as `world` ranks would deal it out.
 
     Args:
-        directory: Where the files are.
-        files: Path and size (bytes) of each.
+        covered: The files.
         parity: What the tag is to survive.
         manifest: The manifest as it is stored.
         world: Number of ranks.
-        workers: Number of threads.
+        crew: Who does it.
         into: Where the parity goes, if not there, too.
 
     Raises:
         OSError: The storage refused.
     """
-    shares = [
-        write_share(directory, files, parity, rank, world, workers=workers, phases=Phases(), into=into).to_json()
-        for rank in range(world)
-    ]
-    write_index(directory if into is None else into, files, parity, manifest, shares)
+    shares = [write_share(covered, parity, rank, world, crew, into).to_json() for rank in range(world)]
+    write_index(covered.directory if into is None else into, covered.files, parity, manifest, shares)
 
 
 def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]) -> ParityIndex:
@@ -283,7 +275,7 @@ def read_index(directory: Directory, manifest: Manifest) -> ParityIndex:
         raise
     listed = [(file.path, file.size) for file in index.files]
     sums = Blocks(tuple(size for _, size in listed)).sums(index.survives)
-    if listed != covered(manifest) or index.block != PARITY_BLOCK or len(index.sums) != len(sums):
+    if listed != files_of(manifest) or index.block != PARITY_BLOCK or len(index.sums) != len(sums):
         raise FormatError("the parity is not that of this tag", file=PARITY_INDEX)
     return index
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from xla_ckpt.engine.parity import Files, Share, covered, write_index, write_share
-from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.crew import Crew
+from xla_ckpt.engine.parity import Covered, Files, Share, files_of, write_index, write_share
 from xla_ckpt.engine.shared_directory import open_shared
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
@@ -23,10 +23,8 @@ class ParityRound:
     parity: Parity
     """What the tag is to survive."""
 
-    workers: int
-    """Number of threads that read and write."""
-
-    phases: Phases
+    crew: Crew
+    """Who reads and writes."""
 
     def lead(self, directory: Directory, manifest: Manifest, text: bytes) -> None:
         """Rank 0's part, which ends with the index. `text` is the manifest as it is stored.
@@ -35,12 +33,12 @@ class ParityRound:
             CheckpointError: What another rank met, or that it did not answer.
             OSError: The storage refused.
         """
-        exchange, files = self.exchange, covered(manifest)
+        exchange, files = self.exchange, files_of(manifest)
         if exchange.size > 1:
             exchange.say("parity", files)
         own_share = self._write(directory, files)
         deadline = Deadline(exchange.timeout * LEAD)
-        with self.phases.timed("meet"):
+        with self.crew.phases.timed("meet"):
             other_shares = [exchange.hear(f"parity/{rank}", rank, deadline) for rank in range(1, exchange.size)]
         write_index(directory, files, self.parity, text, [own_share.to_json(), *other_shares])
 
@@ -56,7 +54,7 @@ class ParityRound:
             CheckpointError: Rank 0 does not begin.
         """
         rank = self.exchange.rank
-        with self.phases.timed("meet"):
+        with self.crew.phases.timed("meet"):
             files = [(path, size) for path, size in self.exchange.hear("parity", 0)]
         try:
             directory = open_shared(root, name)
@@ -73,4 +71,4 @@ class ParityRound:
 
     def _write(self, directory: Directory, files: Files) -> Share:
         rank, world = self.exchange.rank, self.exchange.size
-        return write_share(directory, files, self.parity, rank, world, workers=self.workers, phases=self.phases)
+        return write_share(Covered(directory, files), self.parity, rank, world, self.crew)

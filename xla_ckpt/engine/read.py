@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
@@ -20,7 +21,7 @@ from xla_ckpt.manifest.digest import block_size, digest, to_hex
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.ranges import Runs, runs, strides
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.storage.pool import BUFFER_BYTES, READERS, work_off
+from xla_ckpt.storage.pool import BUFFER_BYTES, work_off
 
 SCRATCH_BYTES = 1024 * 1024
 """What a thread reads at a time where it goes around the cache of the storage."""
@@ -85,11 +86,9 @@ def read_into(
     tag: TagReader,
     plan: RestorePlan,
     slots: Slots,
+    crew: Crew | None = None,
     *,
     slabs: Slabs | None = None,
-    workers: int = READERS,
-    progress: Callable[[int], None] = lambda _: None,
-    phases: Phases | None = None,
 ) -> None:
     """Fill the slots from the tag, verifying every block.
 
@@ -99,26 +98,24 @@ def read_into(
         CorruptCheckpointError: A block is not what was saved. Slots may be partly filled by then.
         OSError: The storage refused.
     """
-    measured = Phases() if phases is None else phases
+    crew = Crew() if crew is None else crew
 
     def work(batch: _Batch, memory: memoryview) -> None:
         scratch, buffer = memory[:SCRATCH_BYTES], memory[SCRATCH_BYTES:]
         if batch.direct:
-            _read_direct(tag, batch.extents[0], slots, scratch, measured, slabs)
+            _read_direct(tag, batch.extents[0], slots, scratch, crew.phases, slabs)
         else:
-            _read_through(tag, batch, buffer, slots, scratch, measured)
-        progress(sum(map(_length, batch.extents)))
+            _read_through(tag, batch, buffer, slots, scratch, crew.phases)
+        crew.progress(sum(map(_length, batch.extents)))
 
-    _run(_all_batches(plan, direct=True), work, workers, SCRATCH_BYTES)
+    _run(_all_batches(plan, direct=True), work, crew.workers, SCRATCH_BYTES)
 
 
 def check_reads(
     tag: TagReader,
     plan: RestorePlan,
+    crew: Crew | None = None,
     *,
-    workers: int = READERS,
-    progress: Callable[[int], None] = lambda _: None,
-    phases: Phases | None = None,
     on_problem: Callable[[CorruptCheckpointError], None] | None = None,
 ) -> None:
     """Verify everything that the plan would read, and keep none of it.
@@ -127,18 +124,18 @@ def check_reads(
         CorruptCheckpointError: A block is not what was saved; with `on_problem`, that is called instead.
         OSError: The storage refused.
     """
-    measured = Phases() if phases is None else phases
+    crew = Crew() if crew is None else crew
 
     def work(batch: _Batch, buffer: memoryview) -> None:
         try:
-            _read_through(tag, batch, buffer, None, None, measured)
+            _read_through(tag, batch, buffer, None, None, crew.phases)
         except CorruptCheckpointError as error:
             if on_problem is None:
                 raise
             on_problem(error)
-        progress(sum(map(_length, batch.extents)))
+        crew.progress(sum(map(_length, batch.extents)))
 
-    _run(_all_batches(plan, direct=False), work, workers, 0)
+    _run(_all_batches(plan, direct=False), work, crew.workers, 0)
 
 
 def _run(batches: list[_Batch], work: Callable[[_Batch, memoryview], None], workers: int, scratch: int) -> None:

@@ -12,13 +12,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.parity import (
     WORKERS,
+    Covered,
     add,
     all_places,
     copy_is_sound,
-    covered,
     damaged_sums,
+    files_of,
     has_parity,
     read_index,
     reads_as,
@@ -319,7 +321,7 @@ class _Repair:
         """Make all parity files anew, from files that are sound and lie in `directory`; the paths of them."""
         with Transaction(self.root, self.tag, Kind.REPAIR) as transaction:
             draft = transaction.directory
-            write_alone(directory, files, parity, manifest, world=world, workers=self.workers, into=draft)
+            write_alone(Covered(directory, files), parity, manifest, world, Crew(workers=self.workers), draft)
             blocks, index = Blocks(tuple(size for _, size in files)), parse(read_whole(draft, PARITY_INDEX))
             transaction.commit()
         return [*file_sizes(blocks, all_places(index)), COPY, PARITY_INDEX]
@@ -342,4 +344,4 @@ class _Repair:
         names = [name for name in self.directory.files() if name.startswith(FOLDER)]
         parity: Parity = "file" if any(name.startswith(f"{FOLDER}stripes-") for name in names) else "block"
         worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
-        return self.renew_parity(self.directory, covered(manifest), parity, max(worlds, default=1), text)
+        return self.renew_parity(self.directory, files_of(manifest), parity, max(worlds, default=1), text)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
@@ -135,9 +136,10 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
     # The bytes of `in_use` count twice: they are verified before anything is overwritten, and then read again.
     what = f"load {reader.tag} (verify, then read)" if in_use.reads else f"load {reader.tag}"
     with Progress(what, total, how.shown) as bar:
+        crew = Crew(workers=how.workers, progress=bar, phases=phases)
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            read_into(reader, fresh, slots, slabs=memory.slabs, workers=how.workers, progress=bar, phases=phases)
-            check_reads(reader, in_use, workers=how.workers, progress=bar, phases=phases)
+            read_into(reader, fresh, slots, crew, slabs=memory.slabs)
+            check_reads(reader, in_use, crew)
         with phases.timed("install"):
             how.hand_over()
         # From here on memory of the program changes: every byte that goes there has been verified, on every rank.
@@ -146,7 +148,7 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
         if how.late_loss is not None and shared is None:
             ending = how.late_loss.agreed("overwriting")
         with ending, storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            read_into(reader, in_use, slots, workers=how.workers, progress=bar, phases=phases)
+            read_into(reader, in_use, slots, crew)
             with phases.timed("install"):
                 _put_in_place(staged, memory.slots)
     if sharing is not None and shared is not None:

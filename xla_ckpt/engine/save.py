@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from xla_ckpt.engine.cancellation import Cancellation
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.merged import merged_manifest, new_head, repeats_the_tag_before
@@ -307,7 +308,10 @@ class Save:
     @property
     def _parity(self) -> ParityRound | None:
         parity = self.order.options.parity
-        return None if parity is None else ParityRound(self.exchange, parity, self.order.workers, self.phases)
+        return None if parity is None else ParityRound(self.exchange, parity, self._crew())
+
+    def _crew(self, progress: Callable[[int], None] = lambda _: None) -> Crew:
+        return Crew(workers=self.order.workers, progress=progress, phases=self.phases)
 
     @property
     def _stages(self) -> Stages:
@@ -326,15 +330,7 @@ class Save:
                 self.cancellation.check()
                 bar(nbytes)
 
-            written = write_files(
-                directory,
-                plan,
-                snapshot.memory,
-                workers=self.order.workers,
-                progress=dealt,
-                phases=self.phases,
-                budget=snapshot.budget,
-            )
+            written = write_files(directory, plan, snapshot.memory, self._crew(dealt), budget=snapshot.budget)
             samples = snapshot.samples() if world > 1 else {}
         self._tell_torn(snapshot)
         files = (*written.files, *write_objects(directory, frozen.objects, rank, world))

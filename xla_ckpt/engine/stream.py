@@ -6,12 +6,13 @@ before the next one is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from xla_ckpt.engine.cast import Cast
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.files.crc32 import crc32, joined_crc32
@@ -23,7 +24,7 @@ from xla_ckpt.plan.save_plan import Entry, FilePlan, Written
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
 from xla_ckpt.storage.base import Directory, Sink
-from xla_ckpt.storage.pool import READERS, threads, work_off
+from xla_ckpt.storage.pool import threads, work_off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +55,9 @@ def stream_files(
     reader: TagReader,
     directory: Directory,
     files: Sequence[FilePlan],
+    crew: Crew | None = None,
     *,
     max_memory: int = MAX_MEMORY,
-    workers: int = READERS,
-    progress: Callable[[int], None] = lambda _: None,
 ) -> Written:
     """Write planned files with the arrays of a tag in them; leaf paths are the tag's.
 
@@ -68,14 +68,15 @@ def stream_files(
         CorruptCheckpointError: The tag is damaged.
         OSError: The storage refused. What was written is left for the owner of the directory to remove.
     """
-    crew = min(threads(workers, 2), len(files)) or 1
-    each = max(max_memory // crew, 1)
+    crew = Crew() if crew is None else crew
+    at_once = min(threads(crew.workers, 2), len(files)) or 1
+    each = replace(crew, workers=max(crew.workers // at_once, 1))
     records: list[FileRecord | None] = [None] * len(files)
 
     def write(number: int, _: memoryview) -> None:
-        records[number] = _File(reader, files[number], each, max(workers // crew, 1), progress).write(directory)
+        records[number] = _File(reader, files[number], each, max(max_memory // at_once, 1)).write(directory)
 
-    work_off(range(len(files)), write, workers=crew, buffer_bytes=0, name="xla_ckpt-stream")
+    work_off(range(len(files)), write, workers=at_once, buffer_bytes=0, name="xla_ckpt-stream")
     shards = tuple(shard for number, plan in enumerate(files) for shard in plan.shards(number))
     return Written(tuple(r for r in records if r is not None), shards)
 
@@ -83,14 +84,11 @@ def stream_files(
 class _File:
     """One file on its way."""
 
-    def __init__(
-        self, reader: TagReader, plan: FilePlan, max_memory: int, workers: int, progress: Callable[[int], None]
-    ) -> None:
+    def __init__(self, reader: TagReader, plan: FilePlan, crew: Crew, max_memory: int) -> None:
         self.reader = reader
         self.plan = plan
+        self.crew = crew
         self.max_memory = max_memory
-        self.workers = workers
-        self.progress = progress
         self.digesters = [BlockDigester(nbytes) for _, nbytes in plan.codec.places]
         self.crcs: list[list[tuple[int, int]]] = [[] for _ in plan.codec.places]
 
@@ -151,14 +149,14 @@ class _File:
                 plan = plan_restore(self.reader.manifest, [Want(leaf, box, slot)])
                 reads += [replace(read, wanted=frame) for read in plan.reads]
         reads.sort(key=lambda r: (r.file, r.offset, r.part))
-        read_into(self.reader, RestorePlan(tuple(reads)), slots, workers=self.workers)
+        read_into(self.reader, RestorePlan(tuple(reads)), slots, Crew(workers=self.crew.workers))
         for span, stored in zip(batch, slots, strict=True):
             data = stored if span.cast is None else span.cast(stored)
             self.digesters[span.region].update(data)
             if self.plan.codec.wants_crc32:
                 self.crcs[span.region].append((crc32(data), span.nbytes))
             sink.patch(data, span.offset)
-            self.progress(span.nbytes)
+            self.crew.progress(span.nbytes)
 
 
 def _batches(spans: Iterator[_Span], max_memory: int) -> Iterator[list[_Span]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.parity import verify_parity
 from xla_ckpt.engine.read import check_reads
 from xla_ckpt.engine.tag_reader import TagReader
@@ -58,16 +59,10 @@ def noted(report: VerifyReport, action: Callable[[], object]) -> None:
         report.problems.append(error)
 
 
-def verify_tag(
-    reader: TagReader,
-    *,
-    marks: frozenset[str] = frozenset(),
-    workers: int = READERS,
-    progress: Callable[[int], None] = lambda _: None,
-) -> VerifyReport:
+def verify_tag(reader: TagReader, *, marks: frozenset[str] = frozenset(), workers: int = READERS) -> VerifyReport:
     """Read everything that belongs to a tag. `marks` are files of its layout that the manifest does not list."""
     began = time.monotonic()
-    report = verify_payload(reader, workers=workers, progress=progress)
+    report = verify_payload(reader, workers=workers)
     with storage_errors("reading the parity", path=reader.root, tag=reader.tag):
         problems, of_parity = verify_parity(reader.directory, reader.manifest)
     report.problems += [problem.at(path=reader.root, tag=reader.tag) for problem in problems]
@@ -77,9 +72,7 @@ def verify_tag(
     return report
 
 
-def verify_payload(
-    reader: TagReader, *, workers: int = READERS, progress: Callable[[int], None] = lambda _: None
-) -> VerifyReport:
+def verify_payload(reader: TagReader, *, workers: int = READERS) -> VerifyReport:
     """Read everything that the manifest lists."""
     manifest = reader.manifest
     report = VerifyReport(path=reader.root, tag=reader.tag, arrays=len(manifest.arrays), files=len(manifest.files))
@@ -100,7 +93,7 @@ def verify_payload(
         with lock:
             report.problems.append(error)
 
-    check_reads(reader, RestorePlan(tuple(reads)), workers=workers, progress=progress, on_problem=note)
+    check_reads(reader, RestorePlan(tuple(reads)), Crew(workers=workers), on_problem=note)
     report.nbytes = sum(r.nbytes for r in reads)
     for leaf in array_paths(manifest.skeleton, ""):
         if leaf not in manifest.unknown and manifest.array(leaf) is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.feed import Extract, Feed, Wanted
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
@@ -135,10 +136,8 @@ def write_files(
     directory: Directory,
     plan: SavePlan,
     memory: ShardBytes,
+    crew: Crew | None = None,
     *,
-    workers: int = WRITERS,
-    progress: CountBytes = lambda _: None,
-    phases: Phases | None = None,
     segment_bytes: int = BUFFER_BYTES,
     budget: int = BUDGET_BYTES,
 ) -> Written:
@@ -155,7 +154,8 @@ def write_files(
         files = [_File(plan, memory, segment_bytes) for plan in plan.files]
     segments = list(_segments(files, segment_bytes))
     largest = max((s.stop - s.start for s in segments), default=0)
-    phases = Phases() if phases is None else phases
+    crew = Crew() if crew is None else crew
+    phases = crew.phases
 
     deferred = [source for source in memory.values() if isinstance(source, Deferred)]
     feed = Feed(_wanted(files, segments) if deferred else {}, deferred, budget)
@@ -166,13 +166,13 @@ def write_files(
             with collector_paused():
                 parts = _gather(file, segment, buffer)
             _add_copy(phases, file, began, parts)
-            progress(_write_segment(file, directory, segment, buffer, parts, phases))
+            crew.progress(_write_segment(file, directory, segment, buffer, parts, phases))
             return
         piece = feed.image(segment)
         try:
             parts = _parts(file, segment)
             _add_copy(phases, file, began, parts)
-            progress(_write_segment(file, directory, segment, piece.memory.data, parts, phases))
+            crew.progress(_write_segment(file, directory, segment, piece.memory.data, parts, phases))
         finally:
             piece.give_back()
 
@@ -181,7 +181,7 @@ def write_files(
             work_off(
                 segments,
                 write,
-                workers=min(threads(workers, 3), len(segments)) or 1,
+                workers=min(threads(crew.workers, 3), len(segments)) or 1,
                 buffer_bytes=-(-largest // BLOCK) * BLOCK,
                 name="xla_ckpt-write",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
@@ -92,7 +93,9 @@ def convert_zero_checkpoints(
                 draft = transaction.directory
                 try:
                     with Progress(f"convert {name}", total, progress) as bar:
-                        stream_files(reader, draft, files, max_memory=max_memory, workers=num_workers, progress=bar)
+                        stream_files(
+                            reader, draft, files, Crew(workers=num_workers, progress=bar), max_memory=max_memory
+                        )
                 finally:
                     reader.close_files()
                 if fresh:
