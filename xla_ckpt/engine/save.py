@@ -182,7 +182,12 @@ class Save:
         if self.exchange.rank == 0:
             self.order.root.expect()  # only now: the caller no longer waits
         with self.phases.timed("meet"):
-            odd: list[int] = self.job.begin(self.order.call, self._fingerprint, partial(odd_ones, mesh=self.mesh))
+            try:
+                odd: list[int] = self.job.begin(self.order.call, self._fingerprint, partial(odd_ones, mesh=self.mesh))
+            except RankFailedError as lost:
+                # Other errors are about calls that differ, perhaps in path and tag: all ranks say the same of them.
+                lost.at(path=self.order.root.path, tag=self.order.tag)
+                raise
         return odd
 
     def _fingerprint(self) -> str:
