@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+# Else each process that a test starts compiles this library anew, which takes longer than importing it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Most of the time of a small XLA test goes into compiling; what is saved and loaded does not depend on it.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from xla_ckpt.storage.program import Program
 
 
@@ -88,6 +90,17 @@ class Prepared(Program):
         cls.waiting = os.getpid(), ours, pid
         orbax_commit.Program = cls  # type: ignore[attr-defined]
 
+    @classmethod
+    def dismiss(cls) -> None:
+        """Have it end, if it waits: this process is to start one as every program does."""
+        from xla_ckpt.tags import orbax_commit
+
+        waiting, cls.waiting = cls.waiting, None
+        orbax_commit.Program = Program  # type: ignore[misc]
+        if waiting is not None:
+            waiting[1].close()
+            os.waitpid(waiting[2], 0)
+
     def start(self) -> None:
         """Wake it up; where there is none any more, start a process as every program does."""
         waiting, Prepared.waiting = Prepared.waiting, None
@@ -139,9 +152,8 @@ def _is_helper(process: Path) -> bool:
 
 
 def _children(pid: int) -> list[int]:
-    """All children of a process, whichever of its threads started them."""
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for children in threads for child in children.read_text().split()]
+    """All children of a process, whichever of its threads started them, also if that thread is ending."""
+    return [child.pid for child in psutil.Process(pid).children()]
 
 
 def is_alive(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Jobs under the real torchrun that save, and jobs of other degrees that go on: their losses are those of the first.
+"""Jobs that save, and jobs of other degrees that go on: their losses are those of the first.
 
 What they have after the load is what was saved, to the bit. Losses of other degrees differ by what sums differ by in
 another order: the layers add up in float32.
@@ -90,13 +90,13 @@ PAIRS: list[tuple[Degrees, Degrees]] = [
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_a_job_of_other_degrees_goes_on(tmp_path: Path, source: Degrees, target: Degrees) -> None:
     torch.manual_seed(0)
-    unbroken = torchrun(saves, 4, tmp_path, str(tmp_path), *source[:2])
     world = target[0] * target[1] * target[2]
-    found = (
-        [run_alone(goes_on, 0, str(tmp_path), 1, 1)]
-        if world == 1
-        else torchrun(goes_on, world, tmp_path, str(tmp_path), *target[:2])
-    )
+    if world == 1:  # a job under the real torchrun, and a program without a launcher
+        unbroken = torchrun(saves, 4, tmp_path, str(tmp_path), *source[:2])
+        found = [run_alone(goes_on, 0, str(tmp_path), 1, 1)]
+    else:
+        unbroken = run_on_ranks(saves, 4, str(tmp_path), *source[:2])
+        found = run_on_ranks(goes_on, world, str(tmp_path), *target[:2])
     for losses in found:
         for form in FORMS:
             assert losses[form] == pytest.approx(unbroken[0], rel=1e-6), form

@@ -9,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from tests import nursery
 from tests.helper import children_of, come_to_its_end, helpers_of
-from tests.runs import names_in, run, start
+from tests.nursery import Born, bear
+from tests.runs import names_in, run
 
 BEGUN = """
     import os, signal, sys, threading
     import torch
     import xla_ckpt
-    from tests.helper import helpers_of
+    from tests.helper import Prepared, helpers_of
+    from xla_ckpt.tags import orbax_commit
 
+    Prepared.dismiss()
     tree, root = {"w": torch.ones(3)}, sys.argv[1]
 
     def put(tag, number=1, timeout=60, **keywords):
@@ -31,6 +35,17 @@ BEGUN = """
 
 def program(code: str) -> str:
     return textwrap.dedent(BEGUN) + textwrap.dedent(code)
+
+
+def begin(code: str, *args: object) -> Born:
+    """Run a program in a fork of a process that has imported torch and orbax; its helper imports orbax anew."""
+    return bear(nursery.Program(program(code), tuple(map(str, args))), live=True)
+
+
+def run_forked(code: str, *args: object) -> None:
+    process = begin(code, *args)
+    said = process.communicate(120)
+    assert process.returncode == 0, "\n".join(said)
 
 
 def test_the_first_save_waits_for_it_and_a_later_one_does_not(tmp_path: Path) -> None:
@@ -104,18 +119,17 @@ def test_a_process_that_does_not_start_is_a_clear_error(why: str, tmp_path: Path
     """
     (tmp_path / "broken/orbax").mkdir(parents=True)
     (tmp_path / "broken/orbax/__init__.py").write_text("raise ImportError('there is no orbax')")
-    run(program(code), tmp_path / "root", why, tmp_path / "broken")
+    run_forked(code, tmp_path / "root", why, tmp_path / "broken")
 
 
 KILLED = """
     import os, signal, socket
-    from xla_ckpt.storage import program
     from xla_ckpt.storage.local import LocalStore
-    from xla_ckpt.tags import placing
+    from xla_ckpt.tags import orbax_process
 
-    step, once = open({file!r}).read().split()
+    step, once = open(file).read().split()
     if once == "once":
-        open({file!r}, "w").write("never once")
+        open(file, "w").write("never once")
 
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -126,12 +140,12 @@ KILLED = """
     if step == "starting":
         die()
     elif step == "waiting":
-        program.jobs = die
+        orbax_process.jobs = die
     elif step == "reading":
-        jobs = program.jobs
-        program.jobs = lambda channel: map(die, jobs(channel))
+        jobs = orbax_process.jobs
+        orbax_process.jobs = lambda channel: map(die, jobs(channel))
     elif step == "finalized":
-        placing.place = die
+        orbax_process.place = die
     elif step == "set-aside":
         LocalStore.exchange = lambda *_: False
         LocalStore.rename = dies_after(LocalStore.rename)
@@ -139,9 +153,9 @@ KILLED = """
         LocalStore.exchange = dies_after(LocalStore.exchange)
         LocalStore.rename = dies_after(LocalStore.rename)
     elif step == "placed":
-        placing.place = dies_after(placing.place)
+        orbax_process.place = dies_after(orbax_process.place)
 """
-"""What the process does first (``sitecustomize`` is imported at the start): it is killed at a step of its first job."""
+"""What the process does first: it is killed at a step of its first job."""
 
 COMMITTED = {"set-aside", "exchanged", "placed"}
 """Steps after which the tag is there when two were killed, although nobody has said so."""
@@ -150,24 +164,25 @@ COMMITTED = {"set-aside", "exchanged", "placed"}
 @pytest.mark.parametrize("step", ["starting", "waiting", "reading", "finalized", "set-aside", "exchanged", "placed"])
 def test_it_is_killed(step: str, tmp_path: Path) -> None:
     """Once: the save does not notice. Again and again: what the save says is so, and the tag is whole."""
-    (tmp_path / "path").mkdir()
-    file = tmp_path / "step"
-    (tmp_path / "path/sitecustomize.py").write_text(textwrap.dedent(KILLED.format(file=str(file))))
     code = """
-        from xla_ckpt.tags.orbax_commit import COMMITTER
+        from tests.helper import InFork
 
-        sys.path.insert(0, sys.argv[2])
-        file, step, committed = sys.argv[3], sys.argv[4], sys.argv[5] == "True"
+        file, killed, step, committed = sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5] == "True"
+
+        class Killed(InFork):  # a process that imports orbax anew would take a second, nine times
+            first = staticmethod(lambda: exec(killed, {"file": file}))
+
+        orbax_commit.Program = Killed
         expected, number = {}, 0
         for tag in ("a", "b", "a"):
             number += 1
             open(file, "w").write(f"{step} once")
-            COMMITTER._end()
+            orbax_commit.COMMITTER._end()
             expected[tag] = number
             assert put(tag, number).result().tag == tag
             assert open(file).read().split()[0] == "never" and held() == expected, (held(), expected)
         open(file, "w").write(f"{step} always")
-        COMMITTER._end()
+        orbax_commit.COMMITTER._end()
         try:
             put("a", 9)
         except xla_ckpt.SaveError as error:
@@ -181,7 +196,7 @@ def test_it_is_killed(step: str, tmp_path: Path) -> None:
         xla_ckpt.finalize_checkpoint()
         assert len(held()) == 2
     """
-    run(program(code), tmp_path / "root", tmp_path / "path", file, step, step in COMMITTED)
+    run_forked(code, tmp_path / "root", tmp_path / "step", textwrap.dedent(KILLED), step, step in COMMITTED)
     assert "c" in names_in(tmp_path / "root")
     assert not [name for name in names_in(tmp_path / "root") if name.startswith(".")]
 
@@ -201,7 +216,7 @@ def test_one_that_is_stopped_is_killed_before_the_save_fails(tmp_path: Path) -> 
         put("a", 3)
         assert held() == {"a": 3}
     """
-    run(program(code), tmp_path)
+    run_forked(code, tmp_path)
 
 
 def test_signals_of_a_scheduler_or_a_terminal_do_not_end_it(tmp_path: Path) -> None:
@@ -214,7 +229,7 @@ def test_signals_of_a_scheduler_or_a_terminal_do_not_end_it(tmp_path: Path) -> N
         put("a", 2)
         assert helpers_of(os.getpid()) == [helper] and held() == {"a": 2}
     """
-    run(program(code), tmp_path)
+    run_forked(code, tmp_path)
 
 
 def test_it_ends_when_the_program_is_killed_although_a_forked_process_lives_on(tmp_path: Path) -> None:
@@ -225,7 +240,7 @@ def test_it_ends_when_the_program_is_killed_although_a_forked_process_lives_on(t
         print("forked", flush=True)
         signal.pause()
     """
-    trainer = start(program(code), tmp_path)
+    trainer = begin(code, tmp_path)
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == "forked\n"
     (helper,), (child,) = helpers_of(trainer.pid), children_of(trainer.pid)
@@ -246,11 +261,12 @@ def test_a_forked_child_has_a_process_of_its_own_and_both_go_on(tmp_path: Path) 
             put("b", 2)
             assert len(helpers_of(os.getpid())) == 1 and helpers_of(os.getpid()) != helpers
             sys.exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == 7, code
         put("c", 3)
         assert helpers_of(os.getpid()) == helpers and held() == {"a": 1, "b": 2, "c": 3}
     """
-    run(program(code), tmp_path)
+    run_forked(code, tmp_path)
 
 
 def test_saves_of_several_threads_to_several_directories(tmp_path: Path) -> None:
@@ -272,7 +288,7 @@ def test_saves_of_several_threads_to_several_directories(tmp_path: Path) -> None
         assert errors == [] and len(helpers_of(os.getpid())) == 1
         assert all(xla_ckpt.list_tags(f"{root}/{which}") == ["0", "1", "2", "3", "4"] for which in range(4))
     """
-    run(program(code), tmp_path)
+    run_forked(code, tmp_path)
 
 
 STOPPED = """
@@ -295,16 +311,15 @@ def test_a_job_that_starts_again_leaves_a_commit_alone_that_outlives_its_program
     (tmp_path / "path").mkdir()
     (tmp_path / "path/sitecustomize.py").write_text(textwrap.dedent(STOPPED))
     root = tmp_path / "root"
-    trainer = start(program("sys.path.insert(0, sys.argv[2]); put('a', 1)"), root, tmp_path / "path")
+    trainer = begin("sys.path.insert(0, sys.argv[2]); put('a', 1)", root, tmp_path / "path")
     while not (helpers := helpers_of(trainer.pid)) or "(stopped)" not in Path(f"/proc/{helpers[0]}/status").read_text():
-        assert trainer.poll() is None
+        assert not trainer.has_ended()
     trainer.kill()
     trainer.communicate(60)
-    run(program("put('b', 2); xla_ckpt.finalize_checkpoint(); assert held() == {'b': 2}, held()"), root)
+    run_forked("put('b', 2); xla_ckpt.finalize_checkpoint(); assert held() == {'b': 2}, held()", root)
     assert names_in(root) == [".new-a", "b"]
     os.kill(helpers[0], signal.SIGCONT)
     come_to_its_end(helpers[0])
-    run(
-        program("assert held() == {'a': 1, 'b': 2}, (held(), os.listdir(root)); assert xla_ckpt.verify(root, 'a').ok"),
-        root,
+    run_forked(
+        "assert held() == {'a': 1, 'b': 2}, (held(), os.listdir(root)); assert xla_ckpt.verify(root, 'a').ok", root
     )
