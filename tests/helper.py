@@ -21,11 +21,11 @@ class InThread(Program):
     """It runs on a thread: what a test has put in place of a function concerns it, too."""
 
     def start(self) -> None:
-        from xla_ckpt.tags.orbax_process import serve
+        from xla_ckpt.tags.orbax_process import committer, serve
 
         def work() -> None:
             with self._theirs:
-                serve(self._theirs)
+                serve(self._theirs, committer())
 
         threading.Thread(target=work, name="orbax", daemon=True).start()
 
@@ -41,7 +41,7 @@ class InFork(Program):
     """What the fork does first."""
 
     def start(self) -> None:
-        from xla_ckpt.tags.orbax_process import serve
+        from xla_ckpt.tags.orbax_process import committer, serve
 
         theirs = self._theirs.dup()  # a fork closes what it has of the parent's
         pid = os.fork()
@@ -50,7 +50,7 @@ class InFork(Program):
             try:
                 self.first()
                 with theirs:
-                    serve(theirs)
+                    serve(theirs, committer())
                 code = 0
             finally:
                 os._exit(code)
@@ -83,7 +83,7 @@ class Prepared(Program):
             try:
                 if theirs.recv(1):
                     orbax_process.be_alone()
-                    orbax_process.serve(theirs)
+                    orbax_process.serve(theirs, orbax_process.committer())
             finally:
                 os._exit(0)
         theirs.close()
@@ -96,7 +96,7 @@ class Prepared(Program):
         from xla_ckpt.tags import orbax_commit
 
         waiting, cls.waiting = cls.waiting, None
-        orbax_commit.Program = Program  # type: ignore[misc]
+        orbax_commit.Program = Program  # type: ignore[attr-defined]
         if waiting is not None:
             waiting[1].close()
             os.waitpid(waiting[2], 0)

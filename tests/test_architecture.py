@@ -270,7 +270,7 @@ def test_a_public_name_stands_in_one_module() -> None:
 UNSAID = {"found", "held", "made", "mine", "told"}
 """Names of variables that say only that there is something."""
 
-FUNCTIONS_WITH_UNSAID = 62
+FUNCTIONS_WITH_UNSAID = 1
 """How many functions of the library have such a variable. The number may only get smaller."""
 
 

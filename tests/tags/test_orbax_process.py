@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 from tests import nursery
 from tests.helper import children_of, come_to_its_end, helpers_of
 from tests.nursery import Born, bear
-from tests.runs import names_in, run
+from tests.runs import environment, names_in, run
 
 BEGUN = """
     import os, signal, sys, threading
@@ -83,6 +85,12 @@ def test_a_look_for_the_newest_tag_or_a_load_starts_it(tmp_path: Path) -> None:
         assert helpers_of(os.getpid())
     """
     assert run(code, tmp_path).stderr == ""  # it ends while the process starts
+
+
+def test_what_an_error_advises_shows_whether_it_starts() -> None:
+    command = [sys.executable, "-m", "xla_ckpt.tags.orbax_process"]
+    started = subprocess.run(command, stdin=subprocess.DEVNULL, env=environment(), capture_output=True, check=True)
+    assert (started.stdout, started.stderr) == (b"This program starts: xla_ckpt can have it commit tags.\n", b"")
 
 
 def test_only_rank_0_starts_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from xla_ckpt.api.opened import (
 )
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.merged import new_head
-from xla_ckpt.engine.parity import Covered, files_of, write_alone
+from xla_ckpt.engine.parity import Covered, covered_files, write_alone
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.stream import stream_files
@@ -361,7 +361,7 @@ def _write_tag(
         if (parity := target.parity) is not None:
 
             def write_parity(sealed: Manifest, text: bytes) -> None:
-                write_alone(Covered(transaction.directory, files_of(sealed)), parity, text, 1, crew)
+                write_alone(Covered(transaction.directory, covered_files(sealed)), parity, text, 1, crew)
 
         ending = Ending(index=rewriting.index, marks=rewriting.marks, parity=write_parity)
         seal(transaction, target.store.path, manifest, ending)

@@ -75,7 +75,7 @@ class Covered:
     """Path and size (bytes) of each."""
 
 
-def files_of(manifest: Manifest) -> list[tuple[str, int]]:
+def covered_files(manifest: Manifest) -> list[tuple[str, int]]:
     """The files of a tag that its parity covers: all that the manifest lists."""
     return [(file.path, file.size) for file in manifest.files]
 
@@ -275,7 +275,7 @@ def read_index(directory: Directory, manifest: Manifest) -> ParityIndex:
         raise
     listed = [(file.path, file.size) for file in index.files]
     sums = Blocks(tuple(size for _, size in listed)).sums(index.survives)
-    if listed != files_of(manifest) or index.block != PARITY_BLOCK or len(index.sums) != len(sums):
+    if listed != covered_files(manifest) or index.block != PARITY_BLOCK or len(index.sums) != len(sums):
         raise FormatError("the parity is not that of this tag", file=PARITY_INDEX)
     return index
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.parity import Covered, Files, Share, files_of, write_index, write_share
+from xla_ckpt.engine.parity import Covered, Files, Share, covered_files, write_index, write_share
 from xla_ckpt.engine.shared_directory import open_shared
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
@@ -33,7 +33,7 @@ class ParityRound:
             CheckpointError: What another rank met, or that it did not answer.
             OSError: The storage refused.
         """
-        exchange, files = self.exchange, files_of(manifest)
+        exchange, files = self.exchange, covered_files(manifest)
         if exchange.size > 1:
             exchange.say("parity", files)
         own_share = self._write(directory, files)

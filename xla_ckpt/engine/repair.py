@@ -19,8 +19,8 @@ from xla_ckpt.engine.parity import (
     add,
     all_places,
     copy_is_sound,
+    covered_files,
     damaged_sums,
-    files_of,
     has_parity,
     read_index,
     reads_as,
@@ -344,4 +344,4 @@ class _Repair:
         names = [name for name in self.directory.files() if name.startswith(FOLDER)]
         parity: Parity = "file" if any(name.startswith(f"{FOLDER}stripes-") for name in names) else "block"
         worlds = {int(end) for name in names if (end := name.rpartition("-of-")[2]).isdigit()}
-        return self.renew_parity(self.directory, files_of(manifest), parity, max(worlds, default=1), text)
+        return self.renew_parity(self.directory, covered_files(manifest), parity, max(worlds, default=1), text)

@@ -12,13 +12,13 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files.safetensors import header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.scanned import directory_to_scan, foreign_head, read_small
+from xla_ckpt.layouts.scanned import directory_to_scan, foreign_head
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Manifest, Shard, UnknownArray, array_record
 from xla_ckpt.plan.export_plan import SINGLE, WEIGHT_INDEX, index, plan_export
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import may_be_foreign
@@ -158,7 +158,7 @@ def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None
         return {single: None}
     with naming(file=WEIGHT_INDEX):
         try:
-            content = json.loads(read_small(directory, WEIGHT_INDEX, MAX_INDEX, "the index"))
+            content = json.loads(read_whole(directory, WEIGHT_INDEX, limit=MAX_INDEX, what="the index"))
         except (ValueError, RecursionError) as error:
             raise FormatError(f"the index is no JSON: {error}") from error
         places = content.get("weight_map") if isinstance(content, dict) else None

@@ -17,6 +17,7 @@ from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, nami
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.hugging_face import HuggingFace, scan_hugging_face
+from xla_ckpt.layouts.scanned import MAX_JSON
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
 from xla_ckpt.plan.save_plan import FilePlan
@@ -59,7 +60,7 @@ class Peft(HuggingFace):
     def scanned(self, directory: Directory, tag: str) -> Manifest:
         with naming(file=ADAPTER_CONFIG):
             config = (
-                lora_config(parsed(read_whole(directory, ADAPTER_CONFIG)))
+                lora_config(parsed(read_whole(directory, ADAPTER_CONFIG, limit=MAX_JSON)))
                 if ADAPTER_CONFIG in directory.files()
                 else None
             )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-from xla_ckpt.errors import FormatError, UnsupportedStateError, naming, storage_errors
+from xla_ckpt.errors import UnsupportedStateError, naming, storage_errors
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, UnknownArray
 from xla_ckpt.storage.base import Directory, Store
@@ -30,18 +30,8 @@ def directory_to_scan(store: Store, tag: str, opened: Callable[[], Directory]) -
         raise
 
 
-def read_small(directory: Directory, file: str, limit: int, what: str = "the file") -> bytes:
-    """All of a small file. `what` is what an error calls it.
-
-    Raises:
-        FileNotFoundError: There is none.
-        FormatError: It is larger than `limit` bytes.
-    """
-    with closing(directory.open(file)) as source:
-        if source.size > limit:
-            raise FormatError(f"{what} is too large", file=file, expected=f"at most {limit} bytes", found=source.size)
-        data = bytearray(source.size)
-        return bytes(data[: source.read_into(memoryview(data), 0)])
+MAX_JSON = 1 << 26
+"""Bytes that a file of JSON of another library's may have: none is nearly as large, and all of it is read."""
 
 
 def foreign_head(tag: str, created: str = "") -> Head:

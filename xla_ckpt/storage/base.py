@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from xla_ckpt.errors import NotDurableError
+from xla_ckpt.errors import FormatError, NotDurableError
 
 BLOCK = 4096
 """Unit of aligned I/O (bytes): offsets and, but for the end of a file, lengths of `Sink.write` are multiples of it."""
@@ -256,15 +256,24 @@ class ObjectStore(Store, Protocol):
         """
 
 
-def read_whole(directory: Directory, path: str) -> bytes:
+def read_whole(directory: Directory, path: str, *, limit: int | None = None, what: str = "the file") -> bytes:
     """All bytes of a small file.
+
+    Args:
+        directory: Where it is.
+        path: Its path there.
+        limit: Bytes that it may have, if others have written it.
+        what: What an error calls it.
 
     Raises:
         FileNotFoundError: There is none.
+        FormatError: It is larger than the limit.
         OSError: The storage refused.
     """
     source = directory.open(path)
     try:
+        if limit is not None and source.size > limit:
+            raise FormatError(f"{what} is too large", file=path, expected=f"at most {limit} bytes", found=source.size)
         data = bytearray(source.size)
         got = source.read_into(memoryview(data), 0)
         return bytes(data[:got])

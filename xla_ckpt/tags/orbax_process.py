@@ -14,7 +14,10 @@ import logging
 import os
 import signal
 import socket
+import stat
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,9 @@ from xla_ckpt.tags.entry import COMMITTED
 from xla_ckpt.tags.listing import ORBAX_METADATA
 from xla_ckpt.tags.placing import place
 
+Commit = Callable[[dict[str, Any], int], str | None]
+"""Commits a job, in whose directory the descriptor is; the name under which the old one stands now."""
+
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """What a scheduler sends to all processes of a job. This one ends when the process does for which it works."""
 
@@ -32,8 +38,13 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 def main() -> None:
     """Do the jobs that come through the standard input, which is a socket, in a process that is only for that."""
     be_alone()
+    commit = committer()
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        # For a person, whom an error has told to try it.
+        sys.stdout.write("This program starts: xla_ckpt can have it commit tags.\n")
+        return
     with socket.socket(fileno=os.dup(0)) as channel:
-        serve(channel)
+        serve(channel, commit)
 
 
 def be_alone() -> None:
@@ -47,9 +58,8 @@ def be_alone() -> None:
     os.environ.pop("XLA_FLAGS", None)
 
 
-def serve(channel: socket.socket) -> None:
+def serve(channel: socket.socket, commit: Commit) -> None:
     """Do the jobs that come through a channel, until its other end is closed."""
-    commit = _committer()
     channel.sendall(b"{}\n", socket.MSG_NOSIGNAL)
     for job, directory in jobs(channel):
         try:
@@ -63,7 +73,7 @@ def serve(channel: socket.socket) -> None:
         channel.sendall(json.dumps(answer, default=str).encode() + b"\n", socket.MSG_NOSIGNAL)
 
 
-def _committer() -> Any:
+def committer() -> Commit:
     """The function that commits; orbax is imported here, when all that it depends on is set."""
     import jax
     import orbax.checkpoint as ocp

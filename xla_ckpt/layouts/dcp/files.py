@@ -18,13 +18,12 @@ from xla_ckpt.layouts.dcp import digests, strided
 from xla_ckpt.layouts.dcp.digests import DIGESTS, MAX_DIGESTS
 from xla_ckpt.layouts.dcp.metadata import MAX_METADATA, METADATA, Contents, Span, merged_contents, parse_metadata
 from xla_ckpt.layouts.dcp.tags import ranks_metadata
-from xla_ckpt.layouts.scanned import read_small
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Shard
 from xla_ckpt.sharding.box import Box
-from xla_ckpt.storage.base import Directory, Source
+from xla_ckpt.storage.base import Directory, Source, read_whole
 from xla_ckpt.tags.entry import MANIFEST
 
 _NOTHING = digest(b"")
@@ -104,7 +103,7 @@ class DcpFiles:
             FormatError: It is larger than `limit` bytes.
         """
         try:
-            return read_small(self.directory, name, limit)
+            return read_whole(self.directory, name, limit=limit)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             return None
 

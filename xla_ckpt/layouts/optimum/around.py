@@ -18,6 +18,7 @@ from xla_ckpt.layouts.nxd.scan import Around, plain_file
 from xla_ckpt.layouts.nxd.state import Stage
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata, parse_stage_metadata
 from xla_ckpt.layouts.optimum.names import hugging_face
+from xla_ckpt.layouts.scanned import MAX_JSON
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.plan.rearrange import rearranged
@@ -80,7 +81,9 @@ def hugging_face_model(reader: TagReader, below: str) -> HuggingFaceModel | None
     model = hugging_face(shapes, list(stages.values()))
     arrays = {name: rearranged(schema.weight(name), new, manifest) for name, new in model.items()}
     beside = {
-        name: read_whole(reader.directory, name) for name in CONFIGS if below == "shards/" and name in files.names
+        name: read_whole(reader.directory, name, limit=MAX_JSON)
+        for name in CONFIGS
+        if below == "shards/" and name in files.names
     }
     return HuggingFaceModel(model_alone(manifest, arrays, {}), beside)
 
@@ -91,7 +94,7 @@ CONFIGS = ("config.json", "generation_config.json")
 
 def _json(files: Scan, file: str) -> Any:
     try:
-        return json.loads(read_whole(files.directory, file))
+        return json.loads(read_whole(files.directory, file, limit=MAX_JSON))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"a JSON file is damaged: {error}", file=file) from error
 
@@ -119,7 +122,10 @@ def metadata_of(files: Scan, mesh: Mesh) -> Mapping[int, StageMetadata]:
             found=f"those of the stages {', '.join(map(str, sorted(names)))}",
             hint=f"Restore them from a copy. {WITHOUT}",
         )
-    stages = {pp: parse_stage_metadata(read_whole(files.directory, name), name) for pp, name in sorted(names.items())}
+    stages = {
+        pp: parse_stage_metadata(read_whole(files.directory, name, limit=MAX_JSON), name)
+        for pp, name in sorted(names.items())
+    }
     for stage in stages.values():
         _check_ranks(stage, mesh)
     return stages

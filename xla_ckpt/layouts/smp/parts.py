@@ -12,13 +12,12 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVers
 from xla_ckpt.layouts.nxd.rank_files import RankAt, StoredTensor, listed_names
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.scanned import read_small
 from xla_ckpt.layouts.smp.sidecar import MAX_NOTE, SaveNote, directory_digest, matching, note_name, parse_notes
 from xla_ckpt.layouts.smp.tags import FileSet
 from xla_ckpt.layouts.torch_save.restricted_pickle import attributes
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import UnknownArray
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.base import Directory, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def saves_beside(directory: Directory, file: str) -> tuple[SaveNote, ...]:
     """What the note beside a file says of the saves that wrote it; nothing where there is none, or a damaged one."""
     name = note_name(file)
     try:
-        return parse_notes(read_small(directory, name, MAX_NOTE, "the note beside a file"))
+        return parse_notes(read_whole(directory, name, limit=MAX_NOTE, what="the note beside a file"))
     except FileNotFoundError:
         return ()
     except (FormatError, UnsupportedVersionError) as error:
