@@ -36,17 +36,19 @@ def list_tags(path: PathLike) -> list[str]:
 def latest_tag(path: PathLike) -> str | None:
     """The newest committed tag in `path`; None when there is none.
 
-    A program that trains looks for it before its first save, so what commits is started (see `expect_commit`).
+    Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     tags = list_tags(path)
-    expect_commit(store_at(path))
+    if not tags:
+        expect_commit(store_at(path))
     return tags[-1] if tags else None
 
 
 def expect_commit(store: Store) -> None:
     """Have the process started in which orbax commits, if this one is going to save, it seems: it trains, as rank 0.
 
-    A program that has not imported torch trains nothing, and is left as light as it is.
+    It is not, as long as there is something to load: the start would take processor time from the load. A program that
+    has not imported torch trains nothing, and is left as light as it is.
     """
     if "torch" in sys.modules:
         from xla_ckpt.job import process_group
@@ -87,13 +89,14 @@ def has_checkpoint(path: PathLike) -> bool:
     Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
     nobody begins anew over the others.
 
-    A program that trains looks for it before its first save, so what commits is started (see `expect_commit`).
+    Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     store, tag = located(path, None)
     exists = tag is not None or bool(list_tags(path))
     if not exists and (below := roots_below(root_of(store))):
         logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below))
-    expect_commit(store)
+    if not exists:
+        expect_commit(store)
     return exists
 
 
