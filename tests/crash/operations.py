@@ -295,7 +295,7 @@ def exporting(name: str, made: str, run: Callable[[Path, Path, str], object], lo
         found = {
             name: _weights(f"the export {name}", load(root / "made" / name))
             for name in sorted(listed(root / "made"))
-            if not name.endswith(".partial")
+            if not name.startswith(".new-")
         }
         return {**found, **_untouched(root)}
 
