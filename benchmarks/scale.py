@@ -29,8 +29,10 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.plan.leaf import Leaf, leaf_of
-from xla_ckpt.plan.merge import Record, Sample, merge
+from xla_ckpt.plan.merge import merge
+from xla_ckpt.plan.record import Record, Sample
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
+from xla_ckpt.plan.same_arrays import first_of_stage
 from xla_ckpt.plan.save_plan import SavePlan, plan_save
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
@@ -147,11 +149,12 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
     for leaf in leaves if mesh.size > 1 else ():
         if any(s.replicas > 1 for s in leaf.shards):
             place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
-            samples[leaf.path] = (Sample(to_hex(digest(place.encode())), to_hex(0)),)
-    return Record(
-        rank=rank, files=tuple(files), shards=tuple(shards),
+            samples[leaf.path] = (Sample(digest(place.encode()), digest(leaf.path.encode())),)
+    return Record.of(
+        shards, samples, common=[leaf.path for leaf in leaves], says_common=speaks,
+        rank=rank, files=tuple(files),
         arrays={leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves} if speaks else {}, aliases={},
-        skeleton=skeleton_of(model, mesh, stage) if speaks else None, objects=(), samples=samples,
+        skeleton=skeleton_of(model, mesh, stage) if speaks else None, objects=(),
         parts={part: to_hex(stage) for part in ("model", "optimizer")},
     )  # fmt: skip
 
@@ -260,6 +263,7 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
         seconds, record = timed(hear, zlib.decompress(data))
         facts["hear"] += seconds
         records.append(record)
+        records[-1] = record.named_by(records[first_of_stage(record.rank, mesh)])
     facts["merge"], merged = timed(merge, records, mesh)
     assert (merged.duplicates, merged.warnings) == ((), ())
     facts["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -25,7 +25,8 @@ from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Leaf, holding_of
-from xla_ckpt.plan.merge import Record, merge
+from xla_ckpt.plan.merge import merge
+from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.box import Box
@@ -56,7 +57,7 @@ def tag() -> TagReader:
     written = write_files(directory, plan_save([leaf]), {("model/w", 0): array.view(np.uint8).data})
     facts = {"model/w": ("float32", SHAPE, None)}
     merged = merge(
-        [Record(rank=0, files=written.files, shards=written.shards, arrays=facts, aliases={}, skeleton=None)], Mesh()
+        [Record.of(written.shards, rank=0, files=written.files, arrays=facts, aliases={}, skeleton=None)], Mesh()
     )
     manifest = Manifest(
         head=Head(tag="t", sequence=1, pinned=False, created=""),

@@ -14,7 +14,8 @@ from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import digest, intseq, manifest_json
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, ShardGrid, array_record
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, ShardGrid, array_record
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.grid import Grid
 

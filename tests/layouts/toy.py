@@ -28,7 +28,8 @@ from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.layouts.registry import register_layout, remove_layout
 from xla_ckpt.layouts.scanned import directory_to_scan
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, array_record
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.save_plan import Entry, FilePlan, SavePlan, item_and_name, own_boxes

@@ -20,7 +20,8 @@ from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.manifest import digest, manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard, leaf_of
-from xla_ckpt.plan.merge import Record, merge
+from xla_ckpt.plan.merge import merge
+from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import item_and_name, plan_save
 from xla_ckpt.sharding.box import Box
@@ -53,7 +54,7 @@ def store(ranks: list[list[tuple[Leaf, list[Any]]]], segment_bytes: int = 4096) 
         written = write_files(directory, plan, memory, Crew(workers=2), segment_bytes=segment_bytes)
         arrays = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf, _ in held}
         records.append(
-            Record(rank=rank, files=written.files, shards=written.shards, arrays=arrays, aliases={}, skeleton=None)
+            Record.of(written.shards, rank=rank, files=written.files, arrays=arrays, aliases={}, skeleton=None)
         )
     merged = merge(records, Mesh(dp=len(ranks)))
     assert not merged.duplicates

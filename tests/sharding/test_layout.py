@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.boxes import is_partition
 from tests.strategies import boxes_in, cuts_of, full_shapes, shapes
 from xla_ckpt.sharding.box import Box, overlapping_pair
+from xla_ckpt.sharding.corners import Corners
 from xla_ckpt.sharding.grid import Grid, fit, fit_all
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.owners import SPLIT_BYTES, HeldShard, owned, row_range
@@ -84,7 +85,8 @@ def test_a_grid_is_recognised_in_any_order(case: tuple[tuple[int, ...], Grid], r
     _, grid = case
     cells = [grid.cell(i) for i in range(grid.cells)]
     random.shuffle(cells)
-    found = fit(cells)
+    corners = Corners.of(cells)
+    found = fit(corners.start, corners.stop)
     assert found is not None
     again, order = found
     assert [cells[i] for i in order] == [again.cell(i) for i in range(again.cells)]
@@ -102,7 +104,7 @@ def test_a_missing_or_doubled_cell_is_no_partition(case: tuple[tuple[int, ...], 
 
 def test_boxes_that_are_no_grid_stay_single() -> None:
     boxes = [Box((0, 0), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (2, 2))]
-    assert [(g.cells, order) for g, order in fit_all(boxes)] == [(1, (0,)), (1, (1,)), (1, (2,))]
+    assert [(g.cells, order) for g, order in fit_all(Corners.of(boxes))] == [(1, [0]), (1, [1]), (1, [2])]
 
 
 @given(st.tuples(*(st.integers(1, 3) for _ in range(3))), st.integers(1, 3), st.integers(1, 2))

@@ -19,7 +19,8 @@ from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import leaf_of
-from xla_ckpt.plan.merge import Record, merge
+from xla_ckpt.plan.merge import merge
+from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.sharding.local_array import LocalArray
@@ -86,7 +87,7 @@ def stored(topology: Topology) -> TagReader:
         written = write_files(directory, plan, {k: bytes_of(v) for k, v in pieces.items()}, Crew(workers=1))
         facts = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves}
         records.append(
-            Record(rank=rank, files=written.files, shards=written.shards, arrays=facts, aliases={}, skeleton=None)
+            Record.of(written.shards, rank=rank, files=written.files, arrays=facts, aliases={}, skeleton=None)
         )
     merged = merge(records, topology.mesh)
     assert not merged.duplicates

@@ -19,7 +19,8 @@ from xla_ckpt.engine.write import write_files
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.leaf import leaf_of
-from xla_ckpt.plan.merge import Record, merge
+from xla_ckpt.plan.merge import merge
+from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.save_plan import plan_save
 from xla_ckpt.plan.stored_shardings import sharding_of
 from xla_ckpt.sharding.local_array import LocalArray
@@ -103,7 +104,7 @@ def stored(job: Job, full: torch.Tensor) -> TagReader:
         written = write_files(directory, plan, memory, Crew(workers=1))
         fact = {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec)}
         records.append(
-            Record(rank=rank, files=written.files, shards=written.shards, arrays=fact, aliases={}, skeleton=None)
+            Record.of(written.shards, rank=rank, files=written.files, arrays=fact, aliases={}, skeleton=None)
         )
     merged = merge(records, job.mesh)
     assert not merged.duplicates

@@ -44,8 +44,9 @@ from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import find_foreign, layout_named, tag_names
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
-from xla_ckpt.plan.merge import Record, merge
+from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.parity import Parity
+from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.stored_shardings import parameters_in
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
@@ -344,10 +345,10 @@ def _write_tag(
     with Transaction(root_of(target.store), target.tag) as transaction:
         written = stream_files(stored.reader, transaction.directory, files, crew, max_memory=max_memory)
         records = [*written.files, *write_objects(transaction.directory, objects, 0, target.mesh.size)]
-        record = Record(
+        record = Record.of(
+            written.shards,
             rank=0,
             files=tuple(records),
-            shards=written.shards,
             arrays={leaf: (r.dtype.name, r.shape, rewriting.specs.get(leaf)) for leaf, r in old.arrays.items()},
             aliases=old.aliases,
             skeleton=old.skeleton,

@@ -38,7 +38,7 @@ class Held:
     described: str
     """Element type and shape."""
 
-    sample: str
+    sample: int
     """Digest of some of its bytes."""
 
     written: bool

@@ -24,7 +24,8 @@ from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged, strided_shards
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, Span
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
-from xla_ckpt.manifest.records import Manifest, Shard, array_record
+from xla_ckpt.manifest.records import Manifest, array_record
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import above
 from xla_ckpt.storage.pool import BUFFER_BYTES, READERS, threads, work_off

@@ -12,7 +12,8 @@ from xla_ckpt.engine.stale import stale_since
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import DivergentReplicasError, SaveError
 from xla_ckpt.manifest.records import Head, Manifest
-from xla_ckpt.plan.merge import DRIFTED, Duplicate, Record, Replicas, first_stored, merge
+from xla_ckpt.plan.merge import DRIFTED, Duplicate, Replicas, first_stored, merge
+from xla_ckpt.plan.record import Record
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tags.root import Root, Transaction

@@ -36,8 +36,8 @@ from xla_ckpt.job.job import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import SaveOptions
-from xla_ckpt.plan.merge import Record
-from xla_ckpt.plan.same_arrays import check_same_arrays, fingerprint, odd_ones
+from xla_ckpt.plan.record import Record
+from xla_ckpt.plan.same_arrays import check_same_arrays, fingerprint, first_of_stage, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
@@ -213,7 +213,7 @@ class Save:
                     exchange.say("begin", Begun(transaction.directory.name).to_json())
                 plan = self._plan(frozen)
                 record = self._write(frozen, plan, transaction.directory)
-                parts = [Part(record, self._measured(plan)), *self._hear_parts()]
+                parts = self._hear_parts(record, plan)
                 self._commit(
                     transaction, self._sealed(transaction, frozen, [part.record for part in parts], odd), parts
                 )
@@ -339,15 +339,17 @@ class Save:
             samples = snapshot.samples() if world > 1 else {}
         self._tell_torn(snapshot)
         files = (*written.files, *write_objects(directory, frozen.objects, rank, world))
-        return Record(
+        return Record.of(
+            written.shards,
+            samples,
+            common=[leaf.path for leaf in frozen.leaves if frozen.has_in_common(leaf.path)],
+            says_common=tells_all or frozen.speaks,
             rank=rank,
             files=files,
-            shards=written.shards,
             arrays=frozen.types((lambda _: True) if tells_all else frozen.reports),
             aliases={alias: target for alias, target in frozen.aliases.items() if frozen.reports(alias)},
             skeleton=frozen.skeleton,
             objects=tuple(range(len(written.files), len(files))),
-            samples=samples,
             parts=frozen.parts,
         )
 
@@ -362,12 +364,16 @@ class Save:
                 listed(list(snapshot.torn)),
             )
 
-    def _hear_parts(self) -> list[Part]:
-        """What all other ranks have written."""
+    def _hear_parts(self, own: Record, plan: SavePlan) -> list[Part]:
+        """What all ranks have written, this one included."""
+        parts = [Part(own, self._measured(plan))]
         with self.phases.timed("meet"):
             deadline = Deadline(self.exchange.timeout * LEAD)
-            said = (self.exchange.hear(f"record/{rank}", rank, deadline) for rank in range(1, self.exchange.size))
-            return [Part.from_json(part) for part in said]
+            for rank in range(1, self.exchange.size):
+                part = Part.from_json(self.exchange.hear(f"record/{rank}", rank, deadline))
+                parts.append(part)
+                parts[-1] = Part(part.record.named_by(parts[first_of_stage(rank, self.mesh)].record), part.measured)
+            return parts
 
     def _measured(self, plan: SavePlan) -> Measured:
         """What this rank has measured so far, for the tag."""

@@ -8,7 +8,7 @@ from xla_ckpt.engine.rank_timings import Measured
 from xla_ckpt.errors import RankFailedError
 from xla_ckpt.job.messages import Message
 from xla_ckpt.job.verdict import LEAD, Deadline, Round
-from xla_ckpt.plan.merge import Record
+from xla_ckpt.plan.record import Record
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from xla_ckpt.files.safetensors import header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.scanned import directory_to_scan, foreign_head
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Manifest, Shard, UnknownArray, array_record
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Manifest, UnknownArray, array_record
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.export_plan import SINGLE, WEIGHT_INDEX, index, plan_export
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box

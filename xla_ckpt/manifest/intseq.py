@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from xla_ckpt.errors import FormatError
+from xla_ckpt.sharding.corners import Flags, Ints
 
 LIMIT = 1 << 62
 """No offset, size or index reaches this."""
@@ -18,36 +21,36 @@ MIN_RUN = 3
 """Shorter progressions are written out: three numbers stand for a run."""
 
 
-def pack_ints(values: Sequence[int]) -> Any:
+def pack_ints(values: Sequence[int] | Ints | Flags) -> Any:
     """`values` as JSON.
 
     >>> pack_ints([5, 5, 5]), pack_ints([0, 64, 128, 192, 7])
     (5, [[0, 64, 4], 7])
     """
-    if values and (len(values) == 1 or all(v == values[0] for v in values)):
-        return values[0]
+    if len(values) == 1:
+        return int(values[0])  # as of nearly all arrays
+    column = np.asarray(values, np.int64)
+    numbers: list[int] = column.tolist()
+    if numbers and (column == column[0]).all():
+        return numbers[0]
+    if len(numbers) <= MIN_RUN:
+        return numbers
+    steps = np.diff(column)
+    bends = (np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist()  # where another step follows
     packed: list[Any] = []
-    i = 0
-    while i < len(values):
-        end = _end_of_run(values, i)
+    i = bend = 0
+    while i < len(numbers):
+        while bend < len(bends) and bends[bend] <= i:
+            bend += 1
+        end = bends[bend] + 1 if bend < len(bends) else len(numbers)  # of the progression that begins here
         if end - i > MIN_RUN:
-            packed.append([values[i], values[i + 1] - values[i], end - i])
+            packed.append([numbers[i], numbers[i + 1] - numbers[i], end - i])
             i = end
         else:
             # Only this value: a longer run may begin with the next one.
-            packed.append(values[i])
+            packed.append(numbers[i])
             i += 1
     return packed
-
-
-def _end_of_run(values: Sequence[int], first: int) -> int:
-    """One past the last value of the arithmetic progression that begins at index `first`."""
-    end = first + 1
-    if end < len(values):
-        step = values[end] - values[first]
-        while end < len(values) and values[end] - values[end - 1] == step:
-            end += 1
-    return end
 
 
 def unpack_ints(packed: Any, count: int) -> tuple[int, ...]:
@@ -74,7 +77,7 @@ def unpack_ints(packed: Any, count: int) -> tuple[int, ...]:
             # amount of memory. Between a first and a last value in range, so are all others.
             if not (0 < length <= count and _is_index(first) and _is_index(last)):
                 raise FormatError("broken run of integers", found=str(entry)[:80])
-            values.extend(first + step * k for k in range(length))
+            values.extend(range(first, first + step * length, step) if step else [first] * length)
         else:
             raise FormatError("broken list of integers", found=str(entry)[:80])
         if len(values) > count:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import block_count
+from xla_ckpt.manifest.shards import Shard, ShardColumns
 from xla_ckpt.sharding.box import Box, overlapping_pair, tiles
 from xla_ckpt.sharding.grid import Grid, fit_all, single
 from xla_ckpt.tree import path as paths
@@ -106,25 +109,6 @@ class FileRecord:
         ends = [0, *(offset + nbytes for offset, nbytes in self.regions)]
         starts = [*(offset for offset, _ in self.regions), self.size]
         return tuple((a, b - a) for a, b in zip(ends, starts, strict=True) if b > a)
-
-
-@lightweight()
-class Shard:
-    """A stored region of an array: its box, and the place of its bytes.
-
-    A manifest is made from thousands of them for each rank, so it is not `kw_only`: keywords would take half as long
-    again.
-    """
-
-    box: Box
-    file: int
-    """Index into the manifest's files."""
-
-    offset: int
-    """Of its first byte in the file (of its frame's, where it has one); the elements follow in C order."""
-
-    frame: Box | None = None
-    """In other layouts than the native one: the larger box whose elements lie there, of which this is a part."""
 
 
 @lightweight(kw_only=True)
@@ -264,28 +248,43 @@ class UnknownArray:
         return list(groups.values())
 
 
-def array_record(dtype: DType, shape: tuple[int, ...], shards: Iterable[Shard], spec: Any = None) -> ArrayRecord:
+def array_record(
+    dtype: DType, shape: tuple[int, ...], shards: Sequence[Shard] | ShardColumns, spec: Any = None
+) -> ArrayRecord:
     """The record of an array that is stored in these shards, as one grid if they are one.
 
     Raises:
         FormatError: The shards do not hold every element exactly once.
     """
-    places = [s for s in shards if s.box.size]
     spec = None if spec is None else _frozen(spec)
-    if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
-        (only,) = places
-        cell = ShardGrid(grid=single(only.box), files=(only.file,), offsets=(only.offset,))
-        return ArrayRecord(dtype=dtype, shape=shape, grids=(cell,), spec=spec)
+    if not isinstance(shards, ShardColumns):
+        places = [shard for shard in shards if shard.box.size]
+        if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
+            return only_record(dtype, shape, places[0], spec)
+        shards = ShardColumns.of(places)
+        frames = [shard.frame for shard in places]
+    else:
+        shards = shards.rows(np.flatnonzero((shards.box.stop > shards.box.start).all(axis=1)), len(shape))
+        frames = shards.frames()
+    files, offsets = shards.file.tolist(), shards.offset.tolist()
     grids = []
-    for grid, order in fit_all([s.box for s in places]):
-        cells = [places[i] for i in order]
-        frames = tuple(s.frame for s in cells) if any(s.frame is not None for s in cells) else None
+    for grid, order in fit_all(shards.box):
+        of_cells = tuple([frames[i] for i in order])
         grids.append(
             ShardGrid(
-                grid=grid, files=tuple(s.file for s in cells), offsets=tuple(s.offset for s in cells), frames=frames
+                grid=grid,
+                files=tuple([files[i] for i in order]),
+                offsets=tuple([offsets[i] for i in order]),
+                frames=of_cells if any(frame is not None for frame in of_cells) else None,
             )
         )
     return ArrayRecord(dtype=dtype, shape=shape, grids=tuple(grids), spec=spec)
+
+
+def only_record(dtype: DType, shape: tuple[int, ...], shard: Shard, spec: Any = None) -> ArrayRecord:
+    """The record of an array that is stored in one shard, without a frame."""
+    cell = ShardGrid(grid=single(shard.box), files=(shard.file,), offsets=(shard.offset,))
+    return ArrayRecord(dtype=dtype, shape=shape, grids=(cell,), spec=spec)
 
 
 def _frozen(spec: Any) -> Any:

@@ -7,15 +7,20 @@ rank reports digests of what it should have in common with others, and so undecl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, Shard, array_record
+from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, array_record, only_record
+from xla_ckpt.manifest.shards import Shard, ShardColumns
 from xla_ckpt.plan.agreement import MAX_NAMED_RANKS, named_ranks
+from xla_ckpt.plan.record import Record
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.tree import schema
@@ -38,96 +43,14 @@ _OWN_STATE = (
     "xla_ckpt.register_optimizer."
 )
 
+Fact = tuple[str, tuple[int, ...], Any]
+"""(dtype, global shape, spec) of an array."""
+
+Differing = tuple[int, list[int]]
+"""A rank, and others that have something else."""
+
 Replicas = Literal["equal", "first"]
 """What a save asks of replicas: that they are equal, or nothing, and then it stores the first one's bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A few bytes of a replicated leaf on one rank, as digests."""
-
-    place: str
-    """Digest of where its pieces lie: only equal places are compared."""
-
-    content: str
-    loose: bool = False
-    """Whether a difference is worth a warning only (a buffer)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """What one rank reports of its part of a save."""
-
-    rank: int
-    files: tuple[FileRecord, ...]
-    shards: tuple[tuple[str, Shard], ...]
-    """(leaf path, shard); shards name files by their index in `files`."""
-
-    arrays: Mapping[str, tuple[str, tuple[int, ...], Any]]
-    """Leaf path -> (dtype, global shape, spec)."""
-
-    aliases: Mapping[str, str]
-    skeleton: Any
-    objects: tuple[int, ...] = ()
-    """Index into `files` of each pickled object, as the skeleton numbers them."""
-
-    samples: Mapping[str, Sequence[Sample]] = field(default_factory=dict)
-    """By leaf path; one for each set of ranks that hold the same parts of it."""
-
-    parts: Mapping[str, str] = field(default_factory=dict)
-    """Part of the state -> digest of its plain values."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON, for the way to rank 0."""
-        return {
-            "rank": self.rank,
-            "files": [
-                [f.path, f.size, f.head, f.digest, *([f.regions, f.digests] if f.regions else [])] for f in self.files
-            ],
-            "shards": [
-                [leaf, s.file, s.offset, s.box.start, s.box.stop, *((s.frame.start, s.frame.stop) if s.frame else ())]
-                for leaf, s in self.shards
-            ],
-            "arrays": self.arrays,
-            "aliases": self.aliases,
-            "skeleton": self.skeleton,
-            "objects": self.objects,
-            "samples": {
-                leaf: [[s.place, s.content, s.loose] for s in samples] for leaf, samples in self.samples.items()
-            },
-            "parts": self.parts,
-        }
-
-    @classmethod
-    def from_json(cls, json: Mapping[str, Any]) -> Record:
-        """The record that `to_json` described."""
-        return cls(
-            rank=json["rank"],
-            files=tuple(_file(*f) for f in json["files"]),
-            shards=tuple((leaf, _shard(*place)) for leaf, *place in json["shards"]),
-            arrays={leaf: (dtype, tuple(shape), spec) for leaf, (dtype, shape, spec) in json["arrays"].items()},
-            aliases=json["aliases"],
-            skeleton=json["skeleton"],
-            objects=tuple(json["objects"]),
-            samples={leaf: tuple(Sample(*s) for s in samples) for leaf, samples in json["samples"].items()},
-            parts=json["parts"],
-        )
-
-
-def _file(path: str, size: int, head: int, digest: int, regions: Any = (), digests: Any = ()) -> FileRecord:
-    return FileRecord(
-        path=path,
-        size=size,
-        head=head,
-        digest=digest,
-        regions=tuple((at, nbytes) for at, nbytes in regions),
-        digests=tuple(digests),
-    )
-
-
-def _shard(file: int, offset: int, start: Any, stop: Any, *frame: Any) -> Shard:
-    box = Box(tuple(start), tuple(stop))
-    return Shard(box, file, offset, Box(tuple(frame[0]), tuple(frame[1])) if frame else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,16 +98,17 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
         DivergentReplicasError: Ranks that should hold the same hold different values.
         SaveError: The ranks together did not write every element exactly once, or disagree about the structure.
     """
-    warnings, divergent = compare_replicas(records, mesh, replicas)
+    numbers = _Numbers(records)
+    warnings, divergent = compare_replicas(records, mesh, replicas, numbers)
     files: list[FileRecord] = []
-    shards: dict[str, dict[Box, tuple[int, Shard]]] = {}
-    facts: dict[str, tuple[str, tuple[int, ...], Any]] = {}
+    first_files: list[int] = []
+    facts: dict[str, Fact] = {}
     aliases: dict[str, str] = {}
     objects: list[int] = []
     skeleton: Any = None
-    duplicates = []
     for record in records:
         base, first_object = len(files), len(objects)
+        first_files.append(base)
         files.extend(record.files)
         objects += [base + n for n in record.objects]
         for leaf, fact in record.arrays.items():
@@ -196,64 +120,135 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
                     expected=f"{facts[leaf][0]} {list(facts[leaf][1])}",
                     found=f"{fact[0]} {list(fact[1])}",
                 )
-        for leaf, reported in record.shards:
-            by_box = shards.setdefault(leaf, {})
-            shard = replace(reported, file=base + reported.file) if base else reported
-            if shard.box in by_box:
-                rank, other = by_box[shard.box]
-                duplicates.append((leaf, (rank, record.rank), other, shard))
-            else:
-                by_box[shard.box] = record.rank, shard
         aliases.update(record.aliases)
         if record.skeleton is not None:
             own_skeleton = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = own_skeleton if skeleton is None else _united(skeleton, own_skeleton, "", record.rank)
-    arrays = {leaf: _array(leaf, fact, [*shards.get(leaf, {}).values()]) for leaf, fact in facts.items()}
+    arrays, duplicates = _arrays(records, facts, numbers, first_files)
     arrays |= {leaf: replace(arrays[leaf], divergent=True) for leaf in divergent if leaf in arrays}
-    aliases = {alias: target for alias, target in aliases.items() if alias not in arrays}
-    twice = tuple(
-        Duplicate(
-            leaf=leaf,
-            box=a.box,
-            nbytes=a.box.size * arrays[leaf].dtype.itemsize,
-            ranks=ranks,
-            files=(a.file, b.file),
-            offsets=(a.offset, b.offset),
-        )
-        for leaf, ranks, a, b in duplicates
-    )
     return Merged(
         skeleton=skeleton,
         arrays=arrays,
         files=tuple(files),
-        aliases=aliases,
+        aliases={alias: target for alias, target in aliases.items() if alias not in arrays},
         objects=tuple(objects),
-        duplicates=twice,
+        duplicates=tuple(duplicates),
         warnings=tuple(warnings),
     )
 
 
-def _array(leaf: str, fact: tuple[str, tuple[int, ...], Any], shards: Sequence[tuple[int, Shard]]) -> ArrayRecord:
-    """The record of an array, from its shards, each with the rank that wrote it."""
-    dtype, shape, spec = fact
+class _Numbers:
+    """Numbers for the leaf paths of all records."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        self.of: dict[str, int] = {}
+        """Leaf path -> its number."""
+        self._columns: dict[int, Ints] = {}
+        """By the identity of a record's names: the ranks of a stage have them in common."""
+        for record in records:
+            if id(record.names) not in self._columns:
+                numbers = [self.of.setdefault(name, len(self.of)) for name in record.names]
+                self._columns[id(record.names)] = np.array(numbers, np.int64)
+
+    def column(self, record: Record, leaf: Ints) -> Ints:
+        """These numbers, for a column of a record's own ones."""
+        return self._columns[id(record.names)][leaf]
+
+
+def _arrays(
+    records: Sequence[Record], facts: Mapping[str, Fact], numbers: _Numbers, first_files: Sequence[int]
+) -> tuple[dict[str, ArrayRecord], list[Duplicate]]:
+    """The record of each array, from the shards of all ranks; and what two of them wrote, which are not in it twice."""
+    shards = ShardColumns.joined([record.shards for record in records], first_files)
+    leaf = np.concatenate([numbers.column(record, record.leaf) for record in records])
+    ranks = np.repeat([record.rank for record in records], [len(record.leaf) for record in records])
+    order = np.argsort(leaf, kind="stable")
+    ends = np.searchsorted(leaf[order], np.arange(len(numbers.of) + 1))
+    dims = {number: len(facts[name][1]) for name, number in numbers.of.items() if name in facts}
+    only = dict(_only_shards(shards, order, ends, dims))
+    bounds = ends.tolist()
+    arrays: dict[str, ArrayRecord] = {}
+    duplicates: list[Duplicate] = []
+    for name, fact in facts.items():
+        number = numbers.of.get(name)
+        if number in only:  # as most arrays of a job of few ranks
+            dtype, shape, spec = fact
+            arrays[name] = only_record(dtypes.dtype(dtype), shape, only[number], spec)
+            continue
+        rows = order[bounds[number] : bounds[number + 1]] if number is not None else order[:0]
+        arrays[name], twice = _array(name, fact, shards.rows(rows, len(fact[1])), ranks[rows])
+        duplicates += twice
+    return arrays, duplicates
+
+
+def _only_shards(shards: ShardColumns, order: Ints, ends: Ints, dims: Mapping[int, int]) -> Iterator[tuple[int, Shard]]:
+    """The arrays of one shard, by their number. Arrays that lie alike have the box in common.
+
+    Args:
+        shards: All of them.
+        order: Their rows, sorted by array.
+        ends: Where those of each array begin in `order`, and where the last ones end.
+        dims: Number of tensor dims of each array.
+    """
+    arrays = np.flatnonzero(np.diff(ends) == 1)
+    if shards.framed is not None or not len(arrays):
+        return
+    only = shards.rows(order[ends[arrays]])
+    boxes: dict[Any, Box] = {}
+    columns = (arrays, only.box.start, only.box.stop, only.file, only.offset)
+    for number, starts, stops, file, offset in zip(*(column.tolist() for column in columns), strict=True):
+        corners = tuple(starts[: dims.get(number)]), tuple(stops[: dims.get(number)])
+        box = boxes.get(corners)
+        if box is None:
+            box = boxes[corners] = Box(*corners)
+        yield number, Shard(box, file, offset)
+
+
+def _array(leaf: str, fact: Fact, shards: ShardColumns, ranks: Ints) -> tuple[ArrayRecord, list[Duplicate]]:
+    """The record of an array, from its shards, each with the rank that wrote it; and what two ranks wrote."""
+    name, shape, spec = fact
+    dtype = dtypes.dtype(name)
     try:
-        return array_record(dtypes.dtype(dtype), shape, [shard for _, shard in shards], spec)
+        return array_record(dtype, shape, shards, spec), []
     except FormatError as error:
-        wrote = [f"  rank {rank} wrote {shard.box}" for rank, shard in shards]
-        more = [f"  ... and {len(wrote) - MAX_NAMED_RANKS} more"] if len(wrote) > MAX_NAMED_RANKS else []
-        raise SaveError(
-            f"the ranks together did not write this array of shape {list(shape)} exactly once: {error.problem}",
+        first = shards.box.first_of_equals()
+        once = np.flatnonzero(first == np.arange(len(first)))
+        if len(once) == len(first):
+            raise _not_once(leaf, shape, shards, ranks, error) from error
+    duplicates = [
+        Duplicate(
             leaf=leaf,
-            expected=error.expected,
-            found=error.found,
-            hint="Ranks have models of different shapes, or disagree about who holds what: check the model, mesh and "
-            "shardings of all ranks.",
-            details="\n".join([*wrote[:MAX_NAMED_RANKS], *more]),
-        ) from error
+            box=shards.box.box(b),
+            nbytes=shards.box.box(b).size * dtype.itemsize,
+            ranks=(int(ranks[a]), int(ranks[b])),
+            files=(int(shards.file[a]), int(shards.file[b])),
+            offsets=(int(shards.offset[a]), int(shards.offset[b])),
+        )
+        for b, a in enumerate(first.tolist())
+        if a != b
+    ]
+    try:
+        return array_record(dtype, shape, shards.rows(once), spec), duplicates
+    except FormatError as error:
+        raise _not_once(leaf, shape, shards.rows(once), ranks[once], error) from error
+
+
+def _not_once(leaf: str, shape: tuple[int, ...], shards: ShardColumns, ranks: Ints, error: FormatError) -> SaveError:
+    wrote = [f"  rank {rank} wrote {shards.box.box(row)}" for row, rank in enumerate(ranks[:MAX_NAMED_RANKS])]
+    more = [f"  ... and {len(ranks) - MAX_NAMED_RANKS} more"] if len(ranks) > MAX_NAMED_RANKS else []
+    return SaveError(
+        f"the ranks together did not write this array of shape {list(shape)} exactly once: {error.problem}",
+        leaf=leaf,
+        expected=error.expected,
+        found=error.found,
+        hint="Ranks have models of different shapes, or disagree about who holds what: check the model, mesh and "
+        "shardings of all ranks.",
+        details="\n".join([*wrote, *more]),
+    )
 
 
 def compare_replicas(
-    records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal"
+    records: Sequence[Record], mesh: Mesh, replicas: Replicas, numbers: _Numbers
 ) -> tuple[list[str], tuple[str, ...]]:
     """Compare what ranks have in common.
 
@@ -264,18 +259,15 @@ def compare_replicas(
         DivergentReplicasError: Ranks differ in what has to be equal.
     """
     warnings: list[str] = []
-    first: dict[tuple[str, str], tuple[int, Sample]] = {}
-    bad: dict[str, tuple[int, list[int]]] = {}
-    loose: dict[str, tuple[int, list[int]]] = {}
-    plain: dict[str, tuple[int, list[int]]] = {}
+    bad: dict[str, Differing] = {}
+    loose: dict[str, Differing] = {}
+    for leaf, first, other, is_loose in _different_samples(records, numbers):
+        _, differing = (loose if is_loose else bad).setdefault(leaf, (first, []))
+        if other not in differing[-1:]:
+            differing.append(other)
+    plain: dict[str, Differing] = {}
     seen: dict[tuple[str, int], tuple[int, str]] = {}
     for record in records:
-        for leaf, sample in ((leaf, sample) for leaf, samples in record.samples.items() for sample in samples):
-            rank, other = first.setdefault((leaf, sample.place), (record.rank, sample))
-            if other.content != sample.content:
-                _, differing = (loose if sample.loose else bad).setdefault(leaf, (rank, []))
-                if record.rank not in differing[-1:]:
-                    differing.append(record.rank)
         stage = mesh.coordinates(record.rank)["pp"] if mesh.pp > 1 else 0
         for part, text in record.parts.items():
             rank, known = seen.setdefault((part, stage if part in schema.STAGED else 0), (record.rank, text))
@@ -310,6 +302,27 @@ def compare_replicas(
     return warnings, tuple(bad)
 
 
+def _different_samples(records: Sequence[Record], numbers: _Numbers) -> Iterator[tuple[str, int, int, bool]]:
+    """(leaf path, rank, other rank, whether it is a buffer) of samples of one place with different contents.
+
+    The first rank is the first that has a sample of the place. They come in the order of the records.
+    """
+    leaf = np.concatenate([numbers.column(record, record.samples.leaf) for record in records])
+    if not len(leaf):
+        return
+    place, content, loose = (
+        np.concatenate([getattr(record.samples, name) for record in records]) for name in ("place", "content", "loose")
+    )
+    order = np.lexsort((place, leaf))  # stable: of equal places, the first rank's comes first
+    begins = np.r_[True, (np.diff(leaf[order]) != 0) | (place[order][1:] != place[order][:-1])]
+    first = np.empty_like(order)
+    first[order] = order[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
+    ranks = np.repeat([record.rank for record in records], [len(record.samples) for record in records])
+    names = list(numbers.of)
+    for row in np.flatnonzero(content != content[first]).tolist():
+        yield names[leaf[row]], int(ranks[first[row]]), int(ranks[row]), bool(loose[row])
+
+
 def first_stored(count: int) -> str:
     """That the replicas of so many arrays differ, and what is stored of them.
 
@@ -336,7 +349,7 @@ def _hint(leaf: str, mesh: Mesh, spec: Any = None) -> str:
     return f"{_UNDECLARED}{state} The mesh of this save was {mesh}. {DRIFTED}"
 
 
-def _listed(bad: Mapping[str, tuple[int, Sequence[int]]]) -> list[str]:
+def _listed(bad: Mapping[str, Differing]) -> list[str]:
     lines = [
         f"  {leaf}: rank {rank} against {named_ranks(others)}"
         for leaf, (rank, others) in [*bad.items()][:MAX_NAMED_RANKS]

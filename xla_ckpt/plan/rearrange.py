@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, Shard, array_record
+from xla_ckpt.manifest.records import ArrayRecord, Manifest, array_record
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box, Frame
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import block_count, block_size
-from xla_ckpt.manifest.records import Manifest, Shard
+from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces, runs
 

@@ -13,7 +13,8 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.files.codec import Codec
 from xla_ckpt.lightweight import lightweight
-from xla_ckpt.manifest.records import FileRecord, Shard
+from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.leaf import Leaf, LocalShard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.owners import HeldShard, owned

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from math import prod
 
+import numpy as np
+
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.corners import Corners, Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,34 +93,35 @@ def _cells_between(cuts: Sequence[int], low: int, high: int) -> range:
     return range(max(first, 0), min(last, len(cuts) - 1))
 
 
-def fit(boxes: Sequence[Box]) -> tuple[Grid, tuple[int, ...]] | None:
-    """The grid that these boxes are, and the index into `boxes` of each of its cells; None if they are no grid.
+def fit(start: Ints, stop: Ints) -> tuple[Grid, Ints] | None:
+    """The grid that some boxes are, and the row of each of its cells; None if they are no grid.
 
-    >>> fit([Box((2,), (3,)), Box((0,), (2,))])
-    (Grid(cuts=((0, 2, 3),)), (1, 0))
+    Args:
+        start: First element of each box, which is not empty; shape (boxes, dims).
+        stop: One past its last element, shape (boxes, dims).
+
+    >>> fit(np.array([[2], [0]]), np.array([[3], [2]]))
+    (Grid(cuts=((0, 2, 3),)), array([1, 0]))
     """
+    boxes, dims = start.shape
     if not boxes:
         return None
-    if len(boxes) == 1:
-        return single(boxes[0]), (0,)
-    if any(b.size == 0 for b in boxes):
+    columns = zip(start.T.tolist(), stop.T.tolist(), strict=True)
+    cuts = tuple(tuple(sorted({*starts, *stops})) for starts, stops in columns)
+    # Boxes that lie criss-cross may have cuts for millions of cells: their number is compared before there is a grid.
+    if prod(len(along) - 1 for along in cuts) != boxes:
         return None
-    cuts = _all_bounds(boxes)
-    grid = Grid(cuts)
-    # Cells and boxes of equal number are the same ones if every cell is found among the boxes. The numbers are compared
-    # first, because boxes that lie criss-cross may have cuts for millions of cells.
-    if grid.cells != len(boxes):
-        return None
-    places = {(box.start, box.stop): i for i, box in enumerate(boxes)}
-    starts = product(*(c[:-1] for c in cuts))  # in the order of the cells, like `stops`
-    stops = product(*(c[1:] for c in cuts))
-    order = []
-    for corners in zip(starts, stops, strict=True):
-        place = places.get(corners)
-        if place is None:
+    number = np.zeros(boxes, np.int64)
+    for dim in range(dims):
+        along = np.array(cuts[dim], np.int64)
+        place = np.searchsorted(along, start[:, dim])
+        if (along[place + 1] != stop[:, dim]).any():
             return None
-        order.append(place)
-    return grid, tuple(order)
+        number = number * (len(along) - 1) + place
+    # As many boxes as cells: each cell is a box, unless two boxes are one cell.
+    if np.bincount(number, minlength=boxes).max() > 1:
+        return None
+    return Grid(cuts), np.argsort(number)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -130,21 +134,9 @@ def single(box: Box) -> Grid:
     return Grid(tuple(zip(box.start, box.stop, strict=True)))
 
 
-def _all_bounds(boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...]:
-    """Per tensor dim: every position at which a box starts or stops, ascending."""
-    starts_by_dim = zip(*(b.start for b in boxes), strict=True)
-    stops_by_dim = zip(*(b.stop for b in boxes), strict=True)
-    return tuple(tuple(sorted({*starts, *stops})) for starts, stops in zip(starts_by_dim, stops_by_dim, strict=True))
-
-
-def fit_all(boxes: Sequence[Box]) -> Iterable[tuple[Grid, tuple[int, ...]]]:
-    """The boxes as one grid if they are one, else as a grid for each box; each with the indices of its cells."""
-    whole = fit(boxes)
+def fit_all(boxes: Corners) -> list[tuple[Grid, list[int]]]:
+    """Boxes that are not empty, as one grid if they are one, else each as a grid; with the rows of the cells."""
+    whole = fit(boxes.start, boxes.stop)
     if whole is not None:
-        return [whole]
-    grids = []
-    for i, box in enumerate(boxes):
-        single = fit([box])
-        if single is not None:
-            grids.append((single[0], (i,)))
-    return grids
+        return [(whole[0], whole[1].tolist())]
+    return [(single(boxes.box(row)), [row]) for row in range(len(boxes))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.manifest.digest import digest
 from xla_ckpt.snapshot.shards import Look
 
 WINDOWS = 16
@@ -21,9 +21,9 @@ def windows(nbytes: int) -> Look:
     return Look(offset=0, count=WINDOWS, stride=(nbytes - WINDOW_BYTES) // (WINDOWS - 1), nbytes=WINDOW_BYTES)
 
 
-def sample(shards: Sequence[memoryview]) -> str:
+def sample(shards: Sequence[memoryview]) -> int:
     """Digest of spread-out bytes of some shards; equal for equal contents.
 
     In the place of a shard may be what is looked at of it: of that, all is looked at.
     """
-    return to_hex(digest(b"".join(windows(len(data)).of(data) for data in shards)))
+    return digest(b"".join(windows(len(data)).of(data) for data in shards))

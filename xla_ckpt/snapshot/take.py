@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.manifest.digest import digest
 from xla_ckpt.plan.leaf import Leaf
-from xla_ckpt.plan.merge import Sample
+from xla_ckpt.plan.record import Sample
 from xla_ckpt.snapshot.arena import BUDGET_BYTES, POOL
 from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.freezing import Deferred, Freezing
@@ -237,7 +237,7 @@ def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[st
         for (_, replicas), numbers in sets.items():
             if replicas > 1:
                 boxes = " ".join(str(leaf.shards[i].box) for i in numbers)
-                place = to_hex(digest(f"{leaf.dtype.name} {leaf.shape} {boxes}".encode()))
+                place = digest(f"{leaf.dtype.name} {leaf.shape} {boxes}".encode())
                 # A layout may take the whole tensor in one: then all of its shards have the same holders.
                 shards = [pieces[i] for i in numbers] if len(pieces) == len(leaf.shards) else pieces
                 data = [shard.data for shard in shards]

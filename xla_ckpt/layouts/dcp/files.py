@@ -21,7 +21,8 @@ from xla_ckpt.layouts.dcp.tags import ranks_metadata
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable, digest, to_hex
-from xla_ckpt.manifest.records import FileRecord, Shard
+from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Source, read_whole
 from xla_ckpt.tags.entry import MANIFEST

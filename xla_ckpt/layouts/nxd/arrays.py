@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
-from xla_ckpt.manifest.records import ArrayRecord, Shard, UnknownArray, array_record
+from xla_ckpt.manifest.records import ArrayRecord, UnknownArray, array_record
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.plan.stored_shardings import without_axes
 from xla_ckpt.sharding.box import Box
@@ -351,7 +352,7 @@ def assembled(scan: Scan, array: RankArray, sharding: Sharding) -> Assembled:
             elif piece.copy is not None:
                 twice.append((firsts[piece.box], (tensor, piece)))
     try:
-        return Assembled(array_record(first.dtype, shape, shards.values(), spec), firsts, twice)
+        return Assembled(array_record(first.dtype, shape, [*shards.values()], spec), firsts, twice)
     except FormatError as error:
         raise CorruptCheckpointError(
             f"the rank files together do not hold this array exactly once: {error.problem}",
