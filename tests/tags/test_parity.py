@@ -184,6 +184,24 @@ def test_a_damaged_block_of_each_file_needs_no_stripes(tmp_path: Path) -> None:
     assert bytes_of(tag) == before
 
 
+@pytest.mark.parametrize("parity", ["block", "file"])
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_pin_that_comes_or_goes_leaves_a_tag_sound_and_repairable(pinned: bool, parity: str, tmp_path: Path) -> None:
+    tag = tag_with(tmp_path, parity, pinned=pinned)
+    root = xla_ckpt.Checkpoints(tmp_path)
+    for now in (not pinned, pinned, not pinned):
+        (root.pin if now else root.unpin)("t")
+        assert root.verify("t").ok
+    before = bytes_of(tag)
+    one = payload(tag)[0]
+    one.write_bytes(one.read_bytes()[:-1] + b"?")
+    assert root.repair("t") == (str(one.relative_to(tag)),)
+    (tag / "manifest.json").unlink()
+    assert xla_ckpt.repair(tmp_path, "t") == ("manifest.json",)
+    assert bytes_of(tag) == before
+    assert root.show("t").pinned is not pinned
+
+
 def test_what_cannot_be_repaired_is_named_and_left_alone(tmp_path: Path) -> None:
     tag = tag_with(tmp_path)
     lost = sorted(payload(tag))[:2]
@@ -243,10 +261,10 @@ def test_an_index_that_nobody_wrote_is_a_typed_error(change: dict[str, object], 
 def test_a_load_that_meets_damage_names_the_way_out(tmp_path: Path) -> None:
     tag = tag_with(tmp_path)
     flip(max(payload(tag), key=lambda path: path.stat().st_size), 2 * PARITY_BLOCK)
-    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify --repair"):
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify PATH --tag TAG --repair"):
         xla_ckpt.restore(tmp_path, "t")
     spoil_manifest(tag)
-    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify --repair"):
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="verify PATH --tag TAG --repair"):
         xla_ckpt.restore(tmp_path, "t")
 
 
@@ -259,6 +277,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "verify --repair" in capsys.readouterr().out
     assert main(["verify", "--repair", str(tmp_path)]) == 0
     assert "repaired: " in capsys.readouterr().out
+
+
+def test_the_command_for_all_tags_repairs_those_that_have_parity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, parity in (("plain", None), ("mended", "block"), ("lost", "block"), ("whole", "block")):
+        tag_with(tmp_path, parity).rename(tmp_path / name)
+    before = bytes_of(tmp_path / "mended")
+    for name, blocks in (("mended", 1), ("lost", 2)):
+        largest = max(payload(tmp_path / name), key=lambda path: path.stat().st_size)
+        for block in range(blocks):
+            flip(largest, block * PARITY_BLOCK)
+    assert main(["verify", str(tmp_path), "--all", "--repair", "--json"]) == 1
+    answers = {answer["tag"]: answer for answer in json.loads(capsys.readouterr().out)}
+    assert {name: answer["ok"] for name, answer in answers.items()} == {
+        "plain": True, "mended": True, "lost": False, "whole": True
+    }  # fmt: skip
+    assert [name for name, answer in answers.items() if answer["repaired"]] == ["mended"]
+    assert "more is damaged than the parity gives back" in answers["lost"]["problems"][0]["message"]
+    assert bytes_of(tmp_path / "mended") == before
 
 
 def test_a_save_that_replaces_the_tag_meanwhile_gets_none_of_the_old_bytes(

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from xla_ckpt.api.checkpoints import Checkpoints
 from xla_ckpt.api.contents import summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, repair, verify
 from xla_ckpt.engine.rank_timings import measured_of
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from xla_ckpt.layouts.registry import find_foreign, no_tag, tag_directory
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.listing import names_in
@@ -115,10 +116,25 @@ def report_facts(root: str, tag: str) -> dict[str, Any]:
     }
 
 
-def verify_facts(root: str, tag: str, *, repairs: bool = False) -> dict[str, Any]:
-    """What reading all bytes of a tag found, which is repaired first if that is wanted."""
-    repaired = repair(root, tag) if repairs else ()
+def verify_facts(root: str, tag: str, *, repairs: bool = False, of_many: bool = False) -> dict[str, Any]:
+    """What reading all bytes of a tag found, which is repaired first if that is wanted.
+
+    A tag that cannot be repaired is an error; `of_many` tags that are looked at, such a one is verified all the same.
+    """
+    repaired: Sequence[str] = ()
+    problems: list[CheckpointError] = []
+    if repairs:
+        try:
+            repaired = repair(root, tag)
+        except UsageError:  # it has no parity
+            if not of_many:
+                raise
+        except CorruptCheckpointError as error:
+            if not of_many:
+                raise
+            problems.append(error)
     report = verify(root, tag)
+    problems += report.problems
     return {
         "path": root,
         "tag": tag,
@@ -130,7 +146,7 @@ def verify_facts(root: str, tag: str, *, repairs: bool = False) -> dict[str, Any
         "strangers": report.strangers,
         "repaired": list(repaired),
         "digests": report.digests,
-        "problems": [{"message": str(p), **p.to_json()} for p in report.problems],
+        "problems": [{"message": str(p), **p.to_json()} for p in problems],
     }
 
 

@@ -72,7 +72,7 @@ def verify(args: argparse.Namespace) -> int:
         tags = [facts.newest(root, tag)]
     answers = []
     for name in tags:
-        answers.append(facts.verify_facts(root, name, repairs=args.repair))
+        answers.append(facts.verify_facts(root, name, repairs=args.repair, of_many=args.all))
         if not args.json:
             print_answer(args, answers[-1], render.verdict)
     if args.json:

@@ -14,6 +14,7 @@ import numpy as np
 
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, StorageError
+from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import digest, pack_digests, unpack_digests
 from xla_ckpt.manifest.parity_json import ParityFile, ParityIndex, parse
 from xla_ckpt.manifest.records import Manifest
@@ -35,7 +36,7 @@ from xla_ckpt.storage.base import Directory, Sink, read_whole, write_small
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 
-REPAIR = "`xla-ckpt verify --repair` may mend it: the tag has parity."
+REPAIR = "The tag has parity: `xla-ckpt verify PATH --tag TAG --repair`, or xla_ckpt.repair, may mend it."
 """What to do about damage in a tag with parity."""
 
 WORKERS = 8
@@ -337,7 +338,7 @@ def verify_parity(directory: Directory, manifest: Manifest) -> tuple[list[Checkp
     ]
     if not copy_is_sound(directory, index):
         problems.append(CorruptCheckpointError("the copy of the manifest is damaged", file=COPY, hint=REPAIR))
-    if digest(read_whole(directory, MANIFEST)) != index.manifest:
+    if index.manifest not in manifest_json.digests_of(read_whole(directory, MANIFEST)):
         problems.append(CorruptCheckpointError("the parity is not that of this manifest", file=PARITY_INDEX))
     blocks = Blocks(tuple(file.size for file in index.files))
     return problems, frozenset({PARITY_INDEX, COPY, *file_sizes(blocks, all_places(index))})
@@ -346,6 +347,6 @@ def verify_parity(directory: Directory, manifest: Manifest) -> tuple[list[Checkp
 def copy_is_sound(directory: Directory, index: ParityIndex) -> bool:
     """Whether the copy of the manifest is what was saved."""
     try:
-        return digest(read_whole(directory, COPY)) == index.manifest
-    except OSError:
+        return index.manifest in manifest_json.digests_of(read_whole(directory, COPY))
+    except (CheckpointError, OSError):
         return False

@@ -127,8 +127,7 @@ class TagReader:
                 with collector_paused():
                     return manifest_json.parse(bytes(data))
             except CorruptCheckpointError as error:
-                if has_parity(self.directory):
-                    error.at(hint=REPAIR)
+                error.at(hint=self.hint)
                 raise
 
     @property

@@ -94,6 +94,16 @@ def with_pin(data: bytes, pinned: bool) -> bytes:
     return _ended(_first_line(replace(head, pinned=pinned)) + b",\n" + others)
 
 
+def digests_of(data: bytes) -> frozenset[int]:
+    """The digests of a manifest with a pin and without: a pin changes nothing of what was saved.
+
+    Raises:
+        CorruptCheckpointError: A digest in it does not match.
+        UnsupportedVersionError: A newer version wrote it.
+    """
+    return frozenset(digest(with_pin(data, pinned)) for pinned in (True, False))
+
+
 def file_json(record: FileRecord) -> list[Any]:
     """A file record as plain JSON."""
     entry = [record.path, record.size, record.head, to_hex(record.digest)]

@@ -18,6 +18,7 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError
 from xla_ckpt.manifest import manifest_json
+from xla_ckpt.plan.parity import COPY
 from xla_ckpt.storage.base import (
     FileSystem,
     Identity,
@@ -115,7 +116,8 @@ class DirectoryRoot:
             return False
         try:
             with Transaction(self, tag, Kind.REPAIR) as transaction:
-                write_small(transaction.directory, MANIFEST, self._with_pin(tag, pinned))
+                for name, data in self._with_pin(tag, pinned).items():
+                    write_small(transaction.directory, name, data)
                 # A manifest must not come into a newer version of the tag. A save takes far longer than from here to
                 # the commit, so one that begins after this look does not end before it.
                 now = self.entry(tag)
@@ -137,11 +139,12 @@ class DirectoryRoot:
             raise no_such_tag(self, tag)
         return entry
 
-    def _with_pin(self, tag: str, pinned: bool) -> bytes:
-        """The manifest of a tag, with another pin."""
+    def _with_pin(self, tag: str, pinned: bool) -> dict[str, bytes]:
+        """The manifest of a tag with another pin, and the copy from which a lost one is repaired, if there is one."""
         directory = self.open(tag)
         try:
-            return manifest_json.with_pin(read_whole(directory, MANIFEST), pinned)
+            manifest = manifest_json.with_pin(read_whole(directory, MANIFEST), pinned)
+            return dict.fromkeys({MANIFEST, *({COPY} & {*directory.files()})}, manifest)
         except CheckpointError as error:
             raise error.at(path=self.path, tag=tag, file=MANIFEST) from None
         finally:
