@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import logging.handlers
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim import AdamW, lr_scheduler
 
 import xla_ckpt
 from tests import xla
+from tests.jobs import run_on_ranks
 
 xla.begin()
 
@@ -289,3 +291,38 @@ def test_a_model_in_data_parallel_is_the_model(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
     xla_ckpt.save_checkpoint(tmp_path, "b", nn.Linear(2, 2))
     xla_ckpt.load_checkpoint(tmp_path, "a", nn.DataParallel(other))
+
+
+def test_the_directory_of_a_tag_is_no_root_directory(tmp_path: Path) -> None:
+    xla_ckpt.save(tmp_path / "run", "a", {"w": torch.ones(3)})
+    before = sorted(tmp_path.rglob("*"))
+    for call in (xla_ckpt.save, xla_ckpt.save_checkpoint):
+        with pytest.raises(xla_ckpt.UsageError, match="directory of a tag, and no root directory") as raised:
+            call(tmp_path / "run/a", "x", {"w": torch.ones(3)})
+        assert f"Pass {tmp_path / 'run'}, and the name" in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+    xla_ckpt.save("memory://mistakes", "a", {"w": 1})
+    with pytest.raises(xla_ckpt.UsageError, match="directory of a tag"):
+        xla_ckpt.save("memory://mistakes/a", "x", {"w": 1})
+
+
+def saves_after_a_forward_pass(rank: int, root: Path) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    model(torch.ones(2, 4))  # an evaluation: its parameters stay gathered
+    told = logging.handlers.BufferingHandler(100)
+    logging.getLogger("xla_ckpt").addHandler(told)
+    xla_ckpt.save_checkpoint(root, "a", model, optimizer)
+    return [record.getMessage() for record in told.buffer]
+
+
+def test_fsdp2_whose_parameters_are_gathered_has_the_names_of_its_optimizer_state(tmp_path: Path) -> None:
+    ((*told,),) = run_on_ranks(saves_after_a_forward_pass, 1, tmp_path, xla=True)
+    assert not [text for text in told if "position of its parameters" in text]
+    assert "0.weight" in xla_ckpt.restore(tmp_path).tree["optimizer"]["state"]

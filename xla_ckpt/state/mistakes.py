@@ -7,6 +7,7 @@ their class.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -206,6 +207,17 @@ def _is_scheduler(value: Any) -> bool:
     return isinstance(value, torch.optim.lr_scheduler.LRScheduler) or callable(getattr(value, "get_last_lr", None))
 
 
+def _shard_again(model: torch.nn.Module) -> None:
+    """End what FSDP2 leaves gathered after a forward pass: until then the model has parameters that no optimizer has.
+
+    Its `state_dict` does so, too, but comes later.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for part in model.modules() if fsdp is not None else ():
+        if isinstance(part, fsdp.FSDPModule):  # type: ignore[union-attr]
+            part.reshard()
+
+
 def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     """Refuse an optimizer that was made before the model was moved: it steps tensors that nobody uses.
 
@@ -215,6 +227,7 @@ def _check_belongs(optimizer: Any, model: torch.nn.Module) -> None:
     """
     if getattr(type(optimizer), "state_dict", None) is not torch.optim.Optimizer.state_dict:
         return
+    _shard_again(model)
     groups = [g for g in getattr(optimizer, schema.GROUPS, ()) if g.get("params")]
     strangers, of_model = [p for g in groups for p in g["params"]], [*model.parameters()]
     names = module.parameter_names(model)
