@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from xla_ckpt.engine import save as engine_save
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.tags.root import Transaction
 
 MEGABYTES = 40
@@ -47,13 +49,13 @@ def interrupted_at(segment: int, patch: pytest.MonkeyPatch) -> None:
     """Have the process get SIGINT when so many segments are written, from the thread that writes."""
     write, counted = engine_save.write_files, iter(range(10_000))
 
-    def writing(*args: Any, progress: Callable[[int], None], **options: Any) -> Any:
+    def writing(directory: Any, plan: Any, memory: Any, crew: Crew, **options: Any) -> Any:
         def dealt(nbytes: int) -> None:
             if next(counted) == segment:
                 os.kill(os.getpid(), signal.SIGINT)
-            progress(nbytes)
+            crew.progress(nbytes)
 
-        return write(*args, progress=dealt, **options)
+        return write(directory, plan, memory, replace(crew, progress=dealt), **options)
 
     patch.setattr(engine_save, "write_files", writing)
 

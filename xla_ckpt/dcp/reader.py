@@ -98,13 +98,16 @@ class StorageReader(Named, StockReader):
         self.trust_pickle = trust_pickle
         self.read_once = read_once
         self.num_workers = num_workers
-        self._crew = Crew(workers=num_workers)
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         self.close()
         self._name(checkpoint_id)
         self.load_id = uuid.uuid4().hex
+
+    @property
+    def _crew(self) -> Crew:
+        return Crew(workers=self.num_workers)
 
     def close(self) -> None:
         """Release the directory. A load does it when it is done."""
