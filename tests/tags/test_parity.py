@@ -274,7 +274,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "parity: file" in capsys.readouterr().out
     lose(tag)
     assert main(["verify", str(tmp_path)]) == 1
-    assert "verify --repair" in capsys.readouterr().out
+    assert "--repair`, or xla_ckpt.repair, may mend it" in capsys.readouterr().out
     assert main(["verify", "--repair", str(tmp_path)]) == 0
     assert "repaired: " in capsys.readouterr().out
 
@@ -396,13 +396,13 @@ def test_a_file_of_parity_that_cannot_be_made_leaves_no_other_one_open(tmp_path:
         write_small(directory, path, b"bytes" * 1000)
     files, phases = (("x", 5000), ("y", 5000)), Phases()
     covered, crew = Covered(directory, files), Crew(workers=1, phases=phases)
-    write_share(covered, "file", 0, 1, crew)
+    write_share(covered, "file", 0, 1, crew, directory)
     first, second = sorted((tmp_path / "a/parity").iterdir())
     for taken, free in ((first, second), (second, first)):
         free.unlink()
         before = os.listdir("/proc/self/fd")
         with pytest.raises(FileExistsError):
-            write_share(covered, "file", 0, 1, crew)
+            write_share(covered, "file", 0, 1, crew, directory)
         assert len(os.listdir("/proc/self/fd")) == len(before)
         assert taken.exists()
         free.touch()

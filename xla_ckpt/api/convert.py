@@ -362,7 +362,8 @@ def _write_tag(
         if (parity := target.parity) is not None:
 
             def write_parity(sealed: Manifest, text: bytes) -> None:
-                write_alone(Covered(transaction.directory, covered_files(sealed)), parity, text, 1, crew)
+                covered = Covered(transaction.directory, covered_files(sealed))
+                write_alone(covered, parity, text, 1, crew, transaction.directory)
 
         ending = Ending(index=rewriting.index, marks=rewriting.marks, parity=write_parity)
         seal(transaction, target.store.path, manifest, ending)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from xla_ckpt.plan.parity import (
     places,
     share,
 )
-from xla_ckpt.storage.base import Directory, Sink, read_whole, write_small
+from xla_ckpt.storage.base import Directory, Sink, Source, read_whole, write_small
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 
@@ -65,11 +66,18 @@ class Share:
         return self.files, self.sums
 
 
+class Readable(Protocol):
+    """Where files can be read, whatever directory each of them is in."""
+
+    def open(self, path: str) -> Source:
+        """One of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Covered:
     """The files of which a parity is made."""
 
-    directory: Directory
+    directory: Readable
     """Where they are."""
 
     files: Files
@@ -81,7 +89,7 @@ def covered_files(manifest: Manifest) -> list[tuple[str, int]]:
     return [(file.path, file.size) for file in manifest.files]
 
 
-def read_block(directory: Directory, path: str, offset: int, target: memoryview, scratch: memoryview) -> int:
+def read_block(directory: Readable, path: str, offset: int, target: memoryview, scratch: memoryview) -> int:
     """Fill `target` from a file, as far as it reaches; how many bytes that was.
 
     Raises:
@@ -106,12 +114,16 @@ def clear(total: memoryview) -> None:
     np.frombuffer(total, np.uint8)[:] = 0
 
 
-def write_share(
-    covered: Covered, parity: Parity, rank: int, world: int, crew: Crew, into: Directory | None = None
-) -> Share:
+def write_share(covered: Covered, parity: Parity, rank: int, world: int, crew: Crew, into: Directory) -> Share:
     """Make and write the sums that are this rank's, durably (their names are not yet: `Directory.sync`).
 
-    They go into the same directory as the files, or into another one.
+    Args:
+        covered: The files.
+        parity: What the tag is to survive.
+        rank: This rank.
+        world: Number of ranks.
+        crew: Who does it.
+        into: Where the sums go.
 
     Raises:
         StorageError: A file is not as long as it was written.
@@ -120,7 +132,6 @@ def write_share(
     directory, files = covered.directory, covered.files
     blocks = Blocks(tuple(size for _, size in files))
     placed = places(blocks, parity, rank, world)
-    target = directory if into is None else into
     sinks: dict[str, Sink] = {}
     block_digests: dict[BlockAt, int] = {}
     sum_digests: dict[Sum, int] = {}
@@ -143,7 +154,7 @@ def write_share(
 
     with contextlib.ExitStack() as opened:
         for path, size in file_sizes(blocks, placed).items():
-            sinks[path] = target.create(path, size)
+            sinks[path] = into.create(path, size)
             opened.callback(sinks[path].abandon)  # a full disk may refuse the next one
         _work(placed, make, sinks, crew)
     own_files = share(len(files), rank, world)
@@ -187,9 +198,7 @@ def write_index(directory: Directory, files: Files, parity: Parity, manifest: by
     write_small(directory, PARITY_INDEX, joined(files, parity, manifest, shares).dump())
 
 
-def write_alone(
-    covered: Covered, parity: Parity, manifest: bytes, world: int, crew: Crew, into: Directory | None = None
-) -> None:
+def write_alone(covered: Covered, parity: Parity, manifest: bytes, world: int, crew: Crew, into: Directory) -> None:
     """Make all of the parity in one process, durably, as `world` ranks would deal it out.
 
     Args:
@@ -198,13 +207,13 @@ def write_alone(
         manifest: The manifest as it is stored.
         world: Number of ranks.
         crew: Who does it.
-        into: Where the parity goes, if not there, too.
+        into: Where the parity goes.
 
     Raises:
         OSError: The storage refused.
     """
     shares = [write_share(covered, parity, rank, world, crew, into).to_json() for rank in range(world)]
-    write_index(covered.directory if into is None else into, covered.files, parity, manifest, shares)
+    write_index(into, covered.files, parity, manifest, shares)
 
 
 def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]) -> ParityIndex:

@@ -71,4 +71,4 @@ class ParityRound:
 
     def _write(self, directory: Directory, files: Files) -> Share:
         rank, world = self.exchange.rank, self.exchange.size
-        return write_share(Covered(directory, files), self.parity, rank, world, self.crew)
+        return write_share(Covered(directory, files), self.parity, rank, world, self.crew, directory)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 
 from xla_ckpt.engine.crew import Crew
@@ -46,7 +45,7 @@ from xla_ckpt.plan.parity import (
     file_sizes,
     solve,
 )
-from xla_ckpt.storage.base import Directory, read_whole, write_small
+from xla_ckpt.storage.base import Directory, Source, read_whole, write_small
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Kind, Root, Transaction
@@ -58,6 +57,19 @@ MAX_NAMED = 20
 
 KEPT_BLOCKS = 16
 """Blocks that were worked out and are kept in memory, because others may need them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mended:
+    """The files of a tag, some of which are made anew in a draft."""
+
+    tag: Directory
+    draft: Directory
+    replaced: frozenset[str]
+
+    def open(self, path: str) -> Source:
+        """A file of it."""
+        return (self.draft if path in self.replaced else self.tag).open(path)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -296,7 +308,7 @@ class _Repair:
         """Replace what is damaged; the paths of it."""
         replaced = [index.files[number].path for number in damage.files] + ([MANIFEST] if damage.manifest else [])
         rebuilder = _Rebuilder(self.directory, index, damage.steps)
-        if replaced:
+        if replaced or damage.sums or damage.copy:
             with Transaction(self.root, self.tag, Kind.REPAIR) as transaction:
 
                 def rebuild(number: int, buffer: memoryview) -> None:
@@ -305,13 +317,14 @@ class _Repair:
                 work_off(damage.files, rebuild, workers=1, buffer_bytes=3 * PARITY_BLOCK, name="xla_ckpt-repair")
                 if damage.manifest:
                     write_small(transaction.directory, MANIFEST, manifest)
+                if damage.sums or damage.copy:
+                    mended = _Mended(self.directory, transaction.directory, frozenset(replaced))
+                    files = [(file.path, file.size) for file in index.files]
+                    covered, crew = Covered(mended, files), Crew(workers=self.workers)
+                    write_alone(covered, index.survives, manifest, index.writers, crew, transaction.directory)
+                    replaced += sorted({place.file for place in damage.sums.values()})
+                    replaced += [COPY] if damage.copy else []
                 transaction.commit()
-        if damage.sums or damage.copy:
-            files = [(file.path, file.size) for file in index.files]
-            with closing(self.root.open(self.tag)) as repaired:  # which an object store has in another directory
-                self.renew_parity(repaired, files, index.survives, index.writers, manifest)
-            replaced += [*sorted({place.file for place in damage.sums.values()}), *([COPY] if damage.copy else [])]
-        if replaced:
             logger.warning("%s/%s: repaired %s", self.root.path, self.tag, ", ".join(replaced))
         return replaced
 

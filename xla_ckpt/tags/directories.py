@@ -19,6 +19,7 @@ from typing import Any
 from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
+from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
 from xla_ckpt.storage.base import (
     FileSystem,
     Identity,
@@ -251,7 +252,8 @@ class DirectoryDraft:
         """Put the files into the places of those that the tag has."""
         assert self.before is not None, "begin() has opened the tag"
         self.directory.sync()
-        for path in self.directory.files():
+        # What only repairs need comes first: who meets an error in between has the tag as it was.
+        for path in sorted(self.directory.files(), key=lambda path: (not path.startswith(PARITY_FOLDER), path)):
             self.before.adopt(self.directory, path)
         try:
             self.before.sync()
