@@ -182,7 +182,7 @@ def _arrays(
 
 
 def _only_shards(shards: ShardColumns, order: Ints, ends: Ints, dims: Mapping[int, int]) -> Iterator[tuple[int, Shard]]:
-    """The arrays of one shard, by their number. Arrays that lie alike have the box in common.
+    """The arrays of one shard that is not empty, by their number. Arrays that lie alike have the box in common.
 
     Args:
         shards: All of them.
@@ -201,7 +201,8 @@ def _only_shards(shards: ShardColumns, order: Ints, ends: Ints, dims: Mapping[in
         box = boxes.get(corners)
         if box is None:
             box = boxes[corners] = Box(*corners)
-        yield number, Shard(box, file, offset)
+        if box.size:
+            yield number, Shard(box, file, offset)
 
 
 def _array(leaf: str, fact: Fact, shards: ShardColumns, ranks: Ints) -> tuple[ArrayRecord, list[Duplicate]]:
