@@ -20,7 +20,8 @@ from xla_ckpt.manifest.shards import Shard, ShardColumns
 from xla_ckpt.plan.same_arrays import Types
 from xla_ckpt.sharding.corners import Corners, Flags, Ints
 
-Digests = npt.NDArray[np.uint64]
+Hashes = npt.NDArray[np.uint64]
+"""XXH3-64 digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,8 @@ class SampleColumns:
     leaf: Ints
     """Number of the leaf path."""
 
-    place: Digests
-    content: Digests
+    place: Hashes
+    content: Hashes
     loose: Flags
 
     def __len__(self) -> int:
