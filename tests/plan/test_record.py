@@ -34,7 +34,7 @@ SAMPLES = st.dictionaries(
 
 def described(record: Record) -> dict[str, Any]:
     """What is in the columns, row by row, with names. Boxes of fewer dims than others have zeros at their ends."""
-    frames = record.shards.frames()
+    frames = record.shards.frames() or [None] * len(record.leaf)
     return {
         "shards": [
             (record.names[record.leaf[i]], record.shards.box.box(i), record.shards.file[i], record.shards.offset[i],

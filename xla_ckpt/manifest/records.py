@@ -262,20 +262,20 @@ def array_record(
         if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
             return only_record(dtype, shape, places[0], spec)
         shards = ShardColumns.of(places)
-        frames = [shard.frame for shard in places]
+        frames: list[Box | None] | None = [shard.frame for shard in places]
     else:
         shards = shards.rows(np.flatnonzero((shards.box.stop > shards.box.start).all(axis=1)), len(shape))
         frames = shards.frames()
     files, offsets = shards.file.tolist(), shards.offset.tolist()
     grids = []
     for grid, order in fit_all(shards.box):
-        of_cells = tuple([frames[i] for i in order])
+        of_cells = None if frames is None else tuple([frames[i] for i in order])
         grids.append(
             ShardGrid(
                 grid=grid,
                 files=tuple([files[i] for i in order]),
                 offsets=tuple([offsets[i] for i in order]),
-                frames=of_cells if any(frame is not None for frame in of_cells) else None,
+                frames=of_cells if of_cells is not None and any(frame is not None for frame in of_cells) else None,
             )
         )
     return ArrayRecord(dtype=dtype, shape=shape, grids=tuple(grids), spec=spec)

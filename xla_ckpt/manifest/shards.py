@@ -75,10 +75,10 @@ class ShardColumns:
             frame=self.frame.rows(which, dims) if has_frames and self.frame is not None else None,
         )
 
-    def frames(self) -> list[Box | None]:
-        """The frame of each of them."""
+    def frames(self) -> list[Box | None] | None:
+        """The frame of each of them; None if none has one."""
         if self.framed is None or self.frame is None:
-            return [None] * len(self)
+            return None
         return [self.frame.box(row) if framed else None for row, framed in enumerate(self.framed.tolist())]
 
     @staticmethod
