@@ -246,3 +246,12 @@ def test_a_tiling_is_told_from_what_is_none() -> None:
     assert tiles([], Box((0, 0), (0, 4)))
     assert tiles([Box((0,) * 9, (1,) * 9), Box((1,) + (0,) * 8, (2,) + (1,) * 8)], Box((0,) * 9, (2,) + (1,) * 8))
     assert tiles([Box((0,) * 9, (1,) * 9)], Box((0,) * 9, (2,) * 9)) is None
+
+
+@pytest.mark.parametrize("mark", ["done", "checkpoint", "commit_success.txt"])
+def test_a_mark_that_is_a_link_in_a_circle_is_no_mark(mark: str, tmp_path: Path) -> None:
+    """A look for what another library has saved over the tag met it, and no error of ours said so."""
+    xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(3)}, layout="xser")
+    (tmp_path / "a" / mark).unlink()
+    (tmp_path / "a" / mark).symlink_to(mark)
+    assert xla_ckpt.restore(tmp_path, "a").tree["model"]["w"].tolist() == [1, 1, 1]

@@ -209,8 +209,10 @@ class LocalStore:
     def modified(self, path: str) -> int | None:
         try:
             return os.stat(self._at(path)).st_mtime_ns
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # a link that leads to itself is no file
+                return None
+            raise
 
     def open(self, name: str, *, lock: bool = True, links: bool = False, write: bool = False) -> LocalDirectory:
         if not lock:
