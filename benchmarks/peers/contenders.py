@@ -7,7 +7,6 @@ Sizes are multiples of one size, `--gb`.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -200,12 +199,11 @@ def _cpu_loads(gb: float) -> Group:
 
 
 def _cpu_stalls(gb: float) -> Group:
-    modes = ("host", "overlap") if has_snapshot_modes() else ()
     rows = (
         _stall("xla_ckpt", "ours_async", gb, "cpu", short=True),
         *(
             _stall(f'xla_ckpt, `snapshot="{mode}"`', f"ours_{mode}", gb, "cpu", short=mode == "overlap")
-            for mode in modes
+            for mode in ("host", "overlap")
         ),
         _stall("one memcpy of the state into warm memory", "memcpy", gb, "cpu", short=True),
         _stall("`dcp.async_save`, thread", "dcp_thread", gb, "cpu", rounds=2),
@@ -218,16 +216,9 @@ def _cpu_stalls(gb: float) -> Group:
     return Group("cpu-stall", "Stall of the caller in an asynchronous save of CPU tensors", rows, "ms", plot=True)
 
 
-def has_snapshot_modes() -> bool:
-    """Whether this version of the library lets its caller choose how the snapshot is taken."""
-    import xla_ckpt
-
-    return "snapshot" in inspect.signature(xla_ckpt.save_checkpoint).parameters
-
-
 def _simulated(gb: float) -> tuple[Group, ...]:
-    """The accelerator that the tests simulate, if this version of the library has it."""
-    if not has_snapshot_modes() or importlib.util.find_spec("tests.device") is None:
+    """The accelerator that the tests simulate, if they are here."""
+    if importlib.util.find_spec("tests.device") is None:
         return ()
     rows = (
         _stall('xla_ckpt, `snapshot="overlap"`', "ours_overlap", gb, "sim", rounds=2, short=True),
