@@ -326,6 +326,9 @@ def test_records_are_built_from_shards_in_any_order() -> None:
     with pytest.raises(FormatError, match="shards are missing"):
         array_record(f32, (5, 3), shards)
     assert array_record(f32, (0, 3), []).nbytes == 0
+    for huge in (Shard(Box((0,), (1 << 63,)), 0, 0), Shard(Box((0,), (1,)), 0, 1 << 64)):
+        with pytest.raises(FormatError, match="impossible place"):
+            array_record(f32, (1 << 64,), [huge, huge])
 
 
 regions = st.lists(

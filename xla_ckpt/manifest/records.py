@@ -261,7 +261,10 @@ def array_record(
         places = [shard for shard in shards if shard.box.size]
         if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
             return only_record(dtype, shape, places[0], spec)
-        shards = ShardColumns.of(places)
+        try:
+            shards = ShardColumns.of(places)
+        except OverflowError as error:  # of numpy's: a hostile file may name any number
+            raise FormatError("impossible place of a shard", found=str(places)[:200]) from error
         frames: list[Box | None] | None = [shard.frame for shard in places]
     else:
         shards = shards.rows(np.flatnonzero((shards.box.stop > shards.box.start).all(axis=1)), len(shape))
