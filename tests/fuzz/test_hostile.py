@@ -19,6 +19,7 @@ from tests.jobs import run_alone
 from xla_ckpt.cli.main import main as command
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NotAFileError
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced
+from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.sharding.box import Box, tiles
 
 SECONDS = 60
@@ -255,3 +256,21 @@ def test_a_mark_that_is_a_link_in_a_circle_is_no_mark(mark: str, tmp_path: Path)
     (tmp_path / "a" / mark).unlink()
     (tmp_path / "a" / mark).symlink_to(mark)
     assert xla_ckpt.restore(tmp_path, "a").tree["model"]["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize("depth", [90, 300, 900, 5000])
+def test_a_look_at_values_in_each_other_ends_well_or_in_an_error_of_ours(
+    depth: int, form: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To copy them took several calls for each, and Python ended that with an error of its own."""
+    xla_ckpt.save(tmp_path, "a", {"deep": 1})
+    manifest = tmp_path / "a/manifest.json"
+    head, members = parts_of(manifest.read_bytes())
+    members["skeleton"] = {"deep": None}
+    text = sealed(head, members).replace(b'"deep":null', b'"deep":{"$odd":' + b"[" * depth + b"1" + b"]" * depth + b"}")
+    body = text.rpartition(b',\n"digest":')[0]
+    manifest.write_bytes(body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n')
+    code = command(["show", str(tmp_path), *form])
+    assert code == 0 or "Traceback" not in capsys.readouterr().err
+    assert code in (0, 1)

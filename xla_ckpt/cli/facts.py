@@ -7,11 +7,11 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from xla_ckpt.api.checkpoints import Checkpoints
-from xla_ckpt.api.contents import summary_of
+from xla_ckpt.api.contents import TagContents, summary_of
 from xla_ckpt.api.tags import chosen_tag, list_tags, repair, verify
 from xla_ckpt.engine.rank_timings import measured_of
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
@@ -90,6 +90,11 @@ def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
         return {"path": root, "tags": [asdict(summary_of(store, *foreign))], "roots": []}
     facts = list_facts(root)
     return {**facts, "tags": [t for t in facts["tags"] if t["tag"] == tag]}
+
+
+def contents_facts(contents: TagContents) -> dict[str, Any]:
+    """What a tag holds. Its plain values stay as they are: `asdict` would copy them, and they may be nested deeply."""
+    return {**asdict(replace(contents, values={})), "values": contents.values}
 
 
 def report_facts(root: str, tag: str) -> dict[str, Any]:

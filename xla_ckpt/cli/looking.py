@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
@@ -45,7 +44,7 @@ def show(args: argparse.Namespace) -> int:
         print_answer(args, facts.report_facts(root, facts.newest(root, tag)), bars.report)
         return 0
     contents = Checkpoints(root).show(facts.newest(root, tag), leaf=args.leaf, **options.about(args))
-    print_answer(args, dataclasses.asdict(contents), render.tag)
+    print_answer(args, facts.contents_facts(contents), render.tag)
     return 0
 
 
