@@ -11,7 +11,7 @@ import errno
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,9 +41,6 @@ COPY_WITHOUT_GIL = 64 * 1024
 
 ShardBytes = Mapping[tuple[str, int], memoryview | Deferred]
 """(leaf path, local shard) -> its bytes in C order, unchanging until the save is done; or what they are copied from."""
-
-CountBytes = Callable[[int], None]
-"""Called with the number of bytes that have just been dealt with, from any thread."""
 
 
 class _File:

@@ -177,11 +177,12 @@ class Record:
 
 def _shards_json(leaf: Ints, shards: ShardColumns) -> list[Any]:
     """Columns one after the other, each as differences, which repeat: compressed they are a third of the numbers."""
-    framed = shards.framed is not None and shards.frame is not None
-    columns = [leaf, shards.file, shards.offset, *shards.box.start.T, *shards.box.stop.T]
+    frames: list[Ints | Flags] = []
     if shards.framed is not None and shards.frame is not None:
-        columns += [shards.framed, *shards.frame.start.T, *shards.frame.stop.T]
-    return [shards.box.dims, framed, np.diff(np.array(columns, np.int64), axis=1, prepend=0).reshape(-1).tolist()]
+        frames = [shards.framed, *shards.frame.start.T, *shards.frame.stop.T]
+    columns = [leaf, shards.file, shards.offset, *shards.box.start.T, *shards.box.stop.T, *frames]
+    differences = np.diff(np.array(columns, np.int64), axis=1, prepend=0)
+    return [shards.box.dims, bool(frames), differences.reshape(-1).tolist()]
 
 
 def _shards_of(json: Sequence[Any]) -> tuple[Ints, ShardColumns]:
