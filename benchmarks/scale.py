@@ -26,6 +26,7 @@ from typing import Any
 
 from xla_ckpt import dtypes
 from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.plan.leaf import Leaf, leaf_of
@@ -240,7 +241,9 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
     result = Result(
         world,
         mesh,
-        Manifest(head=Head(tag="", sequence=1, pinned=False, created=""), skeleton=None, arrays={}, files=()),
+        Manifest(
+            head=Head(tag="", sequence=1, pinned=False, created=""), skeleton=None, arrays=Arrays.of({}), files=()
+        ),
     )
     facts = result.facts
     wire, plan_seconds, facts["json"] = [], [], 0
@@ -281,7 +284,7 @@ def simulate(world: int, model: Model = LLAMA, say: Callable[[str], None] = lamb
     result.manifest = again
     for number, topology in enumerate(topologies(world)):
         facts[f"restore{number}"], plan = restore(model, again, topology)
-        facts[f"reads{number}"] = len(plan.reads)
+        facts[f"reads{number}"] = len(plan)
         facts[f"ratio{number}"] = plan.read_bytes / plan.needed_bytes
     return result
 

@@ -14,7 +14,8 @@ from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import digest, intseq, manifest_json
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, ShardGrid, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, Form, array_record
+from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.grid import Grid
@@ -111,9 +112,10 @@ def manifests(draw: st.DrawFn) -> Manifest:
         offsets = [draw(st.integers(0, 1 << 17)) for _ in range(grid.cells)]
         frames = draw(frames_of([grid.cell(i) for i in range(grid.cells)]))
         arrays[f"model/{name}"] = ArrayRecord(
-            dtype=draw(some_dtypes),
-            shape=shape,
-            grids=(ShardGrid(grid=grid, files=tuple(places), offsets=tuple(offsets), frames=frames),),
+            form=Form(dtype=draw(some_dtypes), shape=shape, grids=(grid,)),
+            files=tuple(places),
+            offsets=tuple(offsets),
+            frames=frames,
         )
     head = Head(
         tag=draw(st.text(max_size=9)),
@@ -125,7 +127,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     return Manifest(
         head=head,
         skeleton={"model": {"n": [1, 2.5, None, "x"]}},
-        arrays=arrays,
+        arrays=Arrays.of(arrays),
         files=files,
         aliases=aliases,
         mesh=draw(st.none() | st.just("tp=2")),
@@ -159,14 +161,14 @@ def test_every_truncation_of_a_manifest_is_found(manifest: Manifest, data: st.Da
 
 def seal(head: dict[str, Any], members: dict[str, Any]) -> bytes:
     """A manifest with right digests around any content."""
-    first = json.dumps({"format": "xla_ckpt", "version": 1, "tag": "t", "sequence": 1, "pinned": False, "created": "",
+    first = json.dumps({"format": "xla_ckpt", "version": 2, "tag": "t", "sequence": 1, "pinned": False, "created": "",
                         **head}, separators=(",", ":")).encode()[:-1]  # fmt: skip
     lines = [first + b',"head":"%016x"' % digest.digest(first)]
     whole = {
         "mesh": None,
         "world": 1,
         "skeleton": None,
-        "arrays": {},
+        "arrays": {} if head.get("version") == 1 else [],
         "aliases": {},
         "objects": [],
         "files": [],
@@ -193,7 +195,73 @@ def framed(frames: Any) -> dict[str, Any]:
 
 
 def array(**changes: Any) -> dict[str, Any]:
+    """An array of a manifest of version 1."""
     return {"dtype": "float32", "shape": [4], "grids": [[[[0, 4]], 0, 4096]], **changes}
+
+
+def form(**changes: Any) -> dict[str, Any]:
+    """Arrays of one form."""
+    return {"dtype": "float32", "shape": [4], "cuts": [[[0, 4]]], "names": ["w"], "files": 0, "offsets": 4096,
+            **changes}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ([form(shape=[5])], "shards are missing"),
+        ([form(shape=[3])], "outside of its array"),
+        ([form(dtype="float31")], "float31"),
+        ([form(files=1)], "lies in no file"),
+        ([form(offsets=8180)], "past the end of its file"),
+        ([form(offsets=-4)], "broken array record"),
+        ([form(offsets=[1, 2])], "wrong length"),
+        ([form(names=["a", "b"], offsets=[4096, 8180])], "past the end of its file"),
+        ([form(cuts=[[[0, 2, 4]], [[2, 4]]], files=0, offsets=0)], "same elements"),
+        ([form(cuts=[[[4, 0]]])], "do not ascend"),
+        ([form(cuts=[[[[0, 1, 10**15]]]])], "too long"),
+        ([form(cuts=7)], "'cuts' is missing or broken"),
+        ([form(cuts=[7])], "broken grid"),
+        ([form(shape=[2] * 70)], "impossible shape"),
+        ([form(shape=[-1])], "impossible shape"),
+        ([form(shape=[2**40] * 4, cuts=[[[[0, 1, 2**13]]] * 4])], "too many"),
+        ([form(names=["a", "a"])], "listed twice"),
+        ([form(), form()], "listed twice"),
+        ([form(names=[3])], "broken list of names"),
+        ([form(names="w")], "'names' is missing or broken"),
+        ([7], "'names' is missing or broken"),
+        ([form(frames=[])], "needs a frame, or null, for each"),
+        ([form(frames=[None, None])], "needs a frame, or null, for each"),
+        ([form(frames=[[[0], [4, 4]]])], "broken frame"),
+        ([form(frames=[[[1], [4]]])], "past the end of its frame"),
+        ([form(frames=[[[0], [1025]]])], "past the end of its frame"),
+        ({}, "'arrays' is missing or broken"),
+    ],
+)  # fmt: skip
+def test_hostile_forms_are_refused(arrays: Any, words: str) -> None:
+    with pytest.raises(FormatError, match=words):
+        manifest_json.parse(seal({}, {"files": [FILE], "arrays": arrays}))
+
+
+def test_a_manifest_of_version_1_says_the_same_as_one_of_version_2() -> None:
+    """Arrays of one form in several forms of text, cells in several grids, and frames."""
+    frame = [[0], [6]]
+    arrays_1 = {
+        "a": array(),
+        "b": array(grids=[[[[0, 4]], 0, 4112, [frame]]]),
+        "c": array(grids=[[[[0, 3]], 0, 4096], [[[3, 4]], 0, 5000, [None]]], spec=["tp"], divergent=True),
+        "d": array(shape=[0], grids=[]),
+        "e": array(grids=[[[[0, 4]], 0, 4128]]),
+    }
+    arrays_2 = [
+        form(names=["a", "b", "e"], offsets=[4096, 4112, 4128], frames=[None, frame, None]),
+        form(names=["c"], cuts=[[[0, 3]], [[3, 4]]], offsets=[4096, 5000], spec=["tp"], divergent=True),
+        form(names=["d"], shape=[0], cuts=[], offsets=[]),
+    ]
+    old = manifest_json.parse(seal({"version": 1}, {"files": [FILE], "arrays": arrays_1}))
+    new = manifest_json.parse(seal({}, {"files": [FILE], "arrays": arrays_2}))
+    assert dict(old.arrays) == dict(new.arrays)
+    assert new.arrays["b"].frames == (Box((0,), (6,)),)
+    assert new.divergent == ("c",)
 
 
 @pytest.mark.parametrize(
@@ -251,12 +319,12 @@ def array(**changes: Any) -> dict[str, Any]:
 )  # fmt: skip
 def test_hostile_manifests_are_refused(members: dict[str, Any], words: str) -> None:
     with pytest.raises(FormatError, match=words):
-        manifest_json.parse(seal({}, members))
+        manifest_json.parse(seal({"version": 1}, members))
 
 
 def test_newer_versions_are_refused_with_advice() -> None:
     with pytest.raises(UnsupportedVersionError, match="Install a newer xla_ckpt"):
-        manifest_json.parse(seal({"version": 2}, {}))
+        manifest_json.parse(seal({"version": 3}, {}))
     for head in ({"version": 0}, {"sequence": 0}, {"sequence": "1"}, {"tag": 5}, {"format": "other"}):
         with pytest.raises(FormatError):
             manifest_json.parse(seal(head, {}))
@@ -279,10 +347,11 @@ json_any = st.recursive(
     st.dictionaries(st.sampled_from(["arrays", "files", "aliases", "objects", "mesh", "world", "skeleton"]), json_any)
 )
 def test_sealed_garbage_raises_typed_errors(members: dict[str, Any]) -> None:
-    try:
-        manifest_json.parse(seal({}, members))
-    except CheckpointError:
-        pass
+    for version in (1, 2):
+        try:
+            manifest_json.parse(seal({"version": version}, members))
+        except CheckpointError:
+            pass
 
 
 @given(json_any, json_any, json_any)
@@ -297,7 +366,12 @@ def test_sealed_garbage_in_an_array_raises_typed_errors(shape: Any, grids: Any, 
         framed([[cuts, [4]]]),
     ):
         try:
-            manifest_json.parse(seal({}, {"files": [FILE], "arrays": {"w": entry}}))
+            manifest_json.parse(seal({"version": 1}, {"files": [FILE], "arrays": {"w": entry}}))
+        except CheckpointError:
+            pass
+    for group in (form(shape=shape), form(cuts=cuts), form(names=grids), form(offsets=cuts), form(frames=grids), cuts):
+        try:
+            manifest_json.parse(seal({}, {"files": [FILE], "arrays": [group]}))
         except CheckpointError:
             pass
 
@@ -321,7 +395,7 @@ def test_records_are_built_from_shards_in_any_order() -> None:
     f32 = dtypes.dtype("float32")
     shards = [Shard(Box((2, 0), (4, 3)), 1, 64), Shard(Box((0, 0), (2, 3)), 0, 0)]
     record = array_record(f32, (4, 3), shards)
-    assert [g.grid.cells for g in record.grids] == [2]
+    assert [grid.cells for grid in record.form.grids] == [2]
     assert sorted(record, key=lambda s: s.file) == sorted(shards, key=lambda s: s.file)
     with pytest.raises(FormatError, match="shards are missing"):
         array_record(f32, (5, 3), shards)

@@ -27,8 +27,9 @@ from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.layouts.registry import register_layout, remove_layout
 from xla_ckpt.layouts.scanned import directory_to_scan
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, array_record
+from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.leaf import Leaf
@@ -184,7 +185,7 @@ def scan(directory: Directory, tag: str) -> Manifest:
             at = at.setdefault(key, {})
         at[last] = {"$array": "numpy"}
     head = Head(tag=tag, sequence=0, pinned=False, created="")
-    return Manifest(head=head, skeleton=tree, arrays=arrays, files=tuple(files))
+    return Manifest(head=head, skeleton=tree, arrays=Arrays.of(arrays), files=tuple(files))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
+from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.plan.leaf import Holding, Leaf, LocalShard
 from xla_ckpt.plan.rearrange import Excerpt, Rearranged, rearranged
 from xla_ckpt.plan.restore_plan import Want, plan_restore
@@ -84,10 +85,9 @@ def test_any_parts_in_any_order_and_once_more(data: st.DataObject) -> None:
         old = reader.manifest
         new = rearranged("new", put_together(by_rows, 0, columns), old)
         assert (new.dtype, new.spec) == (old.arrays["a"].dtype, ("tp", None))
-        first = replace(old, arrays={"new": new})
-        reader.manifest = replace(first, arrays={
-            "new": new, "again": rearranged("again", put_together(by_columns, 1, len(expected)), first),
-        })  # fmt: skip
+        first = replace(old, arrays=Arrays.of({"new": new}))
+        split = rearranged("again", put_together(by_columns, 1, len(expected)), first)
+        reader.manifest = replace(first, arrays=Arrays.of({"new": new, "again": split}))
         for leaf, truth in (("new", expected), ("again", again)):
             box = data.draw(boxes_in(truth.shape))
             assert np.array_equal(read(reader, leaf, box), truth[region(box)])
@@ -102,7 +102,7 @@ def test_a_part_of_a_region_is_verified_with_all_of_it() -> None:
     directory, array = small()
     reader = TagReader(directory, "root", "t")
     lower = Rearranged(shape=(3, 4), parts=(Excerpt(Box.whole((3, 4)), "a", Box((3, 0), (6, 4))),))
-    manifest = replace(reader.manifest, arrays={"low": rearranged("low", lower, reader.manifest)})
+    manifest = replace(reader.manifest, arrays=Arrays.of({"low": rearranged("low", lower, reader.manifest)}))
     reader.manifest = manifest
     (shard,) = manifest.arrays["low"]
     assert shard.frame == Frame((-3, 0), (3, 4))
@@ -120,8 +120,8 @@ def test_what_makes_no_array() -> None:
     half, whole = Box.whole((3, 4)), Box.whole((6, 4))
     with TagReader(directory, "root", "t") as reader:
         manifest = reader.manifest
-    bits = replace(manifest.arrays["a"], dtype=dtypes.dtype("int32"))
-    mixed = replace(manifest, arrays={"a": manifest.arrays["a"], "b": bits})
+    bits = manifest.arrays["a"].changed(dtype=dtypes.dtype("int32"))
+    mixed = replace(manifest, arrays=Arrays.of({"a": manifest.arrays["a"], "b": bits}))
     low = Excerpt(half, "a", half)
     for parts, of, error, said in (
         ((low,), manifest, FormatError, "shards are missing"),

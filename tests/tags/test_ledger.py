@@ -16,6 +16,7 @@ from tests.storage.failing import FailingObjects, Faults
 from xla_ckpt import dcp
 from xla_ckpt.errors import CheckpointError, FormatError, NoCheckpointError, RootInUseError, SaveError, UsageError
 from xla_ckpt.manifest import manifest_json
+from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Changed, ObjectStore, read_whole, write_small
@@ -47,7 +48,9 @@ def fill(transaction: Transaction, tag: str, text: str, *, pinned: bool) -> None
     head = Head(tag=tag, sequence=transaction.sequence, pinned=pinned, created="2026-01-01T00:00:00+00:00")
     write_small(transaction.directory, "text", text.encode())
     write_small(
-        transaction.directory, MANIFEST, manifest_json.dump(Manifest(head=head, skeleton=None, arrays={}, files=()))
+        transaction.directory,
+        MANIFEST,
+        manifest_json.dump(Manifest(head=head, skeleton=None, arrays=Arrays.of({}), files=())),
     )
     transaction.seal({})
 

@@ -12,7 +12,8 @@ from xla_ckpt.engine.parity import parity_of
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import find_foreign, layout_of, open_tag
-from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import root_of
@@ -240,7 +241,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
                 dtype=record.dtype.name,
                 shape=record.shape,
                 nbytes=record.nbytes,
-                shards=sum(g.grid.cells for g in record.grids),
+                shards=record.form.cells,
             )
             for leaf, record in arrays.items()
         ),

@@ -42,6 +42,7 @@ from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, Topology
 from xla_ckpt.layouts.llama_manifest import reordered, to_fused
 from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import find_foreign, layout_named, tag_names
+from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.plan.merge import merge
@@ -356,8 +357,8 @@ def _write_tag(
         )
         mesh, head = target.mesh, new_head(target.tag, transaction.sequence, pinned=False)
         manifest = merge([record], mesh).manifest(head, mesh, mesh.size)
-        marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in old.divergent}
-        manifest = replace(manifest, arrays={**manifest.arrays, **marked})
+        marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in old.divergent}
+        manifest = replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}))
         write_parity = None
         if (parity := target.parity) is not None:
 

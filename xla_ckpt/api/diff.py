@@ -12,7 +12,8 @@ from xla_ckpt.engine.difference import Distance, distance
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import StorageError, UsageError
 from xla_ckpt.keywords import taking_values
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike

@@ -92,7 +92,7 @@ def _unknown(manifest: Manifest) -> list[str]:
 
 def _cut(manifest: Manifest) -> list[str]:
     """A note if another library's tag has arrays in several parts, of which nothing says over which axes they were."""
-    cut = [leaf for leaf, r in manifest.arrays.items() if r.spec is None and sum(g.grid.cells for g in r.grids) > 1]
+    cut = [leaf for leaf, r in manifest.arrays.items() if r.spec is None and r.form.cells > 1]
     if not cut:
         return []
     fact = f"{paths.listed(cut)}: stored in several parts, and nothing says over which axes the job had them split"

@@ -24,7 +24,8 @@ from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged, strided_shards
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, Span
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
-from xla_ckpt.manifest.records import Manifest, array_record
+from xla_ckpt.manifest.arrays import Arrays, array_record
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import above
@@ -187,7 +188,7 @@ class Places:
                         unverified.append((key, at))
                     shards += strided_shards(at, chunk.box, number(at.file))
                 arrays[key] = array_record(tensor.dtype, tensor.shape, shards)
-        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=arrays, files=tuple(files.records))
+        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(files.records))
         root, _, name = opened.path.rpartition("/")
         tag = TagReader(files.directory, root, name, manifest, foreign_objects=())
         return cls(opened, tag, unverified)

@@ -11,7 +11,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.manifest.records import ArrayRecord
+from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces

@@ -11,6 +11,7 @@ from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.stale import stale_since
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import DivergentReplicasError, SaveError
+from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.plan.merge import DRIFTED, Duplicate, Replicas, first_stored, merge
 from xla_ckpt.plan.record import Record
@@ -68,8 +69,8 @@ def _with_first(manifest: Manifest, different: Sequence[Duplicate]) -> Manifest:
     ranks = {twice.leaf: twice.ranks for twice in reversed(different)}
     lines = [f"  {leaf}: rank {a} against rank {b}" for leaf, (a, b) in ranks.items()]
     logger.warning("tag %s: %s", manifest.head.tag, "\n".join([first_stored(len(lines)), *lines]))
-    marked = {leaf: replace(manifest.arrays[leaf], divergent=True) for leaf in ranks}
-    return replace(manifest, arrays={**manifest.arrays, **marked})
+    marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in ranks}
+    return replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}))
 
 
 def _differ(twice: Duplicate) -> DivergentReplicasError:

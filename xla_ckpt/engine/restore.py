@@ -18,7 +18,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import storage_errors
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
-from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
+from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare
 from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.memory import Bytes, Slabs
@@ -124,17 +124,17 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
         if sharing is not None and exchange.size > 1:
             shared = _shared_part(reader, memory, plan, itemsize, how)
         slots = memory.slots if shared is None else shared.slots
-        reads = plan.reads if shared is None else shared.reads
+        reads = plan if shared is None else shared.reads
         # What other ranks send would go to the wrong memory: it comes when the staged bytes are in place.
         staged = {} if shared is not None else _staged(memory)
         slots = [staged[i].data if i in staged else slot for i, slot in enumerate(slots)]
         twice = memory.live - staged.keys()
         with collector_paused():
-            in_use = RestorePlan(tuple(r for r in reads if r.slot in twice))
-            fresh = RestorePlan(tuple(r for r in reads if r.slot not in twice))
+            to_live = reads.of_slots(twice)
+            in_use, fresh = reads.rows(to_live), reads.rows(~to_live)
             total = fresh.read_bytes + 2 * in_use.read_bytes
     # The bytes of `in_use` count twice: they are verified before anything is overwritten, and then read again.
-    what = f"load {reader.tag} (verify, then read)" if in_use.reads else f"load {reader.tag}"
+    what = f"load {reader.tag} (verify, then read)" if len(in_use) else f"load {reader.tag}"
     with Progress(what, total, how.shown) as bar:
         crew = Crew(workers=how.workers, progress=bar, phases=phases)
         with agreed(exchange, "reading"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
@@ -201,7 +201,7 @@ class _SharedPart:
     slots: list[memoryview]
     """The memory of all wanted boxes, and behind it that of `rows`."""
 
-    reads: tuple[Read, ...]
+    reads: RestorePlan
 
 
 def _shared_part(
@@ -224,7 +224,7 @@ def _shared_part(
         share=share,
         rows=rows,
         slots=[*memory.slots, *own_memory],
-        reads=(*share.alone(plan).reads, *more.reads),
+        reads=RestorePlan.joined([share.alone(plan), more]),
     )
 
 

@@ -19,7 +19,7 @@ from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest.digest import BlockDigester
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.options import MAX_MEMORY
-from xla_ckpt.plan.restore_plan import Read, RestorePlan, Want, plan_restore
+from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import Entry, FilePlan, Written
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
@@ -140,16 +140,12 @@ class _File:
 
     def _write_batch(self, sink: Sink, batch: Sequence[_Span]) -> None:
         memory = np.zeros(sum(s.stored_bytes for s in batch), np.uint8).data  # padding stays zero
-        reads: list[Read] = []
         slots, at = [], 0
-        for slot, span in enumerate(batch):
+        for span in batch:
             slots.append(memory[at : at + span.stored_bytes])
             at += span.stored_bytes
-            for leaf, box, frame in span.wants:
-                plan = plan_restore(self.reader.manifest, [Want(leaf, box, slot)])
-                reads += [replace(read, wanted=frame) for read in plan.reads]
-        reads.sort(key=lambda r: (r.file, r.offset, r.part))
-        read_into(self.reader, RestorePlan(tuple(reads)), slots, Crew(workers=self.crew.workers))
+        wants = [Want(leaf, box, slot, frame) for slot, s in enumerate(batch) for leaf, box, frame in s.wants]
+        read_into(self.reader, plan_restore(self.reader.manifest, wants), slots, Crew(workers=self.crew.workers))
         for span, stored in zip(batch, slots, strict=True):
             data = stored if span.cast is None else span.cast(stored)
             self.digesters[span.region].update(data)

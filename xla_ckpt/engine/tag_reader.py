@@ -224,19 +224,22 @@ class TagReader:
 
     def digests(self, file: int, offset: int, nbytes: int) -> tuple[int, ...] | None:
         """Digests of the blocks of a stored region; None where there are none (foreign files)."""
-        table = self._tables.get(file, _UNREAD)
-        if table is _UNREAD:
-            with self._reading:  # one thread reads a table, and the others wait for it
-                table = self._tables.get(file, _UNREAD)
-                if table is _UNREAD:
-                    table = self._tables[file] = self._digest_table(file)
+        table = self.digest_table(file)
         return None if table is None else table.of(offset, nbytes)
 
-    def _digest_table(self, file: int) -> BlockTable | None:
+    def digest_table(self, file: int) -> BlockTable | None:
+        """The digests of all regions of a file; None where there are none (foreign files)."""
+        if file not in self._tables:
+            with self._reading:  # one thread reads a table, and the others wait for it
+                if file not in self._tables:
+                    self._tables[file] = self._read_digests(file)
+        return self._tables[file]
+
+    def _read_digests(self, file: int) -> BlockTable | None:
         """The digests of a file: in its record, in its own header, or nowhere: other libraries' files have none."""
         record = self.manifest.files[file]
         if record.regions:
-            return BlockTable.of_regions(record.regions, record.digests)
+            return record.block_table()
         if self.foreign_objects is None:  # a payload file of ours, in the native layout
             head = self.head(file)
             with naming(path=self.root, tag=self.tag, file=record.path), collector_paused():
@@ -283,7 +286,3 @@ def head_of(source: Source, record: FileRecord, hint: str) -> bytes:
             hint=hint,
         )
     return bytes(data)
-
-
-_UNREAD = BlockTable({})
-"""Stands for a file whose digests have not been looked for yet; None is an answer, too."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.parity import verify_parity
@@ -13,8 +15,7 @@ from xla_ckpt.engine.read import check_reads
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.restore_plan import Read, RestorePlan
-from xla_ckpt.sharding.box import Box
+from xla_ckpt.plan.restore_plan import RestorePlan, whole_reads
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST, REPORT
 from xla_ckpt.tree.skeleton import array_paths
@@ -85,50 +86,41 @@ def verify_payload(reader: TagReader, *, workers: int = READERS) -> VerifyReport
             report.problems.append(error)
         else:
             sound.add(number)
-    reads = [r for r in _reads(manifest) if r.file in sound]
-    reads.sort(key=lambda r: (r.file, r.offset))
+    reads = _reads(manifest, sound)
     lock = threading.Lock()
 
     def note(error: CheckpointError) -> None:
         with lock:
             report.problems.append(error)
 
-    check_reads(reader, RestorePlan(tuple(reads)), Crew(workers=workers), on_problem=note)
-    report.nbytes = sum(r.nbytes for r in reads)
+    check_reads(reader, reads, Crew(workers=workers), on_problem=note)
+    report.nbytes = reads.needed_bytes
     for leaf in array_paths(manifest.skeleton, ""):
         if leaf not in manifest.unknown and manifest.array(leaf) is None:
             note(CheckpointError("the skeleton names an array that is not stored", tag=reader.tag, leaf=leaf))
     return report
 
 
-def _reads(manifest: Manifest) -> Iterator[Read]:
-    """A read of every stored region, once. Some layouts have padding and copies, which no restore would read."""
-    leaves: dict[tuple[int, int], str] = {}
-    for leaf, array in manifest.arrays.items():
-        for s in array:
-            if manifest.files[s.file].regions:
-                leaves.setdefault((s.file, s.offset), leaf)
-            elif s.box.size:
-                yield Read(
-                    leaf=leaf,
-                    slot=0,
-                    file=s.file,
-                    offset=s.offset,
-                    stored=s.box,
-                    wanted=s.box,
-                    part=s.box,
-                    itemsize=array.dtype.itemsize,
-                )
-    for number, file in enumerate(manifest.files):
-        for offset, nbytes in file.regions:
-            box = Box.whole((nbytes,))
-            yield Read(
-                leaf=leaves.get((number, offset), "a copy of an array"),
-                slot=0,
-                file=number,
-                offset=offset,
-                stored=box,
-                wanted=box,
-                part=box,
-                itemsize=1,
-            )
+def _reads(manifest: Manifest, files: set[int]) -> RestorePlan:
+    """A read of every region in some files. Some layouts have padding and copies, which no restore would read."""
+    arrays = manifest.arrays
+    of_cell = np.repeat(np.arange(len(arrays)), np.diff(arrays.first))
+    # Where files list their regions, they say all of them; else the cells of arrays are regions.
+    listed = np.array([bool(file.regions) for file in manifest.files], np.bool_)
+    sound = np.isin(np.arange(len(manifest.files)), list(files))
+    cells = np.flatnonzero(sound[arrays.file] & ~listed[arrays.file] & (arrays.cell_bytes() > 0))
+    names = {
+        (file, offset): arrays.names[row]
+        for file, offset, row in zip(arrays.file.tolist(), arrays.offset.tolist(), of_cell.tolist(), strict=True)
+        if listed[file]
+    }
+    regions = [(n, *region) for n, file in enumerate(manifest.files) if n in files for region in file.regions]
+    file, offset, nbytes = np.array(regions, np.int64).reshape(-1, 3).T
+    leaves = [arrays.names[row] for row in of_cell[cells].tolist()]
+    return whole_reads(
+        [*leaves, *(names.get((n, at), "a copy of an array") for n, at, _ in regions)],
+        slot=np.zeros(len(cells) + len(regions), np.int64),
+        file=np.concatenate([arrays.file[cells], file]),
+        offset=np.concatenate([arrays.offset[cells], offset]),
+        shard=np.concatenate([arrays.cell_bytes()[cells], nbytes]),
+    )

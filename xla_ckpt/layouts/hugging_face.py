@@ -13,8 +13,9 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files.safetensors import header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.scanned import directory_to_scan, foreign_head
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Manifest, UnknownArray, array_record
+from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.export_plan import SINGLE, WEIGHT_INDEX, index, plan_export
 from xla_ckpt.plan.hints import Hints
@@ -124,7 +125,7 @@ def scan_hugging_face(directory: Directory, tag: str, single: str = SINGLE) -> M
     return Manifest(
         head=foreign_head(tag),
         skeleton={schema.MODEL: {name: {"$array": "torch"} for name in arrays}},
-        arrays={schema.weight(name): record for name, record in arrays.items() if name not in unknown},
+        arrays=Arrays.of({schema.weight(name): record for name, record in arrays.items() if name not in unknown}),
         files=tuple(files),
         unknown={schema.weight(name): array for name, array in unknown.items()},
     )

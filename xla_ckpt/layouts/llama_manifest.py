@@ -25,7 +25,8 @@ from xla_ckpt.layouts.llama_names import (
     shape_of,
     split_of,
 )
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.plan.rearrange import Excerpt, Rearranged, rearranged
 from xla_ckpt.plan.stored_shardings import sharding_of
@@ -147,7 +148,7 @@ def to_fused(manifest: Manifest, config: LlamaConfig, form: Form, mesh: Mesh) ->
         for link in links(name, config, form):
             links_by_name.setdefault(link.theirs, []).append(link)
     arrays = _arrays(links_by_name, stored, manifest, config, to_hf=False)
-    arrays = {name: replace(record, spec=split_of(name, config, form).spec) for name, record in arrays.items()}
+    arrays = {name: record.changed(spec=split_of(name, config, form).spec) for name, record in arrays.items()}
     renamed = model_alone(manifest, arrays, {HEAD: EMBEDDING} if config.tied else {})
     return replace(renamed, mesh=str(mesh), world=mesh.size)
 
@@ -200,8 +201,8 @@ def reordered(manifest: Manifest, config: LlamaConfig, copies: KeyCopies, mesh: 
         moved = record if dim is None else _moved(leaf, record, dim, moves, manifest)
         sharding = split_of(name, config, new)
         is_weight = owner == leaf
-        arrays[leaf] = replace(moved, spec=sharding.spec if is_weight else _respelled(leaf, moved, sharding, manifest))
-    return replace(manifest, arrays=arrays)
+        arrays[leaf] = moved.changed(spec=sharding.spec if is_weight else _respelled(leaf, moved, sharding, manifest))
+    return replace(manifest, arrays=Arrays.of(arrays))
 
 
 def _moves(config: LlamaConfig, old: Form, new: Form) -> list[tuple[int, int, int]]:
@@ -489,7 +490,7 @@ def model_alone(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: M
     return replace(
         manifest,
         skeleton=skeleton,
-        arrays={schema.weight(name): record for name, record in arrays.items()},
+        arrays=Arrays.of({schema.weight(name): record for name, record in arrays.items()}),
         aliases={schema.weight(name): schema.weight(of) for name, of in shared.items()},
         objects=(),
         unknown={},

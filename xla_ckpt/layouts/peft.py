@@ -18,6 +18,7 @@ from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.hugging_face import HuggingFace, scan_hugging_face
 from xla_ckpt.layouts.scanned import MAX_JSON
+from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
 from xla_ckpt.plan.save_plan import FilePlan
@@ -159,7 +160,7 @@ def _adapters_of(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
             leaf=fused,
             hint="Train adapters of separate layers, or save the merged weights (save_lora_base, merge_lora).",
         )
-    return replace(manifest, arrays={leaf: manifest.arrays[leaf] for leaf in chosen})
+    return replace(manifest, arrays=Arrays.of({leaf: manifest.arrays[leaf] for leaf in chosen}))
 
 
 def _with_prefix(file: FilePlan) -> FilePlan:
@@ -189,4 +190,4 @@ def _without_prefix(manifest: Manifest, config: Mapping[str, Any] | None) -> Man
     if config is not None:
         skeleton[schema.LORA_CONFIG] = dict(config)
     arrays = {schema.weight(paths.unescape(name)): manifest.arrays[leaf] for leaf, name in names.items()}
-    return replace(manifest, arrays=arrays, skeleton={schema.MODEL: skeleton})
+    return replace(manifest, arrays=Arrays.of(arrays), skeleton={schema.MODEL: skeleton})

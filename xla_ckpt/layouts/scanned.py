@@ -8,7 +8,8 @@ from typing import Any
 
 from xla_ckpt.errors import UnsupportedStateError, naming, storage_errors
 from xla_ckpt.layouts.untrusted import UntrustedObject
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, UnknownArray
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
+from xla_ckpt.manifest.records import FileRecord, Head, Manifest, UnknownArray
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tree.flatten import Flat, flatten
 
@@ -78,7 +79,7 @@ def scanned_manifest(
     manifest = Manifest(
         head=head,
         skeleton=flat.skeleton,
-        arrays={leaf: record for leaf, record in arrays.items() if leaf not in aliases},
+        arrays=Arrays.of({leaf: record for leaf, record in arrays.items() if leaf not in aliases}),
         aliases=aliases,
         files=tuple(files),
         mesh=mesh,

@@ -11,12 +11,15 @@ import base64
 import binascii
 import functools
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from xla_ckpt.errors import FormatError
+from xla_ckpt.sharding.corners import Ints
 
 MIN_BLOCK = 4 * 1024
 """Smallest block (bytes)."""
@@ -37,6 +40,20 @@ def block_size(region_bytes: int) -> int:
     return min(max(power, MIN_BLOCK), MAX_BLOCK)
 
 
+_POWERS = 1 << np.arange((MIN_BLOCK - 1).bit_length(), MAX_BLOCK.bit_length())
+"""The sizes that blocks have."""
+
+
+def block_sizes(region_bytes: Ints) -> Ints:
+    """`block_size` of many regions.
+
+    >>> block_sizes(np.array([1000, 1 << 20, 1 << 30]))
+    array([   4096,   16384, 4194304])
+    """
+    which = np.searchsorted(64 * _POWERS, region_bytes)
+    return np.asarray(_POWERS[np.minimum(which, len(_POWERS) - 1)], np.int64)
+
+
 def block_count(region_bytes: int) -> int:
     """Number of digest blocks of a region; 0 for an empty one.
 
@@ -51,24 +68,31 @@ def digest(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-@dataclass(frozen=True, slots=True)
+Digests = npt.NDArray[np.uint64]
+"""Many digests."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
     """The digests of one payload file, found by where a region begins."""
 
-    blocks: Mapping[int, tuple[int, tuple[int, ...]]]
-    """Offset in the file -> (bytes of the region, digests of its blocks)."""
+    offset: Ints
+    """Where each region begins in the file, ascending."""
+
+    nbytes: Ints
+    """Its size."""
+
+    first: Ints
+    """The place of its first digest."""
+
+    digests: Digests
 
     @classmethod
-    def of_regions(cls, regions: Iterable[tuple[int, int]], digests: Sequence[int]) -> BlockTable:
-        """The table of regions, (offset, bytes) each, whose digests come one after the other."""
-        blocks: dict[int, tuple[int, tuple[int, ...]]] = {}
-        at = 0
-        for offset, nbytes in regions:
-            count = block_count(nbytes)
-            if nbytes:
-                blocks[offset] = (nbytes, tuple(digests[at : at + count]))
-            at += count
-        return cls(blocks)
+    def of_regions(cls, offset: Ints, nbytes: Ints, digests: Digests) -> BlockTable:
+        """The table of regions, ascending, whose digests come one after the other."""
+        counts = -(-nbytes // block_sizes(nbytes))
+        some = np.flatnonzero(nbytes)  # an empty region has no blocks, and begins where another one does
+        return cls(offset[some], nbytes[some], (np.cumsum(counts) - counts)[some], digests)
 
     def of(self, offset: int, nbytes: int) -> tuple[int, ...]:
         """Digests of the blocks of the region of `nbytes` bytes at `offset`.
@@ -76,10 +100,24 @@ class BlockTable:
         Raises:
             FormatError: No such region is in the file.
         """
-        size, digests = self.blocks.get(offset, (None, ()))
-        if size != nbytes:
-            raise FormatError("the payload has no such region", expected=f"{nbytes} bytes at {offset}", found=size)
-        return digests
+        (first,) = self.find(np.array([offset]), np.array([nbytes])).tolist()
+        return tuple(self.digests[first : first + block_count(nbytes)].tolist())
+
+    def find(self, offset: Ints, nbytes: Ints) -> Ints:
+        """The places of the first digests of some regions.
+
+        Raises:
+            FormatError: One of them is not in the file.
+        """
+        if not len(self.offset):
+            raise FormatError("the payload has no regions", expected=f"{nbytes[0]} bytes at {offset[0]}")
+        row = np.minimum(np.searchsorted(self.offset, offset), len(self.offset) - 1)
+        bad = np.flatnonzero((self.offset[row] != offset) | (self.nbytes[row] != nbytes))
+        if bad.size:
+            size = int(self.nbytes[row[bad[0]]]) if self.offset[row[bad[0]]] == offset[bad[0]] else None
+            wanted = f"{nbytes[bad[0]]} bytes at {offset[bad[0]]}"
+            raise FormatError("the payload has no such region", expected=wanted, found=size)
+        return self.first[row]
 
 
 class BlockDigester:
@@ -160,6 +198,11 @@ def packed_length(count: int) -> int:
 
 
 def unpack_digests(text: str, count: int) -> tuple[int, ...]:
+    """The `count` digests that `pack_digests` wrote, as `digest_column` reads them."""
+    return tuple(digest_column(text, count).tolist())
+
+
+def digest_column(text: str | bytes, count: int) -> Digests:
     """The `count` digests that `pack_digests` wrote.
 
     Raises:
@@ -171,4 +214,4 @@ def unpack_digests(text: str, count: int) -> tuple[int, ...]:
         raise FormatError("broken table of digests") from error
     if len(raw) != 8 * count:
         raise FormatError("table of digests of the wrong size", expected=f"{count} digests", found=f"{len(raw)} bytes")
-    return struct.unpack(f"<{count}Q", raw)
+    return np.frombuffer(raw, "<u8")

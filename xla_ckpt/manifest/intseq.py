@@ -54,37 +54,50 @@ def pack_ints(values: Sequence[int] | Ints | Flags) -> Any:
 
 
 def unpack_ints(packed: Any, count: int) -> tuple[int, ...]:
-    """The `count` integers that `pack_ints` wrote. Whatever is in `packed`, memory stays proportional to `count`.
-
-    Raises:
-        FormatError: Not a packed list, not `count` long, or out of range.
+    """The `count` integers that `pack_ints` wrote, as `unpack_column` reads them.
 
     >>> unpack_ints([[0, 64, 4], 7], 5)
     (0, 64, 128, 192, 7)
     """
+    if count == 1 and _is_index(packed):
+        return (packed,)  # as of nearly all arrays
+    return tuple(unpack_column(packed, count).tolist())
+
+
+def unpack_column(packed: Any, count: int) -> Ints:
+    """The `count` integers that `pack_ints` wrote. Whatever is in `packed`, memory stays proportional to `count`.
+
+    Raises:
+        FormatError: Not a packed list, not `count` long, or out of range.
+    """
     if _is_index(packed):
-        return (packed,) * count
+        return np.full(count, packed, np.int64)
     if not isinstance(packed, list):
         raise FormatError("broken list of integers", found=str(packed)[:40])
-    values: list[int] = []
+    parts: list[Ints] = []
+    single: list[int] = []  # numbers since the last run
+    length = 0
     for entry in packed:
         if _is_index(entry):
-            values.append(entry)
+            single.append(entry)
+            length += 1
         elif isinstance(entry, list) and len(entry) == 3 and all(type(n) is int for n in entry):
-            first, step, length = entry
-            last = first + step * (length - 1)
+            first, step, steps = entry
+            last = first + step * (steps - 1)
             # The length is checked before the run is written out: a few bytes of a hostile file could ask for any
             # amount of memory. Between a first and a last value in range, so are all others.
-            if not (0 < length <= count and _is_index(first) and _is_index(last)):
+            if not (0 < steps <= count and _is_index(first) and _is_index(last)):
                 raise FormatError("broken run of integers", found=str(entry)[:80])
-            values.extend(range(first, first + step * length, step) if step else [first] * length)
+            parts += [np.array(single, np.int64), first + (step if steps > 1 else 0) * np.arange(steps)]
+            single = []
+            length += steps
         else:
             raise FormatError("broken list of integers", found=str(entry)[:80])
-        if len(values) > count:
+        if length > count:
             break  # further runs would each add up to `count` values more
-    if len(values) != count:
-        raise FormatError("list of integers of the wrong length", expected=count, found=len(values))
-    return tuple(values)
+    if length != count:
+        raise FormatError("list of integers of the wrong length", expected=count, found=length)
+    return np.concatenate([*parts, np.array(single, np.int64)])
 
 
 def unpack_any(packed: Any, limit: int) -> tuple[int, ...]:

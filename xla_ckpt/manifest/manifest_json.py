@@ -1,7 +1,7 @@
 """The manifest as bytes: canonical JSON, one member a line, the first and the last line covered by digests.
 
 ```
-{"format":"xla_ckpt","version":1,"tag":"step_10","sequence":12,"pinned":false,"created":"...","head":"<16 hex>",
+{"format":"xla_ckpt","version":2,"tag":"step_10","sequence":12,"pinned":false,"created":"...","head":"<16 hex>",
 "mesh":null,
 ...
 "digest":"<16 hex>"}
@@ -13,17 +13,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.manifest import intseq
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, Form, form_of
 from xla_ckpt.manifest.digest import block_count, digest, pack_digests, to_hex, unpack_digests
-from xla_ckpt.manifest.records import FORMAT_VERSION, ArrayRecord, FileRecord, Head, Manifest, ShardGrid
+from xla_ckpt.manifest.records import FORMAT_VERSION, FileRecord, Head, Manifest
 from xla_ckpt.sharding.box import MAX_DIMS, Box
 from xla_ckpt.sharding.grid import Grid
 
@@ -52,7 +54,7 @@ def dump(manifest: Manifest) -> bytes:
         "mesh": manifest.mesh,
         "world": manifest.world,
         "skeleton": manifest.skeleton,
-        "arrays": {leaf: _array_json(record) for leaf, record in manifest.arrays.items()},
+        "arrays": [_form_json(manifest.arrays, number) for number in range(len(manifest.arrays.forms))],
         "aliases": dict(manifest.aliases),
         "objects": list(manifest.objects),
         "files": [file_json(f) for f in manifest.files],
@@ -113,34 +115,22 @@ def file_json(record: FileRecord) -> list[Any]:
     return [*entry, [len(offsets), intseq.pack_ints(offsets), intseq.pack_ints(sizes), pack_digests(record.digests)]]
 
 
-def _array_json(record: ArrayRecord) -> dict[str, Any]:
-    split = record.spec is not None and any(record.spec)
+def _form_json(arrays: Arrays, number: int) -> dict[str, Any]:
+    """All arrays of one form."""
+    form, cells = arrays.forms[number], arrays.cells_of(number).reshape(-1)
+    split = form.spec is not None and any(form.spec)
+    frames = [arrays.frames.get(cell) for cell in cells.tolist()] if arrays.frames else []
     return {
-        "dtype": record.dtype.name,
-        "shape": list(record.shape),
-        **({"spec": record.spec} if split else {}),
-        **({"divergent": True} if record.divergent else {}),
-        "grids": [
-            [
-                _cuts_json(g.grid),
-                intseq.pack_ints(g.files),
-                intseq.pack_ints(g.offsets),
-                *_frames_json(g),
-            ]
-            for g in record.grids
-        ],
+        "dtype": form.dtype.name,
+        "shape": list(form.shape),
+        **({"spec": form.spec} if split else {}),
+        **({"divergent": True} if form.divergent else {}),
+        "cuts": [[intseq.pack_ints(cuts) for cuts in grid.cuts] for grid in form.grids],
+        "names": [arrays.names[row] for row in arrays.rows_of(number).tolist()],
+        "files": intseq.pack_ints(arrays.file[cells]),
+        "offsets": intseq.pack_ints(arrays.offset[cells]),
+        **({"frames": [f and [list(f.start), list(f.stop)] for f in frames]} if any(frames) else {}),
     }
-
-
-@functools.lru_cache(maxsize=4096)
-def _cuts_json(grid: Grid) -> list[Any]:
-    return [intseq.pack_ints(cuts) for cuts in grid.cuts]
-
-
-def _frames_json(grid: ShardGrid) -> list[Any]:
-    if grid.frames is None:
-        return []
-    return [[None if f is None else [list(f.start), list(f.stop)] for f in grid.frames]]
 
 
 def parse_head(start: bytes) -> Head:
@@ -202,15 +192,11 @@ def parse(data: bytes) -> Manifest:
     head = parse_head(data[:HEAD_BYTES])
     body = _body(data)
     raw = _loads(body + b"}")
-    arrays: dict[str, ArrayRecord] = {}
     budget = min(MAX_CELLS, FEW_CELLS + CELLS_PER_BYTE * len(data))
-    grids = _Grids()
-    for leaf, entry in _get(raw, "arrays", dict).items():
-        try:
-            arrays[leaf] = _parse_array(entry, budget, grids)
-        except (CheckpointError, ValueError, TypeError, RecursionError) as error:
-            raise FormatError(f"broken array record: {error}", leaf=leaf) from error
-        budget -= sum(g.grid.cells for g in arrays[leaf].grids)
+    if head.version == 1:
+        arrays = _parse_arrays_1(_get(raw, "arrays", dict), budget)
+    else:
+        arrays = _parse_arrays(_get(raw, "arrays", list), budget)
     aliases = _get(raw, "aliases", dict)
     if not all(isinstance(target, str) for target in aliases.values()):
         raise FormatError("broken list of shared arrays")
@@ -221,7 +207,7 @@ def parse(data: bytes) -> Manifest:
     if mesh is not None and not isinstance(mesh, str):
         raise FormatError("broken mesh", found=str(mesh)[:80])
     files = tuple(parse_file(entry) for entry in _get(raw, "files", list))
-    claimed, available = sum(record.nbytes for record in arrays.values()), sum(record.size for record in files)
+    claimed, available = arrays.nbytes, sum(record.size for record in files)
     if claimed > available:
         raise FormatError("the arrays are larger than the files in which they lie", expected=available, found=claimed)
     return Manifest(
@@ -254,61 +240,106 @@ def parse_file(entry: Any) -> FileRecord:
     raise FormatError("broken file record", found=str(entry)[:80])
 
 
-class _Grids:
-    """The grids of a manifest that is parsed. Arrays that are cut alike have one in common: few are made for many."""
+def _parse_arrays(groups: list[Any], budget: int) -> Arrays:
+    """All arrays, of which those of one form are said together."""
+    forms: list[Form] = []
+    names: list[str] = []
+    counts: list[int] = []
+    files, offsets, frames = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], dict[int, Box]()
+    cells = 0
+    for group in groups:
+        try:
+            of_form = _get(group, "names", list)
+            if not all(type(name) is str for name in of_form):
+                raise FormatError("broken list of names")
+            form = _parse_form(group, _get(group, "cuts", list), budget - cells)
+            count = form.cells * len(of_form)
+            if count > budget - cells:
+                raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
+            files.append(intseq.unpack_column(group.get("files"), count))
+            offsets.append(intseq.unpack_column(group.get("offsets"), count))
+            if "frames" in group:
+                parsed = _parse_frames(group["frames"], count, len(form.shape))
+                frames |= {cells + i: frame for i, frame in enumerate(parsed) if frame is not None}
+        except (CheckpointError, ValueError, TypeError, RecursionError) as error:
+            raise FormatError(f"broken array record: {error}", leaf=_first_name(group)) from error
+        forms.append(form)
+        names += of_form
+        counts.append(len(of_form))
+        cells += count
+    return Arrays(
+        names=names,
+        forms=tuple(forms),
+        form=np.repeat(np.arange(len(forms)), counts),
+        file=np.concatenate(files),
+        offset=np.concatenate(offsets),
+        frames=frames,
+    )
 
-    def __init__(self) -> None:
-        self._made: dict[str, Grid] = {}
 
-    def grid(self, cuts: list[Any], limit: int) -> Grid:
-        """The grid of some packed cuts, of at most `limit` each.
-
-        Raises:
-            FormatError: They are no cuts.
-            ValueError: They do not ascend.
-        """
-        text = str(cuts)
-        grid = self._made.get(text)
-        if grid is None:
-            grid = Grid(tuple(intseq.unpack_any(_as_list(c), limit) for c in cuts))
-            self._made[text] = grid
-        return grid
+def _first_name(group: Any) -> str | None:
+    names = group.get("names") if isinstance(group, dict) else None
+    return str(names[0])[:80] if isinstance(names, list) and names else None
 
 
-def _parse_array(entry: Any, budget: int, known: _Grids) -> ArrayRecord:
+def _parse_arrays_1(entries: dict[str, Any], budget: int) -> Arrays:
+    """The arrays of a manifest of version 1, in which each says its own form."""
+    records: dict[str, ArrayRecord] = {}
+    forms: dict[str, Form] = {}
+    for leaf, entry in entries.items():
+        try:
+            grids = _get(entry, "grids", list)
+            if not all(isinstance(grid, list) and 3 <= len(grid) <= 4 for grid in grids):
+                raise FormatError("broken grid of shards", found=str(grids)[:80])
+            cuts = [grid[0] for grid in grids]
+            about = str([entry.get(name) for name in ("dtype", "shape", "spec", "divergent")])
+            form = forms.get(key := f"{about}{cuts}") or forms.setdefault(key, _parse_form(entry, cuts, budget))
+            budget -= form.cells
+            if budget < 0:
+                raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
+            files: list[int] = []
+            offsets: list[int] = []
+            frames: list[Box | None] = []
+            for (_, file, offset, *frame), grid in zip(grids, form.grids, strict=True):
+                files += intseq.unpack_ints(file, grid.cells)
+                offsets += intseq.unpack_ints(offset, grid.cells)
+                frames += _parse_frames(frame[0], grid.cells, len(form.shape)) if frame else [None] * grid.cells
+            records[leaf] = ArrayRecord(
+                form=form,
+                files=tuple(files),
+                offsets=tuple(offsets),
+                frames=tuple(frames) if any(frame is not None for frame in frames) else None,
+            )
+        except (CheckpointError, ValueError, TypeError, RecursionError) as error:
+            raise FormatError(f"broken array record: {error}", leaf=leaf) from error
+    return Arrays.of(records)
+
+
+def _parse_form(entry: Any, grids: list[Any], budget: int) -> Form:
+    """The form that an entry names, with the cuts of each grid, of at most `budget` cells."""
     shape = tuple(_get(entry, "shape", list))
     if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < intseq.LIMIT for n in shape):
         raise FormatError("impossible shape", found=str(shape)[:80])
-    grids = []
-    for packed in _get(entry, "grids", list):
-        match packed:
-            case [list(cuts), files, offsets, *frames] if len(cuts) == len(shape) and len(frames) < 2:
-                grid = known.grid(cuts, budget + 1)
-                budget -= grid.cells
-                if budget < 0:
-                    raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
-                grids.append(
-                    ShardGrid(
-                        grid=grid,
-                        files=intseq.unpack_ints(files, grid.cells),
-                        offsets=intseq.unpack_ints(offsets, grid.cells),
-                        frames=_parse_frames(frames[0], grid, len(shape)) if frames else None,
-                    )
-                )
-            case _:
-                raise FormatError("broken grid of shards", found=str(packed)[:80])
-    return ArrayRecord(
+    cells = []
+    for cuts in grids:
+        if not isinstance(cuts, list) or len(cuts) != len(shape):
+            raise FormatError("broken grid of shards", found=str(cuts)[:80])
+        cells.append(Grid(tuple(intseq.unpack_any(_as_list(c), budget + 1) for c in cuts)))
+        budget -= cells[-1].cells
+        if budget < 0:
+            raise FormatError("too many shards", expected=f"at most {MAX_CELLS}")
+    return form_of(
         dtype=dtypes.dtype(_get(entry, "dtype", str)),
         shape=shape,
-        grids=tuple(grids),
+        grids=tuple(cells),
         spec=_parse_spec(entry, len(shape)),
         divergent="divergent" in entry and _get(entry, "divergent", bool),
     )
 
 
-def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]:
-    if not isinstance(entries, list) or len(entries) != grid.cells:
-        raise FormatError("a grid of shards needs a frame, or null, for each", expected=grid.cells)
+def _parse_frames(entries: Any, cells: int, dims: int) -> list[Box | None]:
+    if not isinstance(entries, list) or len(entries) != cells:
+        raise FormatError("a grid of shards needs a frame, or null, for each", expected=cells)
     frames: list[Box | None] = []
     for entry in entries:
         match entry:
@@ -320,7 +351,7 @@ def _parse_frames(entries: Any, grid: Grid, dims: int) -> tuple[Box | None, ...]
                 frames.append(Box(tuple(start), tuple(stop)))
             case _:
                 raise FormatError("broken frame of a shard", found=str(entry)[:80])
-    return tuple(frames)
+    return frames
 
 
 def _parse_spec(entry: Any, dims: int) -> tuple[Any, ...] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -129,7 +128,5 @@ def _other_heads(shardings: Mapping[str, Sharding], mesh: Mesh) -> list[str]:
 
 def _reading(manifest: Manifest, wants: Sequence[Want], rank: int) -> RankReading:
     plan = plan_restore(manifest, wants)
-    files: Counter[str] = Counter()
-    for read in plan.reads:
-        files[manifest.files[read.file].path] += read.read_bytes
-    return RankReading(rank=rank, needed_bytes=plan.needed_bytes, read_bytes=plan.read_bytes, files=dict(files))
+    files = {manifest.files[number].path: nbytes for number, nbytes in plan.bytes_of_files.items()}
+    return RankReading(rank=rank, needed_bytes=plan.needed_bytes, read_bytes=plan.read_bytes, files=files)

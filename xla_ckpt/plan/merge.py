@@ -8,14 +8,15 @@ rank reports digests of what it should have in common with others, and so undecl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Head, Manifest, array_record, only_record
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record, only_record
+from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.manifest.shards import Shard, ShardColumns
 from xla_ckpt.plan.agreement import MAX_NAMED_RANKS, named_ranks
 from xla_ckpt.plan.record import Record
@@ -70,7 +71,7 @@ class Merged:
     """The contents of the manifest."""
 
     skeleton: Any
-    arrays: dict[str, ArrayRecord]
+    arrays: Arrays
     files: tuple[FileRecord, ...]
     aliases: dict[str, str]
     objects: tuple[int, ...]
@@ -125,10 +126,10 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
             own_skeleton = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = own_skeleton if skeleton is None else _united(skeleton, own_skeleton, "", record.rank)
     arrays, duplicates = _arrays(records, facts, numbers, first_files)
-    arrays |= {leaf: replace(arrays[leaf], divergent=True) for leaf in divergent if leaf in arrays}
+    arrays |= {leaf: arrays[leaf].changed(divergent=True) for leaf in divergent if leaf in arrays}
     return Merged(
         skeleton=skeleton,
-        arrays=arrays,
+        arrays=Arrays.of(arrays),
         files=tuple(files),
         aliases={alias: target for alias, target in aliases.items() if alias not in arrays},
         objects=tuple(objects),

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
+from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.stored_shardings import sharding_of_spec
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import number_of_parts
@@ -64,7 +65,7 @@ def without_numbers(manifest: Manifest) -> tuple[Manifest, tuple[str, ...]]:
     kept = replace(
         manifest,
         skeleton={**manifest.skeleton, schema.MODEL: left},
-        arrays={path: record for path, record in manifest.arrays.items() if path not in gone},
+        arrays=Arrays.of({path: record for path, record in manifest.arrays.items() if path not in gone}),
         unknown={path: array for path, array in manifest.unknown.items() if path not in gone},
     )
     return kept, tuple(sorted(gone))

@@ -8,10 +8,11 @@ with other boxes, and no byte moves: whoever reads a manifest reads these arrays
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box, Frame
 
@@ -71,7 +72,7 @@ def rearranged(leaf: str, new: Rearranged, manifest: Manifest) -> ArrayRecord:
     first, *others = sources.values()
     united = array_record(first.dtype, new.shape, shards, new.spec)
     meant = first.stands_for if all(record.stands_for == first.stands_for for record in others) else None
-    return replace(united, stands_for=meant, own=any(record.own for record in sources.values()))
+    return united.changed(stands_for=meant, own=any(record.own for record in sources.values()))
 
 
 def _stored(leaf: str, manifest: Manifest) -> ArrayRecord:

@@ -114,9 +114,10 @@ class ReadShare:
 
     def alone(self, plan: RestorePlan) -> RestorePlan:
         """The part of the plan that this rank reads straight into its slots."""
-        others = {self.slots.get((m.leaf, box)) for m in self.common.mixed for box, _ in m.boxes}
+        mixed = [(m.leaf, box) for m in self.common.mixed for box, _ in m.boxes]
+        others = {self.slots[wanted] for wanted in mixed if wanted in self.slots}
         others |= {slot for slot, (reader, _) in self.readers.items() if reader != self.rank}
-        return RestorePlan(tuple(r for r in plan.reads if r.slot not in others))
+        return plan.rows(~plan.of_slots(others))
 
     def rows(self, first_slot: int) -> list[tuple[Mixed, Want]]:
         """What this rank reads for mixed boxes, into memory of its own, numbered from `first_slot`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed, decided

@@ -14,7 +14,8 @@ from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
 from xla_ckpt.arrays.torch_host import DENSE, check_writable
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.state.handover import Handover
 from xla_ckpt.state.shardings import StateShardings

@@ -19,7 +19,7 @@ import torch
 
 from xla_ckpt.arrays.registry import check_memory
 from xla_ckpt.engine.target import Target
-from xla_ckpt.manifest.records import ArrayRecord
+from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
 from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays

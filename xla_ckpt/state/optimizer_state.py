@@ -9,7 +9,7 @@ import torch
 
 from xla_ckpt.arrays.registry import array_kind, new_array
 from xla_ckpt.engine.target import Target
-from xla_ckpt.manifest.records import ArrayRecord
+from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.state.loading import Loading, Stored
 from xla_ckpt.tree import schema

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.rank_numbers import axes_of_numbers, has_numbers, same_numbers
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.state.loading import Problem, Stored

@@ -16,7 +16,8 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError, UsageError
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.row_order import other_heads, other_sections
 from xla_ckpt.plan.stored_shardings import state_sharding, stored_sharding
 from xla_ckpt.sharding.local_array import LocalArray, whole

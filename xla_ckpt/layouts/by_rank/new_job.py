@@ -11,7 +11,8 @@ from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageE
 from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, with_experts
 from xla_ckpt.layouts.by_rank.stages import in_stage
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.row_order import other_copies
 from xla_ckpt.plan.stored_shardings import (
     DEALT,

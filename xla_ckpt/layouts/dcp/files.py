@@ -171,7 +171,7 @@ class DcpFiles:
                 self._sound_heads.add(span.file)
             return
         if span.file not in self._tables:
-            self._tables[span.file] = BlockTable.of_regions(record.regions, record.digests)
+            self._tables[span.file] = record.block_table()
         expected = self._tables[span.file].of(span.offset, span.nbytes)
         digester = BlockDigester(span.nbytes)
         digester.update(ahead.take(span.offset, span.nbytes))

@@ -16,7 +16,8 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.layouts.dcp.chunks import around, object_zip, value_zip
 from xla_ckpt.layouts.dcp.keys import Item, items
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpChunk, DcpTensor, Span
-from xla_ckpt.manifest.records import ArrayRecord, Manifest
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree.skeleton import is_array, is_object
 

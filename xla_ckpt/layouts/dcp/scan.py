@@ -24,7 +24,8 @@ from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head,
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.layouts.training_state import nested, training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box

@@ -18,8 +18,9 @@ from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.layouts.dcp.tags import SHARD, safetensors_shards
 from xla_ckpt.layouts.hugging_face import quantized, read_header
 from xla_ckpt.layouts.training_state import program_names
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, UnknownArray, array_record
+from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
-from xla_ckpt.manifest.records import ArrayRecord, UnknownArray, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.plan.stored_shardings import without_axes

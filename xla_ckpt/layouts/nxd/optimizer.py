@@ -12,7 +12,8 @@ from xla_ckpt.layouts.nxd.rank_files import RankAt, StoredTensor
 from xla_ckpt.layouts.nxd.stage_numbers import names_of_stage, with_ties
 from xla_ckpt.layouts.nxd.state import ScannedState, Stage, Trees
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES
-from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.stored_shardings import state_sharding
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding, number_of_parts

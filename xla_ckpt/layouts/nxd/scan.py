@@ -16,7 +16,8 @@ from xla_ckpt.layouts.nxd.tags import NxdTag
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, scanned_manifest
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
@@ -278,7 +279,7 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], hints: Hints) -
     master = masters.get(name)
     if isinstance(stored, Missing):
         if isinstance(master, ArrayRecord):
-            return replace(master, stands_for=stored.tensor.dtype)
+            return master.changed(stands_for=stored.tensor.dtype)
         if not hints.optimizer or hints.groups is None:
             return _ONLY_MASTERS
         if not masters:

@@ -21,7 +21,8 @@ from xla_ckpt.layouts.nxd.arrays import (
 )
 from xla_ckpt.layouts.nxd.copies import chosen_copy, differ, in_common, mixed_adapters
 from xla_ckpt.layouts.nxd.rank_files import RankAt, RankFiles, Scan, StoredTensor
-from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
+from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
@@ -201,7 +202,7 @@ class ScannedState:
         divergent = (
             hint.ruled and not own and (differ(self.scan, array, axes) or parts.different(self.scan) is not None)
         )
-        return replace(parts.record, own=own, divergent=divergent) if own or divergent else parts.record
+        return parts.record.changed(own=own, divergent=divergent) if own or divergent else parts.record
 
     def joined(self, array: RankArray) -> ArrayRecord | None:  # for derived classes
         """An array whose parts have different sizes, which no split describes; None if there are no such arrays."""

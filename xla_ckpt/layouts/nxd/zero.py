@@ -20,7 +20,8 @@ from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
 from xla_ckpt.layouts.nxd.state import trees
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
-from xla_ckpt.manifest.records import ArrayRecord, Manifest, UnknownArray
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
+from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
@@ -108,7 +109,7 @@ def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
     manifest = Manifest(
         head=foreign_head(tag),
         skeleton=None,
-        arrays=work.records,
+        arrays=Arrays.of(work.records),
         files=tuple(files.files),
     )
     xser = any(f"{path}.info.pt" in files.names or f"{path}.tensors" in files.folders for path in grid.paths.values())

@@ -16,7 +16,8 @@ from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head,
 from xla_ckpt.layouts.smp.marks import job_of_part
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import UntrustedObject
-from xla_ckpt.manifest.records import ArrayRecord, FileRecord, Manifest, UnknownArray, array_record
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
+from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box

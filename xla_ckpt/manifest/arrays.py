@@ -1,0 +1,376 @@
+"""The arrays of a tag as one value: columns of numbers, and what many arrays have in common said once.
+
+A model has thousands of arrays and few kinds of them: a type, a shape, and how it is cut. Each kind is a `Form`, which
+is made and checked once. What is left of an array is its name and the places of its cells, and these are columns. An
+`ArrayRecord` is made when somebody asks for a single array.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import FormatError
+from xla_ckpt.lightweight import lightweight
+from xla_ckpt.manifest.shards import Shard, ShardColumns
+from xla_ckpt.sharding.box import Box, overlapping_pair, tiles
+from xla_ckpt.sharding.corners import Ints
+from xla_ckpt.sharding.grid import Grid, fit_all, single
+
+MAX_ELEMENTS = 1 << 56
+"""The sizes of an array's dims, those of 0 left out, multiply to less: frameworks count bytes in 63 bits."""
+
+MANY_BOXES = 1000
+"""Of more boxes no two are looked for that overlap: that may take time in proportion to the square of their number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """What arrays have in common that are of one type and shape, and cut alike.
+
+    Raises (on construction):
+        FormatError: The cells do not hold every element exactly once.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    grids: tuple[Grid, ...]
+    """The cells of all of them are the shards, in this order. An array without elements has none."""
+
+    spec: tuple[Any, ...] | None = None
+    """How its dims were split, as `Sharding.spec` in `xla_ckpt.sharding.sharding` writes it, or None. No byte is read
+    by it. It is for people, and for guessing how another job would split the array."""
+
+    stands_for: DType | None = None
+    """In foreign layouts: the type that the array had, if only its values in another type are stored."""
+
+    own: bool = False
+    """In foreign layouts: whether this is what one rank had of its own. Other ranks find other bytes under the same
+    leaf path."""
+
+    divergent: bool = False
+    """Whether the ranks had different bytes in place of equal replicas. Those of the first replica are stored."""
+
+    cells: int = field(init=False, repr=False, compare=False)
+    """Number of shards."""
+
+    only: Box | None = field(init=False, repr=False, compare=False)
+    """The box of the only shard, which has elements; None if there are more, or none."""
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.shape)
+        # Beside a dim without elements another one may have any size, of which no framework can make an array.
+        if not whole.size and prod(max(n, 1) for n in self.shape) >= MAX_ELEMENTS:
+            raise FormatError("impossible shape", found=str(list(self.shape))[:80])
+        boxes = [grid.whole for grid in self.grids]
+        object.__setattr__(self, "cells", sum(grid.cells for grid in self.grids))
+        only = boxes[0] if self.cells == 1 and boxes[0].size else None
+        object.__setattr__(self, "only", whole if only == whole else only)  # plans ask whether it is that very object
+        if len(boxes) == 1 and boxes[0] == whole:
+            return
+        stray = next((b for b in boxes if not whole.contains(b)), None)
+        if stray is not None:
+            raise FormatError("a shard lies outside of its array", expected=f"inside of {whole}", found=str(stray))
+        tiled = tiles(boxes, whole) if len(boxes) > MANY_BOXES else None
+        if tiled:
+            return
+        if len(boxes) > MANY_BOXES:
+            problem = "shards are split along too many dims" if tiled is None else "shards overlap, or are missing"
+            raise FormatError(problem, expected=f"parts of {whole}", found=f"{len(boxes)} of them")
+        if (pair := overlapping_pair(boxes)) is not None:
+            raise FormatError("two shards hold the same elements", found=f"{pair[0]} and {pair[1]}")
+        covered = sum(b.size for b in boxes)
+        if covered != whole.size:
+            raise FormatError("shards are missing", expected=f"{whole.size} elements", found=f"{covered}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a whole array."""
+        return Box.whole(self.shape).size * self.dtype.itemsize
+
+    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """(index, box) of each cell that shares an element with `box`."""
+        at = 0
+        for grid in self.grids:
+            for i, cell in grid.touching(box):
+                yield at + i, cell
+            at += grid.cells
+
+    def boxes(self) -> list[Box]:
+        """The box of each cell."""
+        return [grid.cell(i) for grid in self.grids for i in range(grid.cells)]
+
+
+form_of = functools.lru_cache(maxsize=4096)(Form)
+"""The form of these facts: one object for all arrays of it, which is checked once."""
+
+
+@functools.lru_cache(maxsize=4096)
+def cell_bytes(form: Form) -> Ints:
+    """Bytes of each cell of an array of this form."""
+    grids = [functools.reduce(np.multiply.outer, map(np.diff, grid.cuts), np.ones((), np.int64)) for grid in form.grids]
+    sizes = np.concatenate([np.zeros(0, np.int64), *(np.reshape(sizes, -1) for sizes in grids)])
+    return np.asarray(sizes * form.dtype.itemsize, np.int64)
+
+
+@lightweight(kw_only=True)
+class ArrayRecord:
+    """One array: its form, and the place of every shard."""
+
+    form: Form
+    files: tuple[int, ...]
+    """Index into the manifest's files, for each cell."""
+
+    offsets: tuple[int, ...]
+    """Of the first byte in the file, for each cell."""
+
+    frames: tuple[Box | None, ...] | None = None
+    """The frame of each shard; None where no shard has one. The native layout has none."""
+
+    def __post_init__(self) -> None:
+        if not len(self.files) == len(self.offsets) == self.form.cells:
+            raise FormatError("an array has more shards than places", expected=self.form.cells)
+
+    @property
+    def dtype(self) -> DType:
+        """Its element type."""
+        return self.form.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape (elements)."""
+        return self.form.shape
+
+    @property
+    def spec(self) -> tuple[Any, ...] | None:
+        """See `Form.spec`."""
+        return self.form.spec
+
+    @property
+    def stands_for(self) -> DType | None:
+        """See `Form.stands_for`."""
+        return self.form.stands_for
+
+    @property
+    def own(self) -> bool:
+        """See `Form.own`."""
+        return self.form.own
+
+    @property
+    def divergent(self) -> bool:
+        """See `Form.divergent`."""
+        return self.form.divergent
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.form.nbytes
+
+    def changed(self, **facts: Any) -> ArrayRecord:
+        """The record of an array whose form has other facts."""
+        return replace(self, form=replace(self.form, **facts))
+
+    def __iter__(self) -> Iterator[Shard]:
+        return (self._shard(i, cell) for i, cell in enumerate(self.form.boxes()))
+
+    def touching(self, box: Box) -> Iterator[Shard]:
+        """The shards that share an element with `box`."""
+        return (self._shard(i, cell) for i, cell in self.form.touching(box))
+
+    def _shard(self, i: int, cell: Box) -> Shard:
+        return Shard(cell, self.files[i], self.offsets[i], None if self.frames is None else self.frames[i])
+
+
+def array_record(
+    dtype: DType, shape: tuple[int, ...], shards: Sequence[Shard] | ShardColumns, spec: Any = None
+) -> ArrayRecord:
+    """The record of an array that is stored in these shards, as one grid if they are one.
+
+    Raises:
+        FormatError: The shards do not hold every element exactly once.
+    """
+    if not isinstance(shards, ShardColumns):
+        places = [shard for shard in shards if shard.box.size]
+        if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
+            return only_record(dtype, shape, places[0], spec)
+        try:
+            shards = ShardColumns.of(places)
+        except OverflowError as error:  # of numpy's: a hostile file may name any number
+            raise FormatError("impossible place of a shard", found=str(places)[:200]) from error
+        frames: list[Box | None] | None = [shard.frame for shard in places]
+    else:
+        shards = shards.rows(np.flatnonzero((shards.box.stop > shards.box.start).all(axis=1)), len(shape))
+        frames = shards.frames()
+    fitted = fit_all(shards.box)
+    order = [row for _, rows in fitted for row in rows]
+    files, offsets = shards.file.tolist(), shards.offset.tolist()
+    of_cells = None if frames is None else tuple([frames[i] for i in order])
+    return ArrayRecord(
+        form=form_of(dtype=dtype, shape=shape, grids=tuple([grid for grid, _ in fitted]), spec=_frozen(spec)),
+        files=tuple([files[i] for i in order]),
+        offsets=tuple([offsets[i] for i in order]),
+        frames=of_cells if of_cells is not None and any(frame is not None for frame in of_cells) else None,
+    )
+
+
+def only_record(dtype: DType, shape: tuple[int, ...], shard: Shard, spec: Any = None) -> ArrayRecord:
+    """The record of an array that is stored in one shard, without a frame."""
+    form = form_of(dtype=dtype, shape=shape, grids=(single(shard.box),), spec=_frozen(spec))
+    return ArrayRecord(form=form, files=(shard.file,), offsets=(shard.offset,))
+
+
+def _frozen(spec: Any) -> Any:
+    return tuple(map(_frozen, spec)) if isinstance(spec, list | tuple) else spec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Arrays(Mapping[str, ArrayRecord]):
+    """All arrays of a tag by leaf path: a row for each, and a row for each cell of each."""
+
+    names: Sequence[str]
+    """Leaf path of each array."""
+
+    forms: tuple[Form, ...]
+    form: Ints
+    """The index of each array's form."""
+
+    file: Ints
+    """Index into the manifest's files, for each cell; the cells of an array lie together, in the order of its form."""
+
+    offset: Ints
+    """Of its first byte in the file (of its frame's, where it has one), for each cell."""
+
+    frames: Mapping[int, Box] = field(default_factory=dict)
+    """Row of a cell -> its frame, of the cells that have one."""
+
+    first: Ints = field(init=False, repr=False)
+    """The row of each array's first cell; behind them, the number of cells."""
+
+    row: Mapping[str, int] = field(init=False, repr=False)
+    """The row of each leaf path."""
+
+    def __post_init__(self) -> None:
+        counts = np.array([form.cells for form in self.forms], np.int64)
+        first = np.zeros(len(self.names) + 1, np.int64)
+        np.cumsum(counts[self.form], out=first[1:])
+        if not len(self.file) == len(self.offset) == first[-1]:
+            raise FormatError("the arrays have more shards than places", expected=int(first[-1]), found=len(self.file))
+        object.__setattr__(self, "first", first)
+        object.__setattr__(self, "row", dict(zip(self.names, range(len(self.names)), strict=True)))
+        if len(self.row) < len(self.names):
+            raise FormatError("an array is listed twice")
+
+    @classmethod
+    def of(cls, records: Mapping[str, ArrayRecord]) -> Arrays:
+        """The columns of some records."""
+        distinct = {id(record.form): record.form for record in records.values()}  # few, and a form is slow to hash
+        numbers = {form: number for number, form in enumerate(dict.fromkeys(distinct.values()))}
+        number_of = {known: numbers[form] for known, form in distinct.items()}
+        cells = [record.form.cells for record in records.values()]
+        return cls(
+            names=list(records),
+            form=np.array([number_of[id(record.form)] for record in records.values()], np.int64),
+            forms=tuple(numbers),
+            file=_column([file for record in records.values() for file in record.files]),
+            offset=_column([offset for record in records.values() for offset in record.offsets]),
+            frames={
+                first + i: frame
+                for first, record in zip(accumulate(cells, initial=0), records.values(), strict=False)
+                if record.frames is not None
+                for i, frame in enumerate(record.frames)
+                if frame is not None
+            },
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __contains__(self, leaf: object) -> bool:
+        return leaf in self.row
+
+    def __getitem__(self, leaf: str) -> ArrayRecord:
+        row = self.row[leaf]
+        first, last = int(self.first[row]), int(self.first[row + 1])
+        frames = tuple([self.frames.get(cell) for cell in range(first, last)]) if self.frames else ()
+        return ArrayRecord(
+            form=self.forms[self.form[row]],
+            files=tuple(self.file[first:last].tolist()),
+            offsets=tuple(self.offset[first:last].tolist()),
+            frames=frames if any(frame is not None for frame in frames) else None,
+        )
+
+    def form_at(self, leaf: str) -> Form | None:
+        """The form of a leaf; None if there is no such leaf."""
+        row = self.row.get(leaf)
+        return None if row is None else self.forms[self.form[row]]
+
+    def rows_of(self, form: int) -> Ints:
+        """The rows of all arrays of a form."""
+        return np.flatnonzero(self.form == form)
+
+    def cells_of(self, form: int) -> Ints:
+        """The rows of the cells of all arrays of a form, shape (arrays, cells of each)."""
+        return np.asarray(self.first[self.rows_of(form), None] + np.arange(self.forms[form].cells), np.int64)
+
+    def cell_bytes(self) -> Ints:
+        """Bytes of each cell (not of its frame)."""
+        sizes = np.zeros(len(self.offset), np.int64)
+        for number, form in enumerate(self.forms):
+            sizes[self.cells_of(number)] = cell_bytes(form)
+        return sizes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        counts = np.bincount(self.form, minlength=len(self.forms)).tolist()
+        return sum(count * form.nbytes for count, form in zip(counts, self.forms, strict=True))
+
+    def check_places(self, sizes: Sequence[int]) -> None:
+        """Check that every shard lies inside of its file; `sizes` are those of the files (bytes).
+
+        Raises:
+            FormatError: One does not.
+        """
+        if (stray := np.flatnonzero((self.file < 0) | (self.file >= len(sizes)))).size:
+            raise FormatError("a shard lies in no file", leaf=self._leaf(stray[0]), found=int(self.file[stray[0]]))
+        size = _column(sizes)[self.file]
+        end = self.offset + self.cell_bytes()
+        end[list(self.frames)] = self.offset[list(self.frames)]
+        if (stray := np.flatnonzero(end > size)).size:
+            raise FormatError(
+                "a shard reaches past the end of its file",
+                leaf=self._leaf(stray[0]),
+                found=f"offset {self.offset[stray[0]]}",
+            )
+        boxes = functools.cache(lambda number: self.forms[number].boxes())
+        for cell, frame in self.frames.items():
+            row = self._row_of(cell)
+            form = self.forms[self.form[row]]
+            inside = frame.contains(boxes(int(self.form[row]))[cell - int(self.first[row])])
+            if not inside or int(self.offset[cell]) + frame.size * form.dtype.itemsize > sizes[self.file[cell]]:
+                raise FormatError(
+                    "a shard reaches past the end of its frame or file", leaf=self.names[row], found=str(frame)
+                )
+
+    def _row_of(self, cell: int) -> int:
+        return int(np.searchsorted(self.first, cell, side="right")) - 1
+
+    def _leaf(self, cell: int) -> str:
+        return self.names[self._row_of(cell)]
+
+
+def _column(values: Sequence[int]) -> Ints:
+    try:
+        return np.array(values, np.int64)
+    except OverflowError as error:  # of numpy's: a hostile file may name any number
+        raise FormatError("impossible place of a shard", found=str(max(values, key=abs))[:80]) from error
