@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from xla_ckpt.arrays.torch_host import bytes_of, torch_dtype
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import ComposedTarget, Target
 from xla_ckpt.snapshot.memory import Slabs
 
 
@@ -37,4 +36,12 @@ def cast(target: Target, stored: DType) -> Target:
                 place[:] = bytes_of(rounded)
         return target.install()
 
-    return replace(target, dtype=stored, live=False, memory=memory, install=install)
+    return ComposedTarget(
+        dtype=stored,
+        shape=target.shape,
+        boxes=target.boxes,
+        live=False,
+        fill=memory,
+        finish=install,
+        lies=target.over,
+    )

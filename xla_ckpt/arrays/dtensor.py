@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import Target, changed
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.cuts import Cut, IndexRange, held, interleaved, mesh_order, pieces_of, uneven
 from xla_ckpt.sharding.local_array import LocalArray
@@ -99,16 +99,14 @@ class DTensors:
             inner.install()
             return value
 
-        return replace(inner, install=install)
+        return changed(inner, install)
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         inner = self._plain(value._local_tensor).like(value._local_tensor, local, dtype)
         mesh, placements, shape, stride = value.device_mesh, value.placements, value.shape, value.stride()
-        return replace(
+        return changed(
             inner,
-            install=lambda: DTensor.from_local(
-                inner.install(), mesh, placements, run_check=False, shape=shape, stride=stride
-            ),
+            lambda: DTensor.from_local(inner.install(), mesh, placements, run_check=False, shape=shape, stride=stride),
         )
 
 

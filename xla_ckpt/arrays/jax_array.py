@@ -12,7 +12,7 @@ from xla_ckpt import dtypes
 from xla_ckpt.arrays.numpy_array import bytes_of_array
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import ComposedTarget, Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
@@ -94,4 +94,4 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
             return jax.device_put(parts[Box.whole(shape)])
         return jax.make_array_from_callback(shape, sharding, lambda index: parts[_box(index, shape)])
 
-    return Target(dtype=dtype, shape=shape, boxes=tuple(parts), live=False, memory=memory, install=install)
+    return ComposedTarget(dtype=dtype, shape=shape, boxes=tuple(parts), live=False, fill=memory, finish=install)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.numpy_types import numpy_dtype
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import ComposedTarget, Target, changed
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
@@ -56,14 +55,14 @@ class Numpy:
         over = [memory.cut(piece.local) for piece in local.pieces]
         if value.flags.c_contiguous and _is_whole(local, value.shape):
             boxes = tuple(p.box for p in local.pieces)
-            return Target(
+            return ComposedTarget(
                 dtype=self.dtype(value),
                 shape=local.shape,
                 boxes=boxes,
                 live=True,
-                memory=lambda _: [bytes_of_array(value)],
-                install=lambda: value,
-                over=lambda: over,
+                fill=lambda _: [bytes_of_array(value)],
+                finish=lambda: value,
+                lies=lambda: over,
             )
         fresh = self.like(value, local)
 
@@ -73,7 +72,7 @@ class Numpy:
                 np.copyto(_cut(value, piece.local), _cut(loaded, piece.local))
             return value
 
-        return replace(fresh, install=install, over=lambda: over)
+        return changed(fresh, install, lambda: over)
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or self.dtype(value)
@@ -134,11 +133,11 @@ def fresh_numpy(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any],
             np.copyto(_cut(array, piece.local), buffer)
         return array
 
-    return Target(
+    return ComposedTarget(
         dtype=dtype,
         shape=local.shape,
         boxes=tuple(p.box for p in local.pieces),
         live=False,
-        memory=memory,
-        install=install,
+        fill=memory,
+        finish=install,
     )

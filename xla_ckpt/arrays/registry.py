@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,21 +13,26 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
 from xla_ckpt.arrays.pytree import is_key
-from xla_ckpt.arrays.torch_host import PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype
+from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.manifest.arrays import Form
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding
 
-_TORCH_HOST: ArrayAdapter = TorchHost()
+if TYPE_CHECKING:
+    from xla_ckpt.arrays.xla import Xla
+
+_TORCH_HOST = TorchHost()
 _NUMPY: ArrayAdapter = Numpy()
 
 
 @functools.cache
-def _xla(spmd: bool) -> ArrayAdapter:
+def _xla(spmd: bool) -> Xla:
     from xla_ckpt.arrays.xla import Xla
 
     return Xla(spmd=spmd)
@@ -83,6 +88,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._spmd = _uses_spmd()
+        self._facts: dict[Any, tuple[str, tuple[int, ...], tuple[Box, ...]]] = {}
 
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
@@ -110,6 +116,24 @@ class Adapters:
 
     def _on_xla(self, value: torch.Tensor) -> ArrayAdapter:
         return _spmd() if self._spmd and _spmd().accepts(value) else _xla(self._spmd)
+
+    def whole_target(self, value: Any, form: Form, *, owned: bool) -> Target | None:
+        """The target that overwrites a dense tensor of a form, all of which this process has, if that takes no more.
+
+        `owned` is as in `ArrayAdapter.into`. None for whatever has to be looked at more closely. A load asks this of
+        each of its arrays.
+        """
+        if type(value) not in DENSE:
+            return None
+        dtype, shape = value.dtype, value.shape
+        facts = self._facts.get((dtype, shape))
+        if facts is None:
+            facts = self._facts[dtype, shape] = (str(dtype).removeprefix("torch."), tuple(shape), (Box.whole(shape),))
+        name, sizes, boxes = facts
+        if name != form.dtype.name or sizes != form.shape or not boxes[0].size:
+            return None
+        adapter = _TORCH_HOST if value.is_cpu else _xla(self._spmd) if is_xla(value) else None
+        return None if adapter is None else adapter.over_whole(value, form.dtype, boxes, owned=owned)
 
     def kind(self, value: Any) -> str | None:
         """The kind of an array, as the skeleton names it; None for anything else."""

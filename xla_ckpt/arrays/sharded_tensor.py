@@ -10,7 +10,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import ComposedTarget, Target
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece, whole
@@ -73,13 +73,13 @@ class ShardedTensors:
                 part.install()
             return value
 
-        return Target(
+        return ComposedTarget(
             dtype=self.dtype(value),
             shape=local.shape,
             boxes=tuple(p.box for p in local.pieces),
             live=any(p.live for p in parts),
-            memory=lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
-            install=install,
+            fill=lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
+            finish=install,
         )
 
     def like(self, value: Any, local: LocalArray, dtype: DType | None = None) -> Target:

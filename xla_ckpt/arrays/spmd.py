@@ -11,7 +11,7 @@ import torch_xla
 from xla_ckpt.arrays.torch_host import Spread, check_dense, cut, dtype_of, torch_type
 from xla_ckpt.arrays.xla import materialize, shard_of
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import ComposedTarget, Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.strided import packed
@@ -98,14 +98,14 @@ class Spmd:
                 _XLAC._load_local_shards(inner, shards.filled(), _XLAC._xla_get_runtime_devices())
             return value
 
-        return Target(
+        return ComposedTarget(
             dtype=shards.dtype,
             shape=tuple(value.shape),
             boxes=shards.boxes,
             live=False,
-            memory=shards.memory,
-            install=install,
-            over=lambda: [whole.cut(box) for box in shards.boxes],
+            fill=shards.memory,
+            finish=install,
+            lies=lambda: [whole.cut(box) for box in shards.boxes],
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
@@ -118,7 +118,9 @@ class Spmd:
             tensor: torch.Tensor = _XLAC._global_tensor_from_cpu_shards(shards.filled(), sharding, shape)
             return tensor
 
-        return Target(dtype=element, shape=shape, boxes=shards.boxes, live=False, memory=shards.memory, install=install)
+        return ComposedTarget(
+            dtype=element, shape=shape, boxes=shards.boxes, live=False, fill=shards.memory, finish=install
+        )
 
 
 class _Shards:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from xla_ckpt import dtypes
 from xla_ckpt.arrays.accelerator import TensorShard, version_of
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import ComposedTarget, Span, Target, changed
 from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.ranges import runs
@@ -126,7 +128,7 @@ def tensor_from(memory: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.
     return torch.from_numpy(memory).view(dtype).reshape(tuple(shape))
 
 
-class WholeTensors:
+class WholeTensors(ABC):
     """What kinds of torch tensors answer alike of which this process holds all elements in one."""
 
     kind = "torch"
@@ -141,9 +143,22 @@ class WholeTensors:
     def place(self, value: torch.Tensor, path: str = "") -> LocalArray | None:
         return None
 
+    @abstractmethod
+    def over_whole(self, value: torch.Tensor, dtype: DType, boxes: tuple[Box, ...], *, owned: bool) -> Target | None:
+        """The target that overwrites a dense tensor whose only box is that of the whole array; None if that takes more.
+
+        A load asks this of each of its arrays.
+        """
+
 
 class TorchHost(WholeTensors):
     """Dense torch tensors that are not on an XLA device."""
+
+    def over_whole(self, value: torch.Tensor, dtype: DType, boxes: tuple[Box, ...], *, owned: bool) -> Target | None:
+        in_order = value.layout is torch.strided and value.is_contiguous() and not value.is_nested
+        if not value.is_cpu or not in_order or value.is_conj() or value.is_neg():
+            return None
+        return InPlace(dtype, boxes[0].stop, boxes, value)
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
@@ -183,16 +198,18 @@ class TorchHost(WholeTensors):
                         cut(value, piece.local).copy_(cut(loaded, piece.local))
                 return value
 
-            return replace(fresh, install=install, over=over)
+            return changed(fresh, install, over)
         spread = Spread(local)
-        return Target(
+        if is_whole(local, value.shape):
+            return InPlace(dtype_of(value), local.shape, spread.boxes, value)
+        return ComposedTarget(
             dtype=dtype_of(value),
             shape=local.shape,
             boxes=spread.boxes,
             live=True,
-            memory=lambda _: spread.over(value),
-            install=lambda: spread.fill(value),
-            over=over,
+            fill=lambda _: spread.over(value),
+            finish=lambda: spread.fill(value),
+            lies=over,
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
@@ -244,6 +261,11 @@ def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
     return value
 
 
+def is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
+    """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""
+    return len(local.pieces) == 1 and local.pieces[0].local == Box.whole(shape)
+
+
 class Spread:
     """The pieces of a local CPU tensor, as memory to be filled.
 
@@ -284,10 +306,65 @@ class Spread:
         return sum(p.local.size for p in self._pieces) == prod(shape)
 
 
+@lightweight()
+class InPlace(Target):
+    """A target that overwrites a contiguous CPU tensor, all of which is one box."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    value: torch.Tensor
+    live = True
+
+    def memory(self, slabs: Slabs) -> list[memoryview]:
+        return [bytes_of(self.value)]
+
+    def install(self) -> torch.Tensor:
+        return self.value
+
+    def over(self) -> Sequence[Strided]:
+        return [strided(self.value)]
+
+    @classmethod
+    def memory_of(cls, targets: Sequence[InPlace], slabs: Slabs) -> list[list[memoryview]]:  # noqa: ARG003
+        return [[bytes_of(target.value)] for target in targets]
+
+    @classmethod
+    def install_all(cls, targets: Sequence[InPlace]) -> list[torch.Tensor]:
+        return [target.value for target in targets]
+
+    @classmethod
+    def spans(cls, targets: Sequence[InPlace]) -> list[list[Span]]:
+        values = [target.value for target in targets]
+        return [[(HOST_MEMORY, at := value.data_ptr(), at + value.nbytes)] for value in values]
+
+
+@dataclass(slots=True)
+class NewTensor(Target):
+    """A target that makes a new CPU tensor, all of which is one box."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    torch_type: torch.dtype
+    value: torch.Tensor | None = None
+    live = False
+
+    def memory(self, slabs: Slabs) -> list[memoryview]:
+        self.value = torch.empty(self.boxes[0].shape, dtype=self.torch_type)
+        return [bytes_of(self.value)]
+
+    def install(self) -> torch.Tensor:
+        assert self.value is not None, "memory() comes first"
+        return self.value
+
+
 def fresh_torch(
     dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Target:
     """A target that makes a new tensor of a local shape; its padding is zero."""
+    if is_whole(local, shape) and (device is None or device.type == "cpu"):
+        return NewTensor(dtype, local.shape, (local.pieces[0].box,), torch_type)
     spread, tensor = Spread(local), torch.empty(0)
 
     def memory(_: Slabs) -> list[memoryview]:
@@ -299,4 +376,4 @@ def fresh_torch(
         spread.fill(tensor)
         return tensor if device is None or device.type == "cpu" else tensor.to(device)
 
-    return Target(dtype=dtype, shape=local.shape, boxes=spread.boxes, live=False, memory=memory, install=install)
+    return ComposedTarget(dtype=dtype, shape=local.shape, boxes=spread.boxes, live=False, fill=memory, finish=install)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,13 +18,23 @@ import torch_xla
 import torch_xla.runtime
 
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
-from xla_ckpt.arrays.torch_host import Spread, WholeTensors, bytes_of, cut, dtype_of, is_xla, tensor_from, torch_type
+from xla_ckpt.arrays.torch_host import (
+    Spread,
+    WholeTensors,
+    bytes_of,
+    cut,
+    dtype_of,
+    is_whole,
+    is_xla,
+    tensor_from,
+    torch_type,
+)
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import ComposedTarget, Span, Target, changed
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.strided import packed
+from xla_ckpt.sharding.strided import Strided, packed
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.snapshot.shards import HostShard
 
@@ -102,6 +113,12 @@ class Xla(WholeTensors):
     def accepts(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and is_xla(value)
 
+    def over_whole(self, value: torch.Tensor, dtype: DType, boxes: tuple[Box, ...], *, owned: bool) -> Target | None:
+        shape = boxes[0].stop
+        if not (owned and self._adopts and adoptable(value.dtype, shape)):
+            return None
+        return NewBuffer(dtype, shape, boxes, value.dtype, value)
+
     def identity(self, value: torch.Tensor) -> Hashable | None:
         return "xla", _XLAC._xla_get_tensor_id(value)
 
@@ -113,6 +130,9 @@ class Xla(WholeTensors):
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         target = self.like(value, local)
+        if owned and isinstance(target, NewBuffer):
+            target.value = value
+            return target
         install = target.install
 
         def take_over() -> torch.Tensor:
@@ -124,10 +144,8 @@ class Xla(WholeTensors):
                 value.copy_(install())  # an alias cannot hand a buffer on to what it is an alias of
             return value
 
-        target.install = take_over if owned else copy
-        whole = packed(self.identity(value), 0, tuple(value.shape), value.element_size())
-        target.over = lambda: [whole.cut(piece.local) for piece in local.pieces]
-        return target
+        whole = buffer_of(value)
+        return changed(target, take_over if owned else copy, lambda: [whole.cut(piece.local) for piece in local.pieces])
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
         element = dtype or dtype_of(value)
@@ -149,8 +167,8 @@ def fresh_xla(
     `adopts`: whether XLA takes host memory as it is; None to find out.
     """
     adopts = (_adopts() if adopts is None else adopts) and adoptable(torch_type, shape)
-    if adopts and _is_whole(local, shape):
-        return _fresh_whole(dtype, torch_type, local)
+    if adopts and is_whole(local, shape):
+        return NewBuffer(dtype, local.shape, (local.pieces[0].box,), torch_type)
     spread, tensor = Spread(local), torch.empty(0)
     buffer: Adoptable | None = None
 
@@ -170,36 +188,45 @@ def fresh_xla(
         filled, tensor = spread.fill(tensor), torch.empty(0)
         return from_host(filled, buffer, device)
 
-    return Target(
-        dtype=dtype,
-        shape=local.shape,
-        boxes=spread.boxes,
-        live=False,
-        memory=memory,
-        install=install,
-    )
+    return ComposedTarget(dtype=dtype, shape=local.shape, boxes=spread.boxes, live=False, fill=memory, finish=install)
 
 
-def _is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
-    """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""
-    return len(local.pieces) == 1 and local.pieces[0].local == Box.whole(shape)
+@dataclass(slots=True)
+class NewBuffer(Target):
+    """A target that makes a new tensor of one box, in memory that XLA adopts; it goes into `value`, if there is one."""
 
-
-def _fresh_whole(dtype: DType, torch_type: torch.dtype, local: LocalArray) -> Target:
-    """A target that makes a new tensor of one piece, in memory that XLA adopts."""
-    (piece,) = local.pieces
+    dtype: DType
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    torch_type: torch.dtype
+    value: torch.Tensor | None = None
     buffer: Adoptable | None = None
+    live = False
 
-    def memory(slabs: Slabs) -> list[memoryview]:
-        nonlocal buffer
-        buffer = Adoptable(torch_type, piece.local.shape, slabs)
-        return [buffer.memory()]
+    def memory(self, slabs: Slabs) -> list[memoryview]:
+        self.buffer = Adoptable(self.torch_type, self.boxes[0].shape, slabs)
+        return [self.buffer.memory()]
 
-    def install() -> torch.Tensor:
-        assert buffer is not None, "memory() comes first"
-        return _adopt(buffer)
+    def install(self) -> torch.Tensor:
+        assert self.buffer is not None, "memory() comes first"
+        adopted = _adopt(self.buffer)
+        if self.value is None:
+            return adopted
+        self.value.data = adopted  # the parameter takes over the new buffer: no copy, no graph
+        return self.value
 
-    return Target(dtype=dtype, shape=local.shape, boxes=(piece.box,), live=False, memory=memory, install=install)
+    def over(self) -> Sequence[Strided]:
+        return [] if self.value is None else [buffer_of(self.value)]
+
+    @classmethod
+    def spans(cls, targets: Sequence[NewBuffer]) -> list[list[Span]]:
+        number = _XLAC._xla_get_tensor_id
+        return [[] if (v := t.value) is None else [(("xla", number(v)), 0, v.nbytes)] for t in targets]
+
+
+def buffer_of(value: torch.Tensor) -> Strided:
+    """Where the elements of a tensor lie: each buffer is a memory of its own."""
+    return packed(("xla", _XLAC._xla_get_tensor_id(value)), 0, tuple(value.shape), value.element_size())
 
 
 def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

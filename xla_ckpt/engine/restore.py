@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -15,13 +17,13 @@ from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.engine.shared_memory import check_shared
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import Target, by_kind
 from xla_ckpt.errors import storage_errors
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare
 from xla_ckpt.snapshot.copying import copy_all
-from xla_ckpt.snapshot.memory import Bytes, Slabs
+from xla_ckpt.snapshot.memory import SMALL_BYTES, Slabs
 from xla_ckpt.storage.pool import READERS
 
 STAGED_BYTES = 128 * 1024 * 1024
@@ -127,7 +129,7 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
         reads = plan if shared is None else shared.reads
         # What other ranks send would go to the wrong memory: it comes when the staged bytes are in place.
         staged = {} if shared is not None else _staged(memory)
-        slots = [staged[i].data if i in staged else slot for i, slot in enumerate(slots)]
+        slots = [staged.get(i, slot) for i, slot in enumerate(slots)]
         twice = memory.live - staged.keys()
         with collector_paused():
             to_live = reads.of_slots(twice)
@@ -165,29 +167,31 @@ def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
     """
     wanted = 0
     for leaf, target in targets.items():
-        record = reader.manifest.array(leaf)
-        wanted += 0 if target.live else sum(box.size for box in target.boxes) * target.dtype.itemsize
-        if record is not None and wanted > UNCHECKED_BYTES:
+        if not target.live:
+            for box in target.boxes:
+                wanted += box.size * target.dtype.itemsize
+        if wanted > UNCHECKED_BYTES and (record := reader.manifest.array(leaf)) is not None:
             for file in {shard.file for box in target.boxes for shard in record.touching(box)}:
                 reader.source(file)
 
 
-def _staged(memory: WantedMemory) -> dict[int, Bytes]:
+def _staged(memory: WantedMemory) -> dict[int, memoryview]:
     """Other memory for slots of the program's, in their order, as many as `STAGED_BYTES` allow; by slot."""
-    staged: dict[int, Bytes] = {}
-    left = STAGED_BYTES
-    for slot in sorted(memory.live):
-        nbytes = len(memory.slots[slot])
-        left -= nbytes
-        if left < 0:
-            break
-        staged[slot] = memory.slabs.take(nbytes)
-    return staged
+    slots = sorted(memory.live)
+    sizes = [len(memory.slots[slot]) for slot in slots]
+    count = bisect_right(list(accumulate(sizes)), STAGED_BYTES)
+    return dict(zip(slots[:count], memory.slabs.views(sizes[:count]), strict=True))
 
 
-def _put_in_place(staged: Mapping[int, Bytes], slots: Sequence[memoryview]) -> None:
+def _put_in_place(staged: Mapping[int, memoryview], slots: Sequence[memoryview]) -> None:
     """Copy what is verified into the program's memory."""
-    copy_all((np.frombuffer(slots[slot], np.uint8), data) for slot, data in staged.items() if len(data))
+    large = []
+    for slot, data in staged.items():
+        if len(data) <= SMALL_BYTES:
+            slots[slot][:] = data
+        else:
+            large.append((np.frombuffer(slots[slot], np.uint8), np.frombuffer(data, np.uint8)))
+    copy_all(large)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +238,9 @@ def memory_of(targets: Mapping[str, Target]) -> WantedMemory:
     wants: list[Want] = []
     live: set[int] = set()
     slabs = Slabs()
-    for path, target in targets.items():
-        for box, memory in zip(target.boxes, target.memory(slabs), strict=True):
+    of_each = by_kind(targets.values(), lambda kind, some: kind.memory_of(some, slabs))
+    for (path, target), memories in zip(targets.items(), of_each, strict=True):
+        for box, memory in zip(target.boxes, memories, strict=True):
             if target.live:
                 live.add(len(slots))
             wants.append(Want(path, box, len(slots)))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import Target, by_kind
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
@@ -45,6 +45,29 @@ def check_shared(reader: TagReader, targets: Mapping[str, Target]) -> None:
 
 def _together(targets: Mapping[str, Target]) -> Iterator[list[_Place]]:
     """Places whose spans of memory meet."""
+    spans: dict[Hashable, list[tuple[int, int, str]]] = {}
+    of_each = by_kind(targets.values(), lambda kind, some: kind.spans(some))
+    for leaf, of_target in zip(targets, of_each, strict=True):
+        for space, low, high in of_target:
+            spans.setdefault(space, []).append((low, high, leaf))
+    # Nearly every target has memory of its own: only of the others is looked at each box.
+    for meeting in spans.values():
+        if len(meeting) > 1:
+            yield from _meeting({leaf: targets[leaf] for leaf in _near(meeting)})
+
+
+def _near(spans: Sequence[tuple[int, int, str]]) -> set[str]:
+    """The leaf paths whose span meets another one."""
+    low, high = np.array([span[:2] for span in spans], np.int64).T
+    order = np.lexsort((high, low))
+    reach = np.maximum.accumulate(high[order])
+    meets = low[order][1:] < reach[:-1]
+    both = np.r_[meets, False] | np.r_[False, meets]
+    return {spans[i][2] for i in order[both].tolist()}
+
+
+def _meeting(targets: Mapping[str, Target]) -> Iterator[list[_Place]]:
+    """Places of some targets whose spans of memory meet."""
     spaces: dict[object, list[tuple[int, int, _Place]]] = {}
     for leaf, target in targets.items():
         for box, memory in zip(target.boxes, target.over(), strict=False):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.strided import Strided
 from xla_ckpt.snapshot.memory import Slabs
 
+Span = tuple[Hashable, int, int]
+"""A memory, and in it the address of the lowest byte and of the one behind the highest."""
 
-@dataclass(slots=True, kw_only=True)
-class Target:
-    """Memory that a restore fills, and what becomes of it."""
+
+class Target(Protocol):
+    """Memory that a restore fills, and what becomes of it.
+
+    A load has thousands of targets and few kinds of them. What is done with all of them is asked of the kind, which may
+    know a way that is faster than to ask each one.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
@@ -23,14 +29,96 @@ class Target:
     boxes: tuple[Box, ...]
     """The regions of the global array that this process wants."""
 
+    @property
+    def live(self) -> bool:
+        """Whether the memory is the caller's own, so that a failed read would leave it half-written."""
+
+    def memory(self, slabs: Slabs) -> list[memoryview]:
+        """The memory of each box, in C order. Called once, when everything has been checked."""
+
+    def install(self) -> Any:
+        """Called when the memory is filled: puts it in place, and returns the array."""
+
+    def over(self) -> Sequence[Strided]:
+        """The memory of the program that each box ends up in, however it gets there; none if the array is a new one."""
+        return ()
+
+    @classmethod
+    def memory_of(cls, targets: Sequence[Any], slabs: Slabs) -> list[list[memoryview]]:
+        """`memory` of some targets of this kind."""
+        return [target.memory(slabs) for target in targets]
+
+    @classmethod
+    def install_all(cls, targets: Sequence[Any]) -> list[Any]:
+        """`install` of some targets of this kind."""
+        return [target.install() for target in targets]
+
+    @classmethod
+    def spans(cls, targets: Sequence[Any]) -> list[list[Span]]:
+        """Where the memory of `over` lies, of some targets of this kind."""
+        return [[(memory.space, *memory.span) for memory in target.over()] for target in targets]
+
+
+@dataclass(slots=True, kw_only=True)
+class ComposedTarget(Target):
+    """A target of any array, made of functions."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
     live: bool
-    """Whether the memory is the caller's own, so that a failed read would leave it half-written."""
+    fill: Callable[[Slabs], list[memoryview]]
+    """Answers `memory`."""
 
-    memory: Callable[[Slabs], list[memoryview]]
-    """The memory of each box, in C order. Called once, when everything has been checked."""
+    finish: Callable[[], Any]
+    """Answers `install`."""
 
-    install: Callable[[], Any]
-    """Called when the memory is filled: puts it in place, and returns the array."""
+    lies: Callable[[], Sequence[Strided]] = tuple
+    """Answers `over`."""
 
-    over: Callable[[], Sequence[Strided]] = tuple
-    """The memory of the program that each box ends up in, however it gets there; none if the array is a new one."""
+    def memory(self, slabs: Slabs) -> list[memoryview]:
+        return self.fill(slabs)
+
+    def install(self) -> Any:
+        return self.finish()
+
+    def over(self) -> Sequence[Strided]:
+        return self.lies()
+
+
+def changed(target: Target, finish: Callable[[], Any], lies: Callable[[], Sequence[Strided]] | None = None) -> Target:
+    """The same target with another `install`, and perhaps another `over`."""
+    return ComposedTarget(
+        dtype=target.dtype,
+        shape=target.shape,
+        boxes=target.boxes,
+        live=target.live,
+        fill=target.memory,
+        finish=finish,
+        lies=lies or target.over,
+    )
+
+
+def install_all(targets: Mapping[str, Target]) -> dict[str, Any]:
+    """The arrays of filled targets, put in place."""
+    return dict(zip(targets, by_kind(targets.values(), lambda kind, some: kind.install_all(some)), strict=True))
+
+
+Answer = TypeVar("Answer")
+
+
+def by_kind(
+    targets: Iterable[Target], ask: Callable[[type[Target], Sequence[Target]], Sequence[Answer]]
+) -> list[Answer]:
+    """What the kind of each target answers for it, in the order of the targets; each kind is asked once."""
+    kinds: dict[type[Target], list[int]] = {}
+    every = list(targets)
+    for i, target in enumerate(every):
+        kinds.setdefault(type(target), []).append(i)
+    if len(kinds) == 1:
+        (kind,) = kinds
+        return list(ask(kind, every))
+    answers: dict[int, Answer] = {}
+    for kind, rows in kinds.items():
+        answers.update(zip(rows, ask(kind, [every[i] for i in rows]), strict=True))
+    return [answers[i] for i in range(len(every))]

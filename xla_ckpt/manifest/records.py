@@ -212,8 +212,10 @@ class Manifest:
 
         `leaves` are the leaf paths that are asked about, None all of them.
         """
+        if not (differing := self.divergent):
+            return None
         asked = None if leaves is None else {self.aliases.get(leaf, leaf) for leaf in leaves}
-        differing = [leaf for leaf in self.divergent if asked is None or leaf in asked]
+        differing = tuple(leaf for leaf in differing if asked is None or leaf in asked)
         if not differing:
             return None
         arrays = f"{len(differing)} array{'s' if len(differing) > 1 else ''}"

@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from bisect import bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ HUGE_BYTES = 2 * 1024 * 1024
 
 SLAB_BYTES = 4 * 1024 * 1024
 """Smaller requests share slabs of this size."""
+
+SMALL_BYTES = 64 * 1024
+"""Pieces up to this size are handed out and copied several at a time: all else about them takes longer."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -132,6 +135,20 @@ class Slabs:
         piece = self._slab[self._used : self._used + nbytes]
         self._used += -(-nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT
         return piece
+
+    def views(self, sizes: Sequence[int]) -> list[memoryview]:
+        """As `take`, for several pieces, of which the small ones of one slab live as long as any of them."""
+        views: list[memoryview] = []
+        slab, at = self.take(0).data, 0
+        for nbytes in sizes:
+            if nbytes > SMALL_BYTES:
+                views.append(self.take(nbytes).data)
+                continue
+            if at + nbytes > len(slab):
+                slab, at = self.take(SLAB_BYTES).data, 0
+            views.append(slab[at : at + nbytes])
+            at += -(-nbytes // MEMORY_ALIGNMENT) * MEMORY_ALIGNMENT
+        return views
 
     def add(self, region: PageRegion) -> None:
         """Have `back` know of a region that comes from elsewhere."""

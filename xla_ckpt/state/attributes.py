@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import Section, parse_section
 from xla_ckpt.sharding.sharding import STAGE, Sharding, Split, number_of_parts
+
+_ATTRIBUTES = frozenset({"tensor_model_parallel", "expert_model_parallel", "global_shape"})
+
+
+def is_declared(value: Any) -> bool:
+    """Whether attributes of a parameter say how it is split."""
+    own = getattr(value, "__dict__", None)
+    if not own and type(value) in (torch.Tensor, torch.nn.Parameter):
+        return False  # as of nearly all arrays
+    return any(hasattr(value, name) for name in _ATTRIBUTES)
 
 
 def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Sharding | None:
@@ -27,11 +39,7 @@ def declared_sharding(value: Any, path: str, mesh: Mesh | None = None) -> Shardi
     Raises:
         UnsupportedStateError: They contradict each other, the parameter or the mesh.
     """
-    if not (
-        hasattr(value, "tensor_model_parallel")
-        or hasattr(value, "expert_model_parallel")
-        or hasattr(value, "global_shape")
-    ):
+    if not is_declared(value):
         return None  # as of nearly all arrays
     shape = tuple(getattr(value, "shape", ()))
     dims: list[Split | None] = [None] * len(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +15,12 @@ from xla_ckpt.arrays.registry import array_kind, check_memory, new_array
 from xla_ckpt.arrays.torch_host import DENSE, check_writable
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.local_array import LocalArray, whole
+from xla_ckpt.sharding.sections import has_sections
+from xla_ckpt.state.attributes import is_declared
 from xla_ckpt.state.handover import Handover
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, checked_members
@@ -28,7 +32,7 @@ MAX_DIFFERENCES = 12
 """Differences that an error message lists before it only counts."""
 
 
-@dataclass(frozen=True, slots=True)
+@lightweight()
 class ArrayAt:
     """Stands for an array that has not been read yet."""
 
@@ -98,6 +102,28 @@ class Stored:
         except CheckpointError as error:
             error.at(leaf=path)
             raise
+
+    def over_whole(self, values: Mapping[str, Any], *, owned: bool) -> dict[str, Target]:
+        """The targets, by leaf path, that overwrite those of some arrays that need no closer look.
+
+        They are dense tensors of the stored type and shape, whole on this rank, each of them under one name: most
+        arrays of most loads.
+        """
+        arrays, aliases, adapters = self.manifest.arrays, self.manifest.aliases, self.shardings.adapters
+        if not self.shardings.unsplit:
+            return {}
+        sectioned = [any(map(has_sections, form.spec or ())) for form in arrays.forms]
+        form_of = arrays.form.tolist()
+        several = {number for number, count in Counter(map(id, values.values())).items() if count > 1}
+        targets: dict[str, Target] = {}
+        for path, value in values.items():
+            row = arrays.row.get(aliases.get(path, path))
+            if row is None or sectioned[number := form_of[row]] or id(value) in several or is_declared(value):
+                continue
+            target = adapters.whole_target(value, arrays.forms[number], owned=owned)
+            if target is not None:
+                targets[path] = target
+        return targets
 
     def like(self, path: str, value: Any) -> Target:
         """A target that makes a new array like one of the program.
@@ -233,7 +259,12 @@ def plan_arrays(
     `new` may make the target of a new one from (leaf path, record, kind); by default it is whole, in host memory. It is
     asked, too, where the program's own has another shape: state of an optimizer may have grown since.
     """
-    for path, kind in array_paths(stored.skeleton, stored.prefix).items():
+    paths_and_kinds = array_paths(stored.skeleton, stored.prefix)
+    usual = stored.over_whole({path: current[path] for path in paths_and_kinds if path in current}, owned=owned)
+    loading.targets.update(usual)
+    for path, kind in paths_and_kinds.items():
+        if path in usual:
+            continue
         record = stored.record(path)
         if path in current:
             target = stored.into(path, current[path], owned=owned)

@@ -7,6 +7,7 @@ into it, and what it knows about the arrays that it wants.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 
 from xla_ckpt.arrays import pytree
 from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
-from xla_ckpt.engine.target import Target
+from xla_ckpt.engine.target import Target, install_all
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.job.verdict import Round
 from xla_ckpt.plan.hints import Hints
@@ -66,7 +67,7 @@ class State:
     """Names of the parameters that its part for experts has; None if it has no such part."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Loadings:
     """All parts of a load, checked but not yet begun."""
 
@@ -74,7 +75,7 @@ class Loadings:
     result: Make
     """The value that the load returns, from the restored arrays by leaf path."""
 
-    @property
+    @functools.cached_property
     def targets(self) -> dict[str, Target]:
         """Leaf path -> where the array goes."""
         return {path: target for part in self.parts for path, target in part.targets.items()}
@@ -100,7 +101,7 @@ class Loadings:
 
         def install() -> Mapping[str, Any]:
             alone = self.alone
-            self.handed.update({p: t.install() for p, t in self.targets.items() if p in alone})
+            self.handed.update(install_all({p: t for p, t in self.targets.items() if p in alone}))
             return self.handed
 
         with Undisturbed() as calm, handing.put_back_on_failure():
@@ -118,7 +119,7 @@ class Loadings:
             LoadError: That fails, which leaves a part of the objects changed.
         """
         with changing():
-            arrays = {p: self.handed[p] if p in self.handed else t.install() for p, t in self.targets.items()}
+            arrays = self.handed | install_all({p: t for p, t in self.targets.items() if p not in self.handed})
             for part in self.parts:
                 part.finish(arrays)
             return self.result(arrays)

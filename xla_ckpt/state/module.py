@@ -104,14 +104,20 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
     entries = {key: value for key, value in entries.items() if key not in of_other_ranks}
     _compare_keys(stored, loading, entries, {k: v for k, v in stored_entries.items() if k not in of_other_ranks})
     loading.problems += of_other_ranks.values()
-    owned = {id(t) for t in (*module.parameters(), *module.buffers())}
+    owned = {id(t) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())}
     kind = stored.shardings.adapters.kind
     arrays_of_module = [v for k, v in entries.items() if not is_extra(k) and kind(v)]
     direct = not _has_load_logic(module) and all(id(v) in owned for v in arrays_of_module)
+    path_of = {key: paths.join(stored.prefix, paths.escape(key)) for key in entries if key in stored_entries}
+    if direct:
+        arrays = {path: entries[key] for key, path in path_of.items() if isinstance(stored_entries[key], ArrayAt)}
+        loading.targets.update(stored.over_whole(arrays, owned=True))
     by_object: dict[int, str] = {}
-    read_over: set[str] = set()
-    for key in [k for k in entries if k in stored_entries]:
-        path, value = paths.join(stored.prefix, paths.escape(key)), entries[key]
+    read_over = set(loading.targets)
+    for key, path in path_of.items():
+        if path in read_over:
+            continue
+        value = entries[key]
         if is_extra(key):
             if (part := stored.at(paths.escape(key))) is not None:
                 plan_freely(part, loading, value)  # the module's own business: it may have grown, or been None
@@ -195,7 +201,7 @@ def _taken_by_quantized(module: torch.nn.Module, state: Mapping[str, Any]) -> se
 
 def is_extra(key: str) -> bool:
     """Whether a member of a module's state dict is what its `get_extra_state` has returned."""
-    return key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+    return key.endswith(_EXTRA_STATE_KEY_SUFFIX) and key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def _kept(module: torch.nn.Module, former: Mapping[str, Any]) -> PutBack:

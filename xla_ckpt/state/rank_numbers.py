@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.manifest.arrays import ArrayRecord
-from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.rank_numbers import axes_of_numbers, has_numbers, same_numbers
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.state.loading import Problem, Stored
@@ -37,9 +35,13 @@ def unfit(stored: Stored, entries: Mapping[Any, Any]) -> dict[Any, Problem]:
 def unwanted(stored: Stored, names: Iterable[Any]) -> set[Any]:
     """Which of these stored members of a model are numbers of the ranks that saved: this job has no place for them."""
     saved = Mesh.parse(stored.manifest.mesh or "")
-    records: dict[str, ArrayRecord | UnknownArray] = {**stored.manifest.unknown, **stored.manifest.arrays}
-    of = {name: records.get(paths.join(stored.prefix, paths.escape(str(name)))) for name in names}
-    return {name for name, array in of.items() if array is not None and has_numbers(array, saved)}
+    found = set()
+    for name in names:
+        path = paths.join(stored.prefix, paths.escape(str(name)))
+        array = stored.manifest.unknown.get(path) or stored.manifest.arrays.get(path)
+        if array is not None and has_numbers(array, saved):
+            found.add(name)
+    return found
 
 
 def _integers(stored: Stored, entries: Mapping[Any, Any]) -> Iterator[tuple[Any, torch.Tensor, str]]:

@@ -7,6 +7,7 @@ tensor, the parameter that an optimizer state belongs to. Everything else is the
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.rules import Parsed, decided
 from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.sharding.sharding import UNSPLIT, Sharding
-from xla_ckpt.state.attributes import declared_sharding
+from xla_ckpt.state.attributes import declared_sharding, is_declared
 from xla_ckpt.state.layers import Layers, layer_shardings
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT, TORCH, Lies, OptimizerSchema, StateRule
@@ -53,7 +54,7 @@ class Parameter:
         return MASTER_RULE if place.role is schema.Role.MASTER else self.states.rule(place.keys)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateShardings:
     """The places of all arrays on one rank."""
 
@@ -91,6 +92,12 @@ class StateShardings:
             UnsupportedStateError: A layer contradicts itself.
         """
         return replace(self, layers=layer_shardings(model, self.placement.mesh))
+
+    @functools.cached_property
+    def unsplit(self) -> bool:
+        """Whether only what an array says itself can split it, or a part of the state of an optimizer."""
+        parameters = self.parameters.values()
+        return not self.rules and not self.layers and not any(p.zero1 or is_declared(p.value) for p in parameters)
 
     def local(self, path: str, value: Any, adapter: ArrayAdapter) -> LocalArray:
         """Where an array lies; `adapter` is its own.

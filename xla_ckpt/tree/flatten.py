@@ -281,6 +281,8 @@ class Unflattener:
             return [self.build(v, paths.join(path, str(i)), depth + 1) for i, v in enumerate(skeleton)]
         if not isinstance(skeleton, dict):
             return self.codec.decode(skeleton)
+        if len(skeleton) == 1 and type(kind := skeleton.get("$array")) is str:
+            return self.array(path, kind)  # as nearly every leaf of a large state is
         if len(skeleton) != 1 or not next(iter(skeleton)).startswith("$"):
             return {k: self.build(v, paths.join(path, paths.escape(k)), depth + 1) for k, v in skeleton.items()}
         ((name, body),) = skeleton.items()
