@@ -38,13 +38,18 @@ def runs(n: int) -> list[Any]:
     return [[[[0, 1, n + 1]]], 0, [[4096, 1, n]]]
 
 
-def array(shape: list[int], grids: list[Any], dtype: str = "uint8") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "grids": grids}
+def array(shape: list[int], grids: list[Any], names: list[str] | None = None) -> dict[str, Any]:
+    """A form: of all its grids, (cuts, files, offsets) each, the files and offsets are those of the last one."""
+    files, offsets = grids[-1][1:] if grids else ([], [])
+    cuts = [grid[0] for grid in grids]
+    return {
+        "dtype": "uint8", "shape": shape, "cuts": cuts, "names": names or ["w"], "files": files, "offsets": offsets,
+    }  # fmt: skip
 
 
 def only(members: Members, record: Any, nbytes: int = 0) -> None:
     """Leave one array, in a file that claims so many bytes."""
-    members["arrays"], members["skeleton"] = {"w": record}, {"w": {"$array": "torch"}}
+    members["arrays"], members["skeleton"] = [record], {"w": {"$array": "torch"}}
     members["files"][0][1] += nbytes
 
 
@@ -72,7 +77,7 @@ FORGED: dict[str, Callable[[Members], None]] = {
         m, array([1 << 21, 1 << 21], [[[[0, 1 << 21], [0, 1 << 21]], 0, 4096]]), 1 << 42
     ),
     "the same bytes would be thousands of arrays": lambda m: m.update(
-        arrays={f"w{i}": array([48], [[[[0, 48]], 0, 4096]]) for i in range(5000)},
+        arrays=[array([48], [[[[0, 48]], 0, 4096]], [f"w{i}" for i in range(5000)])],
         skeleton={f"w{i}": {"$array": "torch"} for i in range(5000)},
     ),
     "frameworks cannot make an array of 0 times 2**61 elements": lambda m: only(m, array([0, 1 << 61], [])),

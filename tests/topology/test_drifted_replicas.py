@@ -84,7 +84,8 @@ def apart(rank: int, root: Path) -> None:
     xla_ckpt.save(root, "a", {"w": value}, options=xla_ckpt.SaveOptions(replicas="first", timeout=60))
     assert (rank == 0) == any("w: rank 0 against rank 2" in line for line in heard.lines)
     assert torch.equal(xla_ckpt.restore(root, "a").tree["w"], torch.arange(12.0).reshape(4, 3))
-    assert "divergent" in json.loads((root / "a/manifest.json").read_text())["arrays"]["w"]
+    (form,) = json.loads((root / "a/manifest.json").read_text())["arrays"]
+    assert (form["names"], form["divergent"]) == (["w"], True)
 
 
 def test_replicas_that_do_not_know_of_each_other(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def dump(manifest: Manifest) -> bytes:
         "objects": list(manifest.objects),
         "files": [file_json(f) for f in manifest.files],
     }
-    lines = [_first_line(manifest.head)]
+    lines = [_first_line(replace(manifest.head, version=FORMAT_VERSION))]
     lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
     return _ended(b",\n".join(lines))
 
