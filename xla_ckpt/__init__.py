@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xla_ckpt.api.checkpoints import Checkpoints as Checkpoints
     from xla_ckpt.api.contents import TagContents as TagContents
-    from xla_ckpt.api.contents import TagSummary as TagSummary
     from xla_ckpt.api.convert import ConvertReport as ConvertReport
     from xla_ckpt.api.convert import convert as convert
     from xla_ckpt.api.diff import Difference as Difference
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from xla_ckpt.api.save import finalize_checkpoint as finalize_checkpoint
     from xla_ckpt.api.save import save as save
     from xla_ckpt.api.save import save_checkpoint as save_checkpoint
+    from xla_ckpt.api.summaries import TagSummary as TagSummary
     from xla_ckpt.api.tags import has_checkpoint as has_checkpoint
     from xla_ckpt.api.tags import latest_tag as latest_tag
     from xla_ckpt.api.tags import list_tags as list_tags
@@ -108,7 +108,7 @@ _HOMES = {
     "arrays.registry": ("ArraySpec",),
     "state.rng": ("RNGState",),
     "api.checkpoints": ("Checkpoints",),
-    "api.contents": ("TagContents", "TagSummary"),
+    "api.contents": ("TagContents",),
     "api.convert": ("ConvertReport", "convert"),
     "api.diff": ("Difference", "diff"),
     "api.explain": ("explain",),
@@ -117,6 +117,7 @@ _HOMES = {
     "api.load": ("Loaded", "Restored", "load_checkpoint", "restore"),
     "api.preemption": ("PreemptionGuard",),
     "api.save": ("finalize_checkpoint", "save", "save_checkpoint"),
+    "api.summaries": ("TagSummary",),
     "api.tags": ("has_checkpoint", "latest_tag", "list_tags", "repair", "verify"),
     "engine.background": ("SaveHandle",),
     "engine.ending": ("on_report",),
@@ -161,9 +162,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'xla_ckpt' has no attribute {name!r}")
     home = _HOME_OF[name]
-    if home.startswith(("arrays", "state")) or home == "api.load":
-        importlib.import_module("xla_ckpt.api.save")
-    value = getattr(importlib.import_module(f"xla_ckpt.{home}"), name)
+    collector = importlib.import_module("xla_ckpt.engine.garbage_collection")
+    # Modules make no garbage, and a look through all objects of torch takes as long as to load them.
+    with collector.collector_paused():
+        if home.startswith(("arrays", "state")) or home == "api.load":
+            importlib.import_module("xla_ckpt.api.save")
+        value = getattr(importlib.import_module(f"xla_ckpt.{home}"), name)
     globals()[name] = value
     return value
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from xla_ckpt.api import tags
-from xla_ckpt.api.contents import TagContents, TagSummary, contents_of, summary_of
+from xla_ckpt.api.contents import TagContents, contents_of
 from xla_ckpt.api.diff import Difference, diff
 from xla_ckpt.api.llama import LlamaJob, known_model
 from xla_ckpt.api.opened import Knowledge, source_of
+from xla_ckpt.api.summaries import TagSummary, summaries
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import known_options, taking_values
-from xla_ckpt.layouts.registry import all_tags, find_foreign
+from xla_ckpt.layouts.registry import find_foreign
 from xla_ckpt.options import ConvertOptions
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, full_path, store_at
@@ -74,8 +75,7 @@ class Checkpoints:
         Raises:
             StorageError: The directory cannot be read.
         """
-        store = store_at(self.path)
-        return tuple(summary_of(store, layout, entry) for layout, entry in all_tags(store))
+        return summaries(store_at(self.path))
 
     @taking_values(llama=LlamaJob)
     def show(

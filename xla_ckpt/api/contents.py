@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.api.opened import Knowledge, opened
+from xla_ckpt.api.summaries import StoredFile, files_of
 from xla_ckpt.engine.parity import parity_of
-from xla_ckpt.errors import CheckpointError, UsageError
-from xla_ckpt.layouts.base import Layout
-from xla_ckpt.layouts.registry import find_foreign, layout_of, open_tag
+from xla_ckpt.errors import UsageError
+from xla_ckpt.layouts.registry import find_foreign, layout_of
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Store
-from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import plain_values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TagSummary:
-    """A tag in a list of tags."""
-
-    tag: str
-    sequence: int
-    """Number of its commit; 0 if another library wrote it."""
-
-    created: str | None
-    """When it was committed, as ISO 8601 has it."""
-
-    pinned: bool
-    """Whether retention leaves it alone."""
-
-    arrays: int | None = None
-    """Number of arrays; None where no index says it."""
-
-    nbytes: int | None = None
-    """Bytes of the arrays; of a tag without an index, of its files."""
-
-    files: int | None = None
-    ranks: int | None = None
-    """How many ranks saved it; None where no index says it."""
-
-    problem: str | None = None
-    """Why nothing of this is known: the manifest is damaged."""
-
-    layout: str | None = None
-    """Name of the layout, or of the library that wrote it."""
-
-    note: str = ""
-    """What else is to be known about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,17 +67,6 @@ class UnplacedArrays:
     problem: str
     hint: str | None
     arrays: tuple[UnplacedArray, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredFile:
-    """A file of a tag."""
-
-    path: str
-    """Relative to the tag."""
-
-    size: int
-    """Bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,30 +122,6 @@ class TagContents:
     """Files, each with `path` and `size`."""
 
 
-def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSummary:
-    """A tag of a root directory; `layout` is that of a tag of another library, or None. Does not raise for damage."""
-    summary = TagSummary(
-        tag=entry.tag, sequence=entry.sequence, created=entry.created, pinned=entry.pinned, note=entry.note
-    )
-    try:
-        if layout is not None:  # it has no index: its directory says what there is
-            files = _files(store, entry)
-            nbytes = sum(file.size for file in files)
-            return replace(summary, nbytes=nbytes, files=len(files), layout=layout.origin or layout.name)
-        with open_tag(store, entry.tag) as reader:
-            manifest = reader.manifest
-    except CheckpointError as error:
-        return replace(summary, problem=str(error))
-    return replace(
-        summary,
-        arrays=len(manifest.arrays),
-        nbytes=manifest.nbytes,
-        files=len(manifest.files),
-        ranks=manifest.world,
-        layout=layout_of(manifest).name,
-    )
-
-
 def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = None) -> TagContents:
     """Everything that the manifest of a tag says.
 
@@ -222,7 +151,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
     if foreign is None:
         files = tuple(StoredFile(path=file.path, size=file.size) for file in manifest.files)
     else:
-        files = _files(store, foreign[1])
+        files = files_of(store, foreign[1])
     return TagContents(
         path=store.path,
         tag=tag,
@@ -253,19 +182,6 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
         values={leaf: value for leaf, value in values.items() if paths.is_like(leaf, pattern)},
         files=files,
     )
-
-
-def _files(store: Store, entry: TagEntry) -> tuple[StoredFile, ...]:
-    """The files of a tag; those that lie in the root itself are named in it."""
-    apart = entry.files or (() if store.is_directory(entry.directory) else (entry.directory,))
-    # Files that a path names may be links.
-    directory = store.open("", lock=False, links=True) if apart else store.open(entry.directory)
-    with closing(directory):
-        files = []
-        for path in apart or directory.files():
-            with closing(directory.open(path)) as source:
-                files.append(StoredFile(path=path, size=source.size))
-        return tuple(files)
 
 
 def _parts(arrays: Sequence[tuple[str, ArrayRecord | UnknownArray]]) -> tuple[StoredPart, ...]:

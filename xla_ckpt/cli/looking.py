@@ -16,10 +16,12 @@ def add_ls(parser: argparse.ArgumentParser) -> None:
 def ls(args: argparse.Namespace) -> int:
     """The command ``ls``; returns its exit code."""
     from xla_ckpt.cli import facts, render
+    from xla_ckpt.engine.garbage_collection import collector_paused
 
     root, tag = facts.locate(args.path, None)
-    answer = facts.list_facts(root) if tag is None else facts.tag_list_facts(root, tag)
-    print_answer(args, answer, render.tag_table)
+    with collector_paused():
+        answer = facts.list_facts(root) if tag is None else facts.tag_list_facts(root, tag)
+        print_answer(args, answer, render.tag_table)
     return int(any(t["problem"] for t in answer["tags"]))
 
 
@@ -38,13 +40,15 @@ def show(args: argparse.Namespace) -> int:
     """The command ``show``; returns its exit code."""
     from xla_ckpt.api.checkpoints import Checkpoints
     from xla_ckpt.cli import bars, facts, render
+    from xla_ckpt.engine.garbage_collection import collector_paused
 
     root, tag = facts.locate(args.path, args.tag)
     if args.report:
         print_answer(args, facts.report_facts(root, facts.newest(root, tag)), bars.report)
         return 0
-    contents = Checkpoints(root).show(facts.newest(root, tag), leaf=args.leaf, **options.about(args))
-    print_answer(args, facts.contents_facts(contents), render.tag)
+    with collector_paused():
+        contents = Checkpoints(root).show(facts.newest(root, tag), leaf=args.leaf, **options.about(args))
+        print_answer(args, facts.contents_facts(contents), render.tag)
     return 0
 
 

@@ -9,7 +9,9 @@ asks for help, or lists some tags, waits for nothing else.
 from __future__ import annotations
 
 import argparse
+import atexit
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable, Sequence
 
@@ -158,6 +160,9 @@ def _parser(chosen: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        # The process ends with this call. The interpreter would look for garbage among all objects once more, 60 ms.
+        atexit.register(gc.freeze)
     try:
         args = _parser([word for word in words if not word.startswith("-")][:1]).parse_args(words)
         code = int(args.action(args))
