@@ -9,6 +9,7 @@ in it, and finalizes it: they are made durable, too, and then the draft gets the
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -38,7 +39,10 @@ IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 def main() -> None:
     """Do the jobs that come through the standard input, which is a socket, in a process that is only for that."""
     be_alone()
+    gc.disable()  # it would look through all objects of jax and orbax again and again while they are made
     commit = committer()
+    gc.freeze()  # they stay
+    gc.enable()
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         # For a person, whom an error has told to try it.
         sys.stdout.write("This program starts: xla_ckpt can have it commit tags.\n")
