@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,18 +160,11 @@ def tags(args: argparse.Namespace, root: str) -> None:
     import torch
 
     import xla_ckpt
-    from xla_ckpt.manifest import manifest_json
+    from benchmarks.peers.starts import fill_root
 
-    tree = {"w": torch.ones(4)}
-    xla_ckpt.save(root, "1", tree)
-    first = Path(shutil.copytree(f"{root}/1", f"{root}-first"))  # a save below retires the tag itself
-    manifest = manifest_json.parse((first / "manifest.json").read_bytes())
-    made = 1
+    tree, made = {"w": torch.ones(4)}, 0
     for many in (1_000, 10_000):
-        for number in range(made + 1, many + 1):
-            copy = shutil.copytree(first, Path(root, str(number)))
-            head = replace(manifest.head, tag=copy.name, sequence=number)
-            (copy / "manifest.json").write_bytes(manifest_json.dump(replace(manifest, head=head)))
+        fill_root(root, range(made + 1, many + 1))
         made = many
         row(f"list_tags, {many} tags", lambda: xla_ckpt.list_tags(root), args.rounds)
         row(f"latest_tag, {many} tags", lambda: xla_ckpt.latest_tag(root), args.rounds)

@@ -69,7 +69,7 @@ def groups(gb: float) -> list[Group]:
     return [
         _saves(gb), _stalls(big), _loads(big, warm=False), _loads(big, warm=True), _rss(big), *_dcp(dcp),
         _cpu_saves(gb), _cpu_loads(gb), _cpu_stalls(gb), *_simulated(gb / 4), *_small(), _parallel(gb), *_loops(gb),
-        _starts(), _listing(), _first(dcp),
+        _starts(), *_commands(), _first(dcp),
     ]  # fmt: skip
 
 
@@ -286,13 +286,20 @@ def _loops(gb: float) -> tuple[Group, Group]:
 
 
 def _starts() -> Group:
-    rows = (Row("import xla_ckpt, after torch", starts.imports, (), "start", short=True),)
-    return Group("import", "Import", rows, "ms")
+    rows = (
+        Row("import xla_ckpt, after torch", starts.imports, ("with",), "start", short=True),
+        Row("the same without bytecode", starts.imports, ("without",), "start", short=True),
+    )
+    return Group("import", "Import, and the first use of save_checkpoint and load_checkpoint", rows, "ms")
 
 
-def _listing() -> Group:
-    rows = (Row("`xla-ckpt ls`", starts.listing, (), "start", short=True),)
-    return Group("ls", "`xla-ckpt ls` of three tags, process and all", rows, "ms")
+def _commands() -> tuple[Group, Group]:
+    ls = Row("`xla-ckpt ls`", starts.listing, (1_000,), "start", short=True)
+    show = Row("`xla-ckpt show`", starts.showing, (MANY,), "start", short=True)
+    return (
+        Group("ls", "`xla-ckpt ls` of 1,000 tags, process and all", (ls,), "ms"),
+        Group("show", "`xla-ckpt show` of a tag of 20,000 arrays, process and all", (show,), "ms"),
+    )
 
 
 def _first(gb: float) -> Group:

@@ -92,7 +92,8 @@ def _columns(group: Group, outcomes: Sequence[Outcome]) -> list[str]:
     had = {figure for outcome in outcomes for run in outcome.runs for figure in run}
     offered = {
         "GB/s": group.rate, "returned": "returned" in had, "the first": "first" in had, "until durable": "total" in had,
-        "later": "later" in had, "torch": "torch" in had, "extra memory": "rss" in had, "a save takes": "save" in had,
+        "later": "later" in had, "no name": "alone" in had, "torch": "torch" in had, "extra memory": "rss" in had,
+        "a save takes": "save" in had,
         "times ours": len(group.rows) > 1 and group.unit != "%",
     }  # fmt: skip
     return [name for name, there in offered.items() if there]
@@ -126,7 +127,7 @@ def _cell(column: str, outcome: Outcome, unit: str, ours: float | None) -> str:
         return "" if rise is None else f"{rise / 1e6:.0f} MB"
     figure, unit = {
         "returned": ("returned", "s"), "the first": ("first", unit), "until durable": ("total", "s"),
-        "later": ("later", "s"), "torch": ("torch", unit), "a save takes": ("save", "s"),
+        "later": ("later", "s"), "no name": ("alone", unit), "torch": ("torch", unit), "a save takes": ("save", "s"),
     }[column]  # fmt: skip
     value = outcome.median(figure)
     return "" if value is None else shown(value, unit)

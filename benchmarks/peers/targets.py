@@ -96,8 +96,10 @@ TARGETS: tuple[Target, ...] = (
            ("accelerator", 'xla_ckpt, `snapshot="overlap"`'), ("accelerator", COPY_FIRST), 0.1, at_least=False),
     _aggregate("4 ranks, together, against one process", "4 ranks, data parallel with ZeRO-1"),
     _aggregate("8 SPMD devices, together, against one process", "8 SPMD devices of one process"),
-    _figure("import of xla_ckpt beyond torch", "import", "import xla_ckpt, after torch", 100, "ms"),
-    _figure("`xla-ckpt ls`", "ls", "`xla-ckpt ls`", 400, "ms"),
+    _figure("import of xla_ckpt and its functions beyond torch", "import", "import xla_ckpt, after torch", 60, "ms"),
+    _figure("the same without bytecode", "import", "the same without bytecode", 120, "ms"),
+    _figure("`xla-ckpt ls` of 1,000 tags", "ls", "`xla-ckpt ls`", 400, "ms"),
+    _figure("`xla-ckpt show` of 20,000 arrays", "show", "`xla-ckpt show`", 600, "ms"),
 )  # fmt: skip
 
 
