@@ -17,7 +17,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.roots import root_of
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import plain_values
+from xla_ckpt.tree.skeleton import is_array, leaves_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +139,17 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
     with opened(store, tag, about) as reader:
         manifest, survives = reader.manifest, parity_of(reader.directory)
     foreign = find_foreign(store, tag)
-    values = plain_values(manifest.skeleton)
+    named = dict(leaves_below(manifest.skeleton))
+    values = {leaf: part for leaf, part in named.items() if not is_array(part)}
     leaves = [*manifest.arrays, *manifest.unknown, *manifest.aliases, *values]
     if not any(paths.is_like(leaf, pattern) for leaf in leaves):
         tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
         hint = f"Leaves begin with: {tops}."
         raise UsageError("no leaf is like this", path=store.path, tag=tag, found=pattern, hint=hint)
     head, entry = manifest.head, foreign[1] if foreign is not None else root_of(store).entry(tag)
-    arrays = {leaf: record for leaf, record in manifest.arrays.items() if paths.is_like(leaf, pattern)}
+    # The manifest has arrays of one form together; here they come in the order of the state.
+    in_order = [leaf for leaf in dict.fromkeys([*named, *manifest.arrays]) if leaf in manifest.arrays]
+    arrays = {leaf: manifest.arrays[leaf] for leaf in in_order if paths.is_like(leaf, pattern)}
     unknown = {leaf: array for leaf, array in manifest.unknown.items() if paths.is_like(leaf, pattern)}
     if foreign is None:
         files = tuple(StoredFile(path=file.path, size=file.size) for file in manifest.files)

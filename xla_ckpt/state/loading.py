@@ -68,6 +68,11 @@ class Stored:
             raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=path)
         return record
 
+    def is_same(self, path: str, other: str) -> bool:
+        """Whether two leaf paths are names of one stored array."""
+        aliases = self.manifest.aliases
+        return aliases.get(path, path) == aliases.get(other, other)
+
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
         """The part as a tree; arrays are made by `array` from (leaf path, kind).
 

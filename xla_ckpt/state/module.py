@@ -132,7 +132,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             if loading.want(path, target, record) and direct:
                 # Of several names of one parameter and of one stored array, one is read.
                 earlier = by_object.get(id(value))
-                if earlier is not None and stored.record(earlier) is record:
+                if earlier is not None and stored.is_same(earlier, path):
                     del loading.targets[earlier]
                 by_object[id(value)] = path
                 read_over.add(path)
