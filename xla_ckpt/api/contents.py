@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.api.opened import Knowledge, opened
 from xla_ckpt.engine.parity import parity_of
 from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.keywords import nearest
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import find_foreign, layout_of, open_tag
 from xla_ckpt.manifest.records import ArrayRecord, UnknownArray
@@ -161,8 +162,8 @@ class TagContents:
     aliases: Mapping[str, str]
     """Leaf -> leaf of arrays that share their memory with another one, which is stored."""
 
-    values: Mapping[str, Any]
-    """Plain values, by leaf."""
+    values: Mapping[str, Any] = field(repr=False)
+    """Plain values, by leaf. The state of a generator alone has 625 numbers, so `repr` leaves them out."""
 
     files: tuple[StoredFile, ...]
     """Files, each with `path` and `size`."""
@@ -214,7 +215,8 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
     if not any(paths.is_like(leaf, pattern) for leaf in leaves):
         tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
         hint = f"Leaves begin with: {tops}."
-        raise UsageError("no leaf is like this", path=store.path, tag=tag, found=pattern, hint=hint)
+        problem = f"no leaf is like this{nearest(pattern or '', leaves)}"
+        raise UsageError(problem, path=store.path, tag=tag, found=pattern, hint=hint)
     head, entry = manifest.head, foreign[1] if foreign is not None else root_of(store).entry(tag)
     arrays = {leaf: record for leaf, record in manifest.arrays.items() if paths.is_like(leaf, pattern)}
     unknown = {leaf: array for leaf, array in manifest.unknown.items() if paths.is_like(leaf, pattern)}

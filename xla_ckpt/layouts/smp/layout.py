@@ -32,7 +32,6 @@ class SageMaker(Layout):
 
     name = "smp"
     origin = "SageMaker model parallel"
-    itself = True
     asks = True
     saves = True
     pickles = True
