@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
 
@@ -277,6 +278,8 @@ def test_a_path_that_leaves_out_a_directory_is_told(tmp_path: Path, caplog: pyte
         xla_ckpt.load_checkpoint(tmp_path / "runs" / "lm", "latest", model=nn.Linear(2, 2))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("layout", ["native", "xser", "dcp", "theirs"])
 def test_a_tag_is_named_by_its_own_path_in_all_calls(tmp_path: Path, layout: str) -> None:
     model = nn.Linear(2, 2)
@@ -285,7 +288,7 @@ def test_a_tag_is_named_by_its_own_path_in_all_calls(tmp_path: Path, layout: str
         with torch.no_grad():
             model.weight.fill_(int(tag[-1]))
         if layout == "theirs":
-            torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=root / tag, no_dist=True)
+            dcp.save({"model": model.state_dict()}, checkpoint_id=root / tag)
         else:
             xla_ckpt.save_checkpoint(root, tag, model, layout=layout)
     path = root / "step_1"
