@@ -130,7 +130,7 @@ def test_whatever_differs_all_ranks_say_so(tmp_path: Path) -> None:
         assert ("on ranks 0, 1, 3, found" in text) == (name != "rank 0"), text
         assert ("on rank 2" in text) == (name != "rank 0"), text
     said = told[0]
-    assert "expected pinned=None on ranks 1, 2, 3, found pinned=True on rank 0" in said["rank 0"]
+    assert "expected pinned=False on ranks 1, 2, 3, found pinned=True on rank 0" in said["rank 0"]
     assert (
         "expected num_kept_ckpts=None on ranks 0, 1, 3, found num_kept_ckpts=1 on rank 2"
         in said["save: num_kept_ckpts"]
@@ -262,6 +262,6 @@ def test_all_that_differs_is_named() -> None:
     calls = [Call.of("save", "/p", "a", pinned=n == 1, layout="pt" if n else "native") for n in range(3)]
     found = different_calls(calls)
     assert found is not None
-    assert (found.rank, found.expected, found.found) == (1, "pinned=None on ranks 0, 2", "pinned=True on rank 1")
+    assert (found.rank, found.expected, found.found) == (1, "pinned=False on ranks 0, 2", "pinned=True on rank 1")
     assert found.details == "  expected layout='pt' on ranks 1, 2, found layout='native' on rank 0"
     assert different_calls([]) is None

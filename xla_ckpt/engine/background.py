@@ -279,7 +279,7 @@ class Saves:
 
 
 def _raise_to_later(handle: SaveHandle) -> NoReturn:
-    """Raise the error of a save from a later call: it says of which save it is, and `handle.error` stays what it was.
+    """Raise the error of a save from a later call: it says so, and `handle.error` stays what it was.
 
     Raises:
         CheckpointError: Always, or whatever else the save has met.
@@ -288,7 +288,9 @@ def _raise_to_later(handle: SaveHandle) -> NoReturn:
     assert error is not None
     if not isinstance(error, CheckpointError):
         raise error
-    problem = f"an asynchronous save before this call has failed, that of tag {handle.tag}: {error.problem}"
+    # The tag is a fact of the error, the same on all ranks. That of the handle is another one on a rank that has left a
+    # save out.
+    problem = f"an asynchronous save before this call has failed: {error.problem}"
     raise from_json(error.to_json() | {"problem": problem}) from error
 
 

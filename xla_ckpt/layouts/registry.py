@@ -253,7 +253,7 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
 def named_itself(path: str) -> tuple[Store, str] | None:
     """(root directory, tag) if a path is that of a tag itself, or (directory above, name) of what a tag is made of.
 
-    A directory in which there are tags is their root, whatever else lies in it.
+    A directory in which there are tags is their root, whatever else lies in it, if its layout may hold tags.
     """
     try:
         store, name = door.above(path)
@@ -262,6 +262,6 @@ def named_itself(path: str) -> tuple[Store, str] | None:
     if root_of(store).is_ours(name):
         return store, name
     foreign = find_foreign(store, name)
-    if foreign is None or (foreign[0].tagged and all_tags(door.store_at(path))):
+    if foreign is None or (foreign[0].may_hold_tags and all_tags(door.store_at(path))):
         return None
     return store, name

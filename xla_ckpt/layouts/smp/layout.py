@@ -32,6 +32,7 @@ class SageMaker(Layout):
 
     name = "smp"
     origin = "SageMaker model parallel"
+    may_hold_tags = True
     asks = True
     saves = True
     pickles = True
