@@ -82,7 +82,7 @@ def test_the_metadata_say_what_is_needed(source: Path, tmp_path: Path) -> None:
     assert "License-Expression: Apache-2.0" in text
     needs = {line.split(":")[1].split(";")[0].strip() for line in text.splitlines() if line.startswith("Requires-Dist")}
     assert {"numpy>=1.26", "torch>=2.9", "tqdm>=4.60"} <= needs
-    assert "xla-ckpt = xla_ckpt.cli.main:main" in scripts
+    assert "xla-ckpt = xla_ckpt.__main__:main" in scripts
 
 
 def test_the_source_archive_can_be_built_from(source: Path, tmp_path: Path) -> None:

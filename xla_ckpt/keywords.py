@@ -13,10 +13,11 @@ from xla_ckpt.errors import UsageError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 def known_options(call: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """The same function, which says of an unknown keyword which one was probably meant.
+    """The same function, which says of an unknown keyword which one was probably meant, and refuses ``strict="no"``.
 
     >>> known_options(check_choice)(nam="a")
     Traceback (most recent call last):
@@ -37,21 +38,39 @@ def taking_values(**values: type[Any]) -> Callable[[Callable[Parameters, Result]
     return lambda call: _checked(call, fields)
 
 
+def known_fields(kind: type[Value]) -> type[Value]:
+    """The same dataclass, whose constructor says of an unknown keyword which field was probably meant."""
+    fields = ", ".join(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    constructor = _checked(kind.__init__, {}, f": it has {fields}; others are arguments of the call itself")
+    kind.__init__ = constructor  # type: ignore[method-assign]
+    return kind
+
+
+_FLAGS: dict[str, tuple[bool | None, ...]] = {"bool": (True, False), "bool | None": (None, True, False)}
+"""Annotation of an argument that is no more than yes or no -> its choices. Any text counts as true in Python."""
+
+
 def _checked(
-    call: Callable[Parameters, Result], fields: dict[str, tuple[str, type[Any]]]
+    call: Callable[Parameters, Result], fields: dict[str, tuple[str, type[Any]]], otherwise: str = ""
 ) -> Callable[Parameters, Result]:
-    known = list(inspect.signature(call).parameters)
+    parameters = inspect.signature(call).parameters
+    known = list(parameters)
+    flags = {name: _FLAGS[p.annotation] for name, p in parameters.items() if p.annotation in _FLAGS}
+    called = call.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(call)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in kwargs:
             if name in known:
                 continue
-            hint = meant(name, [*known, *fields])
+            hint = meant(name, [*known, *fields]) or otherwise
             if name in fields:
                 argument, kind = fields[name]
                 hint = f": say {argument}={kind.__name__}({name}=...)"
-            raise TypeError(f"{call.__name__}() has no argument {name!r}{hint}")
+            raise TypeError(f"{called}() has no argument {name!r}{hint}")
+        for name, value in (*zip(known, args, strict=False), *kwargs.items()):
+            if name in flags:
+                check_choice(name, value, flags[name])
         return call(*args, **kwargs)
 
     return checked
@@ -65,6 +84,16 @@ def meant(word: Any, known: Sequence[Any]) -> str:
     """
     near = difflib.get_close_matches(str(word), [k for k in known if isinstance(k, str)], 1)
     return f": did you mean {near[0]!r}?" if near else ""
+
+
+def nearest(leaf: str, leaves: Sequence[str]) -> str:
+    """The end of a sentence, as `meant` says it, of a leaf path that is none: a leaf, or a part that leaves lie below.
+
+    >>> nearest("modle", ["model/a/w", "step"]), nearest("model/a/v", ["model/a/w"])
+    (": did you mean 'model'?", ": did you mean 'model/a/w'?")
+    """
+    parts = {path[:end] for path in leaves for end, letter in enumerate(path) if letter == "/"}
+    return meant(leaf, [*leaves, *sorted(parts)])
 
 
 def check_choice(name: str, choice: Any, choices: Sequence[Any], besides: str = "") -> None:

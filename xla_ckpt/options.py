@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.job.rounds import TIMEOUT
-from xla_ckpt.keywords import check_choice
+from xla_ckpt.keywords import check_choice, known_fields
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
@@ -34,6 +34,7 @@ ReplicaRead = Literal["each", "share"]
 """Whether each rank reads all that it needs, or ranks that need the same bytes read a part each."""
 
 
+@known_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """How a save goes about its work, for `save_checkpoint`, `save` and `xla_ckpt.dcp`.
@@ -108,6 +109,7 @@ class SaveOptions:
         }
 
 
+@known_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """How a load goes about its work, for `load_checkpoint` and `restore`.
@@ -142,6 +144,7 @@ class LoadOptions:
         return {"replica_read": self.replica_read}
 
 
+@known_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
     """How tags are read and written anew without a job, for `convert`, `export_hf` and `diff`.

@@ -6,6 +6,7 @@ job's key-value store. Who is missing, or what went wrong on a rank before the c
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Callable
@@ -14,7 +15,8 @@ from typing import Any
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPConfigError, SMPRuntimeError, TooFewRanksError
 from xla_ckpt.errors import CheckpointError, RankFailedError
-from xla_ckpt.job.process_group import communicator
+from xla_ckpt.job.job import launcher_has_store
+from xla_ckpt.job.process_group import StoreCommunicator, communicator
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 
 logger = logging.getLogger(__name__)
@@ -23,10 +25,13 @@ TIMEOUT = 600.0
 """Seconds that a rank waits for the others; ``SMP_MEETING_TIMEOUT`` in the environment says another number."""
 
 LINGER = 10.0
-"""Seconds that the first rank of a group waits, at most, for the others to hear what came of a call."""
+"""Seconds that a rank waits, at most, until others have heard what came of a call, or need it no more at its end."""
 
 _counts: dict[tuple[int, ...], int] = {}
 """Ranks of a group -> the number of its last meeting. All of its ranks count alike."""
+
+_met_through: list[StoreCommunicator] = []
+"""What the last meeting of this process went through. The program may have ended its process group since."""
 
 
 def _timeout() -> float:
@@ -60,7 +65,8 @@ def together(kind: str, call: str, prepare: Callable[[], Any] = lambda: None, *,
     me = job.rank()
     number = _counts[tuple(members)] = _counts.get(tuple(members), 0) + 1
     name = "-".join(map(str, members))
-    meeting = Round(communicator(), f"smp/{name}/{number}", _timeout(), SMPRuntimeError)
+    _met_through[:] = [communicator()]
+    meeting = Round(_met_through[0], f"smp/{name}/{number}", _timeout(), SMPRuntimeError)
     error, value = None, None
     try:
         value = prepare()
@@ -112,6 +118,22 @@ def _linger(meeting: Round, present: list[int]) -> None:
         except RankFailedError as error:
             logger.warning("a rank may not have heard what came of a call: %s", error)
             return
+
+
+@atexit.register
+def _leave() -> None:
+    """At the end of the program: say that this rank needs the store no more, and on its holder wait for all others.
+
+    Without a launcher the store is in rank 0's process, and a group that rank 0 is not in may still be in a call.
+    """
+    for store in _met_through:
+        end = Round(store, "smp/end", LINGER)
+        try:
+            end.close()
+            if end.rank == 0 and not launcher_has_store():
+                end.wait_closed(Deadline(LINGER))
+        except RankFailedError as error:
+            logger.warning("this process ends, and other ranks may still need the store of the job: %s", error)
 
 
 def _verdict(

@@ -56,6 +56,26 @@ def test_a_failed_save_may_be_a_warning(
         handle.result()
 
 
+@pytest.mark.usefixtures("full")
+def test_a_later_call_says_of_which_save_its_error_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = []
+    for tag, later in (
+        ("a", lambda: xla_ckpt.save_checkpoint(tmp_path, "b", model())),
+        ("c", lambda: xla_ckpt.load_checkpoint(tmp_path, model=model())),
+        ("d", xla_ckpt.finalize_checkpoint),
+    ):
+        handles.append(xla_ckpt.save_checkpoint(tmp_path, tag, model(), async_save=True))
+        message = "asynchronous save before this call has failed: .*free bytes"
+        with pytest.raises(xla_ckpt.StorageError, match=message) as caught:
+            later()
+        assert (caught.value.errno, caught.value.tag) == (errno.ENOSPC, tag)
+        assert caught.value.__cause__ is handles[-1].error
+        assert "before this call" not in str(handles[-1].error)
+    monkeypatch.undo()
+    xla_ckpt.save_checkpoint(tmp_path, "b", model())
+    assert xla_ckpt.list_tags(tmp_path) == ["b"]
+
+
 def test_a_root_that_cannot_be_made_is_a_warning_too(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     handle = xla_ckpt.save_checkpoint(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import AdamW, lr_scheduler
 
@@ -273,8 +274,36 @@ def test_a_path_that_leaves_out_a_directory_is_told(tmp_path: Path, caplog: pyte
     assert not xla_ckpt.has_checkpoint(tmp_path / "runs")
     assert "there is no checkpoint in" in caplog.text
     assert "but in lm below it" in caplog.text
-    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"step_1\. A load without a tag takes the newest"):
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=r"step_1\. Where a tag may be left out, the newest"):
         xla_ckpt.load_checkpoint(tmp_path / "runs" / "lm", "latest", model=nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("layout", ["native", "xser", "dcp", "theirs"])
+def test_a_tag_is_named_by_its_own_path_in_all_calls(tmp_path: Path, layout: str) -> None:
+    model = nn.Linear(2, 2)
+    root = tmp_path / "lm"
+    for tag in ("step_1", "step_2"):
+        with torch.no_grad():
+            model.weight.fill_(int(tag[-1]))
+        if layout == "theirs":
+            dcp.save({"model": model.state_dict()}, checkpoint_id=root / tag)
+        else:
+            xla_ckpt.save_checkpoint(root, tag, model, layout=layout)
+    path = root / "step_1"
+    target = nn.Linear(2, 2)
+    assert xla_ckpt.load_checkpoint(path, model=target).report.tag == "step_1"
+    assert (target.weight == 1).all()
+    assert xla_ckpt.restore(path).report.tag == "step_1"
+    assert xla_ckpt.verify(path).tag == "step_1"
+    assert xla_ckpt.explain(path, mesh="dp=2").ok
+    assert set(xla_ckpt.diff(path, root).moved) == {"model/weight"}
+    assert xla_ckpt.convert(path, tmp_path / "other", to="native").tag == "step_1"
+    assert xla_ckpt.Checkpoints(path).show().tag == "step_1"
+    assert (xla_ckpt.Checkpoints(path).read("model/weight") == 1).all()
+    assert xla_ckpt.has_checkpoint(path)
+    assert xla_ckpt.list_tags(path) == []  # it is no root
 
 
 @pytest.mark.parametrize("path", [None, {"w": 1}, 3, b"runs"])

@@ -89,6 +89,68 @@ def test_a_class_in_the_place_of_an_object_is_named(tmp_path: pathlib.Path) -> N
         xla_ckpt.load_checkpoint(tmp_path, "a", model, extras=extras)
 
 
+@pytest.mark.parametrize("place", ["model", "optimizer", "scheduler"])
+def test_a_class_is_no_member(tmp_path: pathlib.Path, place: str) -> None:
+    """Of a model it was pickled; the methods of an optimizer failed in Python's words, in a load after its begin."""
+    model = torch.nn.Linear(2, 2)
+    given: Any = {"model": model, place: {"model": torch.nn.Linear, "optimizer": torch.optim.SGD}.get(place, type)}
+    with pytest.raises(xla_ckpt.UsageError, match=f"a class was given.*{place}"):
+        xla_ckpt.save_checkpoint(tmp_path, "a", **given)
+    xla_ckpt.save_checkpoint(
+        tmp_path, "a", model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), {"last_epoch": 1}
+    )
+    with pytest.raises(xla_ckpt.UsageError, match=f"a class was given.*{place}"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", **given)
+
+
+def test_the_state_of_an_optimizer_is_no_scheduler(tmp_path: pathlib.Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    state: Any = torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
+    with pytest.raises(xla_ckpt.UsageError, match="the state of an optimizer was given in the place of a scheduler"):
+        xla_ckpt.save_checkpoint(tmp_path, "a", model, None, state)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model, None, {"warmup": 3})  # the program's own schedule
+
+
+CALLS_WITHOUT_A_TAG: list[Callable[[Any, Any], Any]] = [
+    lambda root, model: xla_ckpt.save_checkpoint(root, model),
+    lambda root, model: xla_ckpt.load_checkpoint(root, model),
+    lambda root, model: xla_ckpt.save(root, {"w": model.weight}, {}),
+    lambda root, model: xla_ckpt.restore(root, {"w": model.weight}),
+    xla_ckpt.verify,
+]
+
+
+@pytest.mark.parametrize("call", CALLS_WITHOUT_A_TAG)
+def test_a_forgotten_tag_does_not_print_the_model(tmp_path: pathlib.Path, call: Callable[[Any, Any], Any]) -> None:
+    message = "a tag is a string.* found (Linear|dict).*after the path"
+    with pytest.raises(xla_ckpt.InvalidTagError, match=message) as told:
+        call(tmp_path, torch.nn.Linear(2, 2))
+    assert "in_features" not in str(told.value)
+    assert "tensor" not in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["strict", "cast", "trust_pickle"])
+def test_a_flag_is_true_or_false(tmp_path: pathlib.Path, name: str) -> None:
+    """Each text is true in Python: ``strict="no"`` was strict, and ``trust_pickle="no"`` trusted."""
+    model = torch.nn.Linear(2, 2)
+    xla_ckpt.save_checkpoint(tmp_path, "a", model)
+    with pytest.raises(xla_ckpt.UsageError, match=f"choice for {name}: expected True or False, found 'no'"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model, **{name: "no"})  # type: ignore[arg-type]
+    wrong: Any = "no"
+    with pytest.raises(xla_ckpt.UsageError, match="choice for strict"):
+        xla_ckpt.load_checkpoint(tmp_path, "a", model, None, None, 8, wrong)
+    xla_ckpt.load_checkpoint(tmp_path, "a", model, **{name: 1})  # type: ignore[arg-type]
+
+
+def test_an_unknown_option_is_answered_with_those_that_there_are() -> None:
+    unknown: Any = {"num_kept_ckpts": 2}
+    with pytest.raises(TypeError, match=r"SaveOptions\(\) has no argument 'num_kept_ckpts': it has replicas, .* call"):
+        xla_ckpt.SaveOptions(**unknown)
+    misspelt: Any = {"snapshoot": "host"}
+    with pytest.raises(TypeError, match=r"SaveOptions\(\) has no argument 'snapshoot': did you mean 'snapshot'\?"):
+        xla_ckpt.SaveOptions(**misspelt)
+
+
 def test_a_target_that_nothing_fits_is_told_so_in_a_load_of_what_fits(tmp_path: pathlib.Path) -> None:
     xla_ckpt.save_checkpoint(tmp_path, "a", {"w": torch.ones(1)})
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="no array of it fits"):

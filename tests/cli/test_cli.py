@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -145,6 +147,66 @@ def test_problems(root: Path, capsys: pytest.CaptureFixture[str], args: list[str
     assert words in err
     assert out == ""
     assert "Traceback" not in err
+
+
+def test_a_tag_is_named_by_its_path_or_after_the_root(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("show", "verify", "explain"):
+        more = ["--mesh", "dp=1"] if command == "explain" else []
+        told = [
+            re.sub(r" \(.*/s\)", "", call(capsys, command, *words, *more)[1])  # the speed
+            for words in ([f"{root}/best"], [root, "best"], [root, "--tag", "best"])
+        ]
+        assert "best" in told[0]
+        assert "step_2" not in told[0]
+        assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["shwo", "ROOT"], "there is no command 'shwo': did you mean 'show'?"),
+        (["show", "ROOT", "--lef", "model"], "unrecognized arguments: --lef model: did you mean '--leaf'?"),
+        (["show", "ROOT", "--jsn=1"], "did you mean '--json'?"),
+        (["show", "ROOT", "stpe_2"], "there is no such checkpoint: did you mean 'step_2'?"),
+        (["rm", "ROOT", "stpe_2", "--yes"], "there is no such checkpoint: did you mean 'step_2'?"),
+        (["pin", "ROOT", "stpe_2"], "there is no such checkpoint: did you mean 'step_2'?"),
+        (["show", "ROOT", "--leaf", "modle/0.weight"], "no leaf is like this: did you mean 'model/0.weight'?"),
+        (["diff", "ROOT/best", "step_2", "--leaf", "modle"], "like this: did you mean 'model'?"),
+    ],
+)
+def test_what_was_meant_is_said(root: Path, capsys: pytest.CaptureFixture[str], args: list[str], words: str) -> None:
+    with contextlib.suppress(SystemExit):  # that of wrong usage
+        main([word.replace("ROOT", str(root)) for word in args])
+    assert words in capsys.readouterr().err
+
+
+def test_errors_speak_of_options(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, option, argument in (
+        (["rm", root, "best", "--yes"], "or say --force.", "force="),
+        (["convert", root, root, "--to", "native"], "Pass --as.", "as_tag="),
+        (["show", root, "--hardware", "trn2"], "--config", "llama="),
+        (["show", root, "x"], "Tags there", "load"),
+    ):
+        code, _, err = call(capsys, *words)
+        assert code == 1
+        assert option in err
+        assert argument not in err
+
+
+def test_the_state_of_a_generator_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tag in "ab":
+        random.random()
+        xla_ckpt.save_checkpoint(tmp_path, tag, {"w": torch.ones(1)}, extras={"rng": xla_ckpt.RNGState()})
+        random.seed(2)
+    code, out, _ = call(capsys, "diff", tmp_path / "a", "b")
+    assert code == 1
+    row = next(line for line in out.splitlines() if line.endswith(" numbers"))
+    assert re.fullmatch(r"extras/rng/ranks/0/python/1/\.\.\.\t\d+ numbers\t\d+ numbers", row)
+    assert len(out.splitlines()) < 10
+    runs = xla_ckpt.Checkpoints(tmp_path)
+    assert len(runs.show("a").values) > 600
+    assert len(runs.diff("a", "b").values) > 600
+    assert len(repr(runs.show("a"))) + len(repr(runs.diff("a", "b"))) < 3000
 
 
 def test_usage_errors_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,17 @@ def test_a_person_is_asked(root: Path) -> None:
         assert xla_ckpt.list_tags(root) == left
 
 
+def test_ctrl_c_while_the_command_is_imported_is_one_line_and_130(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    restored = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell may have it ignored
+    program = f"{restored}; import runpy; runpy.run_module('xla_ckpt', run_name='__main__', alter_sys=True)"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ".")])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment({"PYTHONPATH": path}), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "xla-ckpt: interrupted\n")
+
+
 def test_ctrl_c_is_one_line_and_130(root: Path) -> None:
     terminal = Terminal("rm", root, "a")
     terminal.until("[y/N]")

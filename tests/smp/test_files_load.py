@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import pickle
 from pathlib import Path
@@ -46,9 +47,7 @@ def caught(call: Any) -> tuple[str, str]:
 
 def loads_its_own(rank: int, folders: list[str], pp: int, tp: int) -> list[Any]:
     begin(pp, tp)
-    loaded = [plain(smp.load(f"{folder}/c.pt")) for folder in folders]
-    dist.barrier()  # rank 0 holds the store, and stays for its own group only
-    return loaded
+    return [plain(smp.load(f"{folder}/c.pt")) for folder in folders]
 
 
 @pytest.mark.parametrize(("pp", "tp", "rdp"), [(2, 2, 1), (1, 2, 2)])
@@ -62,6 +61,23 @@ def test_each_rank_gets_what_it_saved_whatever_version_it_was(tmp_path: Path, pp
         p, t, r = rank // (4 // pp), rank % tp, rank // tp % rdp
         for generation, value in zip(chosen, values, strict=True):
             assert value == plain(part(p, t, (pp, tp), r if generation == "v3" else 0)), (rank, generation)
+
+
+def loads_while_rank_0_ends(rank: int, folder: str) -> set[str]:
+    """Two groups, {0, 1} and {2, 3}: the second one begins when the program of rank 0 has come to its end."""
+    begin(1, 2)
+    store = dist.distributed_c10d._get_default_store()
+    if rank in (2, 3):
+        store.wait(["rank 0 ends"])
+    told = {caught(lambda: smp.load(f"{folder}/c.pt"))[1] for _ in range(20)}
+    if rank == 0:
+        atexit.register(store.set, "rank 0 ends", "")  # the newest handler is called first
+    return told
+
+
+def test_the_store_stays_until_all_groups_have_loaded(tmp_path: Path) -> None:
+    write_parts(tmp_path, "v3", 1, 2, 2)
+    assert run_on_ranks(loads_while_rank_0_ends, 4, str(tmp_path)) == [{""}] * 4
 
 
 def loads_pipeline(rank: int, folder: str) -> list[Any]:

@@ -211,7 +211,10 @@ def test_retention(root: str) -> None:
             assert read_whole(directory, "manifest.json"), "nobody can tell who reads; its files stay for a while"
     put(root, "s5", 5, num_kept_ckpts=1)
     assert xla_ckpt.list_tags(root) == ["first", "s5"]
-    put(root, "first", "no longer pinned", num_kept_ckpts=1)
+    put(root, "first", "still pinned")
+    put(root, "s6", 6, num_kept_ckpts=1)
+    assert xla_ckpt.list_tags(root) == ["first", "s6"]
+    put(root, "first", "no longer pinned", pinned=False, num_kept_ckpts=1)
     assert xla_ckpt.list_tags(root) == ["first"]
     assert names(root) == ["first"]
 
@@ -307,8 +310,9 @@ def test_the_commands(root: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, checked = ask("verify", root, "--all")
     assert (code, [c["ok"] for c in checked]) == (0, [True, True])
     assert ask("explain", root, "--mesh", "dp=2")[0] == 0
-    with pytest.raises(xla_ckpt.NoCheckpointError, match=f"pass {root} and the tag a"):
-        xla_ckpt.restore(f"{root}/a")
+    assert xla_ckpt.restore(f"{root}/a").report.tag == "a"
+    with pytest.raises(xla_ckpt.NoCheckpointError, match=f"without a tag, or pass {root} and the tag a"):
+        xla_ckpt.restore(f"{root}/a", "a")
 
 
 KINDS = [

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.api.opened import Knowledge, opened
 from xla_ckpt.api.summaries import StoredFile, files_of
 from xla_ckpt.engine.parity import parity_of
 from xla_ckpt.errors import UsageError
+from xla_ckpt.keywords import nearest
 from xla_ckpt.layouts.registry import find_foreign, layout_of
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
@@ -115,8 +116,8 @@ class TagContents:
     aliases: Mapping[str, str]
     """Leaf -> leaf of arrays that share their memory with another one, which is stored."""
 
-    values: Mapping[str, Any]
-    """Plain values, by leaf."""
+    values: Mapping[str, Any] = field(repr=False)
+    """Plain values, by leaf. The state of a generator alone has 625 numbers, so `repr` leaves them out."""
 
     files: tuple[StoredFile, ...]
     """Files, each with `path` and `size`."""
@@ -145,7 +146,8 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
     if not any(paths.is_like(leaf, pattern) for leaf in leaves):
         tops = ", ".join(dict.fromkeys(leaf.partition("/")[0] for leaf in leaves))
         hint = f"Leaves begin with: {tops}."
-        raise UsageError("no leaf is like this", path=store.path, tag=tag, found=pattern, hint=hint)
+        problem = f"no leaf is like this{nearest(pattern or '', leaves)}"
+        raise UsageError(problem, path=store.path, tag=tag, found=pattern, hint=hint)
     head, entry = manifest.head, foreign[1] if foreign is not None else root_of(store).entry(tag)
     # The manifest has arrays of one form together; here they come in the order of the state.
     in_order = [leaf for leaf in dict.fromkeys([*named, *manifest.arrays]) if leaf in manifest.arrays]

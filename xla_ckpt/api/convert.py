@@ -343,7 +343,8 @@ def _write_tag(
     objects = stored.objects()  # one that is not trusted is found out before anything is written
     files = [file for of_rank in rewriting.files for file in of_rank]
     old = stored.manifest
-    with Transaction(root_of(target.store), target.tag) as transaction:
+    root = root_of(target.store)
+    with Transaction(root, target.tag) as transaction:
         written = stream_files(stored.reader, transaction.directory, files, crew, max_memory=max_memory)
         records = [*written.files, *write_objects(transaction.directory, objects, 0, target.mesh.size)]
         record = Record.of(
@@ -355,7 +356,7 @@ def _write_tag(
             skeleton=old.skeleton,
             objects=tuple(range(len(written.files), len(records))),
         )
-        mesh, head = target.mesh, new_head(target.tag, transaction.sequence, pinned=False)
+        mesh, head = target.mesh, new_head(root, target.tag, transaction.sequence)
         manifest = merge([record], mesh).manifest(head, mesh, mesh.size)
         marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in old.divergent}
         manifest = replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.api.llama import LlamaJob, known_model
@@ -11,14 +11,14 @@ from xla_ckpt.api.opened import Knowledge, opened, source_of
 from xla_ckpt.engine.difference import Distance, distance
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import StorageError, UsageError
-from xla_ckpt.keywords import taking_values
+from xla_ckpt.keywords import nearest, taking_values
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike
 from xla_ckpt.tree import path as paths
-from xla_ckpt.tree.skeleton import is_object, plain_values
+from xla_ckpt.tree.skeleton import is_object, leaves_below, plain_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +43,9 @@ class Difference:
     moved: Mapping[str, Distance]
     """Arrays whose bytes differ, and by how much."""
 
-    values: Mapping[str, tuple[Any, Any]]
-    """Plain values that differ, as the manifests have them. Pickled objects are compared by their bytes, but
-    in tags that another library wrote, where they are not compared."""
+    values: Mapping[str, tuple[Any, Any]] = field(repr=False)
+    """Plain values that differ, as the manifests have them; `repr` leaves them out. Pickled objects are compared by
+    their bytes, but in tags that another library wrote, where they are not compared."""
 
     equal: int
     """Number of arrays with the same bytes."""
@@ -119,7 +119,8 @@ def _compared(one: TagReader, other: TagReader, pattern: str | None, options: Co
     arrays_a, arrays_b = _arrays(one.manifest, pattern), _arrays(other.manifest, pattern)
     values_a, values_b = _values(one, pattern), _values(other, pattern)
     if not (arrays_a or arrays_b or values_a or values_b):
-        raise UsageError("no leaf of the two tags is like this", found=pattern)
+        names = [leaf for reader in (one, other) for leaf, _ in leaves_below(reader.manifest.skeleton)]
+        raise UsageError(f"no leaf of the two tags is like this{nearest(pattern or '', names)}", found=pattern)
     retyped: dict[str, tuple[str, str]] = {}
     moved: dict[str, Distance] = {}
     parts: dict[str, Distance] = {}

@@ -79,9 +79,9 @@ def load_checkpoint(
     Args:
         path: Root directory; one that neuronx-distributed, optimum-neuron, torch.distributed.checkpoint or SageMaker
             model parallel wrote to will do, too (docs/from-nxd.md, docs/from-dcp.md). Without a tag it may be the path
-            of a directory of DCP's itself, its `checkpoint_id`; of a file that torch.save wrote (docs/torch-files.md);
-            or what a program gave to ``smp.save``, which names all parts: ``checkpoint.pt`` for ``checkpoint.pt_0_0``
-            and its peers (``checkpoint.pt_*`` if there is a full file of that name, too).
+            of a tag itself (DCP's `checkpoint_id`); of a file that torch.save wrote (docs/torch-files.md); or what a
+            program gave to ``smp.save``, which names all parts: ``checkpoint.pt`` for ``checkpoint.pt_0_0`` and its
+            peers (``checkpoint.pt_*`` if there is a full file of that name, too).
         tag: Which checkpoint; None takes the newest. A newest one that turns out to be damaged is reported in the log,
             and the newest good one is taken instead. If another job replaces or removes it meanwhile, the newest is
             looked for again.
@@ -102,6 +102,7 @@ def load_checkpoint(
 
     Returns:
         The `user_content` of the save, None if there was none, and a report: which tag was loaded, and what that took.
+        Single values of a directory of stock DCP's, such as a step, are no user content: `Checkpoints.read` gives them.
 
     Raises:
         NoCheckpointError: There is no such tag, or none at all.
@@ -147,7 +148,7 @@ def restore(
     """Restore a tag, or a part of it, as a new tree. Nothing that exists is changed.
 
     Args:
-        path: Root directory; or, as for `load_checkpoint`, a directory of DCP's itself, a file of torch.save, or the
+        path: Root directory; or, as for `load_checkpoint`, the path of a tag itself, a file of torch.save, or the
             name of a set of SageMaker model parallel's files.
         tag: Which checkpoint; None takes the newest good one.
         like: A tree whose arrays (or `ArraySpec`, `jax.ShapeDtypeStruct`) say what the arrays become: same kind,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -95,7 +95,7 @@ class Load:
             else:
                 return value, replace(report, corrupt_tags=tuple(damaged))
         if damaged:
-            raise next(iter(damaged.values()))
+            raise _all_damaged(damaged)
         raise no_tag(self.store, None)
 
     def one(self, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
@@ -260,6 +260,15 @@ class Load:
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))
+
+
+def _all_damaged(damaged: Mapping[str, CorruptCheckpointError]) -> CorruptCheckpointError:
+    """The error for a root in which no tag is good: that of the newest one, which names the others."""
+    (_, newest), *others = damaged.items()
+    if others:
+        lines = [f"  tag {tag}: {error.problem}" for tag, error in others]
+        newest.details = "\n".join(filter(None, (newest.details, "All other tags are damaged, too:", *lines)))
+    return newest
 
 
 def _loaded_without(lost: RankFailedError, reader: TagReader) -> RankFailedError:

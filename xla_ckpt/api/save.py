@@ -32,7 +32,7 @@ from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above, store_at
 from xla_ckpt.storage.trace_file import trace_file
-from xla_ckpt.tags.names import check_tag
+from xla_ckpt.tags.names import check_is_text, check_tag
 from xla_ckpt.tags.retention import check_keep
 from xla_ckpt.tags.roots import root_of
 
@@ -56,7 +56,7 @@ def save_checkpoint(
     extras: Mapping[str, Any] | None = None,
     mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
-    pinned: bool = False,
+    pinned: bool | None = None,
     layout: str | Sequence[str] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveHandle:
@@ -87,7 +87,8 @@ def save_checkpoint(
         shardings: Rules ``(regular expression, spec)`` for arrays that do not say themselves how they are split:
             ``(r"up_proj", ("tp", None))`` splits dim 0 over the mesh axis ``tp``. The first expression that is found
             in a leaf path or parameter name counts; optimizer state follows its parameter.
-        pinned: Exempt this tag from retention, now and later.
+        pinned: Whether this tag is exempt from retention, now and later. None leaves it as it is: a tag that is saved
+            anew stays pinned, and a new one is not.
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
             model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
             under torchtitan's keys; or several of them, of which the first that can hold the state is written.
@@ -135,7 +136,7 @@ def save(
     async_save: bool = False,
     mesh: Mesh | str | None = None,
     shardings: Rules | None = None,
-    pinned: bool = False,
+    pinned: bool | None = None,
     layout: str | Sequence[str] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveHandle:
@@ -173,6 +174,7 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
     """
     began, options = time.perf_counter(), wish.options
     root, file = root_of(store_at(path)), trace_file(options.trace)
+    check_is_text(tag, root.path)
     phases = Phases(keep=file is not None)
     install_exit_hook()
     cancellation = Cancellation()

@@ -14,6 +14,7 @@ from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.missing import roots_below
+from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,18 @@ def expect_commit(store: Store) -> None:
 
 
 def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
-    """The root directory and the tag that a caller means, who may name a directory of DCP's or Hugging Face's itself,
-    a file of torch.save, or a set of SageMaker model parallel's files.
+    """The root directory and the tag that a caller means, who may name a tag by its own path, a directory of Hugging
+    Face's, a file of torch.save, or a set of SageMaker model parallel's files.
 
     The tag stays None where the newest is meant.
+
+    Raises:
+        InvalidTagError: The tag is no string.
     """
     if tag is None and (inside := registry.named_itself(full_path(path))) is not None:
         return inside
+    if tag is not None:
+        check_is_text(tag, full_path(path))
     return store_at(path), tag
 
 
@@ -84,7 +90,7 @@ def chosen_tag(store: Store, tag: str | None) -> str:
 
 @known_options
 def has_checkpoint(path: PathLike) -> bool:
-    """Whether `path` holds a committed tag, or is what a load takes itself: DCP's, Hugging Face's, a file (``.pt``).
+    """Whether `path` holds a committed tag, or is what a load takes itself: a tag, or a file (``.pt``).
 
     Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
     nobody begins anew over the others.

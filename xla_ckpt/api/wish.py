@@ -28,7 +28,7 @@ class Wish:
 
     mesh: Mesh | str | None
     shardings: Rules | None
-    pinned: bool
+    pinned: bool | None
     options: SaveOptions
 
     def shown(self, job: Job) -> bool | None:

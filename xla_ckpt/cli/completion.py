@@ -26,7 +26,7 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
     return dict(next(subparsers).choices)
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
     """Each long option of a command."""
     for action in parser._actions:  # argparse has no other list of them
         for option in action.option_strings:
@@ -36,7 +36,7 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Ac
 
 def _choices(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Option -> its choices, of options that have some."""
-    return {o: " ".join(map(str, a.choices)) for o, a in _options(parser) if a.choices is not None}
+    return {o: " ".join(map(str, a.choices)) for o, a in options_of(parser) if a.choices is not None}
 
 
 def _positional(parser: argparse.ArgumentParser) -> str:
@@ -52,7 +52,7 @@ def _cases(commands: dict[str, argparse.ArgumentParser]) -> str:
         arms += [
             f"    {name}:{option}) offered={shlex.quote(choices)} ;;" for option, choices in _choices(parser).items()
         ]
-        words = " ".join([*(option for option, _ in _options(parser)), _positional(parser)]).strip()
+        words = " ".join([*(option for option, _ in options_of(parser)), _positional(parser)]).strip()
         arms.append(f"    {name}:*) offered={shlex.quote(words)} ;;")
     return "\n".join(arms)
 
@@ -98,7 +98,7 @@ def _fish(commands: dict[str, argparse.ArgumentParser]) -> str:
         if positional := _positional(parser):
             lines.append(f"complete -c xla-ckpt -n {seen} -f -a {shlex.quote(positional)}")
         choices = _choices(parser)
-        for option, action in _options(parser):
+        for option, action in options_of(parser):
             line = f"complete -c xla-ckpt -n {seen} -l {option.removeprefix('--')}"
             if option in choices:
                 line += f" -x -a {shlex.quote(choices[option])}"

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from xla_ckpt.api.contents import TagContents
 from xla_ckpt.api.summaries import StoredFile, TagSummary, summaries, summary_of
-from xla_ckpt.api.tags import chosen_tag, list_tags, repair, verify
+from xla_ckpt.api.tags import chosen_tag, list_tags, located, repair, verify
 from xla_ckpt.engine.rank_timings import measured_of
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
-from xla_ckpt.layouts.registry import find_foreign, no_tag, tag_directory
+from xla_ckpt.layouts.registry import find_foreign, no_tag
 from xla_ckpt.storage.door import full_path, store_at
 from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.roots import root_of
@@ -32,9 +33,8 @@ MAX_LOOKED_AT = 1000
 
 def locate(path: str, tag: str | None) -> tuple[str, str | None]:
     """Root directory and tag from what a person types: a root, or the directory of a tag itself."""
-    if tag is None and (place := tag_directory(full_path(path))) is not None:
-        return place[0].path, place[1]
-    return full_path(path), tag
+    store, tag = located(path, tag)
+    return store.path, tag
 
 
 def locate_beside(root: str, path: str, tag: str | None) -> tuple[str, str | None]:

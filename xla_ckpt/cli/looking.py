@@ -27,8 +27,7 @@ def ls(args: argparse.Namespace) -> int:
 
 def add_show(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``show``."""
-    options.add_path(parser)
-    options.add_tag(parser)
+    options.add_path_and_tag(parser)
     parser.add_argument(
         "--report", action="store_true", help="where the time of its save went, stage by stage, rank by rank"
     )
@@ -54,8 +53,7 @@ def show(args: argparse.Namespace) -> int:
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``verify``."""
-    options.add_path(parser)
-    options.add_tag(parser)
+    options.add_path_and_tag(parser)
     parser.add_argument("--all", action="store_true", help="all tags of the directory")
     parser.add_argument(
         "--repair", action="store_true", help="first give tags that were saved with parity back what they have lost"
@@ -85,8 +83,7 @@ def verify(args: argparse.Namespace) -> int:
 
 def add_explain(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``explain``."""
-    options.add_path(parser)
-    options.add_tag(parser)
+    options.add_path_and_tag(parser)
     parser.add_argument("--mesh", required=True, metavar="MESH", help="such as pp=1,dp=2,tp=4")
     options.add_model(parser)
 

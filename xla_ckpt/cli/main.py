@@ -17,10 +17,9 @@ from collections.abc import Callable, Sequence
 
 from xla_ckpt import __version__
 from xla_ckpt.cli import completion, keeping, looking, writing
+from xla_ckpt.cli.words import in_options
 from xla_ckpt.errors import CheckpointError
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C: what a shell says of a program that SIGINT has ended."""
+from xla_ckpt.keywords import meant
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,7 @@ _COMMANDS: dict[str, _Command] = {
         add_arguments=looking.add_show,
         examples="""\
   xla-ckpt show runs/lm                    the newest tag
-  xla-ckpt show runs/lm --tag step_10 --leaf model/layers.0
+  xla-ckpt show runs/lm step_10 --leaf model/layers.0
   xla-ckpt show runs/lm --leaf 'optimizer/*/exp_avg'
   xla-ckpt show runs/lm --report           where the time of its save went""",
     ),
@@ -152,32 +151,48 @@ def _parser(chosen: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if name in chosen:
-            subparser.set_defaults(action=command.action)
+            subparser.set_defaults(action=command.action, parser=subparser)
             command.add_arguments(subparser)
     return parser
 
 
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line; a word that is none is told with what was probably meant.
+
+    Raises:
+        SystemExit: It makes no sense, or asks for help.
+    """
+    chosen = [word for word in words if not word.startswith("-")][:1]
+    parser = _parser(chosen)
+    if chosen and chosen[0] not in _COMMANDS:
+        parser.error(f"there is no command {chosen[0]!r}{meant(chosen[0], [*_COMMANDS])} (xla-ckpt --help lists them)")
+    args, unknown = parser.parse_known_args(words)
+    if unknown:
+        # `parse_args` would show the usage of no command in particular.
+        command: argparse.ArgumentParser = args.parser
+        options = [option for option, _ in completion.options_of(command)]
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown[0].partition('=')[0], options)}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C. `xla_ckpt.__main__` answers it, which does so while this module is imported, too.
+    """
     words = sys.argv[1:] if argv is None else argv
     if argv is None:
         # The process ends with this call. The interpreter would look for garbage among all objects once more, 60 ms.
         atexit.register(gc.freeze)
     try:
-        args = _parser([word for word in words if not word.startswith("-")][:1]).parse_args(words)
+        args = _parsed(words)
         code = int(args.action(args))
         sys.stdout.flush()  # here a broken pipe is handled; at the exit the interpreter would complain about it
     except CheckpointError as error:
-        print(f"xla-ckpt: {error}", file=sys.stderr)
+        print(f"xla-ckpt: {in_options(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         sys.stderr.close()  # `| head` has seen enough; the interpreter must not complain about it at exit
         return 0
-    except KeyboardInterrupt:
-        print("xla-ckpt: interrupted", file=sys.stderr)
-        return INTERRUPTED
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

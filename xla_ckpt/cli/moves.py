@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from xla_ckpt.api.diff import diff
-from xla_ckpt.cli.render import MAX_VALUE, Rows, count
+from xla_ckpt.cli.render import Rows, collapsed, count
 from xla_ckpt.engine.difference import Distance
 
 
@@ -51,10 +50,12 @@ def difference(facts: dict[str, Any]) -> RenderableType:
             ]
             of = "leaf" if name == "moved" else "part"
             parts.append(Rows(f"\n{title}", (of, "?>elements", ">max abs", ">relative L2"), rows))
-    for name, title in (("retyped", "of another type or shape"), ("values", "plain values differ")):
-        if facts[name]:
-            rows = [(d["leaf"], _short(d["a"]), _short(d["b"])) for d in facts[name]]
-            parts.append(Rows(f"\n{len(rows)} {title}", ("leaf", "a", "b"), rows))
+    if facts["retyped"]:
+        types = [(d["leaf"], d["a"], d["b"]) for d in facts["retyped"]]
+        parts.append(Rows(f"\n{len(types)} of another type or shape", ("leaf", "a", "b"), types))
+    if facts["values"]:
+        values = collapsed({d["leaf"]: (d["a"], d["b"]) for d in facts["values"]})
+        parts.append(Rows(f"\n{len(facts['values'])} plain values differ", ("leaf", "a", "b"), values))
     parts += [
         Rows(f"\n{len(leaves)} only in {side}", (f"leaf only in {side}",), [(leaf,) for leaf in leaves])
         for side in "ab"
@@ -64,8 +65,3 @@ def difference(facts: dict[str, Any]) -> RenderableType:
 
 
 _MEASURES = ("max_abs", "relative")
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."

@@ -26,6 +26,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
+def add_path_and_tag(parser: argparse.ArgumentParser) -> None:
+    """As `add_path`; and which tag, as an option or as the word after the path, as commands have it that keep tags."""
+    add_path(parser)
+    parser.add_argument("tag", metavar="TAG", nargs="?", default=argparse.SUPPRESS, help="the same as --tag")
+    add_tag(parser)
+
+
 def add_tag(parser: argparse.ArgumentParser) -> None:
     """Which tag."""
     parser.add_argument("--tag", help="which one (default: the newest)")

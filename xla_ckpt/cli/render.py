@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.cells import cell_len
@@ -180,7 +181,7 @@ def tag(facts: dict[str, Any]) -> RenderableType:
         parts.append(Rows(f"\n{len(shared)} shared arrays", ("leaf", "is stored as"), shared))
     if facts["values"]:
         title = f"\n{len(facts['values'])} plain values"
-        parts.append(Rows(title, ("leaf", "value"), _collapsed(facts["values"])))
+        parts.append(Rows(title, ("leaf", "value"), collapsed({n: [v] for n, v in facts["values"].items()})))
     return Group(*parts)
 
 
@@ -218,25 +219,32 @@ def _origin(facts: dict[str, Any]) -> str:
     return f"commit {facts['sequence']}, saved {when(facts['created'])}{layout}"
 
 
-def _collapsed(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Leaf and text of plain values; long lists of numbers (the state of a generator) as one row.
+def collapsed(values: Mapping[str, Sequence[Any]]) -> list[tuple[str, ...]]:
+    """A row for each leaf, with the text of its plain values; of a long list of numbers (a generator's) one for all.
 
-    >>> _collapsed({"a/0": 1, "b": "x"})
+    >>> collapsed({"a/0": [1], "b": ["x"]})
     [('a/0', '1'), ('b', '"x"')]
     """
-    siblings: dict[str, int] = {}
-    for leaf, value in values.items():
-        if isinstance(value, int | float):
-            siblings[leaf.rpartition("/")[0]] = siblings.get(leaf.rpartition("/")[0], 0) + 1
-    rows: dict[str, str] = {}
-    for leaf, value in values.items():
-        parent = leaf.rpartition("/")[0]
-        if isinstance(value, int | float) and siblings[parent] > MAX_SIBLINGS:
-            rows[f"{parent}/..."] = f"{siblings[parent]} numbers"
-            continue
-        text = json.dumps(value, ensure_ascii=False)
-        rows[leaf] = text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."
-    return list(rows.items())
+    numbers = {leaf: leaf.rpartition("/")[0] for leaf, row in values.items() if all(map(_is_number, row))}
+    siblings = Counter(numbers.values())
+    rows: dict[str, tuple[str, ...]] = {}
+    for leaf, row in values.items():
+        parent = numbers.get(leaf)
+        if parent is not None and siblings[parent] > MAX_SIBLINGS:
+            rows[f"{parent}/..."] = (f"{siblings[parent]} numbers",) * len(row)
+        else:
+            rows[leaf] = tuple(map(short, row))
+    return [(leaf, *texts) for leaf, texts in rows.items()]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def short(value: Any) -> str:
+    """A plain value as JSON, cut off where it is long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_VALUE else text[:MAX_VALUE] + "..."
 
 
 def count(n: int, word: str) -> str:

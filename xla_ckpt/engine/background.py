@@ -7,11 +7,11 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
+from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError, from_json
 from xla_ckpt.job.job import leave
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
@@ -261,7 +261,7 @@ class Saves:
         for other in untold[1:]:
             logger.error("the save of tag %s in %s failed: %s", other.tag, other.path, other.error)
         if untold:
-            untold[0].result()
+            _raise_to_later(untold[0])
 
     def at_exit(self) -> None:
         """Wait for all saves, and log what failed: nobody is left to raise to."""
@@ -276,6 +276,22 @@ class Saves:
         except BaseException:
             # The interpreter is going down; a traceback is the best that can be left behind.
             logger.exception("a save in flight at exit failed")
+
+
+def _raise_to_later(handle: SaveHandle) -> NoReturn:
+    """Raise the error of a save from a later call: it says so, and `handle.error` stays what it was.
+
+    Raises:
+        CheckpointError: Always, or whatever else the save has met.
+    """
+    error = handle.error
+    assert error is not None
+    if not isinstance(error, CheckpointError):
+        raise error
+    # The tag is a fact of the error, the same on all ranks. That of the handle is another one on a rank that has left a
+    # save out.
+    problem = f"an asynchronous save before this call has failed: {error.problem}"
+    raise from_json(error.to_json() | {"problem": problem}) from error
 
 
 def _tell(on_error: OnError, error: BaseException) -> bool:

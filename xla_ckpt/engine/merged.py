@@ -22,8 +22,15 @@ from xla_ckpt.tags.root import Root, Transaction
 logger = logging.getLogger(__name__)
 
 
-def new_head(tag: str, sequence: int, *, pinned: bool) -> Head:
-    """The head of a tag that is committed now."""
+def new_head(root: Root, tag: str, sequence: int, *, pinned: bool | None = None) -> Head:
+    """The head of a tag that is committed now. If nobody says whether it is pinned, it is as the one that it replaces.
+
+    Raises:
+        CheckpointError: The storage refused to say how that is.
+    """
+    if pinned is None:
+        replaced = root.entry(tag)
+        pinned = replaced is not None and replaced.pinned
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
     return Head(tag=tag, sequence=sequence, pinned=pinned, created=now)
 

@@ -59,7 +59,7 @@ class Order:
     """What the program called, for the other ranks to compare."""
 
     options: SaveOptions = field(default_factory=SaveOptions)
-    pinned: bool = False
+    pinned: bool | None = None
     num_kept: int | None = None
     workers: int = WRITERS
     shown: bool | None = None
@@ -252,7 +252,7 @@ class Save:
         for record in records:
             check_written(directory, record.rank, record.files)
         check_same_arrays([record.arrays for record in records], odd, self.mesh)
-        head = new_head(order.tag, transaction.sequence, pinned=order.pinned)
+        head = new_head(order.root, order.tag, transaction.sequence, pinned=order.pinned)
         manifest = merged_manifest(head, records, self.mesh, order.options.replicas, directory, order.root.path)
         if order.options.stale != "ignore":
             stale = repeats_the_tag_before(order.root, transaction, manifest)

@@ -53,7 +53,8 @@ def _together(targets: Mapping[str, Target]) -> Iterator[list[_Place]]:
     # Nearly every target has memory of its own: only of the others is looked at each box.
     for meeting in spans.values():
         if len(meeting) > 1:
-            yield from _meeting({leaf: targets[leaf] for leaf in _near(meeting)})
+            near = _near(meeting)
+            yield from _meeting({leaf: target for leaf, target in targets.items() if leaf in near} if near else {})
 
 
 def _near(spans: Sequence[tuple[int, int, str]]) -> set[str]:

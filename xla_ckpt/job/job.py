@@ -81,11 +81,16 @@ class Job:
         return progress if self.exchange.rank == 0 else False
 
 
+def launcher_has_store() -> bool:
+    """Whether the job's store is in the launcher's process: else it is in that of rank 0, and ends with it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def leave() -> None:
     """Wait, at the end of the program, for ranks that still have to hear of its last calls.
 
     They hear through the store, and where there is no launcher, rank 0's process holds it.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not launcher_has_store():
         for rounds in _rounds:
             rounds.linger(LINGER)

@@ -141,8 +141,8 @@ class Layout:
     holds: str = paths.ROOT
     """Leaf path of the part of a state that it has a place for, if it has none for the rest."""
 
-    itself: bool = False
-    """Whether a directory, or file, of it may be named by its own path, without a root directory and a tag."""
+    may_hold_tags: bool = False
+    """Whether tags may lie in a directory that looks like one of its own, and which is their root then."""
 
     pickles: bool = False
     """Whether it stores the structure of a state by pickle, so that a save needs the objects of each rank."""

@@ -42,7 +42,6 @@ class HuggingFace(Layout):
     name = "safetensors"
     tagged = False
     holds = schema.MODEL
-    itself = True
     model_names = ModelNames.HUGGING_FACE
 
     def find(self, store: Store, tag: str) -> TagEntry | None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
@@ -242,48 +242,26 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     tags = all_tags(store)
     foreign = [(layout.origin, entry.tag) for layout, entry in tags if layout is not None]
     if foreign and len(foreign) == len(tags):
+        error.problem += meant(error.tag, [tag for _, tag in foreign])
         error.hint = f"{foreign[-1][0]} wrote the tags there: {', '.join(tag for _, tag in foreign[-10:])}."
-    elif (inside := tag_directory(store.path)) is not None:
+    elif (inside := named_itself(store.path)) is not None:
         above, name = inside
-        advice = f"{above.path} and the tag {name}"
-        error.hint = (
-            f"This is the directory of a tag: pass {advice}."
-            if named_itself(store.path) is None
-            else f"This is a checkpoint by itself: pass it without a tag, or pass {advice}."
-        )
+        error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
     return error
 
 
 def named_itself(path: str) -> tuple[Store, str] | None:
-    """(directory above, name) if a path is that of a directory that needs no root directory and tag.
+    """(root directory, tag) if a path is that of a tag itself, or (directory above, name) of what a tag is made of.
 
-    A directory in which there are tags is their root, whatever else lies in it.
+    A directory in which there are tags is their root, whatever else lies in it, if its layout may hold tags.
     """
-    inside = tag_directory(path)
-    if inside is None:
-        return None
-    foreign = find_foreign(*inside)
-    layout = _layout_of_own(*inside) if foreign is None else foreign[0]
-    if not layout.itself or (layout.tagged and all_tags(door.store_at(path))):
-        return None
-    return inside
-
-
-def _layout_of_own(store: Store, tag: str) -> Layout:
-    """The layout of a tag of ours; that of any tag, if its manifest is damaged: an error will tell."""
-    try:
-        with TagReader(root_of(store).open(tag), store.path, tag) as reader:
-            return layout_of(reader.manifest)
-    except CheckpointError:
-        return NATIVE
-
-
-def tag_directory(path: str) -> tuple[Store, str] | None:
-    """(root directory, tag) if a path is that of a tag itself."""
     try:
         store, name = door.above(path)
     except UsageError:
         return None
-    if root_of(store).is_ours(name) or find_foreign(store, name) is not None:
+    if root_of(store).is_ours(name):
         return store, name
-    return None
+    foreign = find_foreign(store, name)
+    if foreign is None or (foreign[0].may_hold_tags and all_tags(door.store_at(path))):
+        return None
+    return store, name

@@ -18,6 +18,7 @@ from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of
 from xla_ckpt.engine.target import Target, install_all
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.job.verdict import Round
+from xla_ckpt.keywords import nearest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
@@ -33,7 +34,7 @@ from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model
 from xla_ckpt.storage.undisturbed import Undisturbed
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.skeleton import Make, Weave, children, part_at
+from xla_ckpt.tree.skeleton import Make, Weave, children, leaves_below, part_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +159,7 @@ class Objects:
         mistakes.check_something(objects, placement)
         model, optimizer = unwrapped_model(self.model), bare_optimizer(self.optimizer)
         mistakes.check_members(model, optimizer)
+        mistakes.check_scheduler(self.scheduler)
         rank, world = placement.rank, placement.world
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
@@ -304,7 +306,8 @@ def _part_at(skeleton: Any, leaf: str) -> Any:
     except KeyError:
         names = ", ".join(list(children(skeleton) or ())[:8]) or "nothing"
         hint = f"Leaf paths begin with: {names}. xla_ckpt.Checkpoints(path).show() lists all."
-        raise IncompatibleCheckpointError("the checkpoint has no such part", leaf=leaf, hint=hint) from None
+        problem = f"the checkpoint has no such part{nearest(leaf, [path for path, _ in leaves_below(skeleton)])}"
+        raise IncompatibleCheckpointError(problem, leaf=leaf, hint=hint) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ def check_members(model: Any, optimizer: Any, *, loading: bool = False) -> None:
     Raises:
         UsageError: Such a mistake.
     """
+    check_is_no_class(model, schema.MODEL)
     if model is not None:
         _check_model(model, MutableMapping if loading else Mapping, strict=loading or optimizer is not None)
     for each in optimizers_in(optimizer) if optimizer is not None else ():
@@ -93,7 +94,33 @@ def _check_model(model: Any, mapping: type, *, strict: bool) -> None:
         )
 
 
+def check_is_no_class(value: Any, leaf: str) -> None:
+    """Refuse a class in the place of an object of it: its methods fail in Python's words, or it is pickled.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if isinstance(value, type):
+        raise UsageError(
+            "a class was given in the place of an object",
+            leaf=leaf,
+            expected=f"{value.__name__}(...)",
+            found=_kind(value),
+        )
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Refuse the state of an optimizer in the place of a scheduler. Any other dict may be one of the program's own.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if isinstance(scheduler, Mapping) and schema.GROUPS in scheduler:
+        raise _in_the_place_of("a scheduler", "the state of an optimizer", scheduler)
+
+
 def _check_optimizer(optimizer: Any) -> None:
+    check_is_no_class(optimizer, schema.OPTIMIZER)
     if isinstance(optimizer, Mapping):
         check_no_stateful(optimizer, schema.OPTIMIZER)
         return

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from xla_ckpt.errors import UnsupportedStateError, UsageError
+from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.state.handover import Handover, kept_state
 from xla_ckpt.state.loading import Loading, Stored, plan_freely
-from xla_ckpt.state.mistakes import check_no_stateful
+from xla_ckpt.state.mistakes import check_is_no_class, check_no_stateful
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.rng import RNGState
 
@@ -20,13 +20,7 @@ def tree_of(member: Any, name: str) -> Any:
         UnsupportedStateError: It is neither a dict nor has it `state_dict`.
         UsageError: It is a class, or a dict of objects that have states of their own.
     """
-    if isinstance(member, type):
-        raise UsageError(
-            "a class was given in the place of an object",
-            leaf=name,
-            expected=f"{member.__name__}(...)",
-            found=f"the class {member.__name__}",
-        )
+    check_is_no_class(member, name)
     if isinstance(member, Mapping):
         check_no_stateful(member, name)
         return member

@@ -50,4 +50,4 @@ def _check_dispensable(root: Root, tag: str, *, pinned: bool) -> None:
         problem, hint = "somebody reads this tag, or may do so", "Try again later"
     else:
         return
-    raise UsageError(problem, path=root.path, tag=tag, hint=f"{hint}, or delete it by force (force=, --force).")
+    raise UsageError(problem, path=root.path, tag=tag, hint=f"{hint}, or say force=True (--force).")

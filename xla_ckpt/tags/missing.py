@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from xla_ckpt.errors import CheckpointError, NoCheckpointError
+from xla_ckpt.keywords import meant
 from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX, is_tag_name
 from xla_ckpt.tags.root import Root
 
@@ -12,28 +15,31 @@ MAX_LOOKED_INTO = 100
 
 def no_such_tag(root: Root, tag: str | None) -> NoCheckpointError:
     """The error for a tag that is not there, or for a root without any (`tag` None)."""
+    try:
+        tags = [entry.tag for entry in root.entries()]
+    except (OSError, CheckpointError):
+        tags = []
     return NoCheckpointError(
-        "there is no such checkpoint" if tag else "there is no checkpoint",
+        f"there is no such checkpoint{meant(tag, tags)}" if tag else "there is no checkpoint",
         path=root.path,
         tag=tag,
-        hint=_what_is_there(root),
+        hint=_what_is_there(root, tags),
     )
 
 
-def _what_is_there(root: Root) -> str:
-    """What a root directory holds in place of the tag that was looked for."""
+def _what_is_there(root: Root, tags: Sequence[str]) -> str:
+    """What a root directory holds in place of the tag that was looked for: other tags, or what else lies there."""
     store = root.store
-    try:
-        tags = [entry.tag for entry in root.entries()]
-        unfinished = [name for name in store.names() if name.endswith(TMP_SUFFIX) or name.startswith(NEW_PREFIX)]
-    except (OSError, CheckpointError):
-        tags, unfinished = [], []
     if not store.is_directory(""):
         return "It is a file." if store.has("") else "The directory does not exist."
     if tags:
-        return f"Tags there, oldest first: {', '.join(tags[-10:])}. A load without a tag takes the newest."
+        return f"Tags there, oldest first: {', '.join(tags[-10:])}. Where a tag may be left out, the newest is taken."
     if below := roots_below(root):
         return f"There are checkpoints below it, in {', '.join(below)}: pass one of these directories."
+    try:
+        unfinished = [name for name in store.names() if name.endswith(TMP_SUFFIX) or name.startswith(NEW_PREFIX)]
+    except OSError:
+        unfinished = []
     return "No tag was ever committed there" + (f"; {len(unfinished)} unfinished." if unfinished else ".")
 
 

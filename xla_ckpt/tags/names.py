@@ -26,6 +26,23 @@ MAX_BYTES = 200
 """Longest tag: a file name may have 255 bytes, and suffixes need room."""
 
 
+def check_is_text(tag: object, path: str | None = None) -> str:
+    """`tag`, if it is a string. Refuse what is no string: a model, if the tag was forgotten, which no error may print.
+
+    Raises:
+        InvalidTagError: It is none.
+    """
+    if not isinstance(tag, str):
+        raise InvalidTagError(
+            "a tag is a string",
+            path=path,
+            expected="a str, such as 'step_10'",
+            found=type(tag).__name__,
+            hint="The tag is the argument after the path: save_checkpoint(path, tag, model).",
+        )
+    return tag
+
+
 def check_tag(tag: object, path: str | None = None) -> str:
     """`tag`, if it is a safe file name.
 
@@ -37,9 +54,8 @@ def check_tag(tag: object, path: str | None = None) -> str:
     >>> is_tag_name("../best")
     False
     """
-    if not isinstance(tag, str):
-        reason = f"it is {type(tag).__name__}, not str"
-    elif not tag:
+    tag = check_is_text(tag, path)
+    if not tag:
         reason = "it is empty"
     elif forbidden := next((c for c in tag if c in "/\\\0"), None):
         reason = f"it contains {forbidden!r}"

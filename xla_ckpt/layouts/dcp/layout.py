@@ -51,7 +51,7 @@ class Dcp(Layout):
     def __init__(self, name: str, *, finds: bool) -> None:
         self.name = name
         self.flat = name == TORCHTITAN
-        self.finds = self.itself = finds
+        self.finds = self.may_hold_tags = finds
         self.origin = "torch.distributed.checkpoint" if finds else ""
 
     def wrote(self, manifest: Manifest) -> bool:

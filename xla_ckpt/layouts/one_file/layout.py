@@ -27,7 +27,6 @@ class OneFile(Layout):
 
     name = "torch"
     tagged = False
-    itself = True
     one_file = True
     asks = True
 

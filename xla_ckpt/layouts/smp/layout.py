@@ -32,7 +32,7 @@ class SageMaker(Layout):
 
     name = "smp"
     origin = "SageMaker model parallel"
-    itself = True
+    may_hold_tags = True
     asks = True
     saves = True
     pickles = True
