@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +14,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.read import check_reads, read_into
+from xla_ckpt.engine.read import STRAIGHT_BYTES, check_reads, read_into
 from xla_ckpt.engine.shared_memory import check_shared
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target
@@ -25,7 +27,8 @@ from xla_ckpt.snapshot.memory import Bytes, Slabs
 from xla_ckpt.storage.pool import READERS
 
 STAGED_BYTES = 128 * 1024 * 1024
-"""Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
+"""Bytes of small arrays in the program's memory, at most, that are read into other memory and copied, in place of being
+read twice. Of a large one the pages of that memory would cost more than a second read from the page cache."""
 
 
 UNCHECKED_BYTES = 1 << 30
@@ -94,9 +97,9 @@ class Filling:
 def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tuple[int, int]:
     """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
 
-    What goes into memory that the program uses waits in other memory until all of it is verified. Beyond `STAGED_BYTES`
-    it is read twice instead: once to verify it, and once to overwrite the memory. No rank overwrites before all ranks
-    have verified their part, so a damaged tag changes nothing anywhere.
+    What goes into memory that the program uses is read twice: once to verify it, and once to overwrite the memory.
+    Small arrays are read once, and wait in other memory, up to `STAGED_BYTES`. No rank overwrites before all ranks have
+    verified their part, so a damaged tag changes nothing anywhere.
 
     Args:
         reader: The tag.
@@ -173,16 +176,11 @@ def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
 
 
 def _staged(memory: WantedMemory) -> dict[int, Bytes]:
-    """Other memory for slots of the program's, in their order, as many as `STAGED_BYTES` allow; by slot."""
-    staged: dict[int, Bytes] = {}
-    left = STAGED_BYTES
-    for slot in sorted(memory.live):
-        nbytes = len(memory.slots[slot])
-        left -= nbytes
-        if left < 0:
-            break
-        staged[slot] = memory.slabs.take(nbytes)
-    return staged
+    """Other memory for small slots of the program's, in their order, as many as `STAGED_BYTES` allow; by slot."""
+    small = [slot for slot in sorted(memory.live) if len(memory.slots[slot]) < STRAIGHT_BYTES]
+    sizes = [len(memory.slots[slot]) for slot in small]
+    fitting = bisect_right(list(accumulate(sizes)), STAGED_BYTES)
+    return {slot: memory.slabs.take(nbytes) for slot, nbytes in zip(small[:fitting], sizes[:fitting], strict=True)}
 
 
 def _put_in_place(staged: Mapping[int, Bytes], slots: Sequence[memoryview]) -> None:
