@@ -12,13 +12,14 @@ import torch
 
 import xla_ckpt
 from xla_ckpt.engine import restore
-from xla_ckpt.engine.read import BATCH_BYTES, STRAIGHT_BYTES
+from xla_ckpt.engine.read import STRAIGHT_BYTES
 from xla_ckpt.storage.local_file import LocalSource
+from xla_ckpt.storage.pool import BUFFER_BYTES
 
 LARGE = STRAIGHT_BYTES // 4
 """Elements of the smallest array that is read straight into its place."""
 
-SHAPES = {"a": 3 * LARGE, "b": 10, "c": LARGE, "d": LARGE - 1, "e": BATCH_BYTES // 2}
+SHAPES = {"a": 3 * LARGE, "b": 10, "c": LARGE, "d": LARGE - 1, "e": BUFFER_BYTES // 4 + LARGE}
 
 
 def saved(root: Path) -> dict[str, torch.Tensor]:

@@ -21,14 +21,10 @@ from xla_ckpt.manifest.digest import block_size, digest, to_hex
 from xla_ckpt.plan.restore_plan import Read, RestorePlan
 from xla_ckpt.sharding.ranges import Runs, runs, strides
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.storage.pool import work_off
+from xla_ckpt.storage.pool import BUFFER_BYTES, work_off
 
 SCRATCH_BYTES = 1024 * 1024
 """What a thread reads at a time where it goes around the cache of the storage."""
-
-BATCH_BYTES = 2 * 1024 * 1024
-"""Bytes that are read in one go, at most, unless a block or a scattered part is larger. The batches of all readers fit
-into the processor's cache together: a digest would take them from memory otherwise."""
 
 STRAIGHT_BYTES = 256 * 1024
 """Contiguous reads from this size on go straight into their destination."""
@@ -188,7 +184,7 @@ def _joins(first: _Extent, stop: int, extent: _Extent) -> bool:
     # Reads of one shard may overlap. One that begins before the group does is not in what the group reads.
     if extent.start < first.start:
         return False
-    return extent.stop - first.start <= BATCH_BYTES
+    return extent.stop - first.start <= BUFFER_BYTES
 
 
 def _extents(read: Read, direct: bool) -> Iterator[tuple[_Extent, bool]]:
@@ -238,7 +234,7 @@ def _straight(read: Read, stored: Runs) -> Iterator[tuple[_Extent, bool]]:
 
 def _bounded(read: Read, first: int, last: int) -> Iterator[_Extent]:
     """Some blocks of a read, as extents that fit in a worker's buffer."""
-    step = max(BATCH_BYTES // block_size(read.shard_bytes), 1)
+    step = max(BUFFER_BYTES // block_size(read.shard_bytes), 1)
     for block in range(first, last, step):
         yield _Extent.of(read, block, min(block + step, last))
 
