@@ -20,11 +20,14 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 Bytes = npt.NDArray[np.uint8]
 HUGE = 2 << 20
 POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, for which python 3.11 has no name
 CHUNK = 8 << 20
+PIECE = 1 << 20
+"""Bytes that are digested while they are in the processor's cache."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -66,10 +69,45 @@ def populate(memory: Bytes, low: int, high: int) -> None:
         raise OSError(ctypes.get_errno(), "madvise")
 
 
-def read(fd: int, into: Bytes, low: int, high: int) -> None:
-    """Fill a piece of memory from the same place of a file."""
+def read(fd: int, into: Bytes, low: int, high: int, offset: int | None = None) -> None:
+    """Fill a piece of memory from a place of a file, by default from the same one."""
+    shift = 0 if offset is None else offset - low
     while low < high:
-        low += os.preadv(fd, [into[low:high]], low)
+        low += os.preadv(fd, [into[low:high]], low + shift)
+
+
+def in_place(fd: int, memory: Bytes) -> dict[str, float]:
+    """Seconds in which two threads overwrite warm memory from the page cache, so that damage is found before."""
+    nbytes, buffers = len(memory), threading.local()
+
+    def check(low: int, high: int) -> None:
+        if not hasattr(buffers, "piece"):
+            buffers.piece = fresh(PIECE, huge=False)
+        for at in range(low, high, PIECE):
+            read(fd, buffers.piece, 0, PIECE, at)
+            xxhash.xxh3_64_intdigest(buffers.piece)
+
+    def fill(into: Bytes, low: int, high: int) -> None:
+        for at in range(low, high, PIECE):
+            read(fd, into, at, at + PIECE)
+            xxhash.xxh3_64_intdigest(into[at : at + PIECE])
+
+    def copy(into: Bytes, source: Bytes) -> float:
+        return in_threads(2, nbytes, lambda low, high: np.copyto(into[low:high], source[low:high]))
+
+    def again(low: int, high: int) -> None:
+        fill(memory, low, high)
+
+    took = {"in place: digested, then read again": in_threads(2, nbytes, check) + in_threads(2, nbytes, again)}
+    for pages, huge in (("4 KiB pages", False), ("huge pages", True)):
+        other = fresh(nbytes, huge=huge)
+        once = in_threads(2, nbytes, lambda low, high, other=other: fill(other, low, high))  # type: ignore[misc]
+        took[f"in place: read once into fresh memory, {pages}, then copied"] = once + copy(memory, other)
+        other = fresh(nbytes, huge=huge)
+        took[f"in place: old contents kept in fresh memory, {pages}, then overwritten"] = copy(
+            other, memory
+        ) + in_threads(2, nbytes, again)
+    return took
 
 
 def evict(path: Path) -> None:
@@ -101,6 +139,8 @@ def measure(path: Path, nbytes: int) -> dict[str, float]:
             chunk = 1 << 20 if direct else CHUNK
             took = in_threads(threads, nbytes, lambda low, high, fd=fd: read(fd, warm, low, high), chunk)  # type: ignore[misc]
             found[f"read into warm memory: {kind}, {threads} threads"] = took
+            if kind == "page cache" and threads == 2:
+                found |= in_place(fd, warm)
             os.close(fd)
     return found
 

@@ -68,8 +68,8 @@ def groups(gb: float) -> list[Group]:
     big, dcp = 2 * gb, gb / 2
     return [
         _saves(gb), _stalls(big), _loads(big, warm=False), _loads(big, warm=True), _rss(big), *_dcp(dcp),
-        _cpu_saves(gb), _cpu_loads(gb), _cpu_stalls(gb), *_simulated(gb / 4), *_small(), _parallel(gb), *_loops(gb),
-        _starts(), *_commands(), _first(dcp),
+        _cpu_saves(gb), _cpu_loads(gb, warm=False), _cpu_loads(gb, warm=True), _cpu_stalls(gb), *_simulated(gb / 4),
+        *_small(), _parallel(gb), *_loops(gb), _starts(), *_commands(), _first(dcp),
     ]  # fmt: skip
 
 
@@ -187,15 +187,16 @@ def _cpu_saves(gb: float) -> Group:
     return Group("cpu-save", "Durable save of CPU tensors", rows, rate=True, plot=True)
 
 
-def _cpu_loads(gb: float) -> Group:
+def _cpu_loads(gb: float, *, warm: bool) -> Group:
     rows = (
-        _load("xla_ckpt", "ours", Saved("ours", "cpu", gb), warm=False, rounds=2),
-        _load("`torch.load(mmap=True)`", "torch_load_mapped", Saved("torch_save", "cpu", gb), warm=False, rounds=2),
-        _load("safetensors", "safetensors", Saved("safetensors", "cpu", gb), warm=False, rounds=2),
-        _load("`dcp.load`", "dcp", Saved("dcp", "cpu", gb), warm=False, rounds=2),
-        _load("moonclip", "moonclip", Saved("moonclip", "cpu", gb), warm=False, rounds=2),
+        _load("xla_ckpt", "ours", Saved("ours", "cpu", gb), warm=warm, rounds=3),
+        _load("`torch.load(mmap=True)`", "torch_load_mapped", Saved("torch_save", "cpu", gb), warm=warm, rounds=3),
+        _load("safetensors", "safetensors", Saved("safetensors", "cpu", gb), warm=warm, rounds=3),
+        _load("`dcp.load`", "dcp", Saved("dcp", "cpu", gb), warm=warm, rounds=2),
+        _load("moonclip", "moonclip", Saved("moonclip", "cpu", gb), warm=warm, rounds=2),
     )
-    return Group("cpu-cold", "Load into a live module on the CPU, from a cold page cache", rows, rate=True)
+    cache = "warm" if warm else "cold"
+    return Group(f"cpu-{cache}", f"Load into a live module on the CPU, from a {cache} page cache", rows, rate=True)
 
 
 def _cpu_stalls(gb: float) -> Group:

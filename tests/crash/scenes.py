@@ -188,7 +188,7 @@ def _loads(root: Path) -> None:
 
 
 def _loads_twice_read(root: Path) -> None:
-    """As a load of more than `STAGED_BYTES`: the program's memory is overwritten by the readers."""
+    """As a load of large arrays: the program's memory is overwritten by the readers."""
     restore.STAGED_BYTES = 0
     _loads(root)
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-import numpy as np
-
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
@@ -20,14 +18,15 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target, by_kind
 from xla_ckpt.errors import storage_errors
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
+from xla_ckpt.plan.batches import STRAIGHT_BYTES
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare
-from xla_ckpt.snapshot.copying import copy_all
-from xla_ckpt.snapshot.memory import SMALL_BYTES, Slabs
+from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.storage.pool import READERS
 
 STAGED_BYTES = 128 * 1024 * 1024
-"""Bytes of the program's memory, at most, that are read into other memory and copied, in place of being read twice."""
+"""Bytes of small arrays in the program's memory, at most, that are read into other memory and copied, in place of being
+read twice. Of a large one the pages of that memory would cost more than a second read from the page cache."""
 
 
 UNCHECKED_BYTES = 1 << 30
@@ -96,9 +95,9 @@ class Filling:
 def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tuple[int, int]:
     """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
 
-    What goes into memory that the program uses waits in other memory until all of it is verified. Beyond `STAGED_BYTES`
-    it is read twice instead: once to verify it, and once to overwrite the memory. No rank overwrites before all ranks
-    have verified their part, so a damaged tag changes nothing anywhere.
+    What goes into memory that the program uses is read twice: once to verify it, and once to overwrite the memory.
+    Small arrays are read once, and wait in other memory, up to `STAGED_BYTES`. No rank overwrites before all ranks have
+    verified their part, so a damaged tag changes nothing anywhere.
 
     Args:
         reader: The tag.
@@ -176,22 +175,17 @@ def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
 
 
 def _staged(memory: WantedMemory) -> dict[int, memoryview]:
-    """Other memory for slots of the program's, in their order, as many as `STAGED_BYTES` allow; by slot."""
-    slots = sorted(memory.live)
-    sizes = [len(memory.slots[slot]) for slot in slots]
-    count = bisect_right(list(accumulate(sizes)), STAGED_BYTES)
-    return dict(zip(slots[:count], memory.slabs.views(sizes[:count]), strict=True))
+    """Other memory for small slots of the program's, in their order, as many as `STAGED_BYTES` allow; by slot."""
+    small = [slot for slot in sorted(memory.live) if len(memory.slots[slot]) < STRAIGHT_BYTES]
+    sizes = [len(memory.slots[slot]) for slot in small]
+    fitting = bisect_right(list(accumulate(sizes)), STAGED_BYTES)
+    return dict(zip(small[:fitting], memory.slabs.views(sizes[:fitting]), strict=True))
 
 
 def _put_in_place(staged: Mapping[int, memoryview], slots: Sequence[memoryview]) -> None:
     """Copy what is verified into the program's memory."""
-    large = []
     for slot, data in staged.items():
-        if len(data) <= SMALL_BYTES:
-            slots[slot][:] = data
-        else:
-            large.append((np.frombuffer(slots[slot], np.uint8), np.frombuffer(data, np.uint8)))
-    copy_all(large)
+        slots[slot][:] = data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
