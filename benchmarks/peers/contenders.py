@@ -340,6 +340,7 @@ NOTES: dict[str, str] = {
     "load makes new buffers, which become the state: the old ones live until all is verified. Mapped files count.",
     "parallel": "ZeRO-1 is torch_xla's optimizer: each of four processes holds the whole model and a quarter of the "
     "moments. The time is that of the slowest rank; GB/s are of all bytes stored.",
-    "loop": "The time of a step while a save runs, over that of a step in windows of the same length before and after.",
+    "loop": "The time of a step while a save runs, over that of a step in windows of the same length before and after. "
+    "The processor time of a save is that of this process, without the kernel's own threads and interrupts.",
 }
 """What makes the rows comparable, and what does not, said in one place."""

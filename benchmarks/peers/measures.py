@@ -104,7 +104,8 @@ def loop(name: str, threads: int, gb: float, windows: int, directory: str) -> Fi
     """How much longer a step of a training loop on the CPU takes while a save runs than without one (a part of 1).
 
     The loop multiplies matrices with as many threads as it says; windows with a save and windows of the same length
-    without one take turns.
+    without one take turns. "lost" is how much longer the loop took for the steps of a window with a save (seconds),
+    and "cpu" the processor time of this process in a save without a loop.
     """
     import torch
 
@@ -121,7 +122,7 @@ def loop(name: str, threads: int, gb: float, windows: int, directory: str) -> Fi
         return (time.perf_counter() - began) / number
 
     steps(lambda passed: passed > 0.3)
-    ratios, lengths = [], [0.5]
+    ratios, lost, used, lengths = [], [], [], [0.5]
     for number in range(windows + 1):
         folder = Path(directory) / str(number)
         folder.mkdir()
@@ -133,10 +134,21 @@ def loop(name: str, threads: int, gb: float, windows: int, directory: str) -> Fi
         lengths.append(time.perf_counter() - began)
         thread.join()
         after = steps(lambda passed: passed > lengths[-1])
-        ratios.append(2 * during / (before + after) - 1)
+        undisturbed = (before + after) / 2
+        ratios.append(during / undisturbed - 1)
+        lost.append(lengths[-1] * (1 - undisturbed / during))
         sync_files(folder)
         shutil.rmtree(folder)
-    return {"seconds": statistics.median(ratios[1:]), "save": statistics.median(lengths[2:]), "nbytes": state.nbytes}
+        folder.mkdir()
+        began = time.process_time()
+        getattr(saves, name)(state, folder)()
+        used.append(time.process_time() - began)
+        sync_files(folder)
+        shutil.rmtree(folder)
+    return {
+        "seconds": statistics.median(ratios[1:]), "save": statistics.median(lengths[2:]),
+        "lost": statistics.median(lost[1:]), "cpu": statistics.median(used[1:]), "nbytes": state.nbytes,
+    }  # fmt: skip
 
 
 def rank_saves(rank: int, world: int, gb: float, directory: str) -> Figures:

@@ -93,7 +93,8 @@ def _columns(group: Group, outcomes: Sequence[Outcome]) -> list[str]:
     offered = {
         "GB/s": group.rate, "returned": "returned" in had, "the first": "first" in had, "until durable": "total" in had,
         "later": "later" in had, "no name": "alone" in had, "torch": "torch" in had, "extra memory": "rss" in had,
-        "a save takes": "save" in had,
+         "a save takes": "save" in had, "the loop loses": "lost" in had,
+         "processor time of a save alone": "cpu" in had,
         "times ours": len(group.rows) > 1 and group.unit != "%",
     }  # fmt: skip
     return [name for name, there in offered.items() if there]
@@ -128,6 +129,7 @@ def _cell(column: str, outcome: Outcome, unit: str, ours: float | None) -> str:
     figure, unit = {
         "returned": ("returned", "s"), "the first": ("first", unit), "until durable": ("total", "s"),
         "later": ("later", "s"), "no name": ("alone", unit), "torch": ("torch", unit), "a save takes": ("save", "s"),
+        "the loop loses": ("lost", "s"), "processor time of a save alone": ("cpu", "s"),
     }[column]  # fmt: skip
     value = outcome.median(figure)
     return "" if value is None else shown(value, unit)

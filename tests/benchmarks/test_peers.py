@@ -132,7 +132,7 @@ def test_the_short_form_has_what_the_targets_need() -> None:
     found = Results({}, {})
     for group, names in short.items():
         for name in names:
-            found.outcome(group, name).runs.append({"seconds": 1.0, "rss": 2.0, "nbytes": 1.0})
+            found.outcome(group, name).runs.append({"seconds": 1.0, "rss": 2.0, "nbytes": 1.0, "lost": 1.0, "cpu": 1.0})
     from benchmarks.peers.targets import TARGETS
 
     unmeasured = {t.what for t in TARGETS if t.value(found) is None}

@@ -48,7 +48,7 @@ def work_off(
     errors: list[BaseException] = []
 
     def worker() -> None:
-        buffer = mmap.mmap(-1, max(buffer_bytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = _buffer(max(buffer_bytes, mmap.PAGESIZE))
         try:
             with memoryview(buffer) as view:
                 while not errors:
@@ -93,6 +93,22 @@ def _started(work: Callable[[], None], name: str) -> threading.Event:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return ended
+
+
+def _buffer(nbytes: int) -> mmap.mmap:
+    """Page-aligned memory, of huge pages where the system has them and it is large enough for one.
+
+    A request to a disk may have a few hundred pieces of memory. Of ordinary pages that is about 1 MiB: then the kernel
+    sends a dozen requests for a buffer, from a thread of its own that goes before all of the program's, and each one
+    ends in an interrupt, on a core that the program computes on (docs/profiles.md).
+    """
+    buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:
+            pass  # a kernel without huge pages: ordinary ones do
+    return buffer
 
 
 def _close(buffer: mmap.mmap) -> None:
