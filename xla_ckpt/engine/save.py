@@ -323,7 +323,7 @@ class Save:
         return Stages(self.exchange, self.mesh)
 
     def _plan(self, frozen: Frozen) -> SavePlan:
-        return self._stages.plan(frozen.writing, [leaf.path for leaf in frozen.leaves], self.phases)
+        return self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
 
     def _write(self, frozen: Frozen, plan: SavePlan, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""
@@ -342,7 +342,7 @@ class Save:
         return Record.of(
             written.shards,
             samples,
-            common=[leaf.path for leaf in frozen.leaves if frozen.has_in_common(leaf.path)],
+            common=[path for path in frozen.leaves.paths if frozen.has_in_common(path)],
             says_common=tells_all or frozen.speaks,
             rank=rank,
             files=files,

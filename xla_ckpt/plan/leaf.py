@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from xla_ckpt.dtypes import DType
-from xla_ckpt.lightweight import lightweight
+from xla_ckpt.lightweight import Rows, lightweight
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 
 
@@ -83,6 +86,36 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes of the global array."""
         return Box.whole(self.shape).size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaves(Rows[Leaf]):
+    """The array leaves of a process: a row for each. What those that lie alike have in common is said once."""
+
+    paths: Sequence[str]
+    forms: Sequence[tuple[DType, Holding]]
+    form: Ints
+    """The index of each leaf's form."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> Leaves:
+        """The columns of some leaves."""
+        if isinstance(leaves, Leaves):
+            return leaves
+        forms: dict[tuple[DType, int], tuple[int, Holding]] = {}
+        form = [forms.setdefault((leaf.dtype, id(leaf.holding)), (len(forms), leaf.holding))[0] for leaf in leaves]
+        return cls(
+            paths=[leaf.path for leaf in leaves],
+            forms=[(dtype, holding) for (dtype, _), (_, holding) in forms.items()],
+            form=np.array(form, np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def row(self, number: int) -> Leaf:
+        """See `Rows`."""
+        return Leaf(self.paths[number], *self.forms[self.form[number]])
 
 
 def leaf_of(path: str, dtype: DType, local: LocalArray) -> Leaf:

@@ -17,7 +17,7 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.engine import pickles
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.plan.leaf import Holdings, Leaf
+from xla_ckpt.plan.leaf import Holdings, Leaf, Leaves
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
@@ -98,7 +98,7 @@ class Description:
 
     state: State
     placement: Placement
-    leaves: tuple[Leaf, ...]
+    leaves: Leaves
     arrays: Mapping[str, HeldArray]
     """The array of each leaf."""
 
@@ -178,7 +178,7 @@ def describe(
     return Description(
         state=state,
         placement=placement,
-        leaves=leaves,
+        leaves=Leaves.of(leaves),
         arrays=arrays,
         aliases=aliases,
         skeleton=own.skeleton,
