@@ -17,6 +17,7 @@ from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.merged import merged_manifest, new_head, repeats_the_tag_before
 from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
@@ -335,7 +336,9 @@ class Save:
                 self.cancellation.check()
                 bar(nbytes)
 
-            written = write_files(directory, plan, snapshot.memory, self._crew(dealt), budget=snapshot.budget)
+            with collector_paused():
+                memory = snapshot.to_write()
+            written = write_files(directory, plan, memory, self._crew(dealt), budget=snapshot.budget)
             samples = snapshot.samples() if world > 1 else {}
         self._tell_torn(snapshot)
         files = (*written.files, *write_objects(directory, frozen.objects, rank, world))

@@ -129,22 +129,6 @@ def holding_of(local: LocalArray, *, together: bool = False) -> Holding:
     return Holding(shape=local.shape, shards=shards, spec=local.spec)
 
 
-class Holdings:
-    """What is held of many arrays. Those that lie alike have it in common: few are made for many."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, bool], tuple[LocalArray, Holding]] = {}
-        """By the identity of where a tensor lies, which stays its own while it is kept here."""
-
-    def of(self, local: LocalArray, *, together: bool) -> Holding:
-        """As `holding_of`."""
-        key = id(local), together
-        holding = self._made.get(key)
-        if holding is None:
-            holding = self._made[key] = local, holding_of(local, together=together)
-        return holding[1]
-
-
 def _shard(piece: Piece, local: LocalArray, together: bool) -> LocalShard:
     replica, replicas, group = local.replica, local.replicas, local.group
     if piece.copy is not None:  # each copy of the array has the copies of this piece in it

@@ -9,15 +9,18 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.dtypes import DType
 from xla_ckpt.engine import pickles
-from xla_ckpt.lightweight import lightweight
+from xla_ckpt.lightweight import Rows, lightweight
 from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.plan.leaf import Holdings, Leaf, Leaves
+from xla_ckpt.plan.leaf import Holding, Leaves, holding_of
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
@@ -25,7 +28,7 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.ranges import Runs, runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.sample import windows
-from xla_ckpt.snapshot.shards import HostShard, Look, MemoryShard
+from xla_ckpt.snapshot.shards import HostShard, LocalShards, Look, MemoryShard
 from xla_ckpt.state.members import State
 from xla_ckpt.state.mistakes import check_may_be_pickled
 from xla_ckpt.state.shardings import StateShardings
@@ -61,16 +64,27 @@ class HeldArray:
         """Shape of what this rank has in memory, padding included."""
         return self.adapter.shape(self.value)
 
-    def taken_whole(self, path: str) -> HeldArray:
-        """The same array with the whole of its tensor as its bytes, padding included."""
-        if self.adapter.place(self.value, path) is not None:
-            return self  # an array that knows its own place has no padding
-        return HeldArray(self.value, whole(self.shape), self.adapter)
-
     def apart(self, data: MemoryShard, itemsize: int) -> list[HostShard]:
         """The pieces of this array, from its whole tensor. Of scattered ones, and of a device's, only a sample."""
         places = [runs(piece.local, Box.whole(self.shape), itemsize) for piece in self.local.pieces]
         return [_cut_out(data, at) for at in places]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldArrays(Rows[HeldArray]):
+    """The arrays of all leaves of a rank: a row for each, in the order of the leaves."""
+
+    paths: Sequence[str]
+    values: Sequence[Any]
+    locals: Sequence[LocalArray]
+    adapters: Sequence[ArrayAdapter]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def row(self, number: int) -> HeldArray:
+        """See `Rows`."""
+        return HeldArray(self.values[number], self.locals[number], self.adapters[number])
 
 
 def _cut_out(data: MemoryShard, at: Runs) -> HostShard:
@@ -99,7 +113,7 @@ class Description:
     state: State
     placement: Placement
     leaves: Leaves
-    arrays: Mapping[str, HeldArray]
+    arrays: HeldArrays
     """The array of each leaf."""
 
     aliases: Mapping[str, str]
@@ -178,7 +192,7 @@ def describe(
     return Description(
         state=state,
         placement=placement,
-        leaves=Leaves.of(leaves),
+        leaves=leaves,
         arrays=arrays,
         aliases=aliases,
         skeleton=own.skeleton,
@@ -193,7 +207,7 @@ def describe(
 
 def describe_arrays(
     arrays: Mapping[str, Any], shardings: StateShardings, together: frozenset[str] = frozenset()
-) -> tuple[tuple[Leaf, ...], dict[str, HeldArray], dict[str, str]]:
+) -> tuple[Leaves, HeldArrays, dict[str, str]]:
     """The leaves of some arrays, the array of each, and the leaf paths of shared ones with those of the first.
 
     `together` names the leaves whose copies need not be equal (buffers): one rank writes all of such an array.
@@ -203,10 +217,14 @@ def describe_arrays(
         UsageError: A sharding rule does not fit.
     """
     first: dict[Any, str] = {}
-    described: dict[str, HeldArray] = {}
     aliases: dict[str, str] = {}
-    leaves: list[Leaf] = []
-    holdings = Holdings()
+    paths: list[str] = []
+    values: list[Any] = []
+    places: list[LocalArray] = []
+    adapters: list[ArrayAdapter] = []
+    form: list[int] = []
+    numbers: dict[tuple[DType, int, bool], int] = {}
+    forms: list[tuple[DType, Holding]] = []
     for path, value in arrays.items():
         adapter = shardings.adapters.require(value, path)
         dtype = adapter.dtype(value, path)
@@ -215,35 +233,50 @@ def describe_arrays(
             aliases[path] = same
             continue
         local = shardings.local(path, value, adapter)
-        described[path] = HeldArray(value, local, adapter)
-        leaves.append(Leaf(path, dtype, holdings.of(local, together=path in together)))
-    return tuple(leaves), described, aliases
-
-
-def local_shards(arrays: Mapping[str, HeldArray]) -> dict[tuple[str, int], MemoryShard]:
-    """All local shards, by (leaf path, shard). One batch for each kind of array."""
-    batches: dict[ArrayAdapter, tuple[list[str], list[tuple[Any, LocalArray]]]] = {}
-    for path, array in arrays.items():
-        paths, values = batches.setdefault(array.adapter, ([], []))
+        number = numbers.setdefault((dtype, id(local), path in together), len(forms))
+        if number == len(forms):
+            forms.append((dtype, holding_of(local, together=path in together)))
         paths.append(path)
-        values.append((array.value, array.local))
-    return {
-        (path, i): shard
-        for adapter, (paths, values) in batches.items()
-        for path, pieces in zip(paths, adapter.shards(values), strict=True)
-        for i, shard in enumerate(pieces)
-    }
+        values.append(value)
+        places.append(local)
+        adapters.append(adapter)
+        form.append(number)
+    leaves = Leaves(paths, forms, np.array(form, np.int64))
+    return leaves, HeldArrays(paths, values, places, adapters), aliases
+
+
+def local_shards(arrays: HeldArrays, taken_whole: frozenset[str]) -> LocalShards:
+    """All local shards, in one batch for each kind of array; those `taken_whole` with their padding."""
+    columns = zip(arrays.paths, arrays.values, arrays.locals, arrays.adapters, strict=True)
+    rows = [
+        (path, (value, local if path not in taken_whole else _taken_whole(path, value, local, adapter)), adapter)
+        for path, value, local, adapter in columns
+    ]
+    return LocalShards(
+        [
+            (
+                [path for path, _, its_own in rows if its_own is adapter],
+                adapter.shards([value for _, value, its_own in rows if its_own is adapter]),
+            )
+            for adapter in dict.fromkeys(arrays.adapters)
+        ]
+    )
+
+
+def _taken_whole(path: str, value: Any, local: LocalArray, adapter: ArrayAdapter) -> LocalArray:
+    """The whole of a tensor, padding included, in the place of the pieces that are stored of it."""
+    # An array that knows its own place has no padding.
+    return local if adapter.place(value, path) is not None else whole(adapter.shape(value))
 
 
 def shards_apart(
-    description: Description, whole: frozenset[str], shards: Mapping[tuple[str, int], MemoryShard]
+    description: Description, taken_whole: frozenset[str], shards: LocalShards
 ) -> dict[str, list[HostShard]]:
-    """The pieces of arrays that are taken whole (`whole`), where other ranks hold some of them and not the rest."""
-    itemsizes = {leaf.path: leaf.dtype.itemsize for leaf in description.leaves}
+    """The pieces of arrays that are `taken_whole`, where other ranks hold some of them and not the rest."""
     return {
-        path: array.apart(shards[path, 0], itemsizes[path])
-        for path, array in description.arrays.items()
-        if path in whole and any(piece.copy is not None for piece in array.local.pieces)
+        leaf.path: array.apart(shards.of(leaf.path)[0], leaf.dtype.itemsize)
+        for leaf, array in zip(description.leaves, description.arrays, strict=True)
+        if leaf.path in taken_whole and any(piece.copy is not None for piece in array.local.pieces)
     }
 
 
