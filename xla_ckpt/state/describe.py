@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -175,13 +176,23 @@ def describe(
         UsageError: A sharding rule makes no sense or does not fit.
     """
     shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone).of_model(state.model)
-    flat = flatten(state.tree, shardings.adapters.kind, APART if takes_apart else CODEC)
+    adapters: list[ArrayAdapter] = []
+
+    def kind(value: Any) -> str | None:
+        """Asked once for each array, in the order of the tree."""
+        adapter = shardings.adapters.of(value)
+        if adapter is None:
+            return None
+        adapters.append(adapter)
+        return adapter.kind
+
+    flat = flatten(state.tree, kind, APART if takes_apart else CODEC)
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
             logger.warning("%s", message)
     # Which arrays differ is known only when all is written. So with "first" one rank writes all of each array.
     together = frozenset(flat.arrays) if replicas == "first" else state.buffers
-    leaves, arrays, aliases = describe_arrays(flat.arrays, shardings, together)
+    leaves, arrays, aliases = describe_arrays(flat.arrays, adapters, shardings, together)
     stage = placement.mesh.coordinates(placement.rank)["pp"]
     speaks = placement.rank == placement.mesh.rank({"pp": stage})
     own = flat if speaks else _own_part(flat, state.alone)
@@ -206,11 +217,18 @@ def describe(
 
 
 def describe_arrays(
-    arrays: Mapping[str, Any], shardings: StateShardings, together: frozenset[str] = frozenset()
+    arrays: Mapping[str, Any],
+    adapters: Sequence[ArrayAdapter],
+    shardings: StateShardings,
+    together: frozenset[str] = frozenset(),
 ) -> tuple[Leaves, HeldArrays, dict[str, str]]:
     """The leaves of some arrays, the array of each, and the leaf paths of shared ones with those of the first.
 
-    `together` names the leaves whose copies need not be equal (buffers): one rank writes all of such an array.
+    Args:
+        arrays: By leaf path.
+        adapters: The adapter of each.
+        shardings: Where they lie.
+        together: Leaves whose copies need not be equal (buffers): one rank writes all of such an array.
 
     Raises:
         UnsupportedStateError: One of them cannot be stored.
@@ -221,46 +239,42 @@ def describe_arrays(
     paths: list[str] = []
     values: list[Any] = []
     places: list[LocalArray] = []
-    adapters: list[ArrayAdapter] = []
+    kept: list[ArrayAdapter] = []
     form: list[int] = []
-    numbers: dict[tuple[DType, int, bool], int] = {}
+    numbers: dict[tuple[int, int, bool], int] = {}
+    """By the identity of what is kept here: a hash of it would take as long as all the rest."""
     forms: list[tuple[DType, Holding]] = []
-    for path, value in arrays.items():
-        adapter = shardings.adapters.require(value, path)
+    for (path, value), adapter in zip(arrays.items(), adapters, strict=True):
         dtype = adapter.dtype(value, path)
         identity = adapter.identity(value)
         if identity is not None and (same := first.setdefault(identity, path)) != path:
             aliases[path] = same
             continue
         local = shardings.local(path, value, adapter)
-        number = numbers.setdefault((dtype, id(local), path in together), len(forms))
+        number = numbers.setdefault((id(dtype), id(local), path in together), len(forms))
         if number == len(forms):
             forms.append((dtype, holding_of(local, together=path in together)))
         paths.append(path)
         values.append(value)
         places.append(local)
-        adapters.append(adapter)
+        kept.append(adapter)
         form.append(number)
     leaves = Leaves(paths, forms, np.array(form, np.int64))
-    return leaves, HeldArrays(paths, values, places, adapters), aliases
+    return leaves, HeldArrays(paths, values, places, kept), aliases
 
 
 def local_shards(arrays: HeldArrays, taken_whole: frozenset[str]) -> LocalShards:
     """All local shards, in one batch for each kind of array; those `taken_whole` with their padding."""
-    columns = zip(arrays.paths, arrays.values, arrays.locals, arrays.adapters, strict=True)
-    rows = [
-        (path, (value, local if path not in taken_whole else _taken_whole(path, value, local, adapter)), adapter)
-        for path, value, local, adapter in columns
-    ]
-    return LocalShards(
-        [
-            (
-                [path for path, _, its_own in rows if its_own is adapter],
-                adapter.shards([value for _, value, its_own in rows if its_own is adapter]),
-            )
-            for adapter in dict.fromkeys(arrays.adapters)
-        ]
-    )
+    places = arrays.locals
+    if taken_whole:
+        columns = zip(arrays.paths, arrays.values, arrays.locals, arrays.adapters, strict=True)
+        places = [_taken_whole(*column) if column[0] in taken_whole else column[2] for column in columns]
+    batches = []
+    for adapter in dict.fromkeys(arrays.adapters):
+        own = [each is adapter for each in arrays.adapters]
+        values = list(zip(compress(arrays.values, own), compress(places, own), strict=True))
+        batches.append((list(compress(arrays.paths, own)), adapter.shards(values)))
+    return LocalShards(batches)
 
 
 def _taken_whole(path: str, value: Any, local: LocalArray, adapter: ArrayAdapter) -> LocalArray:
