@@ -11,7 +11,7 @@ Made = TypeVar("Made")
 Row_co = TypeVar("Row_co", covariant=True)
 
 
-class Rows(Sequence[Row_co]):
+class Columns(Sequence[Row_co]):
     """Many things of a kind as one value of columns. Where a single one is asked for, it is made."""
 
     __slots__ = ()

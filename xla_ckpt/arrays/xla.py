@@ -229,7 +229,7 @@ class HeldTensors(Lasting):
         return len(self.tensors)
 
     def row(self, number: int) -> list[HostShard]:
-        """See `Rows`."""
+        """See `Columns`."""
         return _shards(self.tensors[number].contiguous(), self.locals[number])
 
 

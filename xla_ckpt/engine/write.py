@@ -60,11 +60,8 @@ class _File:
         """The shard that each non-empty region is a part of."""
         self.offsets: list[int] = sources.offset[self.regions].tolist()
         """Where each non-empty region begins in its shard."""
-        sizes, which = np.unique(self.lengths, return_inverse=True)
-        counts = np.array([digests.block_count(size) for size in sizes.tolist()], np.int64)[which]
-        self.first_block: list[int] = (np.cumsum(counts) - counts).tolist()
+        *self.first_block, blocks = itertools.accumulate(map(digests.block_count, self.lengths.tolist()), initial=0)
         """Index of the first digest of each non-empty region."""
-        blocks = int(counts.sum())
         self.digests = [0] * blocks
         self.cut: dict[int, JoinedDigest] = {}
         """Index of a digest -> what is digested of its block so far, where several segments have a part of it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.lightweight import Rows, lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Ints
 
@@ -31,7 +31,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Regions(Rows[Region]):
+class Regions(Columns[Region]):
     """Regions, in file order: a row for each. What those of one type and box have in common is said once."""
 
     names: Sequence[str]
@@ -54,7 +54,7 @@ class Regions(Rows[Region]):
         return len(self.names)
 
     def row(self, number: int) -> Region:
-        """See `Rows`."""
+        """See `Columns`."""
         return Region(self.names[number], *self.forms[self.form[number]])
 
     def rows(self, which: Ints) -> Regions:

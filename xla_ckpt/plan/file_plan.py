@@ -9,7 +9,7 @@ import numpy as np
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.files.codec import Codec
-from xla_ckpt.lightweight import Rows, lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.manifest.shards import Shard, ShardColumns
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Corners, Ints
@@ -49,7 +49,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sources(Rows[RegionSource]):
+class Sources(Columns[RegionSource]):
     """Where the bytes of many regions come from: a row for each, with the fields of a `RegionSource`."""
 
     leaf: Sequence[str]
@@ -70,13 +70,13 @@ class Sources(Rows[RegionSource]):
         return len(self.leaf)
 
     def row(self, number: int) -> RegionSource:
-        """See `Rows`."""
+        """See `Columns`."""
         shard, offset, nbytes = (int(column[number]) for column in (self.shard, self.offset, self.nbytes))
         return RegionSource(leaf=self.leaf[number], shard=shard, offset=offset, nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Entries(Rows[Entry]):
+class Entries(Columns[Entry]):
     """The shards of a file of which each is a region: a row for each."""
 
     leaf: Sequence[str]
@@ -88,7 +88,7 @@ class Entries(Rows[Entry]):
         return len(self.leaf)
 
     def row(self, number: int) -> Entry:
-        """See `Rows`."""
+        """See `Columns`."""
         return Entry(leaf=self.leaf[number], box=self.boxes[self.box[number]], region=number)
 
 
@@ -140,20 +140,6 @@ class FilePlan:
         """Bytes of all regions."""
         return sum(nbytes for _, nbytes in self.codec.places)
 
-    def shards(self, file: int) -> LeafShards:
-        """What the manifest finds in it, if this is file number `file`."""
-        places, entries = self.codec.places, self.entries
-        if not isinstance(entries, Entries):
-            return LeafShards.of(
-                [(e.leaf, Shard(e.box, file, places[e.region][0], e.frame)) for e in entries if not e.copy]
-            )
-        columns = ShardColumns(
-            box=Corners.of(entries.boxes).rows(entries.box),
-            file=np.full(len(entries), file, np.int64),
-            offset=np.array([offset for offset, _ in places], np.int64),
-        )
-        return LeafShards(entries.leaf, columns)
-
     def minus(self, leaves: frozenset[str]) -> FilePlan | None:
         """The same file if the manifest finds `leaves` elsewhere; None if nothing else is in it.
 
@@ -175,3 +161,20 @@ class FilePlan:
             sources=tuple(self.sources[i] for i in kept),
             entries=tuple(replace(e, region=number[e.region]) for e in self.entries if e.region in number),
         )
+
+
+def shards_of(files: Sequence[FilePlan]) -> LeafShards:
+    """What the manifest finds in some files, which are numbered from 0."""
+    columns, single = [], []
+    for number, file in enumerate(files):
+        places, entries = file.codec.places, file.entries
+        if isinstance(entries, Entries):
+            of_file = ShardColumns(
+                box=Corners.of(entries.boxes).rows(entries.box),
+                file=np.full(len(entries), number, np.int64),
+                offset=np.array([offset for offset, _ in places], np.int64),
+            )
+            columns.append(LeafShards(entries.leaf, of_file))
+        else:  # a layout may have a file for each array: no columns are made of a single shard
+            single += [(e.leaf, Shard(e.box, number, places[e.region][0], e.frame)) for e in entries if not e.copy]
+    return LeafShards.joined([*columns, LeafShards.of(single)] if single else columns)

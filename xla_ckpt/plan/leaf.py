@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xla_ckpt.dtypes import DType
-from xla_ckpt.lightweight import Rows, lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.local_array import LocalArray, Piece
@@ -89,7 +89,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leaves(Rows[Leaf]):
+class Leaves(Columns[Leaf]):
     """The array leaves of a process: a row for each. What those that lie alike have in common is said once."""
 
     paths: Sequence[str]
@@ -114,7 +114,7 @@ class Leaves(Rows[Leaf]):
         return len(self.paths)
 
     def row(self, number: int) -> Leaf:
-        """See `Rows`."""
+        """See `Columns`."""
         return Leaf(self.paths[number], *self.forms[self.form[number]])
 
 

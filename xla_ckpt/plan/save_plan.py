@@ -15,9 +15,9 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.files.codec import Codec
 from xla_ckpt.files.regions import Regions
 from xla_ckpt.files.safetensors import Safetensors
-from xla_ckpt.lightweight import Rows, lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.plan.file_plan import Entries, FilePlan, LeafShards, RegionSource, Sources
+from xla_ckpt.plan.file_plan import Entries, FilePlan, LeafShards, RegionSource, Sources, shards_of
 from xla_ckpt.plan.leaf import Leaf, Leaves, LocalShard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Ints
@@ -86,7 +86,7 @@ class OwnBox:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OwnBoxes(Rows[OwnBox]):
+class OwnBoxes(Columns[OwnBox]):
     """What a process writes of its leaves: a row for each region. Those that lie alike have a form in common."""
 
     leaves: Leaves
@@ -110,7 +110,7 @@ class OwnBoxes(Rows[OwnBox]):
         return len(self.leaf)
 
     def row(self, number: int) -> OwnBox:
-        """See `Rows`."""
+        """See `Columns`."""
         form, leaf = int(self.form[number]), self.leaves[int(self.leaf[number])]
         dtype, box = self.forms[form]
         nbytes = box.size * dtype.itemsize
@@ -249,4 +249,4 @@ class Written:
     @classmethod
     def of(cls, plans: Sequence[FilePlan], records: Sequence[FileRecord]) -> Written:
         """What is reported of files that were written as planned."""
-        return cls(tuple(records), LeafShards.joined([plan.shards(number) for number, plan in enumerate(plans)]))
+        return cls(tuple(records), shards_of(plans))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from xla_ckpt.lightweight import Rows, lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.snapshot.memory import Bytes, allocate
 
 
@@ -115,7 +115,7 @@ MemoryShard = HostShard | DeviceShard
 """One local shard, wherever it is."""
 
 
-class Lasting(Rows[Sequence[HostShard]]):
+class Lasting(Columns[Sequence[HostShard]]):
     """The local shards of many arrays, a row for each, in host memory that nobody writes to while this is held.
 
     A snapshot only holds them. The shards are made when their bytes are written.

@@ -19,7 +19,7 @@ import numpy as np
 from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine import pickles
-from xla_ckpt.lightweight import Rows, lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.plan.leaf import Holding, Leaves, holding_of
 from xla_ckpt.plan.merge import Replicas
@@ -72,7 +72,7 @@ class HeldArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldArrays(Rows[HeldArray]):
+class HeldArrays(Columns[HeldArray]):
     """The arrays of all leaves of a rank: a row for each, in the order of the leaves."""
 
     paths: Sequence[str]
@@ -84,7 +84,7 @@ class HeldArrays(Rows[HeldArray]):
         return len(self.paths)
 
     def row(self, number: int) -> HeldArray:
-        """See `Rows`."""
+        """See `Columns`."""
         return HeldArray(self.values[number], self.locals[number], self.adapters[number])
 
 
