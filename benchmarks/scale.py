@@ -29,6 +29,7 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.digest import digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
+from xla_ckpt.plan.file_plan import shards_of
 from xla_ckpt.plan.leaf import Leaf, leaf_of
 from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.record import Record, Sample
@@ -137,13 +138,12 @@ def skeleton_of(model: Model, mesh: Mesh, stage: int) -> Any:
 
 def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan: SavePlan) -> Record:
     """What the rank would report had it written its files: as `engine.save` makes it."""
-    files, shards = [], []
-    for number, file in enumerate(plan.files):
+    files = []
+    for file in plan.files:
         size = file.codec.size
         files.append(
             FileRecord(path=file.path, size=size, head=size - file.data_bytes, digest=digest(file.path.encode()))
         )
-        shards += file.shards(number)
     stage = mesh.coordinates(rank)["pp"]
     speaks = rank == mesh.rank({"pp": stage})
     samples = {}
@@ -152,7 +152,7 @@ def record_of(model: Model, mesh: Mesh, rank: int, leaves: Sequence[Leaf], plan:
             place = f"{leaf.dtype.name} {leaf.shape} {' '.join(str(s.box) for s in leaf.shards)}"
             samples[leaf.path] = (Sample(digest(place.encode()), digest(leaf.path.encode())),)
     return Record.of(
-        shards, samples, common=[leaf.path for leaf in leaves], says_common=speaks,
+        shards_of(plan.files), samples, common=[leaf.path for leaf in leaves], says_common=speaks,
         rank=rank, files=tuple(files),
         arrays={leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in leaves} if speaks else {}, aliases={},
         skeleton=skeleton_of(model, mesh, stage) if speaks else None, objects=(),

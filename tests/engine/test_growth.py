@@ -34,8 +34,8 @@ def is_pythons_own(file: str) -> bool:
     return file.startswith("<frozen ") or (file.startswith(STANDARD_LIBRARY) and "site-packages" not in file)
 
 
-def calls(work: Callable[[], Any]) -> int:
-    """How many functions are called meanwhile, on all threads that begin meanwhile and on this one."""
+def calls(work: Callable[[], Any], *, here: bool = False) -> int:
+    """How many functions are called meanwhile, on all threads that begin meanwhile and on this one; or `here` alone."""
     counted: dict[int, int] = {}
 
     def count(frame: Any, event: str, arg: Any) -> None:
@@ -51,7 +51,7 @@ def calls(work: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return sum(counted.values())
+    return counted[threading.get_ident()] if here else sum(counted.values())
 
 
 def check_linear(count: Callable[[int], int], *, most: float) -> None:
@@ -86,7 +86,26 @@ def test_a_save_grows_with_the_number_of_arrays(tmp_path: Path, layout: str) -> 
         state = stepped(arrays)
         return calls(lambda: xla_ckpt.save_checkpoint(tmp_path, "tag", *state, layout=layout, num_kept_ckpts=1))
 
-    check_linear(count, most={"native": 1500, "xser": 9000, "dcp": 2400}[layout])
+    check_linear(count, most={"native": 1000, "xser": 9000, "dcp": 2400}[layout])
+
+
+@pytest.mark.xla
+def test_the_stall_grows_with_the_number_of_arrays(tmp_path: Path) -> None:
+    """Each buffer is held, and each array described: what else is done for each array is not done by the caller."""
+    import torch_xla
+
+    def count(arrays: int) -> int:
+        model = model_of(arrays).to("xla")
+        torch_xla.sync(wait=True)
+        saves = []
+        counted = calls(
+            lambda: saves.append(xla_ckpt.save_checkpoint(tmp_path, "tag", model, async_save=True)), here=True
+        )
+        saves[0].result()
+        return counted
+
+    count(10)
+    check_linear(count, most=50)
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["into a state that is there", "into a new optimizer"])

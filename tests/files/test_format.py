@@ -13,6 +13,7 @@ from tests.strategies import cuts_of, full_shapes, some_dtypes
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.files import safetensors as payload
+from xla_ckpt.files.regions import Region, Regions
 from xla_ckpt.manifest import digest, intseq, manifest_json
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, Form, array_record
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
@@ -407,7 +408,7 @@ def test_records_are_built_from_shards_in_any_order() -> None:
 
 regions = st.lists(
     st.builds(
-        lambda name, d, shape: payload.Region(name, d, Box.whole(shape)),
+        lambda name, d, shape: Region(name, d, Box.whole(shape)),
         st.text(min_size=1, max_size=6).filter(lambda n: n != "__metadata__"), some_dtypes, full_shapes,
     ),
     max_size=5, unique_by=lambda r: r.name,
@@ -415,7 +416,7 @@ regions = st.lists(
 
 
 @given(regions)
-def test_headers_know_their_digests(some: list[payload.Region]) -> None:
+def test_headers_know_their_digests(some: list[Region]) -> None:
     ordered = [some[i] for i in payload.file_order(some)]
     count = sum(digest.block_count(r.nbytes) for r in ordered)
     head = payload.header(ordered, list(range(count)))
@@ -423,8 +424,10 @@ def test_headers_know_their_digests(some: list[payload.Region]) -> None:
     assert len(head) % payload.REGION_ALIGNMENT == 0
     table = payload.parse_header(head)
     seen = []
-    for region, at in zip(ordered, payload.offsets(ordered), strict=True):
+    places = payload.Safetensors(Regions.of(ordered)).places
+    for region, at in zip(ordered, [at - len(head) for at, _ in places], strict=True):
         assert at % region.dtype.itemsize == 0
+        assert json.loads(head[8:])[region.name] == payload.entry(region, at)
         if region.nbytes:
             seen += table.of(len(head) + at, region.nbytes)
     assert seen == list(range(count))

@@ -29,7 +29,8 @@ from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource, SavePlan
+from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource
+from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.local import LocalDirectory
 from xla_ckpt.storage.memory import MemoryDirectory
@@ -129,9 +130,8 @@ def test_torch_zipfile_and_our_scanner_read_it(
         assert [n for _, n in places] == list(parts)
     (record,) = written.files
     check_record(record, content, sum(map(len, map(bits, values))))
-    assert [(leaf, s.offset) for leaf, s in written.shards] == [
-        (s.leaf, at) for s, (at, _) in zip(plan.sources, plan.codec.places, strict=True)
-    ]
+    assert written.shards.leaf == [source.leaf for source in plan.sources]
+    assert written.shards.columns.offset.tolist() == [at for at, _ in plan.codec.places]
 
 
 def test_the_bytes_depend_on_nothing_but_the_state() -> None:

@@ -31,9 +31,10 @@ from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.manifest.shards import Shard
+from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.leaf import Leaf
-from xla_ckpt.plan.save_plan import Entry, FilePlan, SavePlan, item_and_name, own_boxes
+from xla_ckpt.plan.save_plan import SavePlan, item_and_name, own_boxes
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.state.describe import Description
 from xla_ckpt.storage.base import Directory, Store

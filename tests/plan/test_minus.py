@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tests.boxes import is_partition
 from xla_ckpt import dtypes
 from xla_ckpt.files.torch_file import TorchFile
+from xla_ckpt.plan.file_plan import Entry, FilePlan, RegionSource, shards_of
 from xla_ckpt.plan.leaf import Leaf, leaf_of
-from xla_ckpt.plan.save_plan import Entry, FilePlan, RegionSource, SavePlan, plan_save
+from xla_ckpt.plan.save_plan import SavePlan, plan_save
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import Mesh
@@ -64,7 +65,7 @@ def test_stages_write_every_element_once_and_nothing_that_was_not_planned(
             assert file.sources
             assert [nbytes for _, nbytes in file.codec.places] == [source.nbytes for source in file.sources]
             assert [file.sources[entry.region].leaf for entry in file.entries] == [e.leaf for e in file.entries]
-            assert [leaf for leaf, _ in file.shards(0)] == [source.leaf for source in file.sources]
+            assert shards_of([file]).leaf == [source.leaf for source in file.sources]
             for entry in file.entries:
                 written[entry.leaf].append(entry.box)
     for leaf in (leaf for leaves in ranks for leaf in leaves):
@@ -123,6 +124,6 @@ def test_a_file_that_needs_its_regions_keeps_them_as_copies() -> None:
     plan = SavePlan((file,))
     (rest,) = plan.minus(frozenset({"model/b"})).files
     assert rest == replace(file, entries=(entries[0], *(replace(e, copy=True) for e in entries[1:])))
-    assert [leaf for leaf, _ in rest.shards(0)] == ["model/a"]
+    assert shards_of([rest]).leaf == ["model/a"]
     (nothing,) = plan.minus(frozenset({"model/a", "model/b"})).files
-    assert (nothing.codec, nothing.sources, nothing.shards(0)) == (file.codec, sources, [])
+    assert (nothing.codec, nothing.sources, shards_of([nothing]).leaf) == (file.codec, sources, [])

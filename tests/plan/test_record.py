@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from xla_ckpt.manifest.intseq import pack_ints, unpack_ints
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.manifest.shards import Shard
+from xla_ckpt.plan.file_plan import LeafShards
 from xla_ckpt.plan.record import Record, Sample
 from xla_ckpt.sharding.box import Box
 
@@ -52,7 +53,8 @@ def described(record: Record) -> dict[str, Any]:
 
 def record(shards: Any, samples: Any, *, says_common: bool) -> Record:
     return Record.of(
-        shards, samples, common=NAMES[1::-1], says_common=says_common, rank=1, aliases={}, skeleton={"a": 1},
+        LeafShards.of(shards), samples, common=NAMES[1::-1], says_common=says_common, rank=1, aliases={},
+        skeleton={"a": 1},
         files=(FileRecord(path="f", size=9, head=9, digest=(1 << 64) - 1),), objects=(0,), parts={"model": "x"},
         arrays={"model/a": ("float32", (2, 3), (None, ("tp",)))} if says_common else {},
     )  # fmt: skip

@@ -129,6 +129,14 @@ def test_rows_of_all_replicas_are_the_shard(shape: tuple[int, ...], replicas: in
     assert is_partition([p for p in parts if p is not None], whole)
 
 
+def parts_of(held: list[HeldShard]) -> list[tuple[int, Box]]:
+    """(index, part) of each shard of which its holder writes something."""
+    kinds = list(dict.fromkeys(held))
+    parts, rows = owned(kinds, np.array([kinds.index(shard) for shard in held], np.int64))
+    written = [(int(i), parts[kinds.index(held[i])]) for i in rows]
+    return [(i, part) for i, part in written if part is not None]
+
+
 @given(st.lists(st.tuples(st.lists(st.integers(0, 300), max_size=3).map(tuple), st.integers(0, 2)), max_size=12))
 def test_every_byte_has_one_owner(shards: list[tuple[tuple[int, ...], int]]) -> None:
     """Groups: 0 is held by one, 1 by three, 2 by four holders."""
@@ -139,9 +147,8 @@ def test_every_byte_has_one_owner(shards: list[tuple[tuple[int, ...], int]]) -> 
             held = [
                 HeldShard(box=Box.whole(s), itemsize=4, replica=replica, replicas=replicas, group=group) for s in mine
             ]
-            for i, part in enumerate(owned(held)):
-                if part is not None:
-                    written[i].append(part)
+            for i, part in parts_of(held):
+                written[i].append(part)
         for shape, parts in zip(mine, written, strict=True):
             assert is_partition(parts, Box.whole(shape))
 
@@ -152,10 +159,9 @@ def test_replicas_share_the_bytes_evenly() -> None:
         load = [
             sum(
                 part.size * 4
-                for part in owned(
+                for _, part in parts_of(
                     [HeldShard(box=Box.whole(s), itemsize=4, replica=r, replicas=replicas) for s in shapes_]
                 )
-                if part is not None
             )
             for r in range(replicas)
         ]

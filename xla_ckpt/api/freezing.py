@@ -82,19 +82,17 @@ def _snapshot_of(
         phases: Where the time goes.
         waits: Whether the caller waits until all is written.
     """
-    arrays = {
-        path: array.taken_whole(path) if path in writing.whole else array for path, array in description.arrays.items()
-    }
-    state, shards = description.state, local_shards(arrays)
+    state, shards = description.state, local_shards(description.arrays, writing.whole)
     many = description.placement.world > 1
     written = None
-    if many and not all(lasts(shard, waits=waits) for shard in shards.values()):
+    if many and not all(lasts(shard, waits=waits) for shard in shards.others.values()):
         # What another rank writes is not copied here, so it has to be known now who writes what.
         with phases.timed("plan"):
             written = writing.plan.extents
     guarded = {}
     if options.snapshot == "overlap" and not waits:
-        guarded = stepped({path: array.value for path, array in description.arrays.items()}, state.optimizer)
+        values = zip(description.arrays.paths, description.arrays.values, strict=True)
+        guarded = stepped(dict(values), state.optimizer)
     how = Freeze(waits=waits, mode=options.snapshot, stepped=guarded, budget=options.snapshot_budget)
     sampling = Sampling(loose=state.buffers)
     if many:

@@ -36,7 +36,7 @@ class ArrayAdapter(Protocol):
     def place(self, value: Any, path: str = "") -> LocalArray | None:
         """Where its elements are in the global array; None if the array itself does not know."""
 
-    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
+    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[HostShard]]:
         """The bytes of each piece of each value, in host memory."""
 
     def shards(self, values: Sequence[tuple[Any, LocalArray]]) -> Sequence[Sequence[MemoryShard]]:

@@ -80,8 +80,8 @@ class DTensors:
             spec=spec,
         )
 
-    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        shards: list[list[HostShard]] = []
+    def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[Sequence[HostShard]]:
+        shards: list[Sequence[HostShard]] = []
         for value, local in values:
             shards += self._plain(value._local_tensor).host([(value._local_tensor, local)])
         return shards

@@ -92,13 +92,13 @@ class Adapters:
 
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
+        if type(value) in PLAIN:  # as nearly all arrays
+            if is_xla(value):
+                return self._on_xla(value)
+            if is_plain(value):
+                return _TORCH_HOST
         if isinstance(value, torch.Tensor):
-            if type(value) in PLAIN:
-                if is_xla(value):
-                    return self._on_xla(value)
-                if is_plain(value):
-                    return _TORCH_HOST
-            elif type(value).__name__ == "XLAShardedTensor":
+            if type(value).__name__ == "XLAShardedTensor":
                 return self._on_xla(value)
             if "torch.distributed.tensor" in sys.modules and _dtensor().accepts(value):
                 return _dtensor()

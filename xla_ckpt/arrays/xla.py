@@ -36,7 +36,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.strided import Strided, packed
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.shards import HostShard
+from xla_ckpt.snapshot.shards import HostShard, Lasting
 
 _XLAC: Any = torch_xla._XLAC
 
@@ -122,9 +122,8 @@ class Xla(WholeTensors):
     def identity(self, value: torch.Tensor) -> Hashable | None:
         return "xla", _XLAC._xla_get_tensor_id(value)
 
-    def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
-        tensors = to_host([v for v, _ in values])
-        return [_shards(h, local) for h, (_, local) in zip(tensors, values, strict=True)]
+    def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> HeldTensors:
+        return HeldTensors(_held([v for v, _ in values]), [local for _, local in values])
 
     shards = host
 
@@ -231,19 +230,38 @@ def buffer_of(value: torch.Tensor) -> Strided:
 
 def to_host(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The values as contiguous CPU tensors that stay as they are: views of the buffers where that is possible."""
+    return [tensor.contiguous() for tensor in _held(values)]
+
+
+def _held(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The values as CPU tensors that stay as they are: views of the buffers where that is possible."""
     if not values:
         return []
     materialize(values)
     views = _views(values) if _adopts() else [None] * len(values)
     missing = [t.detach() for t, v in zip(values, views, strict=True) if v is None]
     moved = iter(_XLAC._xla_get_cpu_tensors(missing) if missing else ())
-    return [(v if v is not None else next(moved)).contiguous() for v in views]
+    return [v if v is not None else next(moved) for v in views]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensors(Lasting):
+    """CPU tensors that nobody writes to: views of buffers, or copies of them."""
+
+    tensors: Sequence[torch.Tensor]
+    locals: Sequence[LocalArray]
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def row(self, number: int) -> list[HostShard]:
+        """See `Columns`."""
+        return _shards(self.tensors[number].contiguous(), self.locals[number])
 
 
 def _shards(tensor: torch.Tensor, local: LocalArray) -> list[HostShard]:
     """The pieces of a contiguous CPU tensor that nobody writes to."""
-    # A save asks this of each array while training waits. The only piece is somewhere in the tensor, so that it is all
-    # of it if it has as many elements.
+    # The only piece is somewhere in the tensor, so that it is all of it if it has as many elements: as of most arrays.
     if len(local.pieces) == 1 and local.pieces[0].local.size == tensor.numel():
         return [HostShard(bytes_of(tensor), tensor, immutable=True)]
     return [shard_of(cut(tensor, piece.local)) for piece in local.pieces]

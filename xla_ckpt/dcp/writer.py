@@ -55,7 +55,7 @@ from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
 from xla_ckpt.manifest.digest import block_size, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.options import SaveOptions
-from xla_ckpt.plan.save_plan import FilePlan, RegionSource
+from xla_ckpt.plan.file_plan import FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan as FilePlans
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.snapshot.sample import sample

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.writing import Writing
-from xla_ckpt.plan.leaf import Leaf
+from xla_ckpt.plan.leaf import Leaves
 from xla_ckpt.snapshot.take import Snapshot
 
 
@@ -16,7 +16,7 @@ from xla_ckpt.snapshot.take import Snapshot
 class Frozen:
     """What one rank has of the state that is saved: frozen, and described."""
 
-    leaves: Sequence[Leaf]
+    leaves: Leaves
     writing: Writing
     snapshot: Snapshot
     skeleton: Any
@@ -46,4 +46,7 @@ class Frozen:
     def types(self, which: Callable[[str], bool]) -> dict[str, tuple[str, tuple[int, ...], Any]]:
         """(dtype, global shape, spec) of some leaves, by leaf path."""
         with collector_paused():
-            return {leaf.path: (leaf.dtype.name, leaf.shape, leaf.spec) for leaf in self.leaves if which(leaf.path)}
+            leaves = self.leaves
+            facts = [(dtype.name, holding.shape, holding.spec) for dtype, holding in leaves.forms]
+            rows = zip(leaves.paths, leaves.form.tolist(), strict=True)
+            return {path: facts[form] for path, form in rows if which(path)}

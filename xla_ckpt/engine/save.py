@@ -17,6 +17,7 @@ from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.merged import merged_manifest, new_head, repeats_the_tag_before
 from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
@@ -323,7 +324,7 @@ class Save:
         return Stages(self.exchange, self.mesh)
 
     def _plan(self, frozen: Frozen) -> SavePlan:
-        return self._stages.plan(frozen.writing, [leaf.path for leaf in frozen.leaves], self.phases)
+        return self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
 
     def _write(self, frozen: Frozen, plan: SavePlan, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""
@@ -335,14 +336,16 @@ class Save:
                 self.cancellation.check()
                 bar(nbytes)
 
-            written = write_files(directory, plan, snapshot.memory, self._crew(dealt), budget=snapshot.budget)
+            with collector_paused():
+                memory = snapshot.to_write()
+            written = write_files(directory, plan, memory, self._crew(dealt), budget=snapshot.budget)
             samples = snapshot.samples() if world > 1 else {}
         self._tell_torn(snapshot)
         files = (*written.files, *write_objects(directory, frozen.objects, rank, world))
         return Record.of(
             written.shards,
             samples,
-            common=[leaf.path for leaf in frozen.leaves if frozen.has_in_common(leaf.path)],
+            common=[path for path in frozen.leaves.paths if frozen.has_in_common(path)],
             says_common=tells_all or frozen.speaks,
             rank=rank,
             files=files,

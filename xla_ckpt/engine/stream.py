@@ -19,8 +19,9 @@ from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest.digest import BlockDigester
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.options import MAX_MEMORY
+from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.plan.restore_plan import Want, plan_restore
-from xla_ckpt.plan.save_plan import Entry, FilePlan, Written
+from xla_ckpt.plan.save_plan import Written
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
 from xla_ckpt.storage.base import Directory, Sink
@@ -77,8 +78,7 @@ def stream_files(
         records[number] = _File(reader, files[number], each, max(max_memory // at_once, 1)).write(directory)
 
     work_off(range(len(files)), write, workers=at_once, buffer_bytes=0, name="xla_ckpt-stream")
-    shards = tuple(shard for number, plan in enumerate(files) for shard in plan.shards(number))
-    return Written(tuple(r for r in records if r is not None), shards)
+    return Written.of(files, [record for record in records if record is not None])
 
 
 class _File:

@@ -8,9 +8,9 @@ regions, and makes the file durable. Memory: one buffer a worker, whatever the s
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,11 +23,12 @@ from xla_ckpt.engine.phases import Phases
 from xla_ckpt.errors import StorageError
 from xla_ckpt.files.codec import Glue
 from xla_ckpt.files.crc32 import crc32, joined_crc32
-from xla_ckpt.lightweight import lightweight
 from xla_ckpt.manifest import digest as digests
 from xla_ckpt.manifest.digest import JoinedDigest
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.plan.save_plan import FilePlan, SavePlan, Written
+from xla_ckpt.plan.file_plan import FilePlan, Sources
+from xla_ckpt.plan.save_plan import SavePlan, Written
+from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.storage.base import BLOCK, Directory, Sink, write_small
@@ -48,24 +49,19 @@ class _File:
 
     def __init__(self, plan: FilePlan, memory: ShardBytes, segment_bytes: int) -> None:
         self.plan = plan
-        self.places = plan.codec.places
         self.size = plan.codec.size
-        self.regions = [i for i, (_, nbytes) in enumerate(self.places) if nbytes]
+        places, sources = np.array(plan.codec.places, np.int64).reshape(-1, 2), Sources.of(plan.sources)
+        self.regions = np.flatnonzero(places[:, 1])
         """Index of each non-empty region."""
-        self.starts = [self.places[i][0] for i in self.regions]
-        """File offset of each non-empty region, ascending."""
-        self.sources = [memory[plan.sources[i].leaf, plan.sources[i].shard] for i in self.regions]
+        self.starts, self.lengths = places[self.regions].T
+        """File offset of each non-empty region, ascending; and its bytes."""
+        keys = zip(sources.leaf, sources.shard.tolist(), sources.nbytes.tolist(), strict=True)
+        self.sources = [memory[leaf, shard] for leaf, shard, nbytes in keys if nbytes]
         """The shard that each non-empty region is a part of."""
-        self.offsets = [plan.sources[i].offset for i in self.regions]
+        self.offsets: list[int] = sources.offset[self.regions].tolist()
         """Where each non-empty region begins in its shard."""
-        self.lengths = [plan.sources[i].nbytes for i in self.regions]
-        """Bytes of each non-empty region."""
-        self.first_block: list[int] = []
+        *self.first_block, blocks = itertools.accumulate(map(digests.block_count, self.lengths.tolist()), initial=0)
         """Index of the first digest of each non-empty region."""
-        blocks = 0
-        for nbytes in self.lengths:
-            self.first_block.append(blocks)
-            blocks += digests.block_count(nbytes)
         self.digests = [0] * blocks
         self.cut: dict[int, JoinedDigest] = {}
         """Index of a digest -> what is digested of its block so far, where several segments have a part of it."""
@@ -96,7 +92,7 @@ class _File:
 
     def finished(self) -> Glue:
         """What stands between the regions, once all of them have been digested."""
-        crcs = [0] * len(self.places)
+        crcs = [0] * len(self.plan.codec.places)
         parts: dict[int, list[tuple[int, int]]] = {}
         for (region, _), part in sorted(self.crcs.items()):
             parts.setdefault(region, []).append(part)
@@ -114,19 +110,28 @@ class _Segment:
     stop: int
 
 
-@lightweight()
-class _Part:
-    """What a segment has of a region."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a segment has of the regions of its file: a row for each."""
 
-    region: int
-    """Index of the non-empty region."""
+    first: int
+    """Index of the first of these non-empty regions. The others are those behind it."""
 
-    at: int
+    at: Ints
     """Offset in the segment."""
 
-    low: int
-    high: int
+    low: Ints
+    high: Ints
     """First byte of the region in the segment, and the one behind the last."""
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        """(index of the non-empty region, offset in the segment, first byte, one behind the last) of each."""
+        return zip(itertools.count(self.first), self.at.tolist(), self.low.tolist(), self.high.tolist(), strict=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return int((self.high - self.low).sum())
 
 
 def write_files(
@@ -186,9 +191,8 @@ def write_files(
         for file in files:
             if file.sink is not None:
                 file.sink.abandon()
-    records = tuple(f.record for f in files if f.record is not None)
     with collector_paused():
-        return Written(records, tuple(shard for number, f in enumerate(files) for shard in f.plan.shards(number)))
+        return Written.of(plan.files, [file.record for file in files if file.record is not None])
 
 
 def check_space(directory: Directory, plan: SavePlan) -> None:
@@ -233,10 +237,9 @@ def write_record(directory: Directory, path: str, data: bytes) -> FileRecord:
     return FileRecord(path=path, size=len(data), head=len(data), digest=digests.digest(data))
 
 
-def _add_copy(phases: Phases, file: _File, began: float, parts: Sequence[_Part]) -> None:
+def _add_copy(phases: Phases, file: _File, began: float, parts: _Parts) -> None:
     copied = time.perf_counter()
-    moved = sum(part.high - part.low for part in parts)
-    phases.add("copy", copied - began, moved, ended=copied, about=file.plan.path)
+    phases.add("copy", copied - began, parts.nbytes, ended=copied, about=file.plan.path)
 
 
 def _segments(files: Sequence[_File], segment_bytes: int) -> Iterator[_Segment]:
@@ -252,11 +255,10 @@ def _wanted(files: Sequence[_File], segments: Sequence[_Segment]) -> dict[Hashab
     for segment in segments:
         file = files[segment.file]
         parts = _parts(file, segment)
-        if any(isinstance(file.sources[part.region], Deferred) for part in parts):
-            extracts = [
-                Extract(part.at, file.sources[part.region], file.offsets[part.region] + part.low, part.high - part.low)
-                for part in parts
-            ]
+        extracts = [
+            Extract(at, file.sources[region], file.offsets[region] + low, high - low) for region, at, low, high in parts
+        ]
+        if any(isinstance(extract.source, Deferred) for extract in extracts):
             images[segment] = Wanted(segment.stop - segment.start, extracts)
     return images
 
@@ -266,7 +268,7 @@ def _write_segment(
     directory: Directory,
     segment: _Segment,
     buffer: memoryview,
-    parts: Sequence[_Part],
+    parts: _Parts,
     phases: Phases,
 ) -> int:
     """Write one segment of a file, which is in `buffer`; returns how many bytes of regions are in it."""
@@ -275,9 +277,9 @@ def _write_segment(
     began = time.perf_counter()
     sink = file.opened(directory)
     opened = time.perf_counter()
-    for part in parts:
+    for region, at, low, high in parts:
         # Of what is written, not of where it came from: a program may write to its memory meanwhile.
-        _digest(file, part, buffer[part.at : part.at + part.high - part.low])
+        _digest(file, region, low, high, buffer[at : at + high - low])
     if is_whole_file:
         # All digests are known already, so the glue goes out with the same write: small files take one call, not two.
         for at, text in file.finished():
@@ -285,8 +287,7 @@ def _write_segment(
     digested = time.perf_counter()
     sink.write(buffer, nbytes, segment.start)
     written = time.perf_counter()
-    moved = sum(part.high - part.low for part in parts)
-    path = file.plan.path
+    moved, path = parts.nbytes, file.plan.path
     phases.add("digest", digested - opened, moved, ended=digested, about=path)
     phases.add("write", opened - began, ended=opened, about=path)  # making the file
     phases.add("write", written - digested, nbytes, ended=written, about=path)
@@ -302,53 +303,42 @@ def _write_segment(
     return moved
 
 
-def _parts(file: _File, segment: _Segment) -> list[_Part]:
+def _parts(file: _File, segment: _Segment) -> _Parts:
     """What a segment has of the regions of its file."""
-    parts = []
-    i = max(bisect_right(file.starts, segment.start) - 1, 0)  # the region that the segment begins in, if any
-    while i < len(file.starts) and file.starts[i] < segment.stop:
-        start, nbytes = file.starts[i], file.lengths[i]
-        if start >= segment.start and start + nbytes <= segment.stop:  # the whole of it, as of many small arrays
-            parts.append(_Part(i, start - segment.start, 0, nbytes))
-            i += 1
-            continue
-        low, high = max(segment.start - start, 0), min(segment.stop - start, nbytes)
-        if low < high:
-            parts.append(_Part(i, start + low - segment.start, low, high))
-        i += 1
-    return parts
+    first, last = np.searchsorted(file.starts, (segment.start, segment.stop)).tolist()
+    if first and file.starts[first - 1] + file.lengths[first - 1] > segment.start:
+        first -= 1  # the region that the segment begins in
+    starts = file.starts[first:last]
+    low = np.maximum(segment.start - starts, 0)
+    high = np.minimum(segment.stop - starts, file.lengths[first:last])
+    return _Parts(first, starts + low - segment.start, low, high)
 
 
-def _gather(file: _File, segment: _Segment, buffer: memoryview) -> list[_Part]:
+def _gather(file: _File, segment: _Segment, buffer: memoryview) -> _Parts:
     """Copy what lies in a segment into the buffer; the parts of it."""
     parts = _parts(file, segment)
-    for part in parts:
-        source = file.sources[part.region]
+    for region, at, low, high in parts:
+        source, begin = file.sources[region], file.offsets[region]
         assert isinstance(source, memoryview), "a segment with deferred shards is fed"
-        at = file.offsets[part.region]
-        _copy(buffer[part.at : part.at + part.high - part.low], source[at + part.low : at + part.high])
+        part, target = source[begin + low : begin + high], buffer[at : at + high - low]
+        if len(part) < COPY_WITHOUT_GIL:
+            target[:] = part
+        else:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(part, np.uint8))
     return parts
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
-    if len(source) < COPY_WITHOUT_GIL:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _digest(file: _File, part: _Part, data: memoryview) -> None:
+def _digest(file: _File, region: int, low: int, high: int, data: memoryview) -> None:
     """Digest what a part has of the blocks of its region."""
-    i, low, high = part.region, part.low, part.high
-    first = file.first_block[i]
-    if low == 0 and high == file.lengths[i] <= digests.MIN_BLOCK and not file.plan.codec.wants_crc32:
+    first, length = file.first_block[region], int(file.lengths[region])
+    if low == 0 and high == length <= digests.MIN_BLOCK and not file.plan.codec.wants_crc32:
         file.digests[first] = digests.digest(data)  # one block, as of many small arrays
         return
     if file.plan.codec.wants_crc32:
-        file.crcs[i, file.starts[i] + low] = crc32(data), high - low
-    block = digests.block_size(file.lengths[i])
+        file.crcs[region, int(file.starts[region]) + low] = crc32(data), high - low
+    block = digests.block_size(length)
     for b in range(low // block, -(-high // block)):
-        start, stop = b * block, min((b + 1) * block, file.lengths[i])
+        start, stop = b * block, min((b + 1) * block, length)
         piece = data[max(start - low, 0) : stop - low]
         if low <= start and stop <= high:
             file.digests[first + b] = digests.digest(piece)

@@ -19,7 +19,8 @@ from itertools import chain
 
 from xla_ckpt.errors import FormatError
 from xla_ckpt.files.codec import Glue, record_with_regions
-from xla_ckpt.files.safetensors import Region, entry, padded_header, saved_offset
+from xla_ckpt.files.regions import Region
+from xla_ckpt.files.safetensors import entry, padded_header, saved_offset
 from xla_ckpt.files.torch_file import STORAGE_ALIGNMENT, TorchFile
 from xla_ckpt.manifest.records import FileRecord
 
@@ -154,7 +155,7 @@ class Distcp:
             "DCP_VERSION": "1.0",
             "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
         }
-        return padded_header(about, entries)
+        return padded_header(about, json.dumps(entries, separators=(",", ":"))[1:-1])
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         return record_with_regions(path, self, glue, digests)

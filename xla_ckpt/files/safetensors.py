@@ -18,7 +18,7 @@ import numpy as np
 from xla_ckpt.dtypes import DType, of_safetensors
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.files.codec import Glue
-from xla_ckpt.lightweight import lightweight
+from xla_ckpt.files.regions import Region, Regions
 from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.digest import BlockTable
 from xla_ckpt.manifest.records import FileRecord
@@ -32,36 +32,12 @@ MAX_HEADER = 100_000_000
 
 DIGESTS_KEY = "xla_ckpt_digests"
 
-
-@lightweight()
-class Region:
-    """A region of an array as it stands in a payload file."""
-
-    name: str
-    """Its key in the file."""
-
-    dtype: DType
-    box: Box
-    """Region of the global array."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the region."""
-        return self.box.size * self.dtype.itemsize
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 def file_order(regions: Sequence[Region]) -> list[int]:
     """The order of regions in a file: wide element types first, so that all are aligned; else as given."""
     return sorted(range(len(regions)), key=lambda i: -(regions[i].dtype.itemsize))
-
-
-def offsets(regions: Sequence[Region]) -> list[int]:
-    """Where each region begins, counted from the start of the data."""
-    places, at = [], 0
-    for region in regions:
-        places.append(at)
-        at += region.nbytes
-    return places
 
 
 def header(regions: Sequence[Region], digests: Sequence[int] | None = None) -> bytes:
@@ -98,17 +74,17 @@ class HeaderTemplate:
 
 def header_template(regions: Sequence[Region]) -> HeaderTemplate:
     """What `header` writes of some regions but for the digests."""
-    count = sum(digest.block_count(region.nbytes) for region in regions)
-    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": saved_offsets(regions), DIGESTS_KEY: ""}
-    text = _header(regions, about, digest.packed_length(count))
+    regions = Regions.of(regions)
+    counts = [digest.block_count(box.size * dtype.itemsize) for dtype, box in regions.forms]
+    count = int(np.array(counts, np.int64)[regions.form].sum())
+    names = list(map(_JSON.encode, regions.names))
+    starts = [_JSON.encode(saved_offset(Region("", *form))) for form in regions.forms]
+    offsets = ",".join([f"{name}:{starts[form]}" for name, form in zip(names, regions.form.tolist(), strict=True)])
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": "{" + offsets + "}", DIGESTS_KEY: ""}
+    text = padded_header(about, _entries(regions, names), digest.packed_length(count))
     # The first such place is that of the digests: inside of a string of JSON its quotes would be escaped.
     before, key, after = text.partition(f'"{DIGESTS_KEY}":"'.encode())
     return HeaderTemplate(before + key, after, count)
-
-
-def saved_offsets(regions: Sequence[Region]) -> str:
-    """Where each region begins in its global array, as torch's `HuggingFaceStorageReader` reads it."""
-    return json.dumps({r.name: saved_offset(r) for r in regions}, separators=(",", ":"))
 
 
 def saved_offset(region: Region) -> dict[str, object]:
@@ -127,26 +103,32 @@ def entry(region: Region, at: int) -> dict[str, object]:
 
 def plain_header(regions: Sequence[Region]) -> bytes:
     """The first bytes of a file that other programs are meant to read: whole arrays, and nothing of ours."""
-    return _header(regions, {"format": "pt"})
+    regions = Regions.of(regions)
+    return padded_header({"format": "pt"}, _entries(regions, list(map(_JSON.encode, regions.names))))
 
 
-def _header(regions: Sequence[Region], about: dict[str, str], missing: int = 0) -> bytes:
-    places = zip(regions, offsets(regions), strict=True)
-    return padded_header(about, {region.name: entry(region, at) for region, at in places}, missing)
+def _entries(regions: Regions, names: Sequence[str]) -> str:
+    """What the header says of all regions, as JSON: `entry` of each, in which all but the place is that of its form."""
+    facts = [_JSON.encode(entry(Region("", *form), 0)).partition('"data_offsets"')[0] for form in regions.forms]
+    nbytes = regions.nbytes
+    stops = np.cumsum(nbytes)
+    columns = zip(names, regions.form.tolist(), (stops - nbytes).tolist(), stops.tolist(), strict=True)
+    return ",".join([f'{name}:{facts[form]}"data_offsets":[{at},{stop}]}}' for name, form, at, stop in columns])
 
 
-def padded_header(about: dict[str, str], entries: dict[str, object], missing: int = 0) -> bytes:
-    """A header of these entries, padded with spaces; `missing` bytes are to be put into it.
+def padded_header(about: dict[str, str], entries: str, missing: int = 0) -> bytes:
+    """A header of these entries (the members of an object of JSON), padded with spaces.
+
+    `missing` bytes are to be put into it.
 
     Raises:
         FormatError: It is larger than readers take.
     """
-    text = json.dumps({"__metadata__": about, **entries}, separators=(",", ":")).encode()
+    head = _JSON.encode({"__metadata__": about})
+    text = (f"{head[:-1]},{entries}}}" if entries else head).encode()
     size = -(-(8 + len(text) + missing) // REGION_ALIGNMENT) * REGION_ALIGNMENT
     if size > MAX_HEADER:
-        raise FormatError(
-            f"{len(entries)} arrays in one payload file make a header of {size} bytes", expected=MAX_HEADER
-        )
+        raise FormatError(f"the arrays of one payload file make a header of {size} bytes", expected=MAX_HEADER)
     return (size - 8).to_bytes(8, "little") + text.ljust(size - 8 - missing)
 
 
@@ -160,8 +142,7 @@ def _tail(region: Region) -> list[int]:
 class Safetensors:
     """The codec of the native format (see `xla_ckpt.files.codec.Codec`): a header, then the regions."""
 
-    regions: tuple[Region, ...]
-    """In file order."""
+    regions: Regions
 
     plain: bool = False
     """Whether the header says only what the regions are: for files that leave the library."""
@@ -172,12 +153,10 @@ class Safetensors:
 
     def __post_init__(self) -> None:
         template = HeaderTemplate(plain_header(self.regions), b"", 0) if self.plain else header_template(self.regions)
-        places, at = [], template.size
-        for region in self.regions:
-            places.append((at, nbytes := region.nbytes))
-            at += nbytes
+        nbytes = self.regions.nbytes
+        starts = template.size + np.cumsum(nbytes) - nbytes
         object.__setattr__(self, "_template", template)
-        object.__setattr__(self, "places", places)
+        object.__setattr__(self, "places", list(zip(starts.tolist(), nbytes.tolist(), strict=True)))
 
     @property
     def size(self) -> int:
@@ -188,7 +167,8 @@ class Safetensors:
         return False
 
     def without(self, regions: frozenset[int]) -> Safetensors:
-        return replace(self, regions=tuple(r for i, r in enumerate(self.regions) if i not in regions))
+        kept = np.array([i for i in range(len(self.regions)) if i not in regions], np.int64)
+        return replace(self, regions=self.regions.rows(kept))
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
         return [(0, self._template.filled(() if self.plain else digests))]

@@ -18,8 +18,8 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
 from xla_ckpt.errors import CorruptCheckpointError, UsageError
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.hints import Hints
-from xla_ckpt.plan.save_plan import FilePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,8 +11,9 @@ from xla_ckpt.engine.index_files import Index, no_index
 from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.new_ranks import leaves_of_ranks
 from xla_ckpt.manifest.records import Manifest
+from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.plan.leaf import Leaf
-from xla_ckpt.plan.save_plan import FilePlan, SavePlan, plan_save
+from xla_ckpt.plan.save_plan import SavePlan, plan_save
 
 if TYPE_CHECKING:
     from xla_ckpt.state.describe import Description
@@ -41,7 +42,7 @@ class NativeWriting:
     """What one rank writes in the native layout: of some leaves, which may be all."""
 
     description: Description
-    leaves: tuple[Leaf, ...]
+    leaves: Sequence[Leaf]
 
     whole: frozenset[str] = frozenset()
 

@@ -21,7 +21,7 @@ from xla_ckpt.layouts.scanned import MAX_JSON
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
-from xla_ckpt.plan.save_plan import FilePlan
+from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import may_be_foreign
@@ -166,8 +166,9 @@ def _adapters_of(manifest: Manifest, config: Mapping[str, Any]) -> Manifest:
 def _with_prefix(file: FilePlan) -> FilePlan:
     """The file of PEFT's name, with its names for the same arrays."""
     assert isinstance(file.codec, Safetensors)
-    regions = tuple(replace(region, name=_PREFIX + region.name) for region in file.codec.regions)
-    return replace(file, path=ARRAYS, codec=replace(file.codec, regions=regions))
+    regions = file.codec.regions
+    named = replace(regions, names=[_PREFIX + name for name in regions.names])
+    return replace(file, path=ARRAYS, codec=replace(file.codec, regions=named))
 
 
 def _is_adapter(name: str) -> bool:

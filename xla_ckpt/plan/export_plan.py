@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.files.safetensors import Region, Safetensors, file_order
+from xla_ckpt.files.regions import Region, Regions
+from xla_ckpt.files.safetensors import Safetensors, file_order
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.save_plan import Entry, FilePlan
+from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths
 
@@ -72,7 +73,7 @@ def plan_export(manifest: Manifest, part: str, max_shard_bytes: int, dtype: DTyp
 
 def _file(name: str, arrays: Sequence[_Array]) -> FilePlan:
     ordered = [arrays[i] for i in file_order([array.region for array in arrays])]
-    codec = Safetensors(tuple(array.region for array in ordered), plain=True)
+    codec = Safetensors(Regions.of([array.region for array in ordered]), plain=True)
     return FilePlan(
         path=name,
         codec=codec,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from xla_ckpt.dtypes import DType
-from xla_ckpt.lightweight import lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 
 
@@ -85,6 +88,36 @@ class Leaf:
         return Box.whole(self.shape).size * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaves(Columns[Leaf]):
+    """The array leaves of a process: a row for each. What those that lie alike have in common is said once."""
+
+    paths: Sequence[str]
+    forms: Sequence[tuple[DType, Holding]]
+    form: Ints
+    """The index of each leaf's form."""
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf]) -> Leaves:
+        """The columns of some leaves."""
+        if isinstance(leaves, Leaves):
+            return leaves
+        forms: dict[tuple[DType, int], tuple[int, Holding]] = {}
+        form = [forms.setdefault((leaf.dtype, id(leaf.holding)), (len(forms), leaf.holding))[0] for leaf in leaves]
+        return cls(
+            paths=[leaf.path for leaf in leaves],
+            forms=[(dtype, holding) for (dtype, _), (_, holding) in forms.items()],
+            form=np.array(form, np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def row(self, number: int) -> Leaf:
+        """See `Columns`."""
+        return Leaf(self.paths[number], *self.forms[self.form[number]])
+
+
 def leaf_of(path: str, dtype: DType, local: LocalArray) -> Leaf:
     """The leaf of a local tensor that lies like this."""
     return Leaf(path, dtype, holding_of(local))
@@ -94,22 +127,6 @@ def holding_of(local: LocalArray, *, together: bool = False) -> Holding:
     """What a process holds whose tensor lies like this. `together`: one holder writes each shard whole."""
     shards = tuple(_shard(piece, local, together) for piece in local.pieces)
     return Holding(shape=local.shape, shards=shards, spec=local.spec)
-
-
-class Holdings:
-    """What is held of many arrays. Those that lie alike have it in common: few are made for many."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, bool], tuple[LocalArray, Holding]] = {}
-        """By the identity of where a tensor lies, which stays its own while it is kept here."""
-
-    def of(self, local: LocalArray, *, together: bool) -> Holding:
-        """As `holding_of`."""
-        key = id(local), together
-        holding = self._made.get(key)
-        if holding is None:
-            holding = self._made[key] = local, holding_of(local, together=together)
-        return holding[1]
 
 
 def _shard(piece: Piece, local: LocalArray, together: bool) -> LocalShard:

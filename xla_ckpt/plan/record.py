@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from xla_ckpt.manifest.intseq import pack_ints, unpack_ints
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.manifest.shards import Shard, ShardColumns
+from xla_ckpt.manifest.shards import ShardColumns
+from xla_ckpt.plan.file_plan import LeafShards
 from xla_ckpt.plan.same_arrays import Types
 from xla_ckpt.sharding.corners import Corners, Flags, Ints
 
@@ -97,7 +98,7 @@ class Record:
     @classmethod
     def of(
         cls,
-        shards: Sequence[tuple[str, Shard]],
+        shards: LeafShards,
         samples: Mapping[str, Sequence[Sample]] | None = None,
         *,
         common: Sequence[str] = (),
@@ -107,20 +108,20 @@ class Record:
         """The record of what a rank wrote and sampled, by leaf path.
 
         Args:
-            shards: (leaf path, shard) of what it wrote.
+            shards: What it wrote.
             samples: By leaf path.
             common: Leaf paths that all ranks of its stage have.
             says_common: Whether it says these names, since it is the first of its stage, or has other arrays.
             facts: The other fields.
         """
         numbers = {name: number for number, name in enumerate(sorted(common))}
-        leaf = [numbers.setdefault(name, len(numbers)) for name, _ in shards]
+        leaf = [numbers.setdefault(name, len(numbers)) for name in shards.leaf]
         sampled = [(numbers.setdefault(name, len(numbers)), s) for name, of in (samples or {}).items() for s in of]
         return cls(
             names=tuple(numbers),
             shared=0 if says_common else len(common),
             leaf=np.array(leaf, np.int64),
-            shards=ShardColumns.of([shard for _, shard in shards]),
+            shards=shards.columns,
             samples=SampleColumns(
                 leaf=np.array([number for number, _ in sampled], np.int64),
                 place=np.array([sample.place for _, sample in sampled], np.uint64),

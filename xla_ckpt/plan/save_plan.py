@@ -5,18 +5,22 @@ Computed by every process alone, without asking anybody, from the leaves that it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from xla_ckpt.dtypes import DType
-from xla_ckpt.files import safetensors as payload
 from xla_ckpt.files.codec import Codec
-from xla_ckpt.lightweight import lightweight
+from xla_ckpt.files.regions import Regions
+from xla_ckpt.files.safetensors import Safetensors
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.manifest.shards import Shard
-from xla_ckpt.plan.leaf import Leaf, LocalShard
+from xla_ckpt.plan.file_plan import Entries, FilePlan, LeafShards, RegionSource, Sources, shards_of
+from xla_ckpt.plan.leaf import Leaf, Leaves, LocalShard
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.corners import Ints
 from xla_ckpt.sharding.owners import HeldShard, owned
 from xla_ckpt.sharding.ranges import runs
 from xla_ckpt.tree import schema
@@ -34,91 +38,6 @@ def item_and_name(leaf: str) -> tuple[str, str]:
     first, slash, below = leaf.partition("/")
     item, name = (first, below) if slash and first in schema.MEMBERS else (REST_ITEM, leaf)
     return item, name if name and name != "__metadata__" else "~" + name
-
-
-@lightweight(kw_only=True)
-class RegionSource:
-    """Where the bytes of a region come from."""
-
-    leaf: str
-    shard: int
-    """Index into the leaf's local shards."""
-
-    offset: int
-    """Of the first byte in that shard's C-ordered memory."""
-
-    nbytes: int
-
-
-@lightweight(kw_only=True)
-class Entry:
-    """A shard that lies in a file."""
-
-    leaf: str
-    box: Box
-    region: int
-    """Index of the region that it is, or is a part of."""
-
-    frame: Box | None = None
-    """See `xla_ckpt.manifest.records.Shard.frame`."""
-
-    copy: bool = False
-    """Whether the manifest finds these elements elsewhere: some layouts store replicas."""
-
-    cast: DType | None = None
-    """In exports: the element type that they are written in, if they are stored in another one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FilePlan:
-    """One payload file."""
-
-    path: str
-    """Relative to the tag directory."""
-
-    codec: Codec
-    """Where its regions lie, and what stands between them."""
-
-    sources: tuple[RegionSource, ...] = ()
-    """Bytes of each region."""
-
-    entries: tuple[Entry, ...] = ()
-    """What elements it holds. Regions may have more: padding."""
-
-    folder: str | None = None
-    """A directory that is made along with it, and may stay empty."""
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all regions."""
-        return sum(nbytes for _, nbytes in self.codec.places)
-
-    def shards(self, file: int) -> list[tuple[str, Shard]]:
-        """(leaf path, shard) of what the manifest finds in it, if this is file number `file`."""
-        places = self.codec.places
-        return [(e.leaf, Shard(e.box, file, places[e.region][0], e.frame)) for e in self.entries if not e.copy]
-
-    def minus(self, leaves: frozenset[str]) -> FilePlan | None:
-        """The same file if the manifest finds `leaves` elsewhere; None if nothing else is in it.
-
-        Their regions are left out. In a file that needs all of its regions they stay, and count as copies.
-        """
-        dropped = frozenset(i for i, source in enumerate(self.sources) if source.leaf in leaves)
-        if not dropped:
-            return self
-        codec = self.codec.without(dropped)
-        if codec is None:
-            return replace(self, entries=tuple(replace(e, copy=e.copy or e.leaf in leaves) for e in self.entries))
-        kept = [i for i in range(len(self.sources)) if i not in dropped]
-        if not kept:
-            return None
-        number = {old: new for new, old in enumerate(kept)}
-        return replace(
-            self,
-            codec=codec,
-            sources=tuple(self.sources[i] for i in kept),
-            entries=tuple(replace(e, region=number[e.region]) for e in self.entries if e.region in number),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +85,65 @@ class OwnBox:
     """Which local device holds it."""
 
 
-def own_boxes(leaves: Sequence[Leaf]) -> Iterator[OwnBox]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OwnBoxes(Columns[OwnBox]):
+    """What a process writes of its leaves: a row for each region. Those that lie alike have a form in common."""
+
+    leaves: Leaves
+    leaf: Ints
+    """The row of its leaf."""
+
+    shard: Ints
+    """Index into the leaf's local shards."""
+
+    forms: Sequence[tuple[DType, Box]]
+    """Element type, and region of the global array."""
+
+    form: Ints
+    offset: Ints
+    """Of its first byte in the shard's C-ordered memory, for each form."""
+
+    lane: Ints
+    """Which local device holds it, for each form."""
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    def row(self, number: int) -> OwnBox:
+        """See `Columns`."""
+        form, leaf = int(self.form[number]), self.leaves[int(self.leaf[number])]
+        dtype, box = self.forms[form]
+        nbytes = box.size * dtype.itemsize
+        source = RegionSource(
+            leaf=leaf.path, shard=int(self.shard[number]), offset=int(self.offset[form]), nbytes=nbytes
+        )
+        return OwnBox(leaf=leaf, box=box, source=source, lane=int(self.lane[form]))
+
+
+def own_boxes(leaves: Sequence[Leaf]) -> OwnBoxes:
     """What this process writes of the leaves that it holds, whatever the files are: their replicas write the rest."""
-    shards = [(leaf, i, shard) for leaf in leaves for i, shard in enumerate(leaf.shards)]
-    known: dict[tuple[int, int], HeldShard] = {}
-    """By the identity of a shard, and the size of its elements: leaves that lie alike have their shards in common."""
-    for leaf, _, shard in shards:
-        key = id(shard), leaf.dtype.itemsize
-        if key not in known:
-            known[key] = _held(shard, leaf.dtype.itemsize)
-    shards_held = [known[id(shard), leaf.dtype.itemsize] for leaf, _, shard in shards]
-    for (leaf, i, shard), box in zip(shards, owned(shards_held), strict=True):
-        if box is not None:
-            itemsize = leaf.dtype.itemsize
-            first = 0 if box is shard.box else runs(box, shard.box, itemsize).offset
-            source = RegionSource(leaf=leaf.path, shard=i, offset=first, nbytes=box.size * itemsize)
-            yield OwnBox(leaf=leaf, box=box, source=source, lane=shard.lane)
+    leaves = Leaves.of(leaves)
+    kinds = [(dtype, shard) for dtype, holding in leaves.forms for shard in holding.shards]
+    counts = np.array([len(holding.shards) for _, holding in leaves.forms], np.int64)
+    of_leaf = counts[leaves.form]
+    leaf = np.repeat(np.arange(len(leaves)), of_leaf)
+    shard = np.arange(len(leaf)) - (np.cumsum(of_leaf) - of_leaf)[leaf]
+    kind = (np.cumsum(counts) - counts)[leaves.form][leaf] + shard
+    parts, rows = owned([_held(shard, dtype.itemsize) for dtype, shard in kinds], kind)
+    forms = [(dtype, part or shard.box) for (dtype, shard), part in zip(kinds, parts, strict=True)]
+    offsets = [
+        0 if box is shard.box else runs(box, shard.box, dtype.itemsize).offset
+        for (_, shard), (dtype, box) in zip(kinds, forms, strict=True)
+    ]
+    return OwnBoxes(
+        leaves=leaves,
+        leaf=leaf[rows],
+        shard=shard[rows],
+        forms=forms,
+        form=kind[rows],
+        offset=np.array(offsets, np.int64),
+        lane=np.array([shard.lane for _, shard in kinds], np.int64),
+    )
 
 
 class Filing(Protocol):
@@ -190,7 +152,7 @@ class Filing(Protocol):
     def place(self, leaf: str) -> tuple[str, str]:
         """(directory, key in its files) of a leaf path; the directory of the tag itself is called ``""``."""
 
-    def codec(self, path: str, regions: Sequence[payload.Region]) -> Codec:
+    def codec(self, path: str, regions: Regions) -> Codec:
         """The layout of a file."""
 
 
@@ -201,9 +163,9 @@ class NativeFiling:
         """See `Filing`."""
         return item_and_name(leaf)
 
-    def codec(self, path: str, regions: Sequence[payload.Region]) -> Codec:
+    def codec(self, path: str, regions: Regions) -> Codec:
         """See `Filing`."""
-        return payload.Safetensors(tuple(regions))
+        return Safetensors(regions)
 
 
 def plan_save(
@@ -215,32 +177,49 @@ def plan_save(
     files are those of the native layout.
     """
     filing = NativeFiling() if filing is None else filing
-    by_file: dict[tuple[str, int, int], list[tuple[str, RegionSource, payload.Region]]] = {}
-    seen: dict[tuple[str, int], int] = {}
-    for own_box in own_boxes(leaves):
-        leaf = own_box.leaf
-        item, name = filing.place(leaf.path)
-        # Stock readers know one region per name and file: the second box of a name goes to a second file.
-        again = seen.get((leaf.path, own_box.lane), 0)
-        seen[leaf.path, own_box.lane] = again + 1
-        region = payload.Region(name, leaf.dtype, own_box.box)
-        by_file.setdefault((item, own_box.lane, again), []).append((leaf.path, own_box.source, region))
+    own = own_boxes(leaves)
+    paths = [own.leaves.paths[row] for row in own.leaf.tolist()]
+    places = [filing.place(path) for path in paths]
+    items = sorted({item for item, _ in places})
+    number = {item: i for i, item in enumerate(items)}
+    item = np.array([number[item] for item, _ in places], np.int64)
+    lane = own.lane[own.form]
+    # Stock readers know one region per name and file: the second box of a name goes to a second file.
+    again = _times_before(own.leaf * (lane.max(initial=0) + 1) + lane)
+    width = np.array([dtype.itemsize for dtype, _ in own.forms], np.int64)[own.form]
+    order = np.lexsort((-width, again, lane, item))  # wide element types first, so that all are aligned
+    keys = np.array([item, lane, again])[:, order]
+    begins = np.flatnonzero((np.diff(keys, prepend=-1) != 0).any(axis=0))
     files = []
-    for (item, lane, again), unordered in sorted(by_file.items(), key=lambda kv: kv[0]):
-        entries = [unordered[i] for i in payload.file_order([region for _, _, region in unordered])]
-        name = _file_name(rank * lanes + lane, world * lanes, again)
-        path = f"{item}/{name}" if item else name
+    for of_file, rows in zip(keys[:, begins].T.tolist(), np.split(order, begins)[1:], strict=True):
+        of_item, of_lane, times = of_file
+        name = _file_name(rank * lanes + of_lane, world * lanes, times)
+        path = f"{items[of_item]}/{name}" if items[of_item] else name
+        numbers, form = rows.tolist(), own.form[rows]
+        regions = Regions([places[row][1] for row in numbers], own.forms, form)
+        leaf = [paths[row] for row in numbers]
         files.append(
             FilePlan(
                 path=path,
-                codec=filing.codec(path, [region for _, _, region in entries]),
-                sources=tuple(source for _, source, _ in entries),
-                entries=tuple(
-                    Entry(leaf=leaf, box=region.box, region=i) for i, (leaf, _, region) in enumerate(entries)
-                ),
+                codec=filing.codec(path, regions),
+                sources=Sources(leaf=leaf, shard=own.shard[rows], offset=own.offset[form], nbytes=regions.nbytes),
+                entries=Entries(leaf=leaf, boxes=[box for _, box in own.forms], box=form),
             )
         )
     return SavePlan(tuple(files))
+
+
+def _times_before(values: Ints) -> Ints:
+    """How often each value stands before itself.
+
+    >>> _times_before(np.array([7, 5, 7, 7])).tolist()
+    [0, 0, 1, 2]
+    """
+    order = np.argsort(values, kind="stable")
+    first = np.searchsorted(values[order], values[order])
+    times = np.empty_like(values)
+    times[order] = np.arange(len(values)) - first
+    return times
 
 
 def _held(shard: LocalShard, itemsize: int) -> HeldShard:
@@ -264,5 +243,10 @@ class Written:
     """What one process reports after its bytes are durable: the pure part of its record."""
 
     files: tuple[FileRecord, ...]
-    shards: tuple[tuple[str, Shard], ...]
-    """(leaf path, shard); shards name files by their index in `files`."""
+    shards: LeafShards
+    """They name files by their index in `files`."""
+
+    @classmethod
+    def of(cls, plans: Sequence[FilePlan], records: Sequence[FileRecord]) -> Written:
+        """What is reported of files that were written as planned."""
+        return cls(tuple(records), shards_of(plans))

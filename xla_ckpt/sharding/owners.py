@@ -6,10 +6,13 @@ asked: large shards are split by rows, small ones are dealt out whole.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.corners import Ints
 
 SPLIT_BYTES = 64 * 1024
 """Shards below this are written whole by one replica: splitting them would cost more than it balances."""
@@ -63,39 +66,49 @@ def row_range(box: Box, replica: int, replicas: int) -> Box | None:
     return box.along(dim, first + low, first + high) if low < high else None
 
 
-def owned(shards: Sequence[HeldShard]) -> Iterable[Box | None]:
-    """For each shard of one holder, the part that this holder writes; None where another replica does.
+def owned(kinds: Sequence[HeldShard], kind: Ints) -> tuple[list[Box | None], Ints]:
+    """Which of many shards of one holder it writes, and what of each.
 
     The small shards of one group of holders are dealt out along the running sum of their bytes: each holder of the
     group walks the same list in the same order, and so they agree. Empty shards have no bytes and no writer.
+
+    Args:
+        kinds: What the shards are: of those that are alike, one.
+        kind: The index of each shard's kind, in the order in which all holders have them.
+
+    Returns:
+        For each kind the part that a writer writes of such a shard, None if it writes nothing; and the rows of the
+        shards of which this holder is a writer.
     """
-    total = _small_bytes(shards)
-    walked: dict[Hashable, int] = {}
-    for shard in shards:
-        if shard.box.size == 0:
-            yield None
-        elif shard.replicas == 1 or shard.together:
-            yield shard.box if shard.replica == 0 else None
-        elif _is_small(shard):
-            holders = _holders(shard)
-            before = walked.get(holders, 0)
-            walked[holders] = before + shard.nbytes
-            # The running sum is cut into as many equal parts as there are replicas. The part in which a shard begins
-            # says who writes it.
-            writer = before * shard.replicas // total[holders]
-            yield shard.box if writer == shard.replica else None
-        else:
-            yield row_range(shard.box, shard.replica, shard.replicas)
+    parts = [_part(shard) for shard in kinds]
+    holders: dict[Hashable, int] = {}
+    dealt = [holders.setdefault(_holders(s), len(holders)) if _is_dealt_out(s) else -1 for s in kinds]
+    writes = np.array([part is not None for part in parts], np.bool_)[kind]
+    group = np.array(dealt, np.int64)[kind]
+    rows = np.argsort(group, kind="stable")[np.count_nonzero(group < 0) :]
+    group, of_rows = group[rows], kind[rows]
+    replica, replicas, nbytes = np.array([(s.replica, s.replicas, s.nbytes) for s in kinds], np.int64).reshape(-1, 3).T
+    nbytes = nbytes[of_rows]
+    total = np.zeros(len(holders), np.int64)
+    np.add.at(total, group, nbytes)
+    before = np.cumsum(nbytes) - nbytes - (np.cumsum(total) - total)[group]
+    # The running sum is cut into as many equal parts as there are replicas. The part in which a shard begins says who
+    # writes it.
+    writes[rows] = before * replicas[of_rows] // total[group] == replica[of_rows]
+    return parts, np.flatnonzero(writes)
 
 
-def _small_bytes(shards: Sequence[HeldShard]) -> dict[Hashable, int]:
-    """Bytes of all small shards that are dealt out, by their set of holders."""
-    total: dict[Hashable, int] = {}
-    for shard in shards:
-        if shard.replicas > 1 and not shard.together and _is_small(shard):
-            holders = _holders(shard)
-            total[holders] = total.get(holders, 0) + shard.nbytes
-    return total
+def _part(shard: HeldShard) -> Box | None:
+    """What this holder writes of a shard; of one that is dealt out, if it is its turn."""
+    if shard.box.size == 0:
+        return None
+    if shard.replicas == 1 or shard.together:
+        return shard.box if shard.replica == 0 else None
+    return shard.box if _is_small(shard) else row_range(shard.box, shard.replica, shard.replicas)
+
+
+def _is_dealt_out(shard: HeldShard) -> bool:
+    return shard.replicas > 1 and not shard.together and shard.box.size > 0 and _is_small(shard)
 
 
 def _holders(shard: HeldShard) -> Hashable:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from xla_ckpt.lightweight import lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.snapshot.memory import Bytes, allocate
 
 
@@ -112,6 +113,55 @@ class DeviceShard(Protocol):
 
 MemoryShard = HostShard | DeviceShard
 """One local shard, wherever it is."""
+
+
+class Lasting(Columns[Sequence[HostShard]]):
+    """The local shards of many arrays, a row for each, in host memory that nobody writes to while this is held.
+
+    A snapshot only holds them. The shards are made when their bytes are written.
+    """
+
+    __slots__ = ()
+
+
+Batch = tuple[Sequence[str], Sequence[Sequence[MemoryShard]]]
+"""Leaf paths of some arrays, and the local shards of each."""
+
+
+@dataclass(frozen=True)
+class LocalShards:
+    """All local shards of a process, in a batch for each kind of array."""
+
+    batches: Sequence[Batch]
+
+    @property
+    def lasting(self) -> list[tuple[Sequence[str], Lasting]]:
+        """Those that a snapshot only holds."""
+        return [(paths, shards) for paths, shards in self.batches if isinstance(shards, Lasting)]
+
+    @property
+    def others(self) -> dict[tuple[str, int], MemoryShard]:
+        """The others, by (leaf path, index of the local shard)."""
+        return by_key(batch for batch in self.batches if not isinstance(batch[1], Lasting))
+
+    def of(self, path: str) -> Sequence[MemoryShard]:
+        """Those of one leaf."""
+        batch, row = self._rows[path]
+        return self.batches[batch][1][row]
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, tuple[int, int]]:
+        return {path: (n, row) for n, (paths, _) in enumerate(self.batches) for row, path in enumerate(paths)}
+
+
+def by_key(batches: Iterable[Batch]) -> dict[tuple[str, int], MemoryShard]:
+    """The shards of some batches, by (leaf path, index of the local shard)."""
+    return {
+        (path, i): shard
+        for paths, shards in batches
+        for path, pieces in zip(paths, shards, strict=True)
+        for i, shard in enumerate(pieces)
+    }
 
 
 class HostLink:

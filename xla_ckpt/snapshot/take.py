@@ -22,7 +22,7 @@ from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.freezing import Deferred, Freezing
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, Bytes, Staging
 from xla_ckpt.snapshot.sample import sample, windows
-from xla_ckpt.snapshot.shards import HostShard, Link, MemoryShard
+from xla_ckpt.snapshot.shards import HostShard, Lasting, Link, LocalShards, MemoryShard
 
 SMALL_BYTES = 16 * 1024
 """Host memory up to this size is copied at once: to defer it would take longer."""
@@ -41,7 +41,10 @@ class Snapshot:
     """A frozen state, or one that freezes while it is written. `release` it when it is written."""
 
     memory: dict[Key, memoryview | Deferred] = field(default_factory=dict)
-    """The bytes that this rank may have to write."""
+    """The bytes that this rank may have to write, but for those of `lasting`."""
+
+    lasting: list[tuple[Sequence[str], Lasting]] = field(default_factory=list)
+    """What is only held, and looked at when it is written."""
 
     keep: list[Any] = field(default_factory=list)
     staged: list[tuple[Staging, Bytes]] = field(default_factory=list)
@@ -70,6 +73,15 @@ class Snapshot:
         # What a signal handler raises may take a snapshot from who has just made it, before anybody can release it.
         self.release()
 
+    def to_write(self) -> dict[Key, memoryview | Deferred]:
+        """The bytes that this rank may have to write."""
+        for paths, shards in self.lasting:
+            for path, pieces in zip(paths, shards, strict=True):
+                for i, shard in enumerate(pieces):
+                    self.memory[path, i] = shard.data
+                    self.keep.append(shard.keep)
+        return self.memory
+
     def samples(self) -> dict[str, tuple[Sample, ...]]:
         """Samples of the leaves that other ranks hold, too, by leaf path."""
         return self.sampled | _samples(self.unsampled, self.loose)
@@ -97,6 +109,7 @@ class Snapshot:
         """Let go of all memory, and let the program write to its own."""
         self.freezing.over()
         self.memory.clear()
+        self.lasting.clear()
         self.keep.clear()
         self.unsampled.clear()
         self.watched.clear()
@@ -145,7 +158,7 @@ class Sampling:
 
 
 def take(
-    shards: Mapping[Key, MemoryShard],
+    shards: LocalShards,
     freeze: Freeze,
     sampling: Sampling,
     written: Mapping[Key, tuple[int, int]] | None = None,
@@ -159,13 +172,13 @@ def take(
         written: First byte that this rank writes of each shard, and the one behind the last; None for all of them. What
             others write is only sampled here.
     """
-    kept = {key: s for key, s in shards.items() if written is None or key in written}
-    snapshot = Snapshot(loose=sampling.loose, budget=freeze.budget)
+    kept = {key: s for key, s in shards.others.items() if written is None or key in written}
+    snapshot = Snapshot(loose=sampling.loose, budget=freeze.budget, lasting=shards.lasting)
     changing: list[tuple[Leaf, list[HostShard]]] = []
     for leaf in sampling.leaves:
         if not any(s.replicas > 1 for s in leaf.shards):
             continue
-        pieces: Sequence[MemoryShard] = sampling.apart.get(leaf.path) or _of_leaf(leaf.path, shards)
+        pieces: Sequence[MemoryShard] = sampling.apart.get(leaf.path) or shards.of(leaf.path)
         host_pieces = [_near(shard) for shard in pieces]
         if all(lasts(shard, waits=freeze.waits) for shard in host_pieces):
             snapshot.unsampled.append((leaf, host_pieces))  # sampled in the background: it stays as it is
@@ -216,14 +229,6 @@ def _near(shard: MemoryShard) -> HostShard:
         return shard
     sample = shard.look(windows(shard.nbytes)) if shard.nbytes else b""
     return HostShard(memoryview(sample), None, immutable=True)
-
-
-def _of_leaf(path: str, shards: Mapping[Key, MemoryShard]) -> list[MemoryShard]:
-    """All shards of one leaf, which are numbered from 0."""
-    pieces: list[MemoryShard] = []
-    while (path, len(pieces)) in shards:
-        pieces.append(shards[path, len(pieces)])
-    return pieces
 
 
 def _samples(leaves: Sequence[tuple[Leaf, list[HostShard]]], loose: frozenset[str]) -> dict[str, tuple[Sample, ...]]:

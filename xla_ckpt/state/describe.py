@@ -9,15 +9,19 @@ import json
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
+import numpy as np
+
 from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.dtypes import DType
 from xla_ckpt.engine import pickles
-from xla_ckpt.lightweight import lightweight
+from xla_ckpt.lightweight import Columns, lightweight
 from xla_ckpt.manifest.digest import digest, to_hex
-from xla_ckpt.plan.leaf import Holdings, Leaf
+from xla_ckpt.plan.leaf import Holding, Leaves, holding_of
 from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, whole
@@ -25,7 +29,7 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.ranges import Runs, runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.sample import windows
-from xla_ckpt.snapshot.shards import HostShard, Look, MemoryShard
+from xla_ckpt.snapshot.shards import HostShard, LocalShards, Look, MemoryShard
 from xla_ckpt.state.members import State
 from xla_ckpt.state.mistakes import check_may_be_pickled
 from xla_ckpt.state.shardings import StateShardings
@@ -61,16 +65,27 @@ class HeldArray:
         """Shape of what this rank has in memory, padding included."""
         return self.adapter.shape(self.value)
 
-    def taken_whole(self, path: str) -> HeldArray:
-        """The same array with the whole of its tensor as its bytes, padding included."""
-        if self.adapter.place(self.value, path) is not None:
-            return self  # an array that knows its own place has no padding
-        return HeldArray(self.value, whole(self.shape), self.adapter)
-
     def apart(self, data: MemoryShard, itemsize: int) -> list[HostShard]:
         """The pieces of this array, from its whole tensor. Of scattered ones, and of a device's, only a sample."""
         places = [runs(piece.local, Box.whole(self.shape), itemsize) for piece in self.local.pieces]
         return [_cut_out(data, at) for at in places]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldArrays(Columns[HeldArray]):
+    """The arrays of all leaves of a rank: a row for each, in the order of the leaves."""
+
+    paths: Sequence[str]
+    values: Sequence[Any]
+    locals: Sequence[LocalArray]
+    adapters: Sequence[ArrayAdapter]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def row(self, number: int) -> HeldArray:
+        """See `Columns`."""
+        return HeldArray(self.values[number], self.locals[number], self.adapters[number])
 
 
 def _cut_out(data: MemoryShard, at: Runs) -> HostShard:
@@ -98,8 +113,8 @@ class Description:
 
     state: State
     placement: Placement
-    leaves: tuple[Leaf, ...]
-    arrays: Mapping[str, HeldArray]
+    leaves: Leaves
+    arrays: HeldArrays
     """The array of each leaf."""
 
     aliases: Mapping[str, str]
@@ -161,13 +176,23 @@ def describe(
         UsageError: A sharding rule makes no sense or does not fit.
     """
     shardings = StateShardings(placement, parse_rules(rules), state.parameters, state.alone).of_model(state.model)
-    flat = flatten(state.tree, shardings.adapters.kind, APART if takes_apart else CODEC)
+    adapters: list[ArrayAdapter] = []
+
+    def kind(value: Any) -> str | None:
+        """Asked once for each array, in the order of the tree."""
+        adapter = shardings.adapters.of(value)
+        if adapter is None:
+            return None
+        adapters.append(adapter)
+        return adapter.kind
+
+    flat = flatten(state.tree, kind, APART if takes_apart else CODEC)
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
             logger.warning("%s", message)
     # Which arrays differ is known only when all is written. So with "first" one rank writes all of each array.
     together = frozenset(flat.arrays) if replicas == "first" else state.buffers
-    leaves, arrays, aliases = describe_arrays(flat.arrays, shardings, together)
+    leaves, arrays, aliases = describe_arrays(flat.arrays, adapters, shardings, together)
     stage = placement.mesh.coordinates(placement.rank)["pp"]
     speaks = placement.rank == placement.mesh.rank({"pp": stage})
     own = flat if speaks else _own_part(flat, state.alone)
@@ -192,58 +217,80 @@ def describe(
 
 
 def describe_arrays(
-    arrays: Mapping[str, Any], shardings: StateShardings, together: frozenset[str] = frozenset()
-) -> tuple[tuple[Leaf, ...], dict[str, HeldArray], dict[str, str]]:
+    arrays: Mapping[str, Any],
+    adapters: Sequence[ArrayAdapter],
+    shardings: StateShardings,
+    together: frozenset[str] = frozenset(),
+) -> tuple[Leaves, HeldArrays, dict[str, str]]:
     """The leaves of some arrays, the array of each, and the leaf paths of shared ones with those of the first.
 
-    `together` names the leaves whose copies need not be equal (buffers): one rank writes all of such an array.
+    Args:
+        arrays: By leaf path.
+        adapters: The adapter of each.
+        shardings: Where they lie.
+        together: Leaves whose copies need not be equal (buffers): one rank writes all of such an array.
 
     Raises:
         UnsupportedStateError: One of them cannot be stored.
         UsageError: A sharding rule does not fit.
     """
     first: dict[Any, str] = {}
-    described: dict[str, HeldArray] = {}
     aliases: dict[str, str] = {}
-    leaves: list[Leaf] = []
-    holdings = Holdings()
-    for path, value in arrays.items():
-        adapter = shardings.adapters.require(value, path)
+    paths: list[str] = []
+    values: list[Any] = []
+    places: list[LocalArray] = []
+    kept: list[ArrayAdapter] = []
+    form: list[int] = []
+    numbers: dict[tuple[int, int, bool], int] = {}
+    """By the identity of what is kept here: a hash of it would take as long as all the rest."""
+    forms: list[tuple[DType, Holding]] = []
+    for (path, value), adapter in zip(arrays.items(), adapters, strict=True):
         dtype = adapter.dtype(value, path)
         identity = adapter.identity(value)
         if identity is not None and (same := first.setdefault(identity, path)) != path:
             aliases[path] = same
             continue
         local = shardings.local(path, value, adapter)
-        described[path] = HeldArray(value, local, adapter)
-        leaves.append(Leaf(path, dtype, holdings.of(local, together=path in together)))
-    return tuple(leaves), described, aliases
-
-
-def local_shards(arrays: Mapping[str, HeldArray]) -> dict[tuple[str, int], MemoryShard]:
-    """All local shards, by (leaf path, shard). One batch for each kind of array."""
-    batches: dict[ArrayAdapter, tuple[list[str], list[tuple[Any, LocalArray]]]] = {}
-    for path, array in arrays.items():
-        paths, values = batches.setdefault(array.adapter, ([], []))
+        number = numbers.setdefault((id(dtype), id(local), path in together), len(forms))
+        if number == len(forms):
+            forms.append((dtype, holding_of(local, together=path in together)))
         paths.append(path)
-        values.append((array.value, array.local))
-    return {
-        (path, i): shard
-        for adapter, (paths, values) in batches.items()
-        for path, pieces in zip(paths, adapter.shards(values), strict=True)
-        for i, shard in enumerate(pieces)
-    }
+        values.append(value)
+        places.append(local)
+        kept.append(adapter)
+        form.append(number)
+    leaves = Leaves(paths, forms, np.array(form, np.int64))
+    return leaves, HeldArrays(paths, values, places, kept), aliases
+
+
+def local_shards(arrays: HeldArrays, taken_whole: frozenset[str]) -> LocalShards:
+    """All local shards, in one batch for each kind of array; those `taken_whole` with their padding."""
+    places = arrays.locals
+    if taken_whole:
+        columns = zip(arrays.paths, arrays.values, arrays.locals, arrays.adapters, strict=True)
+        places = [_taken_whole(*column) if column[0] in taken_whole else column[2] for column in columns]
+    batches = []
+    for adapter in dict.fromkeys(arrays.adapters):
+        own = [each is adapter for each in arrays.adapters]
+        values = list(zip(compress(arrays.values, own), compress(places, own), strict=True))
+        batches.append((list(compress(arrays.paths, own)), adapter.shards(values)))
+    return LocalShards(batches)
+
+
+def _taken_whole(path: str, value: Any, local: LocalArray, adapter: ArrayAdapter) -> LocalArray:
+    """The whole of a tensor, padding included, in the place of the pieces that are stored of it."""
+    # An array that knows its own place has no padding.
+    return local if adapter.place(value, path) is not None else whole(adapter.shape(value))
 
 
 def shards_apart(
-    description: Description, whole: frozenset[str], shards: Mapping[tuple[str, int], MemoryShard]
+    description: Description, taken_whole: frozenset[str], shards: LocalShards
 ) -> dict[str, list[HostShard]]:
-    """The pieces of arrays that are taken whole (`whole`), where other ranks hold some of them and not the rest."""
-    itemsizes = {leaf.path: leaf.dtype.itemsize for leaf in description.leaves}
+    """The pieces of arrays that are `taken_whole`, where other ranks hold some of them and not the rest."""
     return {
-        path: array.apart(shards[path, 0], itemsizes[path])
-        for path, array in description.arrays.items()
-        if path in whole and any(piece.copy is not None for piece in array.local.pieces)
+        leaf.path: array.apart(shards.of(leaf.path)[0], leaf.dtype.itemsize)
+        for leaf, array in zip(description.leaves, description.arrays, strict=True)
+        if leaf.path in taken_whole and any(piece.copy is not None for piece in array.local.pieces)
     }
 
 

@@ -109,13 +109,13 @@ class StateShardings:
         own = adapter.place(value, path)
         if own is not None:
             return own
+        shape = adapter.shape(value)
         if path.startswith(self.alone):
-            return whole(adapter.shape(value))
-        parameter = self.parameter(path)
+            return whole(shape)
+        parameter = self.parameter(path) if self.parameters else None
         if parameter is not None:
-            return self._state(path, adapter.shape(value), parameter)
-        sharding = self._sharding(path, value)
-        return self._placed(path, sharding, adapter.shape(value))
+            return self._state(path, shape, parameter)
+        return self._placed(path, self._sharding(path, value), shape)
 
     def compare(self, path: str, record: ArrayRecord, local: LocalArray, manifest: Manifest, *, own: bool) -> None:
         """Compare the order of the rows that a stored array has with the one that this job expects.

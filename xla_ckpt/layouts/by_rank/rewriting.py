@@ -12,7 +12,8 @@ from xla_ckpt.layouts.by_rank.new_job import NewJob
 from xla_ckpt.layouts.by_rank.plan import PARTS, check_common
 from xla_ckpt.layouts.native import native_files
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
-from xla_ckpt.plan.save_plan import FilePlan, SavePlan
+from xla_ckpt.plan.file_plan import FilePlan
+from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)

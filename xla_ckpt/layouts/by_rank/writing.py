@@ -11,10 +11,11 @@ from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, check_common, check_rows, with_experts
 from xla_ckpt.layouts.native import NativeWriting
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
+from xla_ckpt.plan.leaf import Leaf
 from xla_ckpt.plan.rank_numbers import axes_of_numbers
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import AXES, Mesh
-from xla_ckpt.state.describe import Description
+from xla_ckpt.state.describe import Description, HeldArray
 from xla_ckpt.tree import schema
 
 
@@ -66,8 +67,12 @@ def held_by_rank(description: Description, whose: str, to: str) -> tuple[RankSta
     if not any(part in members for part in PARTS):
         raise UnsupportedStateError(f"{whose} layout holds {', '.join(PARTS)}, and nothing of it is here")
     check_common(members, whose)
-    paths = [leaf.path for leaf in description.leaves if schema.member_of(leaf.path) in PARTS]
-    tensors = with_experts({path: _tensor(path, description, whose, to) for path in paths}, mesh)
+    arrays_of_parts = {
+        leaf.path: _tensor(leaf, array, description, whose, to)
+        for leaf, array in zip(description.leaves, description.arrays, strict=True)
+        if schema.member_of(leaf.path) in PARTS
+    }
+    tensors = with_experts(arrays_of_parts, mesh)
     of_ranks = {
         path: replace(tensor, expert=True, elsewhere=True)
         for path, tensor in tensors.items()
@@ -96,9 +101,8 @@ def _is_of_ranks(tensor: RankTensor, mesh: Mesh) -> bool:
     return bool(axes_of_numbers(tensor.dtype, tensor.full, tensor.spec, mesh))
 
 
-def _tensor(path: str, description: Description, whose: str, to: str) -> RankTensor:
-    array = description.arrays[path]
-    local, placement = array.local, description.placement
+def _tensor(leaf: Leaf, array: HeldArray, description: Description, whose: str, to: str) -> RankTensor:
+    path, local, placement = leaf.path, array.local, description.placement
     # A file is shared by ranks that hold the same, so it has to be known along which axes they do.
     alike: tuple[str, ...] | None = None
     if isinstance(local.group, tuple) and local.group[0] == "mesh":
@@ -116,7 +120,7 @@ def _tensor(path: str, description: Description, whose: str, to: str) -> RankTen
         )
     return RankTensor(
         leaf=path,
-        dtype=array.adapter.dtype(array.value, path),
+        dtype=leaf.dtype,
         shape=array.shape,
         pieces=local.pieces,
         alike=alike,

@@ -8,7 +8,7 @@ from typing import Any
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.files.distcp import STEM, Chunk, zip_of
-from xla_ckpt.files.safetensors import Region
+from xla_ckpt.files.regions import Region
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
 from xla_ckpt.sharding.box import Box

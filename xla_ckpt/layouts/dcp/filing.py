@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xla_ckpt.files.distcp import Distcp
-from xla_ckpt.files.safetensors import Region
+from xla_ckpt.files.regions import Region
 from xla_ckpt.layouts.dcp.chunks import chunk_of
 from xla_ckpt.layouts.dcp.keys import items
 from xla_ckpt.tree.codec import Json

@@ -20,7 +20,7 @@ from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, RankTensor, by_number, stem
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
 from xla_ckpt.layouts.torch_save.restricted_pickle import Reference
-from xla_ckpt.plan.save_plan import FilePlan
+from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import position
 from xla_ckpt.tree import path as paths

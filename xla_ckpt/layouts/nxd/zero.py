@@ -22,7 +22,7 @@ from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.records import Manifest, UnknownArray
-from xla_ckpt.plan.save_plan import FilePlan
+from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.sharding import Sharding

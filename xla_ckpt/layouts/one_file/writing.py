@@ -14,7 +14,7 @@ from xla_ckpt.files.distcp import STEM
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.base import StoredState
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
-from xla_ckpt.plan.save_plan import Entry, FilePlan
+from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema

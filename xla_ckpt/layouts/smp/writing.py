@@ -31,7 +31,8 @@ from xla_ckpt.layouts.smp.file_contents import (
 )
 from xla_ckpt.layouts.smp.tags import JOB_CONFIG
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
-from xla_ckpt.plan.save_plan import FilePlan, SavePlan
+from xla_ckpt.plan.file_plan import FilePlan
+from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.state.describe import Description
 from xla_ckpt.tree import schema
