@@ -1,6 +1,6 @@
 """Many small arrays, many parameters, many tags, imports and commands: what each costs.
 
-    python benchmarks/many.py [--only arrays,stall,floor,parameters,tags,imports,commands] [--arrays 20000] [--rounds 5]
+    python benchmarks/many.py [--only arrays,stall,dcp,floor,parameters,tags,imports,commands] [--arrays N] [--rounds N]
 
 Each group runs in a process of its own, on CPU PJRT. A row has the least of some rounds: seconds on the clock, and of
 processor time (all threads of the process), which other programs on the machine disturb less. Files go to a temporary
@@ -83,6 +83,44 @@ def stall(args: argparse.Namespace, root: str) -> None:
 
         begin().result()
         row(f"stall, {count} tensors of {4 * shape[0]} bytes", begin, args.rounds, lambda handle: handle.result())
+
+
+def dcp(args: argparse.Namespace, root: str) -> None:
+    """The calls of torch.distributed.checkpoint, and what its own planners and its pickle take without any storage."""
+    import pickle
+    import warnings
+
+    import torch
+    from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
+
+    import xla_ckpt.dcp as calls
+
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    Path(root).mkdir()
+    path, n, rounds = f"{root}/a", args.arrays, args.rounds
+    on_xla = dict(xla_module([(256,)] * n).named_parameters())
+
+    def plans_of_a_save() -> None:
+        planner: Any = DefaultSavePlanner()
+        planner.set_up_planner(on_xla, is_coordinator=True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        for item in planner.finish_plan(plans[0]).items:
+            planner.resolve_data(item)
+        pickle.dumps(metadata)
+
+    def plans_of_a_load() -> None:
+        planner: Any = DefaultLoadPlanner()
+        planner.set_up_planner(dict(on_xla), FileSystemReader(path).read_metadata(), is_coordinator=True)
+        planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
+
+    for place, state in (("XLA", on_xla), ("CPU", {key: torch.rand(256) for key in on_xla})):
+        about = f"{n} x 1 KiB on {place}"
+        row(f"dcp.save, {about}", lambda state=state: calls.save(state, checkpoint_id=path), rounds)
+        begin = partial(calls.async_save, state, checkpoint_id=path)
+        row(f"stall of dcp.async_save, {about}", begin, rounds, lambda done: done.result())
+        row(f"dcp.load, {about}", lambda state=state: calls.load(dict(state), checkpoint_id=path), rounds)
+    row(f"stock's plans and pickle of a save, {n}", plans_of_a_save, rounds)
+    row(f"stock's plans and pickle of a load, {n}", plans_of_a_load, rounds)
 
 
 def floor(args: argparse.Namespace, root: str) -> None:
@@ -227,7 +265,7 @@ def commands(args: argparse.Namespace, root: str) -> None:
             command(f"xla-ckpt {word}, a tag of {count} arrays", [word, where], args.rounds)
 
 
-GROUPS = {f.__name__: f for f in (arrays, stall, floor, parameters, tags, imports, commands)}
+GROUPS = {f.__name__: f for f in (arrays, stall, dcp, floor, parameters, tags, imports, commands)}
 
 
 def main() -> None:

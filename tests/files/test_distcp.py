@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from xla_ckpt import dtypes
+from xla_ckpt.engine.crew import Crew
+from xla_ckpt.engine.write import write_files
 from xla_ckpt.errors import FormatError, UnsupportedStateError
 from xla_ckpt.files.distcp import Distcp
 from xla_ckpt.layouts.dcp.chunks import around, chunk_of, object_zip, value_zip
+from xla_ckpt.plan.save_plan import FilePlan, RegionSource, SavePlan
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.storage.memory import MemoryDirectory
 
 NAMED = ["float64", "float32", "bfloat16", "int8", "uint16", "bool", "complex64", "float8_e4m3fn", "float8_e5m2fnuz"]
 
@@ -59,6 +63,20 @@ def test_four_ways_to_read_a_tensor(made: list[tuple[str, list[int], int]]) -> N
         found = torch.load(io.BytesIO(data[first : first + length]), weights_only=True)
         assert (found.dtype, found.shape, raw(found)) == (tensor.dtype, tensor.shape, raw(tensor))
         assert around(dtype_of(tensor), tuple(tensor.shape), at) == (first, length)
+
+
+@pytest.mark.parametrize("segment_bytes", [4096, 8192, 1 << 24])
+def test_the_bytes_do_not_depend_on_segments(segment_bytes: int) -> None:
+    """What stands around the regions goes out with them, also where it begins in one segment and ends in another."""
+    tensors = {f"key.{i}": torch.arange(i * 100, dtype=torch.int16) for i in range(40)}
+    codec, data = written(tensors)
+    assert codec.head > 8192
+    sources = [RegionSource(leaf=name, shard=0, offset=0, nbytes=t.nbytes) for name, t in tensors.items()]
+    memory = {(name, 0): memoryview(raw(tensor)) for name, tensor in tensors.items()}
+    plan = SavePlan((FilePlan(path="one", codec=codec, sources=tuple(sources)),))
+    directory = MemoryDirectory()
+    write_files(directory, plan, memory, Crew(workers=3), segment_bytes=segment_bytes)
+    assert directory.objects["one"] == data
 
 
 def test_safetensors_opens_it(tmp_path: Path) -> None:

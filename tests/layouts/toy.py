@@ -48,6 +48,7 @@ class NpyFile:
 
     dtype: DType
     shape: tuple[int, ...]
+    wants_digests: bool = False
     wants_crc32: bool = False
 
     @cached_property

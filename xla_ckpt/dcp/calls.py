@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import closing
-from typing import Any, TypeVar
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,14 @@ from xla_ckpt.arrays.registry import local_lanes
 from xla_ckpt.dcp.failures import one_error
 from xla_ckpt.dcp.groups import check_same, is_distributed, meeting, timeout_of
 from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
+from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
 from xla_ckpt.dcp.tensor import GlobalTensor
 from xla_ckpt.dcp.writer import StorageWriter
+from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.restore import STAGED_BYTES
 from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json
 from xla_ckpt.job.call import Call
 from xla_ckpt.job.process_group import check_can_meet
@@ -250,9 +253,9 @@ def load(
             check_same(Call.of("dcp.load", path or "", trust_pickle=trust_pickle), group)
     states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist), LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
-        reader.read_once = _mostly_on_devices(states)
+        reader.read_once = _reads_once(states)
     # From the first tensor that is overwritten to the last value, no signal handler of the program comes between.
-    with one_error("loading", LoadError, path), Undisturbed() as calm:
+    with one_error("loading", LoadError, path), Undisturbed() as calm, _planning(reader):
         if isinstance(reader, StorageReader):
             reader.overwriting = calm.begin
         try:
@@ -294,7 +297,7 @@ def _save(
     use_collectives: bool,
 ) -> Metadata:
     try:
-        with one_error("saving", SaveError, _path_of(writer)):
+        with one_error("saving", SaveError, _path_of(writer)), _planning(writer):
             metadata: Metadata = state_dict_saver.save(
                 states,
                 storage_writer=writer,
@@ -314,6 +317,16 @@ def _save(
     finally:
         if isinstance(writer, StorageWriter):
             writer.abandon()  # nothing, if it was committed
+
+
+@contextmanager
+def _planning(storage: StockReader | StockWriter) -> Iterator[None]:
+    """Pause the collector until this library's reader or writer has planned: stock makes a dozen objects a tensor."""
+    with ExitStack() as pause:
+        if isinstance(storage, Named):
+            pause.enter_context(collector_paused())
+            storage.planned = pause.close
+        yield
 
 
 class _FailingSave(DefaultSavePlanner):
@@ -345,18 +358,23 @@ def _states(
     states: dict[str, Any] = {}
     for key, value in state_dict.items():
         try:
-            states[key] = value.state_dict() if isinstance(value, Stateful) else value
+            states[key] = value.state_dict() if _is_stateful(value) else value
         except Exception as error:
             # Code of the program's may raise anything. All ranks have to hear of it.
             return {}, as_checkpoint_error(error, f"{type(value).__name__}.state_dict()", rank, kind, leaf=key)
     return states, None
 
 
+def _is_stateful(value: Any) -> TypeGuard[Stateful]:
+    """Whether a value has a state of its own. To look for the methods of a protocol takes 10 us for each tensor."""
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
 def _install(state_dict: dict[str, Any], states: Mapping[str, Any], rank: int) -> CheckpointError | None:
     """Give `Stateful` objects what was loaded, and replace everything else; the error of one of them."""
     for key in sorted(state_dict):
         value = state_dict[key]
-        if not isinstance(value, Stateful):
+        if not _is_stateful(value):
             state_dict[key] = states[key]
             continue
         try:
@@ -368,8 +386,8 @@ def _install(state_dict: dict[str, Any], states: Mapping[str, Any], rank: int) -
     return None
 
 
-def _mostly_on_devices(value: Any) -> bool:
-    """Whether most bytes of a state lie in the memory of accelerators."""
+def _reads_once(value: Any) -> bool:
+    """Whether a state is read once, into other memory: a small one, and one of which most is on accelerators."""
     if local_lanes() > 1:
         return False  # of an SPMD tensor a process needs parts only
     on_host = on_devices = 0
@@ -390,7 +408,7 @@ def _mostly_on_devices(value: Any) -> bool:
             todo += member.values()
         elif isinstance(member, list | tuple):
             todo += member
-    return on_devices > on_host
+    return on_devices > on_host or on_devices + on_host <= STAGED_BYTES
 
 
 def _writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: SaveOptions | None) -> StockWriter:

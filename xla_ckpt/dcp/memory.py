@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.registry import Adapters, require
 from xla_ckpt.arrays.torch_host import bytes_of, cut, torch_type
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.sharding.box import Box
@@ -24,8 +24,9 @@ def in_host_memory(named: Sequence[tuple[str, torch.Tensor]]) -> list[HostShard]
         UnsupportedStateError: A tensor has no plain array of elements, or not all of it is on devices of this process.
     """
     batches: dict[int, tuple[Any, list[int], list[tuple[Any, LocalArray]]]] = {}
+    adapters = Adapters()
     for i, (key, value) in enumerate(named):
-        adapter = require(value, key)
+        adapter = adapters.require(value, key)
         adapter.dtype(value, key)  # refuses what cannot be stored
         local = adapter.place(value, key) or whole(tuple(value.shape))
         _, numbers, values = batches.setdefault(id(adapter), (adapter, [], []))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.door import PathLike, above, full_path
 
@@ -10,6 +12,9 @@ class Named:
     """Has the path of a directory, which `reset` changes."""
 
     _path: str | None = None
+
+    planned: Callable[[], object] = staticmethod(lambda: None)
+    """Called when all is planned, and before this rank reads or writes."""
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -1,7 +1,8 @@
 """DCP's `StorageReader` on this library's engine: nothing is run to read it, and every byte is verified first.
 
 Before any tensor of the program is changed, each rank reads all bytes that it needs once and compares them with their
-digests. DCP tells all ranks whether one of them failed. Then the bytes are read a second time, into the tensors.
+digests. DCP tells all ranks whether one of them failed. Then the bytes are copied into the tensors, if the first
+reading has kept them, or are read a second time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import dataclasses
 import io
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from operator import add
 from typing import Any
@@ -32,13 +35,14 @@ from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.futures import Future
 
 from xla_ckpt.arrays.adopted import Adoptable, adoptable
-from xla_ckpt.arrays.registry import new_array, require
+from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.arrays.registry import Adapters, new_array, require
 from xla_ckpt.arrays.torch_host import DENSE, bytes_of, check_writable, cut, dtype_of, torch_dtype
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.source import Opened, Places, open_source
 from xla_ckpt.engine.crew import Crew
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.read import check_reads, read_into
-from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import (
     ChangedTagError,
     CorruptCheckpointError,
@@ -48,6 +52,7 @@ from xla_ckpt.errors import (
     storage_errors,
 )
 from xla_ckpt.layouts.dcp.metadata import Contents, DcpTensor
+from xla_ckpt.lightweight import lightweight
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import whole
@@ -70,8 +75,8 @@ class StorageReader(Named, StockReader):
         checkpoint_id: The directory.
         trust_pickle: Whether values that are no tensors may be of any class. Loading them may run code.
         read_once: Whether what is verified is kept until it is put in place. It takes host memory for all that this
-            rank loads, and is faster where the tensors are on an accelerator. By default `xla_ckpt.dcp.load` decides by
-            where most of them are, and stock's `load` reads twice.
+            rank loads, and is faster where the tensors are small or on an accelerator. By default `xla_ckpt.dcp.load`
+            keeps 128 MiB at most, or more if most bytes go to an accelerator, and stock's `load` reads twice.
         num_workers: Threads that read, at most.
     """
 
@@ -150,19 +155,23 @@ class StorageReader(Named, StockReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         opened = self._ready()
-        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
+        tensors = _by_destination(plan.items)
         starts: dict[str, set[tuple[int, ...]]] = {}
-        for item in tensors:
+        for item in chain.from_iterable(tensors.values()):
             starts.setdefault(item.storage_index.fqn, set()).add(tuple(item.storage_index.offset or ()))
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
-            self._places = places = opened.places(starts)
-            manifest, wants, slots = places.tag.manifest, list[Want](), list[memoryview]()
-            slabs = Slabs()
-            if self.read_once:
-                self._kept, wants, slots = _memory(opened, tensors, slabs)
-            checked = dict.fromkeys(_want(item) for item in tensors if _destination(item) not in self._kept)
-            read_into(places.tag, plan_restore(manifest, wants), slots, self._crew, slabs=slabs)
-            check_reads(places.tag, plan_restore(manifest, list(checked)), self._crew)
+            with collector_paused():
+                self._places = places = opened.places(starts)
+                wants, slots, slabs = list[Want](), list[memoryview](), Slabs()
+                if self.read_once:
+                    self._kept, wants, slots = _memory(opened, tensors, slabs)
+                others = [items for destination, items in tensors.items() if destination not in self._kept]
+                checked = dict.fromkeys(map(_want, chain.from_iterable(others)))
+                read = plan_restore(places.tag.manifest, wants)
+                seen = plan_restore(places.tag.manifest, list(checked))
+            self.planned()
+            read_into(places.tag, read, slots, self._crew, slabs=slabs)
+            check_reads(places.tag, seen, self._crew)
             places.check_crcs()
             self._values = {
                 item.storage_index.fqn: opened.value(item.storage_index.fqn, trust=self.trust_pickle)
@@ -196,24 +205,24 @@ class StorageReader(Named, StockReader):
         return done
 
     def _overwrite(self, places: Places, plan: LoadPlan, planner: LoadPlanner) -> None:
+        with collector_paused():
+            fillings = _fillings(places.opened, _by_destination(plan.items), self._kept, planner)
+            slabs = Slabs()
+            wants: list[Want] = []
+            slots: list[memoryview] = []
+            for filling in fillings:
+                for box, memory in zip(filling.boxes, filling.memory(slabs), strict=True):
+                    wants.append(Want(filling.key, box, len(slots)))
+                    slots.append(memory)
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn]))
-        tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        fillings = _fillings(places.opened, [i for i in tensors if _destination(i) not in self._kept], planner)
-        slabs = Slabs()
-        wants: list[Want] = []
-        slots: list[memoryview] = []
-        for filling in fillings:
-            for box, memory in zip(filling.boxes, filling.target.memory(slabs), strict=True):
-                wants.append(Want(filling.key, box, len(slots)))
-                slots.append(memory)
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
             planned = plan_restore(places.tag.manifest, wants)
             read_into(places.tag, planned, slots, self._crew, slabs=slabs)
-            for filling in fillings:
-                filling.finish(planner)
-            _put_kept(self._kept, tensors, planner)
+            with torch.no_grad(), collector_paused():
+                for filling in fillings:
+                    filling.finish(planner)
 
     def _ready(self) -> Opened:
         if self._opened is None:
@@ -238,29 +247,32 @@ class FileSystemReader(StorageReader):
         super().__init__(path)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@lightweight(kw_only=True)
 class _Filling:
     """A tensor of the program, or a part of one, that a load fills."""
 
-    key: str
-    boxes: tuple[Box, ...]
+    value: torch.Tensor
+    install: Callable[[], torch.Tensor]
+    """The tensor that has what was read."""
+
+    direct: bool = False
+    """Whether that is `value` itself; else it is copied into it."""
+
+    key: str = ""
+    boxes: tuple[Box, ...] = ()
     """What is read for it: regions of the stored tensor."""
 
-    target: Target
+    memory: Callable[[Slabs], Sequence[memoryview]] = lambda _: ()
     """Memory for them."""
-
-    value: torch.Tensor
-    direct: bool
-    """Whether the target fills `value` itself; else it makes a tensor that is copied into it."""
 
     item: ReadItem | None = None
     """The item that the planner is told of when it is filled."""
 
     def finish(self, planner: LoadPlanner) -> None:
-        """Put what was read in place."""
-        tensor = self.target.install()
+        """Put what was read in place. Gradients are off."""
+        tensor = self.install()
         if not self.direct:
-            with torch.no_grad():
+            with torch.inference_mode() if self.value.is_inference() else nullcontext():
                 self.value.copy_(tensor)
         elif not self.value.is_inference():
             # As an in-place operation does: a backward pass over the old value has to be refused.
@@ -269,31 +281,41 @@ class _Filling:
             planner.commit_tensor(self.item, self.value)
 
 
-def _fillings(opened: Opened, items: Sequence[ReadItem], planner: LoadPlanner) -> list[_Filling]:
-    """What is filled: tensors as wholes, where the planner is DCP's own; else what it gives for each item."""
-    plain, fillings = _is_plain(planner), []
-    for members in _by_destination(items).values():
+def _fillings(
+    opened: Opened, tensors: _Tensors, kept: Mapping[_Destination, _Kept], planner: LoadPlanner
+) -> list[_Filling]:
+    """What is filled: tensors as wholes, where the planner is DCP's own; else what it gives for each item.
+
+    Raises:
+        UsageError: Something could not be written to. It is said before any tensor has another value.
+    """
+    plain, adapters, fillings = _is_plain(planner), Adapters(), []
+    for destination, items in tensors.items():
+        source = kept.get(destination)
         if plain:
-            value = planner.lookup_tensor(members[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
-            if sum(prod(item.lengths) for item in members) == value.numel():
-                fillings.append(_all(opened, members[0], value))
+            value = planner.lookup_tensor(items[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
+            if source is not None and tuple(value.shape) == tuple(source.value.shape):
+                fillings.append(_from_kept(destination[0], source, value))
                 continue
-        fillings += [_part(opened, item, planner) for item in members]
+            if source is None and sum(prod(item.lengths) for item in items) == value.numel():
+                fillings.append(_all(opened, items[0], value, adapters.require(value, destination[0])))
+                continue
+        fillings += [_part(opened, item, planner, source) for item in items]
     return fillings
 
 
 _Destination = tuple[str, tuple[int, ...]]
 """(key, offset) of a local tensor in the program's state dict."""
 
+_Tensors = Mapping[_Destination, Sequence[ReadItem]]
+"""What is read into each local tensor."""
 
-def _destination(item: ReadItem) -> _Destination:
-    return item.dest_index.fqn, tuple(item.dest_index.offset or ())
 
-
-def _by_destination(items: Sequence[ReadItem]) -> dict[_Destination, list[ReadItem]]:
+def _by_destination(items: Sequence[ReadItem]) -> _Tensors:
     groups: dict[_Destination, list[ReadItem]] = {}
     for item in items:
-        groups.setdefault(_destination(item), []).append(item)
+        if item.type == LoadItemType.TENSOR:
+            groups.setdefault((item.dest_index.fqn, tuple(item.dest_index.offset or ())), []).append(item)
     return groups
 
 
@@ -307,11 +329,11 @@ class _Kept:
 
 
 def _memory(
-    opened: Opened, items: Sequence[ReadItem], slabs: Slabs
+    opened: Opened, tensors: _Tensors, slabs: Slabs
 ) -> tuple[dict[_Destination, _Kept], list[Want], list[memoryview]]:
     """Host memory for the local tensors that are read as wholes, and what is read into it."""
     kept, wants, slots = dict[_Destination, _Kept](), list[Want](), list[memoryview]()
-    for destination, members in _by_destination(items).items():
+    for destination, members in tensors.items():
         key = members[0].storage_index.fqn
         stored, dims = opened.tensor(key).dtype, range(len(members[0].lengths))
         shape = tuple(max(item.dest_offsets[d] + item.lengths[d] for item in members) for d in dims)
@@ -332,36 +354,6 @@ def _memory(
     return kept, wants, slots
 
 
-def _put_kept(kept: Mapping[_Destination, _Kept], items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-    """Put what was kept in place."""
-    plain = _is_plain(planner)
-    for destination, members in _by_destination(items).items():
-        kept_tensor = kept.get(destination)
-        if kept_tensor is None:
-            continue
-        if plain:
-            value = planner.lookup_tensor(members[0].dest_index).detach()  # type: ignore[attr-defined]  # `_is_plain`
-            if tuple(value.shape) == tuple(kept_tensor.value.shape):
-                _take_over(value, kept_tensor)
-                continue
-        for item in members:
-            value, start = planner.resolve_tensor(item).detach(), tuple(item.dest_offsets)
-            with torch.no_grad():
-                value.copy_(cut(kept_tensor.value, Box(start, tuple(map(add, start, item.lengths)))))
-            planner.commit_tensor(item, value)
-
-
-def _take_over(value: torch.Tensor, kept: _Kept) -> None:
-    """Overwrite a tensor with one that nobody else uses."""
-    tensor = kept.value
-    if value.device.type == "xla":
-        from xla_ckpt.arrays.xla import from_host
-
-        tensor = from_host(tensor, kept.memory, value.device)
-    with torch.no_grad():
-        value.copy_(tensor)
-
-
 def _is_plain(planner: LoadPlanner) -> bool:
     """Whether a planner takes tensors from the state dict as they are. A class of the program's may change that."""
     names = ("lookup_tensor", "transform_tensor", "resolve_tensor", "commit_tensor")
@@ -371,53 +363,67 @@ def _is_plain(planner: LoadPlanner) -> bool:
 
 
 def _check_writable(value: torch.Tensor, key: str) -> None:
-    """Refuse what `_take_over` could not write to either, when other tensors have their values already.
+    """Refuse what cannot be written to, before other tensors have their values.
 
     Raises:
         UsageError: Elements of it share memory.
     """
-    if type(value) in DENSE:
+    if type(value) in DENSE and not value.is_contiguous():
         with naming(leaf=key):
             check_writable(value)
 
 
-def _all(opened: Opened, item: ReadItem, value: torch.Tensor) -> _Filling:
+def _from_kept(key: str, kept: _Kept, value: torch.Tensor) -> _Filling:
+    """A tensor of the program that gets what is in memory already."""
+    _check_writable(value, key)
+    if value.device.type != "xla":
+        return _Filling(value=value, install=lambda: kept.value)
+    from xla_ckpt.arrays.xla import from_host
+
+    return _Filling(value=value, install=lambda: from_host(kept.value, kept.memory, value.device))
+
+
+def _all(opened: Opened, item: ReadItem, value: torch.Tensor, adapter: ArrayAdapter) -> _Filling:
     """All of a local tensor, of which `item` fills a part."""
     key = item.storage_index.fqn
     _check_writable(value, key)
     origin = tuple(item.dest_index.offset or (0,) * value.dim())
-    adapter = require(value, key)
     local = adapter.place(value, key) or whole(tuple(value.shape))
     stored = opened.tensor(key).dtype
     direct = adapter.dtype(value, key) == stored
     target = (
         adapter.into(value, local, owned=False) if direct else new_array(stored, whole(tuple(value.shape)), "torch")
     )
-    boxes = tuple(box.moved(origin) for box in target.boxes)
-    return _Filling(key=key, boxes=boxes, target=target, value=value, direct=direct)
+    boxes = tuple(box.moved(origin) for box in target.boxes) if any(origin) else target.boxes
+    return _Filling(value=value, install=target.install, direct=direct, key=key, boxes=boxes, memory=target.memory)
 
 
-def _part(opened: Opened, item: ReadItem, planner: LoadPlanner) -> _Filling:
+def _part(opened: Opened, item: ReadItem, planner: LoadPlanner, kept: _Kept | None) -> _Filling:
     """What the planner gives for an item."""
     key, value = item.storage_index.fqn, planner.resolve_tensor(item).detach()
     _check_writable(value, key)
-    if tuple(value.shape) != tuple(item.lengths):
+    shape = tuple(value.shape)
+    if shape != tuple(item.lengths):
         raise IncompatibleCheckpointError(
             "the planner gave a tensor of another shape than it has planned",
             leaf=key,
             expected=list(item.lengths),
             found=list(value.shape),
         )
-    stored, shape = opened.tensor(key).dtype, tuple(value.shape)
+    if kept is not None:
+        start = tuple(item.dest_offsets)
+        tensor = cut(kept.value, Box(start, tuple(map(add, start, shape))))
+        return _Filling(value=value, install=lambda: tensor, item=item)
+    stored, want = opened.tensor(key).dtype, _want(item)
     direct = value.device.type == "cpu" and value.is_contiguous() and dtype_of(value, key) == stored
     target = (
         require(value, key).into(value, whole(shape), owned=False)
         if direct
         else new_array(stored, whole(shape), "torch")
     )
-    want = _want(item)
+    boxes = (want.box,) if want.box.size else ()
     return _Filling(
-        key=key, boxes=(want.box,) if want.box.size else (), target=target, value=value, direct=direct, item=item
+        value=value, install=target.install, direct=direct, key=key, boxes=boxes, memory=target.memory, item=item
     )
 
 

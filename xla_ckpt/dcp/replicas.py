@@ -48,12 +48,12 @@ class Held:
     """Whether a difference is worth a warning only."""
 
 
-def may_differ(key: str, dtype: str, shape: Sequence[int]) -> bool:
+def may_differ(key: str, of_bytes: bool, shape: Sequence[int]) -> bool:
     """Whether data-parallel ranks may have different values under a key.
 
     These are the statistics of a BatchNorm, and rows of bytes, which are states of random generators.
     """
-    return key.rpartition(".")[2] in _STATISTICS or (dtype == "uint8" and len(shape) == 1)
+    return key.rpartition(".")[2] in _STATISTICS or (of_bytes and len(shape) == 1)
 
 
 def replicas_of(options: SaveOptions | None) -> Replicas:

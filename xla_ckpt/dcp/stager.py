@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,11 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager as StockStager
 
-from xla_ckpt.arrays.registry import require
+from xla_ckpt.arrays.registry import Adapters
 from xla_ckpt.arrays.torch_host import tensor_from
 from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate
@@ -39,14 +41,16 @@ class AsyncStager(StockStager):
         Raises:
             UnsupportedStateError: A tensor cannot be stored, or a value cannot be copied.
         """
-        tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        members: Members = {}
-        _visit(state_dict, "", members, lambda key, value: tensors.setdefault(id(value), (key, value)))
-        pieces: list[_Piece] = []
-        rebuild = {number: _taken_apart(key, value, pieces) for number, (key, value) in tensors.items()}
-        frozen = _frozen(pieces)
-        rebuilt = {number: build(frozen) for number, build in rebuild.items()}
-        return _visit(state_dict, "", members, lambda _, value: rebuilt[id(value)], copies={})
+        with collector_paused():
+            tensors: dict[int, tuple[str, torch.Tensor]] = {}
+            members: Members = {}
+            _visit(state_dict, "", members, lambda key, value: tensors.setdefault(id(value), (key, value)))
+            pieces: list[_Piece] = []
+            apart = functools.partial(_taken_apart, pieces, Adapters())
+            rebuild = {number: apart(key, value) for number, (key, value) in tensors.items()}
+            frozen = _frozen(pieces)
+            rebuilt = {number: build(frozen) for number, build in rebuild.items()}
+            return _visit(state_dict, "", members, lambda _, value: rebuilt[id(value)], copies={})
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` returns when everything is frozen."""
@@ -130,14 +134,16 @@ class _Piece:
     shape: tuple[int, ...]
 
 
-def _taken_apart(key: str, value: torch.Tensor, pieces: list[_Piece]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+def _taken_apart(
+    pieces: list[_Piece], adapters: Adapters, key: str, value: torch.Tensor
+) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     """Append the plain tensors of a value to `pieces`; how it is made of the frozen ones."""
     first, shape, dtype = len(pieces), tuple(value.shape), value.dtype
     if isinstance(value, GlobalTensor):
         boxes = [box for box, _ in value.regions]
         pieces += [_Piece(key, tensor, tensor.dtype, tuple(tensor.shape)) for _, tensor in value.regions]
     else:
-        adapter = require(value, key)
+        adapter = adapters.require(value, key)
         adapter.dtype(value, key)  # refuses what cannot be stored
         local = adapter.place(value, key)
         if local is None:

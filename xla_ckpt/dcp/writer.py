@@ -15,6 +15,7 @@ import pickle
 import re
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.replicas import Held, Place, compare, may_differ, replicas_of
 from xla_ckpt.engine.crew import Crew
+from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.write import WRITERS, write_files
@@ -264,7 +266,9 @@ class StorageWriter(Named, StockWriter):
             raise SaveError("a save is finished that was never begun", path=self._path)
         try:
             with storage_errors("saving", path=self._path), naming(path=self._path):
-                self._finish(draft, metadata, results)
+                with collector_paused():
+                    files = self._sealing(draft, metadata, results)
+                self._commit(draft, files)
         finally:
             self.abandon()
 
@@ -320,57 +324,31 @@ class StorageWriter(Named, StockWriter):
         if order.answers in (None, self.save_id):
             draft = order.draft
             self._fate = _round(order.fate, order.world)
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        values = [(item.index.fqn, _resolved(item, planner)) for item in tensors]
-        shards = in_host_memory(values)
-        samples: dict[Place, Held] = {}
-        if order.world > 1:
-            samples = self._samples(plan, planner, [*zip(tensors, values, shards, strict=True)])
+        with collector_paused():
+            tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+            objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+            values = [(item.index.fqn, _resolved(item, planner)) for item in tensors]
+            shards = in_host_memory(values)
+            samples: dict[Place, Held] = {}
+            if order.world > 1:
+                samples = self._samples(plan, planner, [*zip(tensors, values, shards, strict=True)])
+            files, results = _planned(tensors, values, shards, f"{order.rank + 1:05d}-of-{order.world:05d}")
+        self.planned()
+        memory = {(str(i), 0): shard.data for i, shard in enumerate(shards)}
+        crew = Crew(workers=self.num_workers, phases=self.phases or Phases())
         owns_draft = self._draft is not None
         with storage_errors("saving", rank=order.rank, path=self._path):
             directory = self._draft.directory if self._draft is not None else open_shared(root_of(store), draft)
             try:
-                results, files = self._write_tensors(directory, order, tensors, values, shards)
+                records = list(write_files(directory, files, memory, crew).files)
+                self.nbytes, self.files = files.nbytes, len(records)
                 written, record = _write_objects(directory, order, objects, planner)
                 directory.sync()
             finally:
                 if not owns_draft:
                     directory.close()
-        files = [*files, *([] if record is None else [record])]
-        return [_result_of(_Report(rank=order.rank, files=tuple(files), samples=samples)), *results, *written]
-
-    def _write_tensors(
-        self,
-        directory: Directory,
-        order: _Order,
-        items: Sequence[WriteItem],
-        values: Sequence[tuple[str, torch.Tensor]],
-        shards: Sequence[HostShard],
-    ) -> tuple[list[WriteResult], list[FileRecord]]:
-        # Readers of safetensors know one region of a name in a file: a second one goes to a further file.
-        again: dict[str, int] = {}
-        by_file: dict[int, list[int]] = {}
-        for i, item in enumerate(items):
-            number = again.get(item.index.fqn, 0)
-            again[item.index.fqn] = number + 1
-            by_file.setdefault(number, []).append(i)
-        plans, results = [], []
-        for number, members in sorted(by_file.items()):
-            stem = f"{order.rank + 1:05d}-of-{order.world:05d}" + (f"-{number + 1}" if number else "")
-            chunks = tuple(_chunk(items[i], values[i][1]) for i in members)
-            codec = Distcp(f"~{stem}", chunks)
-            path = f"{stem}.safetensors"
-            sources = [RegionSource(leaf=str(i), shard=0, offset=0, nbytes=len(shards[i].data)) for i in members]
-            plans.append(FilePlan(path=path, codec=codec, sources=tuple(sources)))
-            for i, (offset, nbytes) in zip(members, codec.spans, strict=True):
-                results.append(_result(items[i].index, path, offset, nbytes))
-        memory = {(str(i), 0): shard.data for i, shard in enumerate(shards)}
-        files = FilePlans(tuple(plans))
-        crew = Crew(workers=self.num_workers, phases=self.phases or Phases())
-        records = write_files(directory, files, memory, crew).files
-        self.nbytes, self.files = files.nbytes, len(records)
-        return results, list(records)
+        records += [] if record is None else [record]
+        return [_result_of(_Report(rank=order.rank, files=tuple(records), samples=samples)), *results, *written]
 
     def _samples(
         self, plan: SavePlan, planner: SavePlanner, writing: Sequence[tuple[WriteItem, tuple[str, Any], HostShard]]
@@ -384,7 +362,12 @@ class StorageWriter(Named, StockWriter):
             samples[_place_of(item)] = _described(item, value, shard, False)
         return samples
 
-    def _finish(self, draft: Transaction, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _sealing(self, draft: Transaction, metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, bytes]:
+        """The files that make a draft a checkpoint, when all ranks have written what they report.
+
+        Raises:
+            CheckpointError: A rank has failed, or what the ranks have written does not fit together.
+        """
         reports = [_report(rank, of_rank) for rank, of_rank in enumerate(results)]
         failed = next((report for report in reports if report.error is not None), None)
         if failed is not None:
@@ -402,7 +385,10 @@ class StorageWriter(Named, StockWriter):
         complete = dataclasses.replace(metadata, version=VERSION, storage_data=stored, storage_meta=self.storage_meta())
         text = pickled(complete)
         digests = dump_digests([*(record for report in reports for record in report.files), record_of(METADATA, text)])
-        draft.seal({METADATA: text, DIGESTS: digests})
+        return {METADATA: text, DIGESTS: digests}
+
+    def _commit(self, draft: Transaction, files: Mapping[str, bytes]) -> None:
+        draft.seal(files)
         if self._fate is not None and (given_up := self._fate.decide()) is not None:
             raise given_up  # another rank, which has told its caller so
         draft.commit()
@@ -471,15 +457,37 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     key = item.index.fqn
     if not isinstance(value, torch.Tensor):
         raise UnsupportedStateError("the planner gave no tensor", leaf=key, found=type(value).__name__)
-    wanted = f"{str(described.properties.dtype).removeprefix('torch.')} {list(described.chunk.sizes)}"
-    actual = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    wanted, actual = (described.properties.dtype, tuple(described.chunk.sizes)), (value.dtype, tuple(value.shape))
     if wanted != actual:
         raise UnsupportedStateError(
             "a tensor is not what the metadata would say of it: it could not be loaded", leaf=key,
-            expected=wanted, found=actual,
+            expected=_description(*wanted), found=_description(*actual),
             hint="The planner's create_local_plan and resolve_data have to agree.",
         )  # fmt: skip
     return value.detach()
+
+
+def _planned(
+    items: Sequence[WriteItem], values: Sequence[tuple[str, torch.Tensor]], shards: Sequence[HostShard], stem: str
+) -> tuple[FilePlans, list[WriteResult]]:
+    """The files of some tensors, and where each will lie. The leaf of a region is the number of its item."""
+    # Readers of safetensors know one region of a name in a file: a second one goes to a further file.
+    again: Counter[str] = Counter()
+    by_file: dict[int, list[int]] = {}
+    for i, (key, _) in enumerate(values):
+        by_file.setdefault(again[key], []).append(i)
+        again[key] += 1
+    plans, results = [], []
+    for number, members in sorted(by_file.items()):
+        name = f"{stem}-{number + 1}" if number else stem
+        codec = Distcp(f"~{name}", tuple(_chunk(items[i], values[i][1]) for i in members))
+        sources = tuple(RegionSource(leaf=str(i), shard=0, offset=0, nbytes=len(shards[i].data)) for i in members)
+        plans.append(FilePlan(path=f"{name}.safetensors", codec=codec, sources=sources))
+        results += [
+            _result(items[i].index, plans[-1].path, offset, nbytes)
+            for i, (offset, nbytes) in zip(members, codec.spans, strict=True)
+        ]
+    return FilePlans(tuple(plans)), results
 
 
 def _chunk(item: WriteItem, value: torch.Tensor) -> Chunk:
@@ -494,9 +502,14 @@ def _place_of(item: WriteItem) -> Place:
     return item.index.fqn, tuple(item.index.offset or ())
 
 
+def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
 def _described(item: WriteItem, value: torch.Tensor, shard: HostShard, written: bool) -> Held:
-    dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-    return Held(f"{dtype} {shape}", sample([shard.data]), written, may_differ(item.index.fqn, dtype, shape))
+    shape = tuple(value.shape)
+    loose = may_differ(item.index.fqn, value.dtype is torch.uint8, shape)
+    return Held(_description(value.dtype, shape), sample([shard.data]), written, loose)
 
 
 def _write_objects(

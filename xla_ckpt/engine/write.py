@@ -11,8 +11,10 @@ import errno
 import itertools
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -69,6 +71,9 @@ class _File:
         """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
         self.left = max(-(-self.size // segment_bytes), 1)
         """Segments that are still to be written."""
+        of_bytes = plan.codec.wants_digests or plan.codec.wants_crc32
+        self.glue: Glue | None = None if of_bytes else plan.codec.glue((), ())
+        """What stands between the regions, in file order; None until the digests that it is made of are known."""
         self.sink: Sink | None = None
         self.record: FileRecord | None = None
         self.lock = threading.Lock()
@@ -90,17 +95,30 @@ class _File:
             if joined.nbytes == nbytes:
                 self.digests[number] = self.cut.pop(number).value
 
-    def finished(self) -> Glue:
-        """What stands between the regions, once all of them have been digested."""
-        crcs = [0] * len(self.plan.codec.places)
-        parts: dict[int, list[tuple[int, int]]] = {}
-        for (region, _), part in sorted(self.crcs.items()):
-            parts.setdefault(region, []).append(part)
-        for region, region_parts in parts.items():
-            crcs[self.regions[region]] = joined_crc32(region_parts)
-        glue = self.plan.codec.glue(self.digests, crcs)
-        self.record = self.plan.codec.record(self.plan.path, glue, self.digests)
-        return glue
+    def finish(self) -> Glue:
+        """Make the record, once all regions have been digested; the glue, if it was not known before."""
+        late: Glue = ()
+        if self.glue is None:
+            crcs = [0] * len(self.plan.codec.places)
+            parts: dict[int, list[tuple[int, int]]] = {}
+            for (region, _), part in sorted(self.crcs.items()):
+                parts.setdefault(region, []).append(part)
+            for region, region_parts in parts.items():
+                crcs[self.regions[region]] = joined_crc32(region_parts)
+            late = self.glue = self.plan.codec.glue(self.digests, crcs)
+        self.record = self.plan.codec.record(self.plan.path, self.glue, self.digests)
+        return late
+
+    def put_glue(self, segment: _Segment, buffer: memoryview) -> None:
+        """Put what a segment has of the glue into its buffer, if the glue is known: it needs no write of its own."""
+        glue = self.glue or ()
+        for i in range(max(bisect_right(glue, segment.start, key=itemgetter(0)) - 1, 0), len(glue)):
+            at, text = glue[i]
+            if at >= segment.stop:
+                return
+            low, high = max(at, segment.start), min(at + len(text), segment.stop)
+            if low < high:
+                buffer[low - segment.start : high - segment.start] = text[low - at : high - at]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,17 +291,15 @@ def _write_segment(
 ) -> int:
     """Write one segment of a file, which is in `buffer`; returns how many bytes of regions are in it."""
     nbytes = segment.stop - segment.start
-    is_whole_file = nbytes == file.size
     began = time.perf_counter()
     sink = file.opened(directory)
     opened = time.perf_counter()
     for region, at, low, high in parts:
         # Of what is written, not of where it came from: a program may write to its memory meanwhile.
         _digest(file, region, low, high, buffer[at : at + high - low])
-    if is_whole_file:
-        # All digests are known already, so the glue goes out with the same write: small files take one call, not two.
-        for at, text in file.finished():
-            buffer[at : at + len(text)] = text
+    if nbytes == file.size:
+        file.finish()  # all digests are known already: the glue of a small file goes out with the same write
+    file.put_glue(segment, buffer)
     digested = time.perf_counter()
     sink.write(buffer, nbytes, segment.start)
     written = time.perf_counter()
@@ -295,8 +311,8 @@ def _write_segment(
         file.left -= 1
         last = file.left == 0
     if last:
-        if not is_whole_file:
-            for at, text in file.finished():
+        if file.record is None:
+            for at, text in file.finish():
                 sink.patch(text, at)
         with phases.timed("fsync", files=1, about=path):
             sink.commit()

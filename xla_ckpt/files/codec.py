@@ -24,6 +24,10 @@ class Codec(Protocol):
         """(offset, bytes) of each region, in file order."""
 
     @property
+    def wants_digests(self) -> bool:
+        """Whether `glue` needs the digests of all blocks."""
+
+    @property
     def wants_crc32(self) -> bool:
         """Whether `glue` needs the CRC-32 of each region."""
 
@@ -31,7 +35,10 @@ class Codec(Protocol):
         """The same file without these of its regions (indices into `places`); None if it needs all of them."""
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
-        """Everything between the regions, from the digests of all blocks and the CRC-32 of each region."""
+        """Everything between the regions in file order, from the digests of all blocks and the CRC-32 of each region.
+
+        Both are empty where neither is wanted: the glue is known before any byte of the regions.
+        """
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         """What the manifest says of the file."""

@@ -119,6 +119,10 @@ class Distcp:
             yield start + chunk_zip.start, chunk_zip.nbytes
 
     @property
+    def wants_digests(self) -> bool:
+        return False
+
+    @property
     def wants_crc32(self) -> bool:
         return False
 

@@ -163,6 +163,10 @@ class Safetensors:
         return sum(self.places[-1]) if self.places else self._template.size
 
     @property
+    def wants_digests(self) -> bool:
+        return not self.plain
+
+    @property
     def wants_crc32(self) -> bool:
         return False
 

@@ -131,6 +131,10 @@ class TorchFile:
         return regions
 
     @property
+    def wants_digests(self) -> bool:
+        return False
+
+    @property
     def wants_crc32(self) -> bool:
         return True
 

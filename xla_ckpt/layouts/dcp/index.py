@@ -6,6 +6,7 @@ Both are made from the manifest when all ranks have written theirs, and the mani
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import io
 import pickle
 from collections.abc import Mapping
@@ -109,15 +110,40 @@ def pickled(metadata: Any) -> bytes:
     """
     from torch.distributed.checkpoint.metadata import TensorProperties
 
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            if type(value) is TensorProperties:
-                return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[no-untyped-call, attr-defined]
-            return NotImplemented
+    def properties(value: TensorProperties) -> Any:
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[no-untyped-call, attr-defined]
 
     text = io.BytesIO()
-    Pickler(text).dump(metadata)
+    pickler = pickle.Pickler(text)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: properties}
+    pickler.dump(_shared(metadata))
     return text.getvalue()
+
+
+def _shared(metadata: Any) -> Any:
+    """The same metadata, in which equal sizes, chunks and properties of tensors are one object each.
+
+    A pickle says each object once: that of 20,000 small tensors has 1.2 million opcodes in place of 2.1 million.
+    """
+    from torch.distributed.checkpoint import metadata as stock
+
+    known: dict[Any, Any] = {}
+
+    def once(value: Any, *facts: Any) -> Any:
+        return known.setdefault((type(value), *facts), value)
+
+    def tensor(entry: Any) -> Any:
+        if type(entry) is not stock.TensorStorageMetadata:
+            return entry
+        chunks = [
+            once(stock.ChunkStorageMetadata(once(c.offsets, c.offsets), once(c.sizes, c.sizes)), c.offsets, c.sizes)
+            for c in entry.chunks
+        ]
+        properties = once(entry.properties, *vars(entry.properties).values())
+        return stock.TensorStorageMetadata(properties=properties, size=once(entry.size, entry.size), chunks=chunks)
+
+    described = {key: tensor(entry) for key, entry in metadata.state_dict_metadata.items()}
+    return dataclasses.replace(metadata, state_dict_metadata=described)
 
 
 def _offsets_and_sizes(box: Box) -> tuple[Any, Any]:
