@@ -6,11 +6,13 @@ Every measurement is a fresh process; the contenders take turns, so that a noisy
 
 | module | what is in it |
 |---|---|
-| `contenders` | the table: every group, and every row of it |
+| `contenders`, `on_cpus` | the table: every group, and every row of it; those of CPU tensors apart |
+| `rows`, `notes` | what a group and a row are; what makes the rows comparable, in words |
 | `states`, `machine` | what is saved and loaded; the machine: its caches, its quiet, a process's peak of memory |
-| `saves`, `loads` | each contender's call |
+| `saves`, `loads`, `installed` | each contender's call; the packages that `make bench` installs for them |
 | `measures` | what a measuring process does: one function for each kind of measurement |
 | `running` | the rounds: fresh processes, time limits, and rows that fail |
-| `results`, `targets` | medians, ratios, what was promised, and the comparison with the committed numbers: all pure |
+| `results`, `figures` | what was measured; a figure or a ratio that is read off it: pure, as are the next two |
+| `targets`, `check` | what was promised, a line each; the comparison with the committed numbers |
 | `render`, `plots` | docs/performance.md and its pictures |
 """
