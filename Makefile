@@ -63,7 +63,7 @@ $(PEERS)/.ready: benchmarks/requirements.txt $(READY)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(PEERS) --no-deps --require-hashes -r $<
 	@touch $@
 
-bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 15 quiet minutes; writes docs/performance.md
+bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 20 quiet minutes; writes docs/performance.md
 	$(BIN)/python -m benchmarks.peers --write
 
 bench-short: $(READY) ## what the targets are about, once, in two minutes; writes nothing

@@ -1,6 +1,6 @@
 """Our saves and loads beside the peers', in one interleaved run: `make bench`.
 
-    python -m benchmarks.peers [--gb 1] [--rounds 5] [--only save,cold] [--short] [--write | --check]
+    python -m benchmarks.peers [--gb 1] [--rounds 3] [--only save,cold] [--short] [--write | --check]
 
 Every measurement is a fresh process; the contenders take turns, so that a noisy minute hits all of them.
 

@@ -95,8 +95,8 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Measure our saves and loads.")
     parser.add_argument("--gb", type=float, default=1.0, help="size of a saved state; loads have twice as much")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=15, help="no round begins that would end later than this")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=20, help="no round begins that would end later than this")
     parser.add_argument("--only", default="", help="groups, with commas between them; by default all")
     parser.add_argument("--short", action="store_true", help="only the rows that targets are about")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one measurement may take")

@@ -28,12 +28,12 @@ def _saves(gb: float) -> tuple[Group, ...]:
         *_against_raw(gb),
         save("xla_ckpt, `use_xser=True`", "ours_xser", gb, short=True),
         save('xla_ckpt, `layout="dcp"`', "ours_dcp_layout", gb),
-        save("`xser.save`", "xser", gb, rounds=3, short=True),
-        save("`xm.save`", "torch_save", gb, rounds=2),
+        save("`xser.save`", "xser", gb, rounds=2, short=True),
+        save("`xm.save`", "torch_save", gb, rounds=1),
         save("safetensors", "safetensors", gb, rounds=2),
         save("`dcp.save`", "dcp", gb, rounds=2),
-        save("orbax v0, jax arrays", "orbax_v0", gb, "jax", rounds=2),
-        save("orbax v1, jax arrays", "orbax_v1", gb, "jax", rounds=2),
+        save("orbax v0, jax arrays", "orbax_v0", gb, "jax", rounds=1),
+        save("orbax v1, jax arrays", "orbax_v1", gb, "jax", rounds=1),
     )
     sizes = (("half", "half", gb / 2), ("double", "twice", 2 * gb))
     return (
@@ -68,9 +68,9 @@ def _loads(gb: float, *, warm: bool) -> Group:
         load("xla_ckpt", "ours", native, warm=warm, short=True),
         load("`torch.load(mmap=True)`", "torch_load_mapped", torch_file, warm=warm, onto="xla", short=True),
         load("safetensors", "safetensors", of_safetensors, warm=warm, onto="xla", short=True),
-        load("`torch.load`", "torch_load", torch_file, warm=warm, onto="xla", rounds=2),
-        load("`xser.load`", "xser", of_xser, warm=warm, rounds=2 if warm else 4, short=not warm),
-        load("`dcp.load`", "dcp", of_dcp, warm=warm, onto="xla", rounds=4 if warm else 2, short=warm),
+        load("`torch.load`", "torch_load", torch_file, warm=warm, onto="xla", rounds=1),
+        load("`xser.load`", "xser", of_xser, warm=warm, rounds=1 if warm else 2),
+        load("`dcp.load`", "dcp", of_dcp, warm=warm, onto="xla", rounds=2),
         load("orbax v0, jax arrays", "orbax_v0", Saved("orbax_v0", "jax", gb), warm=warm, rounds=1),
         load("orbax v1, jax arrays", "orbax_v1", Saved("orbax_v1", "jax", gb), warm=warm, rounds=1),
     )
@@ -83,25 +83,25 @@ def _dcp(gb: float) -> tuple[Group, ...]:
     ours, stock = Saved("dcp_ours", "xla", gb), Saved("dcp", "xla", gb)
     saves_ = (
         save("`xla_ckpt.dcp.save`", "dcp_ours", gb, rounds=2),
-        save("stock `dcp.save`, our `StorageWriter`", "dcp_our_writer", gb, rounds=2),
-        save('`save_checkpoint(layout="dcp")`', "ours_dcp_layout", gb, rounds=2),
+        save("stock `dcp.save`, our `StorageWriter`", "dcp_our_writer", gb, rounds=1),
+        save('`save_checkpoint(layout="dcp")`', "ours_dcp_layout", gb, rounds=1),
         save("stock `dcp.save`", "dcp", gb, rounds=2),
     )
     stalls = (
         stall("`xla_ckpt.dcp.async_save`", "dcp_ours_async", gb, rounds=2),
-        stall("stock `dcp.async_save`, our `StorageWriter` and `AsyncStager`", "dcp_our_stager", gb, rounds=2),
-        stall('`save_checkpoint(layout="dcp", async_save=True)`', "ours_dcp_layout_async", gb, rounds=2),
+        stall("stock `dcp.async_save`, our `StorageWriter` and `AsyncStager`", "dcp_our_stager", gb, rounds=1),
+        stall('`save_checkpoint(layout="dcp", async_save=True)`', "ours_dcp_layout_async", gb, rounds=1),
     )
 
     def loads_(*, warm: bool) -> tuple[Row, ...]:
         tag = Saved("ours_dcp_layout", "xla", gb)
         return (
             load("`xla_ckpt.dcp.load`", "dcp_ours", ours, warm=warm, rounds=2),
-            load("`xla_ckpt.dcp.load` of what stock saved", "dcp_ours", stock, warm=warm, rounds=2),
-            load("stock `dcp.load`, our `StorageReader`", "dcp_our_reader", ours, warm=warm, rounds=2),
-            load('`load_checkpoint` of `layout="dcp"`', "ours", tag, warm=warm, rounds=2),
+            load("`xla_ckpt.dcp.load` of what stock saved", "dcp_ours", stock, warm=warm, rounds=1),
+            load("stock `dcp.load`, our `StorageReader`", "dcp_our_reader", ours, warm=warm, rounds=1),
+            load('`load_checkpoint` of `layout="dcp"`', "ours", tag, warm=warm, rounds=1),
             load("stock `dcp.load`", "dcp", stock, warm=warm, rounds=2),
-            load("stock `dcp.load` of what we saved", "dcp", ours, warm=warm, rounds=2),
+            load("stock `dcp.load` of what we saved", "dcp", ours, warm=warm, rounds=1),
         )
 
     calls = "torch.distributed.checkpoint"
@@ -119,8 +119,8 @@ def _simulated(gb: float) -> tuple[Group, ...]:
         return ()
     rows = (
         stall('xla_ckpt, `snapshot="overlap"`', "ours_overlap", gb, "sim", rounds=2, short=True),
-        stall('xla_ckpt, `snapshot="device"`', "ours_device", gb, "sim", rounds=2),
-        stall('xla_ckpt, `snapshot="host"`', "ours_host", gb, "sim", rounds=2),
+        stall('xla_ckpt, `snapshot="device"`', "ours_device", gb, "sim", rounds=1),
+        stall('xla_ckpt, `snapshot="host"`', "ours_host", gb, "sim", rounds=1),
         stall(COPY_FIRST, "each_then_thread", gb, "sim", rounds=2, short=True),
     )
     return (

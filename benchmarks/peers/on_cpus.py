@@ -21,12 +21,12 @@ def on_cpus(gb: float) -> tuple[Group, ...]:
 
 def _saves(gb: float) -> Group:
     rows = (
-        save("xla_ckpt", "ours", gb, "cpu"),
+        save("xla_ckpt", "ours", gb, "cpu", rounds=2),
         save("`torch.save`", "torch_save", gb, "cpu", rounds=2),
         save("safetensors", "safetensors", gb, "cpu", rounds=2),
-        save("`dcp.save`", "dcp", gb, "cpu", rounds=2),
-        save("tensorizer", "tensorizer", gb, "cpu", rounds=2),
-        save("fastsafetensors", "fastsafetensors", gb, "cpu", rounds=2),
+        save("`dcp.save`", "dcp", gb, "cpu", rounds=1),
+        save("tensorizer", "tensorizer", gb, "cpu", rounds=1),
+        save("fastsafetensors", "fastsafetensors", gb, "cpu", rounds=1),
         save("moonclip", "moonclip", gb, "cpu", rounds=1),
     )
     return Group("cpu-save", "Durable save of CPU tensors", rows, rate=True, plot=True)
@@ -40,8 +40,8 @@ def _in_place(gb: float, *, warm: bool) -> Group:
         load("xla_ckpt", "ours", of("ours"), warm=warm, short=True),
         load(MAPPED, "torch_load_mapped", of("torch_save"), warm=warm, short=True),
         load("safetensors", "safetensors", of("safetensors"), warm=warm, short=True),
-        load("fastsafetensors", "fastsafetensors", of("safetensors"), warm=warm, rounds=2),
-        load("runai-model-streamer", "runai", of("safetensors"), warm=warm, rounds=2),
+        load("fastsafetensors", "fastsafetensors", of("safetensors"), warm=warm, rounds=1),
+        load("runai-model-streamer", "runai", of("safetensors"), warm=warm, rounds=1),
         load("`dcp.load`", "dcp", of("dcp"), warm=warm, rounds=2),
         load("moonclip", "moonclip", of("moonclip"), warm=warm, rounds=1),
     )
@@ -58,11 +58,11 @@ def _new(gb: float) -> Group:
         new("xla_ckpt, `restore`", "restored", "ours", short=True),
         new(COPIED, "safetensors", "safetensors", short=True),
         new("`torch.load`", "torch_load", "torch_save", rounds=2),
-        new(f"{MAPPED}, with a copy", "torch_load_mapped", "torch_save", rounds=2),
+        new(f"{MAPPED}, with a copy", "torch_load_mapped", "torch_save", rounds=1),
         new("fastsafetensors", "fastsafetensors", "safetensors", rounds=2),
-        new("runai-model-streamer", "runai", "safetensors", rounds=2),
-        new("tensorizer, digests checked", "tensorizer", "tensorizer", rounds=2),
-        new("`dcp.load`", "dcp", "dcp", rounds=2),
+        new("runai-model-streamer", "runai", "safetensors", rounds=1),
+        new("tensorizer, digests checked", "tensorizer", "tensorizer", rounds=1),
+        new("`dcp.load`", "dcp", "dcp", rounds=1),
     )
     title = f"Load of {TENSORS} tensors into new CPU memory, from a warm page cache"
     return Group("cpu-new", title, rows, rate=True, plot=True)
@@ -88,11 +88,11 @@ def _many() -> Group:
 def _stalls(gb: float) -> Group:
     rows = (
         stall("xla_ckpt", "ours_async", gb, "cpu", times=5, short=True),
-        stall('xla_ckpt, `snapshot="host"`', "ours_host", gb, "cpu"),
+        stall('xla_ckpt, `snapshot="host"`', "ours_host", gb, "cpu", rounds=1),
         stall('xla_ckpt, `snapshot="overlap"`', "ours_overlap", gb, "cpu", times=5, short=True),
         stall(MEMCPY, "memcpy", gb, "cpu", times=5, short=True),
-        stall("`dcp.async_save`, thread", "dcp_thread", gb, "cpu", rounds=2),
-        stall("`dcp.async_save`, process", "dcp_process", gb, "cpu", rounds=2),
+        stall("`dcp.async_save`, thread", "dcp_thread", gb, "cpu", rounds=1),
+        stall("`dcp.async_save`, process", "dcp_process", gb, "cpu", rounds=1),
         stall("`dcp.async_save`, kept stager", "dcp_stager", gb, "cpu", rounds=2),
         stall("moonclip", "moonclip_async", gb, "cpu", rounds=1),
         stall("orbax v0 async, jax arrays", "orbax_async", gb, "jax", rounds=1),
