@@ -29,7 +29,7 @@ class Reading:
 class Ratio:
     """Our seconds over those of another row of the group, or our bytes per second over its.
 
-    The rows of a group take turns, so that a slow minute hits both. The median of each is taken by itself.
+    The rows of a group take turns, so that a slow minute hits both: it is the median of the ratios of single rounds.
     """
 
     group: str
@@ -47,13 +47,9 @@ class Ratio:
         ours, theirs = self._costs(results, self.ours), self._costs(results, name)
         if not ours or not theirs:
             return None
-        rounds = [self._quotient(a, b) for a, b in zip(ours, theirs, strict=False)]
-        mine, other = statistics.median(ours), statistics.median(theirs)
-        beside = self._shown(other) if self.beside else f"{self._shown(other)} ({name})"
-        return Reading(self._quotient(mine, other), self._shown(mine), beside, rounds)
-
-    def _quotient(self, ours: float, theirs: float) -> float:
-        return theirs / ours if self.rate else ours / theirs
+        rounds = [b / a if self.rate else a / b for a, b in zip(ours, theirs, strict=False)]
+        mine, other = self._shown(statistics.median(ours)), self._shown(statistics.median(theirs))
+        return Reading(statistics.median(rounds), mine, other if self.beside else f"{other} ({name})", rounds)
 
     def _costs(self, results: Results, name: str) -> list[float]:
         """The figure of each round: seconds, or seconds per byte."""
