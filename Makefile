@@ -66,7 +66,7 @@ $(PEERS)/.ready: benchmarks/requirements.txt $(READY)
 bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 20 quiet minutes; writes docs/performance.md
 	$(BIN)/python -m benchmarks.peers --write
 
-bench-short: $(READY) ## what the targets are about, once, in two minutes; writes nothing
+bench-short: $(READY) ## what the targets are about, once, in some minutes; writes nothing
 	$(BIN)/python -m benchmarks.peers --short --rounds 1
 
 bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that of docs/performance.json
