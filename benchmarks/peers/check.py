@@ -29,15 +29,15 @@ class Guard:
     source: Ratio
 
 
-# Stalls of a few milliseconds are compared without what other programs add to them, which is more than they are.
+# Stalls of a few milliseconds are compared by the caller's processor time: other programs add more than that to them.
 GUARDS: tuple[Guard, ...] = (
     *(Guard(f"{t.topic}: {t.what}", t.source) for t in TARGETS if isinstance(t.source, Ratio)),
     Guard("Loads: onto XLA, cold, against `torch.load(mmap=True)`", Ratio("cold", MAPPED)),
     Guard("Loads: onto XLA, cold, against safetensors", Ratio("cold", "safetensors")),
     Guard("Saves: `use_xser=True` against `xser.save`", Ratio("save", "`xser.save`", "xla_ckpt, `use_xser=True`")),
-    Guard("Stalls: CPU tensors, against one memcpy", Ratio("cpu-stall", MEMCPY, figure="undelayed")),
-    Guard("Stalls: the same with the step guard", Ratio("cpu-stall", MEMCPY, _OVERLAP, "undelayed")),
-    Guard("Stalls: a simulated accelerator, against a copy", Ratio("accelerator", COPY_FIRST, _OVERLAP, "undelayed")),
+    Guard("Stalls: CPU tensors, against one memcpy", Ratio("cpu-stall", MEMCPY, figure="processor")),
+    Guard("Stalls: the same with the step guard", Ratio("cpu-stall", MEMCPY, _OVERLAP, "processor")),
+    Guard("Stalls: a simulated accelerator, against a copy", Ratio("accelerator", COPY_FIRST, _OVERLAP, "processor")),
 )  # fmt: skip
 
 

@@ -63,11 +63,6 @@ class Peak:
         return max(0, _status("VmHWM") - self._before)
 
 
-def delay() -> float:
-    """The seconds for which this thread could have run until now, and no core was free."""
-    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-
-
 def _status(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.peers import loads, saves
 from benchmarks.peers.installed import ready
-from benchmarks.peers.machine import Peak, delay, stored_bytes, sync_files, warm
+from benchmarks.peers.machine import Peak, stored_bytes, sync_files, warm
 from benchmarks.peers.states import State, wait_for_device
 
 Figures = dict[str, float]
@@ -48,26 +48,26 @@ def save(name: str, device: str, gb: float, count: int, directory: str) -> Figur
 def stall(name: str, device: str, gb: float, count: int, times: int, directory: str) -> Figures:
     """The caller's wait in an asynchronous save: the first one in a process, and the median of those after it.
 
-    "undelayed" is that median without the time for which the caller could have gone on and no core was free: what other
-    programs do to a wait of a few milliseconds is more than what most changes of the code do.
+    "processor" is the median of the caller's processor time meanwhile: what other programs add to a wait of a few
+    milliseconds is more than what most changes of the code do.
     """
     state, contender = _state(device, gb, count), ready(getattr(saves, name))
-    stalls, undelayed, totals, rises = [], [], [], []
+    stalls, processor, totals, rises = [], [], [], []
     for number in range(times):
         folder = Path(directory) / str(number)
         folder.mkdir()
         peak = Peak()
-        began, delayed = time.perf_counter(), delay()
+        began, worked = time.perf_counter(), time.thread_time()
         wait = contender(state, folder)
         stalls.append(time.perf_counter() - began)
-        undelayed.append(stalls[-1] - (delay() - delayed))
+        processor.append(time.thread_time() - worked)
         wait()
         sync_files(folder)
         totals.append(time.perf_counter() - began)
         rises.append(peak.rise())
         shutil.rmtree(folder)
     return {
-        "seconds": statistics.median(stalls[1:]), "undelayed": statistics.median(undelayed[1:]), "first": stalls[0],
+        "seconds": statistics.median(stalls[1:]), "processor": statistics.median(processor[1:]), "first": stalls[0],
         "total": statistics.median(totals[1:]), "rss": max(rises), "nbytes": state.nbytes,
     }  # fmt: skip
 

@@ -59,7 +59,7 @@ def test_a_save_and_a_load_of_cpu_tensors_are_measured_checked_and_written(tmp_p
 def test_a_fallen_ratio_fails_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run_with(stall: float) -> int:
         rows = {"xla_ckpt": stall, "one memcpy of the state into warm memory": 1.0}
-        found = {name: {"runs": [{"seconds": s, "undelayed": s}], "error": ""} for name, s in rows.items()}
+        found = {name: {"runs": [{"seconds": s, "processor": s}], "error": ""} for name, s in rows.items()}
         (tmp_path / "committed.json").write_text(json.dumps({"about": {"gb": 0.001}, "rows": {"cpu-stall": found}}))
         words = ["--gb", "0.001", "--patience", "0", "--scratch", str(tmp_path), "--only", "cpu-stall"]
         return command.main([*words, "--check", "--committed", str(tmp_path / "committed.json")])
@@ -139,7 +139,7 @@ def test_the_short_form_has_what_the_targets_and_the_check_need() -> None:
     run_ = Results({})
     for group, names in short.items():
         for name in names:
-            run_.outcome(group, name).runs.append({"seconds": 1.0, "undelayed": 1.0, "later": 1.0, "nbytes": 1.0})
+            run_.outcome(group, name).runs.append({"seconds": 1.0, "processor": 1.0, "later": 1.0, "nbytes": 1.0})
     assert [target.what for target in TARGETS if target.source.read(run_) is None] == []
     assert [guard.what for guard in GUARDS if guard.source.read(run_) is None] == (
         [] if "accelerator" in short else ["Stalls: a simulated accelerator, against a copy"]

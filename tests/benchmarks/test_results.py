@@ -48,7 +48,7 @@ def test_results_go_through_json() -> None:
 def seconds(group: str, **rows: list[float]) -> Results:
     """A group whose rows have these seconds, of 2 GB."""
     runs = {
-        name: Outcome([{"seconds": s, "undelayed": s / 2, "nbytes": 2e9} for s in each]) for name, each in rows.items()
+        name: Outcome([{"seconds": s, "processor": s / 2, "nbytes": 2e9} for s in each]) for name, each in rows.items()
     }
     return Results(dict(ABOUT), {group: runs})
 
@@ -60,9 +60,9 @@ def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
     best = Ratio("g").read(results)
     assert best is not None
     assert (best.value, best.beside) == (2.0, "1.50 s (fast)")
-    undelayed = Ratio("g", "slow", figure="undelayed").read(results)
-    assert undelayed is not None
-    assert (undelayed.value, undelayed.ours) == (0.5, "0.60 s")
+    processor = Ratio("g", "slow", figure="processor").read(results)
+    assert processor is not None
+    assert (processor.value, processor.ours) == (0.5, "0.60 s")
     assert Ratio("g", "absent").read(results) is None
     assert Ratio("absent").read(results) is None
 
@@ -75,7 +75,7 @@ def test_a_ratio_of_rates_is_larger_where_we_are_faster() -> None:
 def test_a_figure_is_in_its_unit_and_may_be_beyond_another_one() -> None:
     results = seconds("g", xla_ckpt=[0.004, 0.002])
     assert Figure("g", unit="ms").read(results) == Reading(pytest.approx(3.0), "3 ms", rounds=[4.0, 2.0])
-    assert Figure("g", unit="ms", less="undelayed").read(results) == Reading(
+    assert Figure("g", unit="ms", less="processor").read(results) == Reading(
         pytest.approx(1.5), "1.5 ms", rounds=[2.0, 1.0]
     )
     assert Figure("g", "absent").read(results) is None
