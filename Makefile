@@ -63,10 +63,10 @@ $(PEERS)/.ready: benchmarks/requirements.txt $(READY)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(PEERS) --no-deps --require-hashes -r $<
 	@touch $@
 
-bench: $(PEERS)/.ready ## our saves and loads beside the peers', in 15 quiet minutes; writes docs/performance.md
+bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 20 quiet minutes; writes docs/performance.md
 	$(BIN)/python -m benchmarks.peers --write
 
-bench-short: $(READY) ## what the targets are about, once, in two minutes; writes nothing
+bench-short: $(READY) ## what the targets are about, once, in some minutes; writes nothing
 	$(BIN)/python -m benchmarks.peers --short --rounds 1
 
 bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that of docs/performance.json

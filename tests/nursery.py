@@ -208,26 +208,43 @@ def bear(
     """
     if xla and not HAS_XLA:
         raise NurseryError("torch_xla is not installed, and this process would begin with it: mark the test with xla")
-    nursery = _nursery(WITH_XLA if xla else LIGHT)
-    request = {"what": what, "env": environment() if env is None else dict(env), "cwd": str(cwd or os.getcwd()),
-               "end": end}  # fmt: skip
-    return nursery.bear(pickle.dumps(request), live)
+    return _nursery(WITH_XLA if xla else LIGHT).bear(_request(what, env, cwd, end), live)
+
+
+def bear_elsewhere(python: str, call: Call, env: Mapping[str, str]) -> Born:
+    """Start a process of another interpreter, named as it is from the checkout, with `env` as its whole environment.
+
+    Raises OSError if there is no such interpreter.
+    """
+    return _nursery(LIGHT, python).bear(_request(call, env, None, "soon"), live=False)
+
+
+def _request(
+    what: Program | Call, env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None, end: End
+) -> bytes:
+    place = {"env": environment() if env is None else dict(env), "cwd": str(cwd or os.getcwd())}
+    return pickle.dumps({"what": what, **place, "end": end})
 
 
 class _Nursery:
     """A process that forks on request."""
 
-    def __init__(self, modules: tuple[str, ...]) -> None:
+    def __init__(self, modules: tuple[str, ...], python: str = sys.executable) -> None:
         self._modules = modules
         self._door, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._over: str | None = None
         with its:
-            command = [sys.executable, "-m", "tests.nursery", str(its.fileno()), *modules]
+            command = [python, "-m", "tests.nursery", str(its.fileno()), *modules]
             env = environment({"OMP_NUM_THREADS": "1"})
-            self._process = subprocess.Popen(
-                command, pass_fds=[its.fileno()], env=env, cwd=ROOT, stderr=self._errors.fileno()
-            )
+            try:
+                self._process = subprocess.Popen(
+                    command, pass_fds=[its.fileno()], env=env, cwd=ROOT, stderr=self._errors.fileno()
+                )
+            except OSError:  # there is no such interpreter
+                self._door.close()
+                self._errors.close()
+                raise
 
     def bear(self, request: bytes, live: bool) -> Born:
         """Have a process forked."""
@@ -278,8 +295,8 @@ class _Nursery:
 
 
 @functools.cache
-def _nursery(modules: tuple[str, ...]) -> _Nursery:
-    return _Nursery(modules)
+def _nursery(modules: tuple[str, ...], python: str = sys.executable) -> _Nursery:
+    return _Nursery(modules, python)
 
 
 # --- in the nursery ------------------------------------------------------------------------------------------------

@@ -11,15 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.peers import machine, render
-from benchmarks.peers.contenders import Group, groups
+from benchmarks.peers.check import compare, missing, uncommitted
+from benchmarks.peers.contenders import groups
 from benchmarks.peers.results import Results
+from benchmarks.peers.rows import Group
 from benchmarks.peers.running import Runner, run
-from benchmarks.peers.targets import falls, missing
 from tests.nursery import end_all
 
 ROOT = Path(__file__).parents[2]
-AGAIN = 2
-"""How often a ratio that seems to have fallen is measured again before it counts: one noisy round is no fall."""
+AGAIN = 4
+"""How often a ratio that is in doubt is measured again, at most: one noisy round is no fall."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,20 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace, chosen: list[Group], runner: Runner, results: Results) -> int:
-    """Compare with the committed run; what seems to have fallen is measured again."""
+    """Compare with the committed run; what is in doubt is measured again."""
     committed = Results.from_json(json.loads(args.committed.read_text()))
     if committed.about["gb"] != args.gb:
         raise SystemExit(f"{args.committed} was made with --gb {committed.about['gb']}, and this run with {args.gb}")
     for _ in range(AGAIN):
-        suspects = {group for fall in falls(committed, results) for group in fall.target.groups}
-        run([group for group in chosen if group.key in suspects], 1, runner, results, _say)
-    problems = [str(fall) for fall in falls(committed, results)]
-    problems += [
-        f"{what}: the committed run has it, and a row of this one failed" for what in missing(committed, results)
-    ]
-    for problem in problems:
-        print(f"FALLEN {problem}", file=sys.stderr)
-    return 1 if problems else 0
+        doubtful = {each.guard.source.group for each in compare(committed, results) if each.is_doubtful}
+        run([group for group in chosen if group.key in doubtful], 1, runner, results, _say)
+    compared, gone = compare(committed, results), missing(committed, results)
+    lines = [str(each) for each in compared]
+    lines += [f"not compared, since the committed run is older: {what}" for what in uncommitted(committed, results)]
+    lines += [f"FALLEN {what}: the committed run has it, and a row of this one failed" for what in gone]
+    print(*lines, sep="\n", file=sys.stderr)
+    return 1 if gone or any(each.has_fallen for each in compared) else 0
 
 
 def _chosen(all_: list[Group], only: str, *, short: bool) -> list[Group]:
@@ -95,8 +95,8 @@ def _say(line: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Measure our saves and loads.")
     parser.add_argument("--gb", type=float, default=1.0, help="size of a saved state; loads have twice as much")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--minutes", type=float, default=15, help="no round begins that would end later than this")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=20, help="no round begins that would end later than this")
     parser.add_argument("--only", default="", help="groups, with commas between them; by default all")
     parser.add_argument("--short", action="store_true", help="only the rows that targets are about")
     parser.add_argument("--limit", type=float, default=120, help="seconds that one measurement may take")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from importlib.metadata import distributions
 from pathlib import Path
+
+from benchmarks.peers.installed import PACKAGES, PEERS
+from tests.runs import ROOT
 
 _QUIET_DIRTY = 32 << 20
 _POLL = 0.05
@@ -93,16 +98,15 @@ def load_average() -> float:
 def description() -> str:
     """The machine and the packages that were measured."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    latest = [str(path) for path in (ROOT / ".venv-latest").glob("lib/python*/site-packages")]
     names = ("torch", "torch_xla", "orbax-checkpoint", "jax", "safetensors", "numpy")
-    packages = ", ".join(f"{name} {_version(name)}" for name in names)
     return (
         f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.machine()}, Linux {platform.release()}, CPU PJRT, "
-        f"Python {platform.python_version()}; {packages}"
+        f"Python {platform.python_version()}; {_versions(names, sys.path)}; peers from the registry: "
+        f"{_versions(PACKAGES, [str(PEERS)])}; the newest torch: {_versions(('torch',), latest)}"
     )
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "missing"
+def _versions(names: Sequence[str], path: list[str]) -> str:
+    installed = {name: next(iter(distributions(name=name, path=path)), None) for name in names}
+    return ", ".join(f"{name} {found.version if found else 'missing'}" for name, found in installed.items())

@@ -42,10 +42,18 @@ class Results:
         """The outcome of a row, made if it is new."""
         return self.rows.setdefault(group, {}).setdefault(name, Outcome())
 
-    def median(self, group: str, name: str, figure: str = "seconds") -> float | None:
-        """The median of a figure of a row; None if there is none."""
-        found = self.rows.get(group, {}).get(name)
-        return found.median(figure) if found else None
+    def runs(self, group: str, name: str) -> list[Figures]:
+        """The rounds of a row; none if it was not measured."""
+        row = self.rows.get(group, {}).get(name)
+        return row.runs if row else []
+
+    def among(self, other: Results) -> Results:
+        """Without the rows that another run has not measured."""
+        kept = {
+            group: {name: row for name, row in rows.items() if other.runs(group, name)}
+            for group, rows in self.rows.items()
+        }
+        return Results(self.about, kept)
 
     def spread(self) -> float | None:
         """The median over all rows of the slowest round over the fastest; None of one round."""
@@ -66,8 +74,3 @@ class Results:
             for group, rows in value["rows"].items()
         }
         return cls(dict(value["about"]), rows)
-
-
-def quotient(above: float | None, below: float | None) -> float | None:
-    """One figure over another, if both are there."""
-    return None if above is None or not below else above / below

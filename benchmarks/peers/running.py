@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import machine, measures
-from benchmarks.peers.contenders import Group, Row, Saved
 from benchmarks.peers.results import Figures, Outcome, Results
+from benchmarks.peers.rows import Group, Row, Saved
 from tests.jobs import start_on_ranks
-from tests.nursery import Born, Call, ProcessError, bear
+from tests.nursery import Born, Call, ProcessError, bear, bear_elsewhere
 from tests.runs import environment
 
 ENV = {"JAX_PLATFORMS": "cpu"}
@@ -60,14 +60,14 @@ class Runner:
         return self._alone(row, *row.args, str(folder))
 
     def _alone(self, row: Row, *args: object) -> Any:
-        return _value(bear(Call.of(row.function, *args), env=environment({**ENV, **row.env}), xla=row.xla), self.limit)
+        return _value(_born(Call.of(row.function, *args), row.env, row.xla, row.python), self.limit)
 
     def _prepare(self, saved: Saved) -> tuple[Path, str]:
         if saved not in self._prepared:
             folder = self.scratch / f"saved-{len(self._prepared)}"
             folder.mkdir(parents=True)
             call = Call.of(measures.prepare, saved.saver, saved.device, saved.gb, saved.count, str(folder))
-            born = bear(call, env=environment(ENV), xla=saved.device == "xla")
+            born = _born(call, {}, saved.device == "xla", saved.python)
             self._prepared[saved] = folder, _value(born, self.limit)
         return self._prepared[saved]
 
@@ -82,6 +82,12 @@ class Runner:
                     rank.kill()
                     rank.communicate()
         return {"seconds": max(r["seconds"] for r in all_), "nbytes": float(machine.stored_bytes(folder))}
+
+
+def _born(call: Call, env: Mapping[str, str], xla: bool, python: str) -> Born:
+    """A process that measures, of this environment or of another one whose interpreter is `python`."""
+    whole = environment({**ENV, **env})
+    return bear_elsewhere(python, call, whole) if python else bear(call, env=whole, xla=xla)
 
 
 def _value(born: Born, limit: float) -> Any:
@@ -110,7 +116,7 @@ def run(
         turns = [
             (group, row)
             for group in groups
-            for row in _in_turn(group.rows, number)
+            for row in _in_turn(group.rows, len(results.runs(group.key, group.rows[0].name)))
             if number < row.rounds and not results.outcome(group.key, row.name).error
         ]
         if time.monotonic() + sum(took.get((group.key, row.name), 0.0) for group, row in turns) > over:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.installed import moonclip_manager, needs, torch_checkpointing_manager
 from benchmarks.peers.states import MIB, State
 
 Wait = Callable[[], object]
-PEERS = Path(__file__).parents[2] / ".peers"
-"""Packages of peers that the project itself does not need."""
 
 
 def ours(state: State, directory: Path, **options: Any) -> None:
@@ -279,19 +277,49 @@ def orbax_v1_async(state: State, directory: Path) -> Wait:
     return ocp.save_async(directory / "o", state.arrays).result  # type: ignore[no-any-return]
 
 
-def moonclip_manager(directory: Path, **options: Any) -> Any:
-    """moonclip's manager, without loss."""
-    sys.path.append(str(PEERS))
-    from moonclip.pytorch import CheckpointManager
-
-    return CheckpointManager(str(directory / "m"), compression_level=1, world_size=1, rank=0, **options)
-
-
+@needs("moonclip.pytorch")
 def moonclip(state: State, directory: Path) -> None:
     moonclip_manager(directory, async_save=False).save(step=1, model=state.module)
 
 
+@needs("moonclip.pytorch")
 def moonclip_async(state: State, directory: Path) -> Wait:
     manager = moonclip_manager(directory)
     manager.save(step=1, model=state.module)
     return manager.flush  # type: ignore[no-any-return]
+
+
+@needs("tensorizer")
+def tensorizer(state: State, directory: Path) -> None:
+    from tensorizer import TensorSerializer
+
+    serializer = TensorSerializer(str(directory / "f.tensors"))
+    serializer.write_state_dict(state.state_dict())
+    serializer.close()
+
+
+@needs("fastsafetensors")
+def fastsafetensors(state: State, directory: Path) -> None:
+    from fastsafetensors import ParallelSaver
+
+    ParallelSaver(fsync=True).save(state.state_dict(), str(directory / "f"))
+
+
+@needs("torch_checkpointing")
+def torch_checkpointing(state: State, directory: Path) -> None:
+    torch_checkpointing_manager("sync").save(str(directory / "t"), {"model": state.state_dict()})
+
+
+@needs("torch_checkpointing")
+def torch_checkpointing_copied(state: State, directory: Path) -> Wait:
+    return _torch_checkpointing_async("copied", state, directory)
+
+
+@needs("torch_checkpointing")
+def torch_checkpointing_async(state: State, directory: Path) -> Wait:
+    return _torch_checkpointing_async("async", state, directory)
+
+
+def _torch_checkpointing_async(kind: str, state: State, directory: Path) -> Wait:
+    manager = torch_checkpointing_manager(kind)
+    return manager.save(str(directory / "t"), {"model": state.state_dict()}).result  # type: ignore[no-any-return]

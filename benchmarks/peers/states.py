@@ -38,6 +38,8 @@ PAGE = 4096
 class State:
     """A state on one kind of device: ``cpu``, ``xla``, ``jax``, or ``sim``, the simulated accelerator of the tests.
 
+    ``new`` is CPU memory that is not there yet: such a state is empty until a load puts its `arrays` in place.
+
     The values are those of one random block, with another number added in each tensor: making them takes no longer
     than writing to fresh memory does, and no compressor finds anything in them.
     """
@@ -46,12 +48,14 @@ class State:
         import torch
 
         self.device = device
-        self.nbytes = size_of(shapes(gb, count))
-        sizes = shapes(gb, count)
-        block = torch.rand(max(math.prod(s) for s in sizes), generator=torch.Generator().manual_seed(seed))
-        host = [torch.add(block[: math.prod(s)], float(i)).view(s) for i, s in enumerate(sizes)]
+        self.shapes = sizes = shapes(gb, count)
+        self.nbytes = size_of(sizes)
         self.arrays: dict[str, Any] = {}
         self.module: Any = None
+        if device == "new":
+            return
+        block = torch.rand(max(math.prod(s) for s in sizes), generator=torch.Generator().manual_seed(seed))
+        host = [torch.add(block[: math.prod(s)], float(i)).view(s) for i, s in enumerate(sizes)]
         if device == "jax":
             import jax
 

@@ -7,10 +7,12 @@ import json
 import pytest
 
 from benchmarks.peers import plots, render
-from benchmarks.peers.contenders import Group, Row
-from benchmarks.peers.results import Outcome, Results, quotient
+from benchmarks.peers.check import compare, missing, uncommitted
+from benchmarks.peers.figures import Figure, Ratio, Reading
+from benchmarks.peers.results import Outcome, Results
+from benchmarks.peers.rows import Group, Row
 from benchmarks.peers.starts import imports
-from benchmarks.peers.targets import TARGETS, falls, missing
+from benchmarks.peers.targets import TARGETS
 
 MAPPED = "`torch.load(mmap=True)`"
 ABOUT = {
@@ -37,59 +39,98 @@ def test_a_median_is_that_of_the_rounds_that_have_the_figure() -> None:
     assert Outcome(error="it broke").median() is None
 
 
-def test_a_quotient_needs_both_sides() -> None:
-    assert quotient(3.0, 2.0) == 1.5
-    assert quotient(None, 2.0) is None
-    assert quotient(1.0, None) is None
-    assert quotient(1.0, 0.0) is None
-
-
 def test_results_go_through_json() -> None:
     results = cold([1.0], [2.0])
     results.outcome("cold", "a peer").error = "RuntimeError: no"
     assert Results.from_json(json.loads(json.dumps(results.to_json()))) == results
 
 
-def test_targets_are_ratios_of_medians_and_bytes_beyond_the_new_state() -> None:
-    results = cold([1.0, 5.0, 1.0], [2.0, 1.4, 1.4])
-    values = {t.what: t.value(results) for t in TARGETS}
-    assert values[f"cold load against {MAPPED}"] == pytest.approx(1.4)
-    assert values["extra memory of a load of XLA tensors, beyond the new state"] == pytest.approx(100)
-    assert values["cold load against safetensors"] is None
+def seconds(group: str, **rows: list[float]) -> Results:
+    """A group whose rows have these seconds, of 2 GB."""
+    runs = {
+        name: Outcome([{"seconds": s, "processor": s / 2, "nbytes": 2e9} for s in each]) for name, each in rows.items()
+    }
+    return Results(dict(ABOUT), {group: runs})
+
+
+def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
+    results = seconds("g", xla_ckpt=[1.0, 5.0, 1.2], slow=[2.0, 4.0, 6.0], fast=[1.5, 1.5])
+    slow = Ratio("g", "slow").read(results)
+    assert slow == Reading(0.5, "1.20 s", "4.00 s", [0.5, 1.25, pytest.approx(0.2)])
+    best = Ratio("g").read(results)
+    assert best is not None
+    assert (best.value, best.beside) == (2.0, "1.50 s (fast)")
+    processor = Ratio("g", "slow", figure="processor").read(results)
+    assert processor is not None
+    assert (processor.value, processor.ours) == (0.5, "0.60 s")
+    assert Ratio("g", "absent").read(results) is None
+    assert Ratio("absent").read(results) is None
+
+
+def test_a_ratio_of_rates_is_larger_where_we_are_faster() -> None:
+    reading = Ratio("g", "slow", rate=True).read(seconds("g", xla_ckpt=[1.0], slow=[2.0]))
+    assert reading == Reading(2.0, "2.00 GB/s", "1.00 GB/s", [2.0])
+
+
+def test_a_figure_is_in_its_unit_and_may_be_beyond_another_one() -> None:
+    results = seconds("g", xla_ckpt=[0.004, 0.002])
+    assert Figure("g", unit="ms").read(results) == Reading(pytest.approx(3.0), "3 ms", rounds=[4.0, 2.0])
+    assert Figure("g", unit="ms", less="processor").read(results) == Reading(
+        pytest.approx(1.5), "1.5 ms", rounds=[2.0, 1.0]
+    )
+    assert Figure("g", "absent").read(results) is None
+
+
+def test_the_table_says_of_each_target_whether_it_is_met() -> None:
+    results = seconds("small-load", xla_ckpt=[0.6, 0.8], safetensors=[1.0, 1.0])
+    results.rows |= seconds("save", xla_ckpt=[1.0], **{"raw limit": [0.9]}).rows
     table = render.targets_table(results)
-    assert f"| cold load against {MAPPED} | >= 1.5 x | 1.4 x | **not met** |" in table
-    assert "| extra memory of a load of XLA tensors, beyond the new state | <= 256 MB | 100 MB | met |" in table
+    assert "| load onto XLA | <= 0.7 of safetensors | 0.7 | 0.6 to 0.8 | 0.70 s | 1.00 s | met |" in table
+    assert "| >= 0.95 of raw limit | 0.9 | one round | 2.00 GB/s | 2.22 GB/s | **not met** |" in table
+    assert "| save of XLA tensors | <= 0.6 of safetensors | not measured | | | | |" in table
+    assert f"Of {len(TARGETS)} targets 1 are met, 1 are not, and {len(TARGETS) - 2} were not measured." in table
 
 
-@pytest.mark.parametrize(("seconds", "fell"), [(1.33, False), (1.34, True)])
-def test_a_ratio_a_quarter_below_the_committed_one_has_fallen(seconds: float, fell: bool) -> None:
-    committed, measured = cold([1.0], [2.0]), cold([seconds], [2.0])
-    found = falls(committed, measured)
-    assert bool(found) == fell
+@pytest.mark.parametrize(("ours", "fell"), [(1.33, False), (1.34, True)])
+def test_a_ratio_whose_speed_is_a_quarter_below_the_committed_one_has_fallen(ours: float, fell: bool) -> None:
+    committed, measured = cold([1.0], [2.0]), cold([ours], [2.0])
+    (compared,) = compare(committed, measured)
+    assert (compared.has_fallen, compared.is_doubtful) == (fell, True)
     if fell:
-        assert str(found[0]) == (
-            f"cold load against {MAPPED}: expected at least 1.50 x (2.00 x is committed, and a fall of 25% is "
-            "allowed), found 1.49 x"
+        assert str(compared) == (
+            f"FALLEN Loads: onto XLA, cold, against {MAPPED}: 0.67 x, of one round; committed 0.5 x, of one round: "
+            "75% of that speed"
         )
 
 
-def test_a_ratio_that_is_to_be_small_falls_upwards() -> None:
-    def stalls(ours: float) -> Results:
-        names = ("xla_ckpt", "one memcpy of the state into warm memory")
-        rows = {name: Outcome([{"seconds": s}]) for name, s in zip(names, (ours, 1.0), strict=True)}
-        return Results(dict(ABOUT), {"cpu-stall": rows})
+def test_a_ratio_of_rates_falls_downwards() -> None:
+    def saves(ours: float) -> Results:
+        return seconds("save", xla_ckpt=[ours], **{"raw limit": [1.0]})
 
-    assert falls(stalls(1.0), stalls(1.33)) == []
-    (fall,) = falls(stalls(1.0), stalls(1.34))
-    assert "expected at most 1.33 x" in str(fall)
-    assert "found 1.34 x" in str(fall)
+    assert [each.has_fallen for each in compare(saves(1.0), saves(1.33))] == [False]
+    assert [each.has_fallen for each in compare(saves(1.0), saves(1.34))] == [True]
+
+
+@pytest.mark.parametrize(("ours", "doubtful"), [(0.5, False), (1.14, False), (1.15, True)])
+def test_a_ratio_is_in_doubt_before_it_has_fallen(ours: float, doubtful: bool) -> None:
+    (compared,) = compare(cold([1.0], [2.0]), cold([ours], [2.0]))
+    assert compared.is_doubtful == doubtful
+    assert not compared.has_fallen
+
+
+def test_the_best_peer_is_that_of_the_rows_which_both_runs_have() -> None:
+    committed = seconds("warm", xla_ckpt=[1.0], a=[1.0], b=[4.0])
+    (compared,) = compare(committed, seconds("warm", xla_ckpt=[1.0], b=[4.0]))
+    assert compared.expected.value == compared.found.value == 0.25
 
 
 def test_a_row_that_failed_is_no_ratio_that_held() -> None:
+    what = f"Loads: onto XLA, cold, against {MAPPED}"
     committed, measured = cold([1.0], [2.0]), cold([1.0], [])
-    assert falls(committed, measured) == []
-    assert missing(committed, measured) == [f"cold load against {MAPPED}"]
+    assert compare(committed, measured) == []
+    assert missing(committed, measured) == [what]
     assert missing(committed, Results(dict(ABOUT))) == []  # that group was not asked for
+    assert (missing(measured, committed), uncommitted(measured, committed)) == ([], [what])
 
 
 def test_a_document_ranks_the_rows_and_says_which_failed() -> None:
@@ -97,7 +138,7 @@ def test_a_document_ranks_the_rows_and_says_which_failed() -> None:
     results.outcome("cold", "a peer").error = "RuntimeError: no storage"
     rows = tuple(Row(name, imports, ()) for name in ("xla_ckpt", MAPPED, "a peer"))
     text = render.document(results, [Group("cold", "Load", rows, rate=True, plot=True)])
-    lines = [line for line in text[text.index("## Load") :].splitlines() if line.startswith("| ")]
+    lines = [line for line in text[text.index("\n## Load\n") :].splitlines() if line.startswith("| ")]
     assert lines[1:] == [
         f"| {MAPPED} | 0.85 s | 0.80 s to 0.90 s | 2 | 2.35 | 2100 MB | 0.81 |",
         "| xla_ckpt | 1.05 s | 1.00 s to 1.10 s | 2 | 1.90 | 2100 MB | 1.00 |",

@@ -4,8 +4,8 @@ Whenever some hundred objects have been made, the collector looks through the yo
 all objects of the program, of which torch alone has 150,000. For a state of 20,000 arrays that took as long as the rest
 of a save, and found nothing. It is paused only where modules of this library are loaded, where plans are made, where a
 state is frozen, which takes a second for some ten thousand arrays, and where a command lists tags or arrays. It runs
-while files are written and read and while other ranks are waited for, but for those that plan with this one in a call of
-DCP's: a program that goes on training meanwhile makes garbage of its own.
+while files are written and read and while other ranks are waited for, but for those that plan with this one in a call
+of DCP's: a program that goes on training meanwhile makes garbage of its own.
 """
 
 from __future__ import annotations
