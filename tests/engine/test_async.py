@@ -251,7 +251,9 @@ def saves_what_cannot_be_written(root: Path) -> None:
 def test_a_failed_save_at_exit_is_logged(tmp_path: Path) -> None:
     process = ended("test_async.saves_what_cannot_be_written(Path(sys.argv[1]))", tmp_path)
     assert process.returncode == 0
-    assert "finalize_checkpoint() would): saving failed: full" in process.communicate()[1]
+    said = process.communicate()[1]
+    assert "a save in flight at exit failed" in said
+    assert "saving failed: full" in said
 
 
 def saves_and_makes_no_other_call(root: Path) -> None:

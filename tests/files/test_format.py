@@ -15,7 +15,7 @@ from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.files import safetensors as payload
 from xla_ckpt.files.regions import Region, Regions
 from xla_ckpt.manifest import digest, intseq, manifest_json
-from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, Form, array_record
+from xla_ckpt.manifest.arrays import ArrayForm, ArrayRecord, Arrays, array_record
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
@@ -113,7 +113,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         offsets = [draw(st.integers(0, 1 << 17)) for _ in range(grid.cells)]
         frames = draw(frames_of([grid.cell(i) for i in range(grid.cells)]))
         arrays[f"model/{name}"] = ArrayRecord(
-            form=Form(dtype=draw(some_dtypes), shape=shape, grids=(grid,)),
+            form=ArrayForm(dtype=draw(some_dtypes), shape=shape, grids=(grid,)),
             files=tuple(places),
             offsets=tuple(offsets),
             frames=frames,

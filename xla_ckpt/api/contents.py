@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.api.opened import Knowledge, opened
-from xla_ckpt.api.summaries import StoredFile, files_of
+from xla_ckpt.api.summaries import StoredFile, stored_files
 from xla_ckpt.engine.parity import parity_of
 from xla_ckpt.errors import UsageError
 from xla_ckpt.keywords import nearest
@@ -156,7 +156,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
     if foreign is None:
         files = tuple(StoredFile(path=file.path, size=file.size) for file in manifest.files)
     else:
-        files = files_of(store, foreign[1])
+        files = stored_files(store, foreign[1])
     return TagContents(
         path=store.path,
         tag=tag,

@@ -69,7 +69,7 @@ def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSumma
     )
     try:
         if layout is not None:  # it has no index: its directory says what there is
-            files = files_of(store, entry)
+            files = stored_files(store, entry)
             nbytes = sum(file.size for file in files)
             return replace(summary, nbytes=nbytes, files=len(files), layout=layout.origin or layout.name)
         with open_tag(store, entry.tag) as reader:
@@ -86,7 +86,7 @@ def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSumma
     )
 
 
-def files_of(store: Store, entry: TagEntry) -> tuple[StoredFile, ...]:
+def stored_files(store: Store, entry: TagEntry) -> tuple[StoredFile, ...]:
     """The files of a tag; those that lie in the root itself are named in it."""
     apart = entry.files or (() if store.is_directory(entry.directory) else (entry.directory,))
     # Files that a path names may be links.

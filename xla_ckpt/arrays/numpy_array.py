@@ -53,7 +53,7 @@ class Numpy:
         _check_writable(value)
         memory = _strided(value)
         over = [memory.cut(piece.local) for piece in local.pieces]
-        if value.flags.c_contiguous and _is_whole(local, value.shape):
+        if value.flags.c_contiguous and local.fills(value.shape):
             boxes = tuple(p.box for p in local.pieces)
             return ComposedTarget(
                 dtype=self.dtype(value),
@@ -105,10 +105,6 @@ def _cut(value: Any, box: Box) -> Any:
     return value[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
 
 
-def _is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
-    return len(local.pieces) == 1 and local.pieces[0].local.shape == tuple(shape)
-
-
 def _host(value: Any) -> HostShard:
     plain = np.ascontiguousarray(value).reshape(value.shape)  # a copy exactly where it was not contiguous
     return HostShard(bytes_of_array(plain), plain, immutable=not value.flags.c_contiguous)
@@ -121,7 +117,7 @@ def fresh_numpy(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any],
 
     def memory(_: Slabs) -> list[memoryview]:
         nonlocal array
-        if _is_whole(local, shape):
+        if local.fills(shape):
             array = np.empty(shape, numpy_type)
             return [bytes_of_array(array)]
         array = np.zeros(shape, numpy_type)

@@ -18,7 +18,7 @@ from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
-from xla_ckpt.manifest.arrays import Form
+from xla_ckpt.manifest.arrays import ArrayForm
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.placement import Placement
@@ -117,7 +117,7 @@ class Adapters:
     def _on_xla(self, value: torch.Tensor) -> ArrayAdapter:
         return _spmd() if self._spmd and _spmd().accepts(value) else _xla(self._spmd)
 
-    def whole_target(self, value: Any, form: Form, *, owned: bool) -> Target | None:
+    def whole_target(self, value: Any, form: ArrayForm, *, owned: bool) -> Target | None:
         """The target that overwrites a dense tensor of a form, all of which this process has, if that takes no more.
 
         `owned` is as in `ArrayAdapter.into`. None for whatever has to be looked at more closely. A load asks this of

@@ -15,7 +15,7 @@ import torch
 from xla_ckpt import dtypes
 from xla_ckpt.arrays.accelerator import TensorShard, version_of
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import ComposedTarget, Span, Target, changed
+from xla_ckpt.engine.target import ComposedTarget, MemorySpan, Target, changed
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.sharding.box import Box
@@ -200,7 +200,7 @@ class TorchHost(WholeTensors):
 
             return changed(fresh, install, over)
         spread = Spread(local)
-        if is_whole(local, value.shape):
+        if local.fills(value.shape):
             return InPlace(dtype_of(value), local.shape, spread.boxes, value)
         return ComposedTarget(
             dtype=dtype_of(value),
@@ -259,11 +259,6 @@ def cut(value: torch.Tensor, box: Box) -> torch.Tensor:
     for dim, (low, high) in enumerate(zip(box.start, box.stop, strict=True)):
         value = value.narrow(dim, low, high - low)
     return value
-
-
-def is_whole(local: LocalArray, shape: Sequence[int]) -> bool:
-    """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""
-    return len(local.pieces) == 1 and local.pieces[0].local == Box.whole(shape)
 
 
 class Spread:
@@ -334,7 +329,7 @@ class InPlace(Target):
         return [target.value for target in targets]
 
     @classmethod
-    def spans(cls, targets: Sequence[InPlace]) -> list[list[Span]]:
+    def spans(cls, targets: Sequence[InPlace]) -> list[list[MemorySpan]]:
         values = [target.value for target in targets]
         return [[(HOST_MEMORY, at := value.data_ptr(), at + value.nbytes)] for value in values]
 
@@ -363,7 +358,7 @@ def fresh_torch(
     dtype: DType, shape: tuple[int, ...], torch_type: torch.dtype, device: torch.device | None, local: LocalArray
 ) -> Target:
     """A target that makes a new tensor of a local shape; its padding is zero."""
-    if is_whole(local, shape) and (device is None or device.type == "cpu"):
+    if local.fills(shape) and (device is None or device.type == "cpu"):
         return NewTensor(dtype, local.shape, (local.pieces[0].box,), torch_type)
     spread, tensor = Spread(local), torch.empty(0)
 

@@ -24,13 +24,12 @@ from xla_ckpt.arrays.torch_host import (
     bytes_of,
     cut,
     dtype_of,
-    is_whole,
     is_xla,
     tensor_from,
     torch_type,
 )
 from xla_ckpt.dtypes import DType
-from xla_ckpt.engine.target import ComposedTarget, Span, Target, changed
+from xla_ckpt.engine.target import ComposedTarget, MemorySpan, Target, changed
 from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
@@ -166,7 +165,7 @@ def fresh_xla(
     `adopts`: whether XLA takes host memory as it is; None to find out.
     """
     adopts = (_adopts() if adopts is None else adopts) and adoptable(torch_type, shape)
-    if adopts and is_whole(local, shape):
+    if adopts and local.fills(shape):
         return NewBuffer(dtype, local.shape, (local.pieces[0].box,), torch_type)
     spread, tensor = Spread(local), torch.empty(0)
     buffer: Adoptable | None = None
@@ -218,7 +217,7 @@ class NewBuffer(Target):
         return [] if self.value is None else [buffer_of(self.value)]
 
     @classmethod
-    def spans(cls, targets: Sequence[NewBuffer]) -> list[list[Span]]:
+    def spans(cls, targets: Sequence[NewBuffer]) -> list[list[MemorySpan]]:
         number = _XLAC._xla_get_tensor_id
         return [[] if (v := t.value) is None else [(("xla", number(v)), 0, v.nbytes)] for t in targets]
 

@@ -15,7 +15,7 @@ from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.manifest.digest import block_sizes, digest, to_hex
-from xla_ckpt.plan.batches import Batch, batches_of
+from xla_ckpt.plan.batches import ReadBatch, batches_of
 from xla_ckpt.plan.restore_plan import RestorePlan, Scattered
 from xla_ckpt.sharding.ranges import runs, strides
 from xla_ckpt.snapshot.memory import Slabs
@@ -46,7 +46,7 @@ def read_into(
     """
     crew = Crew() if crew is None else crew
 
-    def work(batch: Batch, memory: memoryview) -> None:
+    def work(batch: ReadBatch, memory: memoryview) -> None:
         scratch, buffer = memory[:SCRATCH_BYTES], memory[SCRATCH_BYTES:]
         if batch.straight:
             _read_straight(tag, batch, slots, scratch, crew.phases, slabs)
@@ -72,7 +72,7 @@ def check_reads(
     """
     crew = Crew() if crew is None else crew
 
-    def work(batch: Batch, buffer: memoryview) -> None:
+    def work(batch: ReadBatch, buffer: memoryview) -> None:
         try:
             _read_through(tag, batch, buffer, None, None, crew.phases)
         except CorruptCheckpointError as error:
@@ -85,7 +85,7 @@ def check_reads(
 
 
 def _run(
-    plan: RestorePlan, straight: bool, work: Callable[[Batch, memoryview], None], workers: int, scratch: int
+    plan: RestorePlan, straight: bool, work: Callable[[ReadBatch, memoryview], None], workers: int, scratch: int
 ) -> None:
     """Work off what is read, each worker with `scratch` bytes and a buffer that the largest batch fits into."""
     with collector_paused():
@@ -101,7 +101,7 @@ def _run(
 
 
 def _read_straight(
-    tag: TagReader, batch: Batch, slots: Slots, scratch: memoryview, phases: Phases, slabs: Slabs | None
+    tag: TagReader, batch: ReadBatch, slots: Slots, scratch: memoryview, phases: Phases, slabs: Slabs | None
 ) -> None:
     """Read a batch into its destination, and verify it there."""
     plan, read = batch.plan, batch.extents.read[0]
@@ -117,7 +117,7 @@ def _read_straight(
 
 def _read_through(
     tag: TagReader,
-    batch: Batch,
+    batch: ReadBatch,
     buffer: memoryview,
     slots: Slots | None,
     scratch: memoryview | None,
@@ -134,7 +134,7 @@ def _read_through(
             _distribute(batch, data, slots)
 
 
-def _fill(tag: TagReader, batch: Batch, into: memoryview, scratch: memoryview | None) -> None:
+def _fill(tag: TagReader, batch: ReadBatch, into: memoryview, scratch: memoryview | None) -> None:
     """Fill memory with the bytes of a batch; without scratch, they will be read again."""
     source, offset = tag.source(batch.file), batch.start
     got = source.read_into(into, offset) if scratch is None else source.read_once(into, offset, scratch)
@@ -150,7 +150,7 @@ def _fill(tag: TagReader, batch: Batch, into: memoryview, scratch: memoryview | 
         )
 
 
-def _verify(tag: TagReader, batch: Batch, data: memoryview) -> None:
+def _verify(tag: TagReader, batch: ReadBatch, data: memoryview) -> None:
     """Compare each block of a batch, whose bytes are `data`, with its digest. Some foreign files have no digests."""
     table = tag.digest_table(batch.file)
     if table is None:
@@ -182,7 +182,7 @@ def _verify(tag: TagReader, batch: Batch, data: memoryview) -> None:
         )
 
 
-def _distribute(batch: Batch, data: memoryview, slots: Slots) -> None:
+def _distribute(batch: ReadBatch, data: memoryview, slots: Slots) -> None:
     """Copy what the reads of a batch want, whose bytes are `data`, to its places in the slots."""
     plan, extents = batch.plan, batch.extents
     read = extents.read

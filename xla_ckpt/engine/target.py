@@ -11,7 +11,7 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.strided import Strided
 from xla_ckpt.snapshot.memory import Slabs
 
-Span = tuple[Hashable, int, int]
+MemorySpan = tuple[Hashable, int, int]
 """A memory, and in it the address of the lowest byte and of the one behind the highest."""
 
 
@@ -54,7 +54,7 @@ class Target(Protocol):
         return [target.install() for target in targets]
 
     @classmethod
-    def spans(cls, targets: Sequence[Any]) -> list[list[Span]]:
+    def spans(cls, targets: Sequence[Any]) -> list[list[MemorySpan]]:
         """Where the memory of `over` lies, of some targets of this kind."""
         return [[(memory.space, *memory.span) for memory in target.over()] for target in targets]
 

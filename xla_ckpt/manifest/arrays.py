@@ -1,6 +1,6 @@
 """The arrays of a tag as one value: columns of numbers, and what many arrays have in common said once.
 
-A model has thousands of arrays and few kinds of them: a type, a shape, and how it is cut. Each kind is a `Form`, which
+A model has thousands of arrays and few kinds of them: a type, a shape, and how it is cut. Each kind is a `ArrayForm`, which
 is made and checked once. What is left of an array is its name and the places of its cells, and these are columns. An
 `ArrayRecord` is made when somebody asks for a single array.
 """
@@ -32,7 +32,7 @@ MANY_BOXES = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class ArrayForm:
     """What arrays have in common that are of one type and shape, and cut alike.
 
     Raises (on construction):
@@ -108,12 +108,12 @@ class Form:
         return [grid.cell(i) for grid in self.grids for i in range(grid.cells)]
 
 
-form_of = functools.lru_cache(maxsize=4096)(Form)
+form_of = functools.lru_cache(maxsize=4096)(ArrayForm)
 """The form of these facts: one object for all arrays of it, which is checked once."""
 
 
 @functools.lru_cache(maxsize=4096)
-def cell_bytes(form: Form) -> Ints:
+def cell_bytes(form: ArrayForm) -> Ints:
     """Bytes of each cell of an array of this form."""
     grids = [functools.reduce(np.multiply.outer, map(np.diff, grid.cuts), np.ones((), np.int64)) for grid in form.grids]
     sizes = np.concatenate([np.zeros(0, np.int64), *(np.reshape(sizes, -1) for sizes in grids)])
@@ -124,7 +124,7 @@ def cell_bytes(form: Form) -> Ints:
 class ArrayRecord:
     """One array: its form, and the place of every shard."""
 
-    form: Form
+    form: ArrayForm
     files: tuple[int, ...]
     """Index into the manifest's files, for each cell."""
 
@@ -150,22 +150,22 @@ class ArrayRecord:
 
     @property
     def spec(self) -> tuple[Any, ...] | None:
-        """See `Form.spec`."""
+        """See `ArrayForm.spec`."""
         return self.form.spec
 
     @property
     def stands_for(self) -> DType | None:
-        """See `Form.stands_for`."""
+        """See `ArrayForm.stands_for`."""
         return self.form.stands_for
 
     @property
     def own(self) -> bool:
-        """See `Form.own`."""
+        """See `ArrayForm.own`."""
         return self.form.own
 
     @property
     def divergent(self) -> bool:
-        """See `Form.divergent`."""
+        """See `ArrayForm.divergent`."""
         return self.form.divergent
 
     @property
@@ -237,7 +237,7 @@ class Arrays(Mapping[str, ArrayRecord]):
     names: Sequence[str]
     """Leaf path of each array."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[ArrayForm, ...]
     form: Ints
     """The index of each array's form."""
 
@@ -309,7 +309,7 @@ class Arrays(Mapping[str, ArrayRecord]):
             frames=frames if any(frame is not None for frame in frames) else None,
         )
 
-    def form_at(self, leaf: str) -> Form | None:
+    def form_at(self, leaf: str) -> ArrayForm | None:
         """The form of a leaf; None if there is no such leaf."""
         row = self.row.get(leaf)
         return None if row is None else self.forms[self.form[row]]

@@ -1,4 +1,4 @@
-"""Digests: which bytes are covered by which number.
+"""DigestColumn: which bytes are covered by which number.
 
 The bytes of every stored region are cut into blocks, from the region's own start, and each block has an XXH3-64 digest.
 Blocks grow with the region, so that a region has at most 64 of them up to 256 MiB: a reader that needs a part of it
@@ -68,7 +68,7 @@ def digest(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
-Digests = npt.NDArray[np.uint64]
+DigestColumn = npt.NDArray[np.uint64]
 """Many digests."""
 
 
@@ -85,17 +85,17 @@ class BlockTable:
     first: Ints
     """The place of its first digest."""
 
-    digests: Digests
+    digests: DigestColumn
 
     @classmethod
-    def of_regions(cls, offset: Ints, nbytes: Ints, digests: Digests) -> BlockTable:
+    def of_regions(cls, offset: Ints, nbytes: Ints, digests: DigestColumn) -> BlockTable:
         """The table of regions, ascending, whose digests come one after the other."""
         counts = -(-nbytes // block_sizes(nbytes))
         some = np.flatnonzero(nbytes)  # an empty region has no blocks, and begins where another one does
         return cls(offset[some], nbytes[some], (np.cumsum(counts) - counts)[some], digests)
 
     def of(self, offset: int, nbytes: int) -> tuple[int, ...]:
-        """Digests of the blocks of the region of `nbytes` bytes at `offset`.
+        """DigestColumn of the blocks of the region of `nbytes` bytes at `offset`.
 
         Raises:
             FormatError: No such region is in the file.
@@ -184,7 +184,7 @@ def to_hex(value: int) -> str:
 
 
 def pack_digests(digests: Sequence[int]) -> str:
-    """Digests as base64 of little-endian 64-bit numbers; its length depends on their number only."""
+    """DigestColumn as base64 of little-endian 64-bit numbers; its length depends on their number only."""
     return base64.b64encode(struct.pack(f"<{len(digests)}Q", *digests)).decode()
 
 
@@ -202,7 +202,7 @@ def unpack_digests(text: str, count: int) -> tuple[int, ...]:
     return tuple(digest_column(text, count).tolist())
 
 
-def digest_column(text: str | bytes, count: int) -> Digests:
+def digest_column(text: str | bytes, count: int) -> DigestColumn:
     """The `count` digests that `pack_digests` wrote.
 
     Raises:

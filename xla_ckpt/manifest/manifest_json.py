@@ -23,7 +23,7 @@ import numpy as np
 from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.manifest import intseq
-from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, Form, form_of
+from xla_ckpt.manifest.arrays import ArrayForm, ArrayRecord, Arrays, form_of
 from xla_ckpt.manifest.digest import block_count, digest, pack_digests, to_hex, unpack_digests
 from xla_ckpt.manifest.records import FORMAT_VERSION, FileRecord, Head, Manifest
 from xla_ckpt.sharding.box import MAX_DIMS, Box
@@ -242,7 +242,7 @@ def parse_file(entry: Any) -> FileRecord:
 
 def _parse_arrays(groups: list[Any], budget: int) -> Arrays:
     """All arrays, of which those of one form are said together."""
-    forms: list[Form] = []
+    forms: list[ArrayForm] = []
     names: list[str] = []
     counts: list[int] = []
     files, offsets, frames = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], dict[int, Box]()
@@ -285,7 +285,7 @@ def _first_name(group: Any) -> str | None:
 def _parse_arrays_1(entries: dict[str, Any], budget: int) -> Arrays:
     """The arrays of a manifest of version 1, in which each says its own form."""
     records: dict[str, ArrayRecord] = {}
-    forms: dict[str, Form] = {}
+    forms: dict[str, ArrayForm] = {}
     for leaf, entry in entries.items():
         try:
             grids = _get(entry, "grids", list)
@@ -315,7 +315,7 @@ def _parse_arrays_1(entries: dict[str, Any], budget: int) -> Arrays:
     return Arrays.of(records)
 
 
-def _parse_form(entry: Any, grids: list[Any], budget: int) -> Form:
+def _parse_form(entry: Any, grids: list[Any], budget: int) -> ArrayForm:
     """The form that an entry names, with the cuts of each grid, of at most `budget` cells."""
     shape = tuple(_get(entry, "shape", list))
     if len(shape) > MAX_DIMS or not all(type(n) is int and 0 <= n < intseq.LIMIT for n in shape):

@@ -68,7 +68,7 @@ class Extents:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class ReadBatch:
     """Neighbouring extents of one file, which are read in one go."""
 
     plan: RestorePlan
@@ -95,7 +95,7 @@ class Batch:
         return self.plan.leaves[int(self.plan.leaf[self.extents.read[extent]])]
 
 
-def batches_of(plan: RestorePlan, *, straight: bool) -> list[Batch]:
+def batches_of(plan: RestorePlan, *, straight: bool) -> list[ReadBatch]:
     """Everything that is read, in file order. `straight`: whether any of it may go straight into its destination."""
     extents = _extents(plan, straight)
     alone, through = np.flatnonzero(extents.straight), np.flatnonzero(~extents.straight)
@@ -106,9 +106,9 @@ def batches_of(plan: RestorePlan, *, straight: bool) -> list[Batch]:
     return [_batch(plan, extents.rows(group)) for group in groups]
 
 
-def _batch(plan: RestorePlan, extents: Extents) -> Batch:
+def _batch(plan: RestorePlan, extents: Extents) -> ReadBatch:
     # Extents may overlap, so the last one need not reach furthest.
-    return Batch(plan, extents, int(plan.file[extents.read[0]]), int(extents.start[0]), int(extents.stop.max()))
+    return ReadBatch(plan, extents, int(plan.file[extents.read[0]]), int(extents.start[0]), int(extents.stop.max()))
 
 
 def _neighbours(file: Ints, start: Ints, stop: Ints) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import sub
@@ -78,6 +79,10 @@ class LocalArray:
     spec: tuple[object, ...] | None = None
     """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""
 
+    def fills(self, shape: Sequence[int]) -> bool:
+        """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""
+        return len(self.pieces) == 1 and self.pieces[0].local == Box.whole(shape)
+
     def rows(self, low: int, high: int) -> tuple[Piece, ...]:
         """The pieces of a tensor that holds only the rows ``low <= i < high`` of the local one.
 
@@ -100,8 +105,9 @@ def _rows(pieces: Iterable[Piece], low: int, high: int) -> Iterable[Piece]:
             )
 
 
+@functools.lru_cache(maxsize=4096)
 def whole(shape: tuple[int, ...]) -> LocalArray:
-    """A tensor that this process holds alone."""
+    """A tensor that this process holds alone: one value for all tensors of a shape."""
     box = Box.whole(shape)
     return LocalArray(shape=shape, pieces=(Piece(box, box),))
 

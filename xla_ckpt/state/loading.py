@@ -16,7 +16,7 @@ from xla_ckpt.arrays.torch_host import DENSE, check_writable
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, naming
 from xla_ckpt.lightweight import lightweight
-from xla_ckpt.manifest.arrays import ArrayRecord
+from xla_ckpt.manifest.arrays import ArrayForm, ArrayRecord
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.sections import has_sections
@@ -72,6 +72,15 @@ class Stored:
         """Whether two leaf paths are names of one stored array."""
         aliases = self.manifest.aliases
         return aliases.get(path, path) == aliases.get(other, other)
+
+    def form(self, path: str) -> ArrayForm:
+        """The form of an array leaf that the skeleton names.
+
+        Raises:
+            IncompatibleCheckpointError: There is none.
+        """
+        form = self.manifest.arrays.form_at(self.manifest.aliases.get(path, path))
+        return self.record(path).form if form is None else form
 
     def build(self, array: Callable[[str, str], Any] = ArrayAt) -> Any:
         """The part as a tree; arrays are made by `array` from (leaf path, kind).
@@ -224,19 +233,19 @@ class Loading:
         """Note a difference."""
         self.problems.append(Problem(leaf, text))
 
-    def want(self, path: str, target: Target, record: ArrayRecord) -> bool:
-        """Add a target if it fits to what is stored, else a problem."""
-        if target.shape != record.shape:
-            self.add_problem(path, f"shape {_list(record.shape)} is stored, {_list(target.shape)} wanted")
+    def want(self, path: str, target: Target, form: ArrayForm) -> bool:
+        """Add a target if it fits to what is stored, which is of this form, else a problem."""
+        if target.shape != form.shape:
+            self.add_problem(path, f"shape {_list(form.shape)} is stored, {_list(target.shape)} wanted")
             return False
-        if target.dtype == record.dtype:
+        if target.dtype == form.dtype:
             self.targets[path] = target
             return True
-        castable = can_cast(record.dtype, target.dtype)
-        if target.dtype == record.stands_for or (self.cast and castable):
-            self.targets[path] = cast(target, record.dtype)
+        castable = can_cast(form.dtype, target.dtype)
+        if target.dtype == form.stands_for or (self.cast and castable):
+            self.targets[path] = cast(target, form.dtype)
             return True
-        text = f"{record.dtype.name} is stored, {target.dtype.name} wanted"
+        text = f"{form.dtype.name} is stored, {target.dtype.name} wanted"
         self.problems.append(Problem(path, text, castable=castable))
         return False
 
@@ -257,7 +266,7 @@ def plan_arrays(
     current: Mapping[str, Any],
     *,
     owned: bool = False,
-    new: Callable[[str, ArrayRecord, str], Target | None] = lambda path, record, kind: None,
+    new: Callable[[str, ArrayRecord, str], Target | None] | None = None,
 ) -> None:
     """Want every array of a stored part: over the program's own where `current` has one, else as a new one.
 
@@ -270,14 +279,11 @@ def plan_arrays(
     for path, kind in paths_and_kinds.items():
         if path in usual:
             continue
-        record = stored.record(path)
-        if path in current:
-            target = stored.into(path, current[path], owned=owned)
-            if target.shape != record.shape:
-                target = new(path, record, kind) or target
-        else:
-            target = new(path, record, kind) or new_array(record.dtype, whole(record.shape), kind)
-        loading.want(path, target, record)
+        form = stored.form(path)
+        target = stored.into(path, current[path], owned=owned) if path in current else None
+        if new is not None and (target is None or target.shape != form.shape):
+            target = new(path, stored.record(path), kind) or target
+        loading.want(path, target or new_array(form.dtype, whole(form.shape), kind), form)
 
 
 def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
@@ -293,7 +299,7 @@ def plan_freely(stored: Stored, loading: Loading, current: Any) -> None:
         if target is None or (target.shape, target.dtype) != (record.shape, record.dtype):
             device = value.device if isinstance(value, torch.Tensor) else None
             target = new_array(record.dtype, whole(record.shape), kind, device)
-        loading.want(path, target, record)
+        loading.want(path, target, record.form)
 
 
 def absent_part(stored: Stored, what: str) -> Loading:

@@ -352,5 +352,5 @@ class Like:
         placement = stored.shardings.placement
         for leaf, wanted in weave.wanted.items():
             target = target_of_spec(wanted, placement) if is_spec(wanted) else stored.like(leaf, wanted)
-            loading.want(leaf, target, stored.record(leaf))
+            loading.want(leaf, target, stored.form(leaf))
         return Loadings([loading], make)

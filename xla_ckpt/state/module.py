@@ -129,7 +129,7 @@ def load_module(stored: Stored, module: torch.nn.Module) -> Loading:
             loading.add_problem(path, f"stored is {_what(stored_array)}, wanted {_what(is_array)}")
         elif record is not None:
             target = stored.into(path, value, owned=True) if direct else stored.handed(path, value)
-            if loading.want(path, target, record) and direct:
+            if loading.want(path, target, record.form) and direct:
                 # Of several names of one parameter and of one stored array, one is read.
                 earlier = by_object.get(id(value))
                 if earlier is not None and stored.is_same(earlier, path):

@@ -120,7 +120,7 @@ class StateTargets:
     def _shared(self, path: str, record: ArrayRecord, kind: str) -> Target:
         """Like what the program has there, where that fits; else a whole array beside the parameters."""
         value = self._now.get(path)
-        if array_kind(value) == kind and Loading().want(path, like := self._stored.like(path, value), record):
+        if array_kind(value) == kind and Loading().want(path, like := self._stored.like(path, value), record.form):
             return like
         device = value.device if isinstance(value, torch.Tensor) else self._device
         return new_array(record.dtype, whole(record.shape), kind, device)

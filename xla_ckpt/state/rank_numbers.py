@@ -35,13 +35,13 @@ def unfit(stored: Stored, entries: Mapping[Any, Any]) -> dict[Any, Problem]:
 def unwanted(stored: Stored, names: Iterable[Any]) -> set[Any]:
     """Which of these stored members of a model are numbers of the ranks that saved: this job has no place for them."""
     saved = Mesh.parse(stored.manifest.mesh or "")
-    found = set()
+    numbers = set()
     for name in names:
         path = paths.join(stored.prefix, paths.escape(str(name)))
         array = stored.manifest.unknown.get(path) or stored.manifest.arrays.get(path)
         if array is not None and has_numbers(array, saved):
-            found.add(name)
-    return found
+            numbers.add(name)
+    return numbers
 
 
 def _integers(stored: Stored, entries: Mapping[Any, Any]) -> Iterator[tuple[Any, torch.Tensor, str]]:

@@ -42,7 +42,7 @@ def members_of_ranks(stored: StoredState, layout: str, whose: str) -> dict[str, 
 def rewritten(
     job: NewJob,
     to: Topology,
-    files_of: Callable[[int], Sequence[FilePlan]],
+    stored_files: Callable[[int], Sequence[FilePlan]],
     *,
     doubts: Sequence[str] = (),
     marks: Mapping[str, bytes] | None = None,
@@ -52,7 +52,7 @@ def rewritten(
     Args:
         job: The members that the layout has a place for, as the new job has them.
         to: That job.
-        files_of: The layout's files of a rank.
+        stored_files: The layout's files of a rank.
         doubts: What is said in the log beside the doubts of `job`.
         marks: Those of the layout.
     """
@@ -62,7 +62,7 @@ def rewritten(
     native, specs = native_files(manifest, [p for p in manifest.arrays if schema.member_of(p) not in job.trees], to)
     files = []
     for rank in range(to.mesh.size):
-        plan = SavePlan(tuple(files_of(rank)))
+        plan = SavePlan(tuple(stored_files(rank)))
         files.append((*native[rank], *plan.minus(job.of_earlier_stages(rank)).files))
     specs |= {path: job.spec(path) for path in manifest.arrays if path not in specs}
     return Rewriting(files, specs, marks or {})
