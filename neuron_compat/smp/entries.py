@@ -11,10 +11,7 @@ import torch
 from neuron_compat.smp import job
 from neuron_compat.smp.partitions import Partitions
 from xla_ckpt import Mesh
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.rules import Parsed, decided
-from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.state.attributes import declared_sharding
+from xla_ckpt.facade import LocalArray, Parsed, Sharding, decided, declared_sharding
 
 PARTIAL = "_smp_is_partial"
 LOAD_INFO = "_smp_load_info"

@@ -34,7 +34,7 @@ from neuron_compat.smp.errors import (
     SMPValidationError,
 )
 from neuron_compat.smp.placement import Ranks, arrange
-from neuron_compat.smp.writing import job_id
+from neuron_compat.smp.saves import job_id
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.partitions import enforced
 from neuron_compat.smp.stored import Source, StoredState
+from xla_ckpt.facade import hosted
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def _exchanged(stored: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> 
         if said is None:
             found[name] = others[stage][name]
             continue
-        mine = wire.hosted([stored[name]])[0] if stages[stage] == job.rank() else None
+        mine = hosted([stored[name]])[0] if stages[stage] == job.rank() else None
         dtype = getattr(torch, said[1].removeprefix("torch."))
         found[name] = wire.broadcast(mine, said[0], dtype, stages[stage], "pp")
     return found

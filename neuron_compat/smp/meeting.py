@@ -13,9 +13,8 @@ from typing import Any
 
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPConfigError, SMPRuntimeError, TooFewRanksError
-from xla_ckpt.errors import CheckpointError, RankFailedError
-from xla_ckpt.job.process_group import communicator
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt import CheckpointError, RankFailedError
+from xla_ckpt.facade import LEAD, Deadline, Round, as_checkpoint_error, communicator
 
 logger = logging.getLogger(__name__)
 

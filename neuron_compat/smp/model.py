@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from neuron_compat.smp import job, wire
+from neuron_compat.smp import job
 from neuron_compat.smp.entries import LOAD_INFO, PARTIAL, Entry, spec_of
 from neuron_compat.smp.errors import (
     BwdExecutionNotInStepFnError,
@@ -21,7 +21,7 @@ from neuron_compat.smp.errors import (
 )
 from neuron_compat.smp.gathering import full_state
 from neuron_compat.smp.wrapper import Wrapper
-from xla_ckpt.sharding.rules import Rules, parse_rules
+from xla_ckpt.facade import Rules, hosted, parse_rules
 
 Hook = Callable[[Any, Any], Any]
 
@@ -235,7 +235,7 @@ class DistributedModel(Wrapper):
         entries = self.local_entries()
         found: OrderedDict[str, Any] = OrderedDict() if destination is None else destination
         tensors = [e.value for e in entries if e.is_tensor]
-        held = iter(wire.hosted(tensors) if cast_to_cpu and not keep_vars else [t.detach() for t in tensors])
+        held = iter(hosted(tensors) if cast_to_cpu and not keep_vars else [t.detach() for t in tensors])
         for entry in entries:
             if entry.is_tensor:
                 value = next(held)

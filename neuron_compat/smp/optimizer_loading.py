@@ -16,6 +16,7 @@ from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, described
 from neuron_compat.smp.stored import Source, StoredState
+from xla_ckpt.facade import hosted
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +309,7 @@ def _exchanged(entries: Sequence[Entry], mine: States, told: Sequence[Mapping[st
             if "shape" not in description:
                 found.setdefault(number, {})[key] = objects[holder][number][key]
                 continue
-            value = wire.hosted([mine[number][key]])[0] if holder == here else None
+            value = hosted([mine[number][key]])[0] if holder == here else None
             shape, dtype = description["shape"], getattr(torch, description["dtype"].removeprefix("torch."))
             found.setdefault(number, {})[key] = wire.broadcast(value, shape, dtype, members[holder], kind)
     return found

@@ -18,7 +18,7 @@ from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.smp.config import ModelParallelConfig
 from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError, SMPValidationError, WorkerSizeError
 from xla_ckpt import Mesh
-from xla_ckpt.job.mesh_source import current_mesh
+from xla_ckpt.facade import current_mesh
 
 logger = logging.getLogger(__name__)
 

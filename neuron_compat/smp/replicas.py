@@ -18,6 +18,7 @@ from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import holder
 from neuron_compat.smp.placement import members
+from xla_ckpt.facade import hosted
 
 distributed: Any = torch.distributed
 
@@ -86,7 +87,7 @@ def _unique(entries: Sequence[Entry]) -> list[Entry]:
 @torch.no_grad()
 def take(value: torch.Tensor, source: int, kind: str) -> None:
     """Give the ranks of a group the value that one of them has, in place. All of them make the same call."""
-    mine = wire.hosted([value])[0] if source == job.rank() else None
+    mine = hosted([value])[0] if source == job.rank() else None
     found = wire.broadcast(mine, value.shape, value.dtype, source, kind)
     if source != job.rank():
         value.detach().copy_(found)

@@ -10,8 +10,7 @@ import torch
 
 import xla_ckpt
 from neuron_compat.smp import job
-from xla_ckpt.layouts.smp.tags import FP16_SET
-from xla_ckpt.state.wrappers import ModelView, NamesOnly
+from xla_ckpt.facade import FP16_SET, ModelView, NamesOnly
 
 logger = logging.getLogger(__name__)
 

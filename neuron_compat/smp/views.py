@@ -10,8 +10,7 @@ import torch
 from neuron_compat.smp import comm, job
 from neuron_compat.smp.optimizer_methods import Distributed
 from neuron_compat.smp.optimizer_state import fp16_state, on_cpu
-from xla_ckpt.layouts.smp.tags import FP16_SET
-from xla_ckpt.state.wrappers import ModelView
+from xla_ckpt.facade import FP16_SET, ModelView
 
 
 def local_model(model: Any) -> ModelView:

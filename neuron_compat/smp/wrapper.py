@@ -12,7 +12,7 @@ from neuron_compat.smp import job
 from neuron_compat.smp.entries import Entry, entries_of, partition_of, sharding_of
 from neuron_compat.smp.partitions import Partitions, assigned, divided
 from neuron_compat.transparent import Transparent
-from xla_ckpt.sharding.rules import Parsed
+from xla_ckpt.facade import Parsed
 
 Self = TypeVar("Self", bound="Wrapper")
 

@@ -21,7 +21,7 @@ from neuron_compat.nxd.parallel_layers.partition import (
     set_tensor_model_parallel_attributes,
     true_device,
 )
-from xla_ckpt.sharding.sections import Section
+from xla_ckpt.facade import Section
 
 QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Triple: TypeAlias = tuple[Any, Any, Any]

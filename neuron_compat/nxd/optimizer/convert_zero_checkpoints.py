@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import xla_ckpt
-from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
+from xla_ckpt.facade import convert_zero_checkpoints
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,11 +11,10 @@ import torch_xla.core.xla_model as xm
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.checkpointing import materialize_all, meet, write_in_turn
+from neuron_compat.nxd.parallel_layers.checkpointing import meet, read, write_in_turn, write_whole
 from neuron_compat.nxd.parallel_layers.groups import rank_groups
-from neuron_compat.nxd.parallel_layers.rank_file import read, write_whole
 from xla_ckpt import IncompatibleCheckpointError, Mesh, UsageError
-from xla_ckpt.sharding.sections import parse_section
+from xla_ckpt.facade import compute, parse_section, xla_tensors
 
 PathLike = str | os.PathLike[str]
 
@@ -120,11 +119,11 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
             if num_workers_per_step < 1:
                 raise UsageError("no rank could write", found=f"num_workers_per_step={num_workers_per_step}")
             state = {**self.state_dict(), **_own_ranks()}
-            materialize_all(state)
+            compute(xla_tensors(state))
             turn = int(os.environ.get("LOCAL_RANK", "0")) // num_workers_per_step
 
             def write() -> None:
-                write_whole(state, path, down_cast_bf16=False)
+                write_whole(state, path)
 
         except Exception as problem:  # told to all ranks, which wait for this one
             error = problem

@@ -21,7 +21,7 @@ import torch
 
 from neuron_compat.nxd.parallel_layers.groups import kv_groups, rank_groups
 from xla_ckpt import Mesh, add_mesh_source
-from xla_ckpt.job.process_group import check_can_meet
+from xla_ckpt.facade import check_can_meet
 
 P = ParamSpec("P")
 R = TypeVar("R")

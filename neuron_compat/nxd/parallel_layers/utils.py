@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from neuron_compat.nxd.parallel_layers.checkpointing import materialize_all
 from neuron_compat.nxd.parallel_layers.parallel_state import get_tensor_model_parallel_rank
 from neuron_compat.nxd.parallel_layers.partition import set_tensor_model_parallel_attributes
 from neuron_compat.nxd.utils.model_utils import move_model_to_device
-from neuron_compat.torch_files import mapped
+from xla_ckpt.facade import changed_tensors, compute, xla_tensors
 
 __all__ = [
     "EmbeddingUtility",
@@ -139,7 +138,7 @@ def cast_tensor(
 
 def cast_all(state: Any, from_dtype: torch.dtype = torch.float32, to_dtype: torch.dtype = torch.bfloat16) -> Any:
     """`cast_tensor` of each tensor in dicts, lists and tuples."""
-    return mapped(state, lambda tensor: cast_tensor(tensor, from_dtype, to_dtype))
+    return changed_tensors(state, lambda tensor: cast_tensor(tensor, from_dtype, to_dtype))
 
 
 def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
@@ -147,8 +146,8 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
 
     All of them are computed first, in one graph. With ``convert=False`` nothing else is done.
     """
-    materialize_all(data)
-    return mapped(data, lambda t: t.cpu() if t.device.type == "xla" else t) if convert else data
+    compute(xla_tensors(data))
+    return changed_tensors(data, lambda t: t.cpu() if t.device.type == "xla" else t) if convert else data
 
 
 # -- attributes of parameters

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from neuron_compat.nxd.instead import KEEP_NXD
-from xla_ckpt.errors import UsageError
+from xla_ckpt import UsageError
 
 Config = dict[str, Any]
 
