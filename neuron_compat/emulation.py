@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from neuron_compat.emulated.process_group import gathered
 from neuron_compat.lazy import imported
-from neuron_compat.process_group import gathered
 
 Groups: TypeAlias = Sequence[Sequence[int]] | None
 Tensors: TypeAlias = Any

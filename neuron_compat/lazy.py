@@ -47,12 +47,12 @@ def lazily(
 
     Args:
         package: Its ``__name__``.
-        homes: Module, relative to the package -> the names that the package has from it.
+        homes: Module, in full or relative to the package -> the names that the package has from it.
         submodules: Modules that are names of the package without having been imported.
         missing: Name of neuronx-distributed's that is not there -> what to use instead. To ask for one is a
             `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from package import name``.)
 
-    >>> load, names = lazily("neuron_compat.nxd", {"parallel_layers.groups": ["rank_groups"]}, ["trainer"])
+    >>> load, names = lazily("neuron_compat.nxd", {"neuron_compat.emulated.groups": ["rank_groups"]}, ["trainer"])
     >>> load("rank_groups").__name__, "trainer" in names()
     ('rank_groups', True)
     """
@@ -67,7 +67,8 @@ def lazily(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if name not in home_of:
             return imported(f"{package}.{name}")
-        return getattr(imported(f"{package}.{home_of[name]}"), name)
+        home = home_of[name]
+        return getattr(imported(home if home.startswith("neuron_compat.") else f"{package}.{home}"), name)
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *known})

@@ -13,6 +13,7 @@ It is public, and changes as `xla_ckpt` does: a release note says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -84,10 +85,12 @@ __all__ = [
     "compute",
     "convert_zero_checkpoints",
     "current_mesh",
+    "cut",
     "decided",
     "declared_sharding",
     "hosted",
     "is_whole",
+    "joined",
     "load_whole_file",
     "oldest_beyond",
     "parse_rules",
@@ -132,3 +135,30 @@ def remove_directory(root: str, name: str) -> None:
     tags = root_of(store_at(root))
     tags.retire(name)
     tags.clean()
+
+
+def joined(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Tensor:
+    """A global array of the parts of all ranks that it is split over, on the CPU. Padding is left out."""
+    first, place = parts[0]
+    if len(parts) == 1 and place.shape == tuple(first.shape) and len(place.pieces) == 1:
+        return first
+    whole = torch.empty(place.shape, dtype=first.dtype)
+    for part, lies in parts:
+        for piece in lies.pieces:
+            whole[_slices(piece.box)] = part[_slices(piece.local)]
+    return whole
+
+
+def cut(whole: torch.Tensor, place: LocalArray, shape: Sequence[int]) -> torch.Tensor:
+    """A rank's part, of this local shape, of a global array; its padding is zero."""
+    if place.shape == tuple(shape) and len(place.pieces) == 1:
+        return whole
+    part = whole.new_zeros(tuple(shape))
+    for piece in place.pieces:
+        part[_slices(piece.local)] = whole[_slices(piece.box)]
+    return part
+
+
+def _slices(box: Any) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))

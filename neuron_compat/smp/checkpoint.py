@@ -24,7 +24,7 @@ from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
 from neuron_compat.smp.files import check_path, current_place
 from neuron_compat.smp.listing import list_newest, list_when_done, wait_listed
 from neuron_compat.smp.meeting import together
-from neuron_compat.smp.model import DistributedModel
+from neuron_compat.smp.model_calls import ModelCalls
 from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
 from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
 from xla_ckpt.facade import IS_PARTIAL, JOB_CONFIG, NEWEST, PARTIAL, NamesOnly, write_whole_file
@@ -120,7 +120,7 @@ def _check_arguments(tag: Any, model: Any, optimizer: Any, *, partial: bool) -> 
         if not partial and (tag in ("", ".", "..", NEWEST) or "/" in tag):
             # The file would lie outside of the root, or take the place of the list of partial checkpoints.
             raise SMPCheckpointError("the tag of a full checkpoint is the name of its file", found=repr(tag))
-        if model is not None and not isinstance(model, DistributedModel):
+        if model is not None and not isinstance(model, ModelCalls):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributedModel as input model")
         if optimizer is not None and not is_distributed_optimizer(optimizer):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributeOptimizer as input optimizer")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import job, wire
-from neuron_compat.smp.entries import Entry, joined
+from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPRuntimeError
 from neuron_compat.smp.meeting import together
-from xla_ckpt.facade import LocalArray, hosted
+from xla_ckpt.facade import LocalArray, hosted, joined
 
 
 def guard() -> str:

@@ -11,7 +11,6 @@ from neuron_compat.smp import comm, job
 from neuron_compat.smp.entries import PARTIAL, Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import Part, collected, guard
-from neuron_compat.smp.loss_scale import stored
 from neuron_compat.smp.meeting import together
 from xla_ckpt.facade import LocalArray, hosted, whole
 
@@ -101,7 +100,7 @@ def own_masters(optimizer: Any) -> dict[str, Any]:
 def fp16_state(optimizer: Any) -> dict[str, Any]:
     """What SMP stores of a loss scale."""
     return {
-        "loss_scaler": stored(optimizer.loss_scaler),
+        "loss_scaler": optimizer._smp.stored_scale(),
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
         "overflow": optimizer.overflow,
         "first_closure_call_this_step": optimizer.first_closure_call_this_step,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job
-from neuron_compat.smp.optimizer_methods import Distributed
+from neuron_compat.smp.optimizer_calls import OptimizerCalls
 from neuron_compat.smp.optimizer_state import fp16_state, on_cpu
 from xla_ckpt.facade import FP16_SET, ModelView
 
@@ -73,4 +73,4 @@ def scale_of(optimizer: Any) -> dict[str, Any]:
 
 def is_distributed_optimizer(optimizer: Any) -> bool:
     """Whether `smp.DistributedOptimizer` returned it."""
-    return isinstance(optimizer, Distributed)
+    return isinstance(optimizer, OptimizerCalls)

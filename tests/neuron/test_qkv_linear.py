@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import neuron_compat
 import neuron_compat.nxd as nxd
+from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.groups import kv_groups
 from neuron_compat.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
-from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.groups import kv_groups
 from tests.jobs import run_on_ranks
 from xla_ckpt import UsageError
 

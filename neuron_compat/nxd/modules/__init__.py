@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from neuron_compat.lazy import lazily
 from neuron_compat.nxd.instead import KEEP_NXD
-
-if TYPE_CHECKING:
-    from neuron_compat.nxd.modules import qkv_linear as qkv_linear
-    from neuron_compat.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear as GQAQKVColumnParallelLinear
 
 __all__ = ["GQAQKVColumnParallelLinear"]
 

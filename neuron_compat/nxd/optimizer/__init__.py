@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from neuron_compat.lazy import lazily
-
-if TYPE_CHECKING:
-    from neuron_compat.nxd.optimizer.zero_redundancy_optimizer import NeuronZero1Optimizer as NeuronZero1Optimizer
 
 __all__ = ["NeuronZero1Optimizer"]
 

@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from neuron_compat.nxd.parallel_layers import utils as utils
     from neuron_compat.nxd.parallel_layers.checkpointing import load as load
     from neuron_compat.nxd.parallel_layers.checkpointing import save as save
-    from neuron_compat.nxd.parallel_layers.grads import bucket_allreduce_gradients as bucket_allreduce_gradients
-    from neuron_compat.nxd.parallel_layers.grads import clip_grad_norm as clip_grad_norm
-    from neuron_compat.nxd.parallel_layers.layers import ColumnParallelLinear as ColumnParallelLinear
-    from neuron_compat.nxd.parallel_layers.layers import ParallelEmbedding as ParallelEmbedding
-    from neuron_compat.nxd.parallel_layers.layers import RowParallelLinear as RowParallelLinear
-    from neuron_compat.nxd.parallel_layers.parallel_state import initialize_model_parallel as initialize_model_parallel
-    from neuron_compat.nxd.parallel_layers.random import get_xla_rng_tracker as get_xla_rng_tracker
-    from neuron_compat.nxd.parallel_layers.random import (
-        model_parallel_xla_manual_seed as model_parallel_xla_manual_seed,
-    )
-    from neuron_compat.nxd.parallel_layers.utils import move_model_to_device as move_model_to_device
 
 __all__ = [
     "ColumnParallelLinear",

@@ -19,12 +19,20 @@ from typing import Any
 
 import torch
 
-from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.partition import part_of
-from xla_ckpt import CorruptCheckpointError, IncompatibleCheckpointError, NoCheckpointError, RankFailedError, UsageError
+from xla_ckpt import (
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    Mesh,
+    NoCheckpointError,
+    RankFailedError,
+    UsageError,
+)
 from xla_ckpt.facade import (
     changed_tensors,
     compute,
+    current_mesh,
+    cut,
+    declared_sharding,
     load_whole_file,
     storage_errors,
     write_whole_file,
@@ -66,10 +74,11 @@ def save(
     write: Callable[[], None] | None = None
     turn, error = 0, None
     try:
+        mesh, at = place()
         path = _rank_path(output_dir, master_dp_only)
-        _check_names(master_dp_only)
+        _check_names(mesh, master_dp_only)
         compute(xla_tensors(checkpoint))  # on every rank: what is pending may hold collectives
-        if not master_dp_only or (parallel_state.get_data_parallel_rank() == 0 and axis("context")[1] == 0):
+        if not master_dp_only or (at["dp"] == 0 and at["cp"] == 0):
             write = functools.partial(
                 write_xser if save_xser else write_whole,
                 checkpoint,
@@ -162,30 +171,39 @@ def load(
 # -- ranks
 
 
-def axis(name: str) -> tuple[int, int]:
-    """(ranks, number of this one) along ``context`` or ``expert`` parallelism."""
-    try:
-        size: int = getattr(parallel_state, f"get_{name}_model_parallel_size")()
-        rank: int = getattr(parallel_state, f"get_{name}_model_parallel_rank")()
-    except AttributeError:  # an early neuronx-distributed, whose parallel state is asked, has no such axis
-        return 1, 0
-    return size, rank
+def place() -> tuple[Mesh, dict[str, int]]:
+    """How the ranks of the job are arranged, and where this one stands: axis -> its number along it.
+
+    Raises:
+        AssertionError: Nothing is set up. (neuronx-distributed raises it, and its users catch it.)
+    """
+    distributed: Any = torch.distributed
+    joined = distributed.is_available() and distributed.is_initialized()
+    mesh = current_mesh(_rank(), distributed.get_world_size() if joined else 1)
+    if mesh is None:
+        raise AssertionError("parallel_state is not initialised: call initialize_model_parallel() first")
+    return mesh, mesh.coordinates(_rank())
+
+
+def _rank() -> int:
+    distributed: Any = torch.distributed
+    return int(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
-    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    dp = "" if master_dp_only else f"_dp_rank_{parallel_state.get_data_parallel_rank():02d}"
-    return os.path.join(os.fspath(output_dir), f"tp_rank_{tp:02d}_pp_rank_{pp:02d}{dp}")
+    _, at = place()
+    dp = "" if master_dp_only else f"_dp_rank_{at['dp']:02d}"
+    return os.path.join(os.fspath(output_dir), f"tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}{dp}")
 
 
-def _check_names(master_dp_only: bool) -> None:
+def _check_names(mesh: Mesh, master_dp_only: bool) -> None:
     """Refuse what neuronx-distributed loses without a word: ranks that would share a file, and differ."""
-    if master_dp_only and axis("expert")[0] > 1:
+    if master_dp_only and mesh.ep > 1:
         raise UsageError(
             "with master_dp_only=True the experts of expert-parallel ranks other than the first are written nowhere",
             hint="Pass master_dp_only=False, or use nxd.save_checkpoint.",
         )
-    if not master_dp_only and axis("context")[0] > 1:
+    if not master_dp_only and mesh.cp > 1:
         raise UsageError(
             "the names of these files do not tell context-parallel ranks apart", hint="Use nxd.save_checkpoint."
         )
@@ -336,19 +354,18 @@ def _load_into(target: Any, found: Any, key: str | None, *, sharded: bool, stric
 def _part(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a state of whole parameters."""
     _reshape(module, state, "")
+    mesh, _ = place()
     for name, parameter in module.state_dict(keep_vars=True).items():
         full = state.get(name)
-        if full is None or not getattr(parameter, "tensor_model_parallel", False):
+        sharding = None if full is None else declared_sharding(parameter, name, mesh)
+        if full is None or sharding is None:
             continue
-        parts = parallel_state.get_tensor_model_parallel_size()
-        dim, stride = parameter.partition_dim, getattr(parameter, "partition_stride", 1)
-        wanted = [n * parts if d == dim else n for d, n in enumerate(parameter.shape)]
-        true = list(getattr(parameter, "global_shape", wanted))
-        if list(full.shape) != true or wanted[dim] % (parts * stride):
+        lies = sharding.place(tuple(parameter.shape), mesh, _rank())
+        if lies.shape != tuple(full.shape):
             raise IncompatibleCheckpointError(
-                "a whole parameter has another shape", leaf=name, expected=true, found=list(full.shape)
+                "a whole parameter has another shape", leaf=name, expected=list(lies.shape), found=list(full.shape)
             )
-        state[name] = part_of(full, dim, stride, wanted[dim] - true[dim])
+        state[name] = cut(full, lies, parameter.shape)
     return state
 
 

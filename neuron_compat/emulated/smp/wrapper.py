@@ -7,17 +7,18 @@ from typing import TypeVar
 
 import torch
 
-from neuron_compat.nxd.utils.model_utils import preserve_parallel_attributes, preserve_shared_weights
+from neuron_compat.emulated.moving import preserve_parallel_attributes, preserve_shared_weights
+from neuron_compat.emulated.smp.partitions import assigned, divided
+from neuron_compat.emulated.transparent import Transparent
 from neuron_compat.smp import job
-from neuron_compat.smp.entries import Entry, entries_of, partition_of, sharding_of
-from neuron_compat.smp.partitions import Partitions, assigned, divided
-from neuron_compat.transparent import Transparent
+from neuron_compat.smp.entries import Entry, Partitions, partition_of, sharding_of
+from neuron_compat.smp.model_calls import ModelCalls
 from xla_ckpt.facade import Parsed
 
 Self = TypeVar("Self", bound="Wrapper")
 
 
-class Wrapper(Transparent):
+class Wrapper(ModelCalls, Transparent):  # type: ignore[misc]  # SMP's load_state_dict takes more than torch's
     """A transparent wrapper: names, parameters and attributes are those of `module`.
 
     Args:
@@ -30,11 +31,6 @@ class Wrapper(Transparent):
         self.training = module.training
         self._rules = rules
         self._partitions: Partitions | None = None
-
-    @property
-    def xla_ckpt_plain(self) -> torch.nn.Module:
-        """What `xla_ckpt` saves and loads in the place of this: the module that was given."""
-        return self.module
 
     # -- partitions
 
@@ -62,10 +58,6 @@ class Wrapper(Transparent):
         """The bytes of this rank's parameters."""
         return sum(p.numel() * p.element_size() for p in self.module.parameters())
 
-    def entries(self) -> list[Entry]:
-        """The entries of the module's state dict, with their partitions and splits."""
-        return entries_of(self.module, self.partitions, self._rules)
-
     def buffer_entries(self) -> list[Entry]:
         """The buffers, those included that are not saved."""
         mesh = job.ranks().mesh
@@ -76,11 +68,6 @@ class Wrapper(Transparent):
                 lies = sharding_of(buffer, called, mesh, self._rules)
                 found.setdefault(id(buffer), Entry(called, buffer, (partition_of(name, self.partitions),), lies))
         return list(found.values())
-
-    def local_entries(self) -> list[Entry]:
-        """The entries that this rank's partition owns."""
-        here = job.pp_rank()
-        return [entry for entry in self.entries() if here in entry.owners]
 
     # -- this rank's partition
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from neuron_compat.nxd.parallel_layers import grads
+from neuron_compat.emulated import grads
 from neuron_compat.smp import job, wire
 from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import holder
-from neuron_compat.smp.placement import members
+from neuron_compat.smp.job import members
 from xla_ckpt.facade import hosted
 
 distributed: Any = torch.distributed

@@ -7,16 +7,14 @@ of a model; both are pure.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from neuron_compat.smp import job
+from neuron_compat.smp.entries import Partitions
 from neuron_compat.smp.errors import InvalidPartitionIDError, ModelTooSmallError, StepFunctionCalledError
-
-Partitions = dict[str, int]
-"""Name of a module, as `named_modules` has it ("" is the model itself) -> its partition."""
 
 _PARTITION = "_smp_partition"
 _TENSOR_PARALLEL = "_smp_tensor_parallelism"
@@ -209,29 +207,3 @@ def runs(sizes: Sequence[int], count: int) -> list[int]:
             found.append(run)
         left -= held
     return found
-
-
-def enforced(info: Mapping[str, Any], model: torch.nn.Module, count: int) -> Partitions | None:
-    """The partitions that a checkpoint's ``partition_info`` says; None if it is of other modules.
-
-    SMP calls the modules ``main``, ``main/module``, ``main/module/module`` and so on, from its wrapper inwards.
-    """
-    named = {_own_name(str(name)): index for name, index in info.items()}
-    found = {name: named.get(name) for name, _ in model.named_modules()}
-    if any(type(index) is not int or not 0 <= index < count for index in found.values()):
-        return None
-    return {name: index for name, index in found.items() if index is not None}
-
-
-def _own_name(name: str) -> str:
-    """A module's name without SMP's wrappers.
-
-    >>> _own_name("main/module/module/layers/0"), _own_name("layers.0"), _own_name("main")
-    ('layers.0', 'layers.0', '')
-    """
-    first, *steps = name.split("/")
-    if first != "main":
-        return name
-    while steps and steps[0] == "module":
-        del steps[0]
-    return ".".join(steps)

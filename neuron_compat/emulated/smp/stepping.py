@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from neuron_compat.smp import comm, job, replicas
+from neuron_compat.emulated.smp import replicas
+from neuron_compat.emulated.smp.microbatches import as_step_output, leaves, mapped, split
+from neuron_compat.emulated.smp.replicas import Turn
+from neuron_compat.smp import comm, job
 from neuron_compat.smp.errors import DistributedModelNotWrappedError, SMPInvalidArgumentError, SMPValidationError
 from neuron_compat.smp.meeting import together
-from neuron_compat.smp.microbatches import as_step_output, leaves, mapped, split
-from neuron_compat.smp.replicas import Turn
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""How the ranks of a job are arranged, and the groups of processes that this gives."""
+"""`smp.init`: how the ranks of a job are arranged, and the groups of processes that this gives."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.smp.config import ModelParallelConfig
+from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
+from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError, SMPValidationError, WorkerSizeError
+from neuron_compat.smp.job import KINDS, Ranks, members
+from neuron_compat.smp.saves import job_id
 from xla_ckpt import Mesh
 from xla_ckpt.facade import current_mesh
 
@@ -24,45 +26,78 @@ logger = logging.getLogger(__name__)
 
 distributed: Any = torch.distributed
 
-KINDS: dict[str, tuple[str, ...]] = {
-    "world": ("pp", "dp", "tp"),
-    "pp": ("pp",),
-    "tp": ("tp",),
-    "rdp": ("dp",),
-    "dp": ("dp", "tp"),
-    "mp": ("pp", "tp"),
-}
-"""Kind of group -> the mesh axes along which its members differ."""
 
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Arrange the ranks of the job. All ranks make the same call.
 
-def members(mesh: Mesh, rank: int, kind: str) -> list[int]:
-    """The ranks of a rank's group, in the order of their ranks in it.
+    With several processes it joins torch.distributed (gloo), if the program has not; it initialises
+    `neuron_compat.emulated.parallel_state`, or takes it as it is. A second call with the same configuration
+    changes nothing, and nor does one after SageMaker's environment has said the configuration.
 
-    >>> mesh = Mesh(pp=2, dp=2, tp=2)
-    >>> members(mesh, 5, "dp"), members(mesh, 5, "mp"), members(mesh, 5, "rdp")
-    ([4, 5, 6, 7], [0, 1, 4, 5], [5, 7])
+    Args:
+        config: SMP's configuration: ``pipeline_parallel_degree`` (or ``partitions``), ``tensor_parallel_degree``,
+            ``ddp``, ``microbatches`` and so on. None takes that of the environment (``SM_HP_MP_PARAMETERS``), if it is
+            there. Degrees that it does not name are those of an initialised parallel state, or 1.
+
+    Raises:
+        SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel job.state.
+        SMPUnsupportedError: It asks for something that is not there.
+        WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
+        SMPValidationError: It was called before, with another configuration.
     """
-    here = mesh.coordinates(rank)
-    alike = [axis for axis in ("pp", "dp", "tp") if axis not in KINDS[kind]]
-    return [r for r in range(mesh.size) if all(mesh.coordinates(r)[axis] == here[axis] for axis in alike)]
+    cfg = ModelParallelConfig(_with_degrees(from_environment() if config is None else config))
+    if job.state.ranks is not None and not (job.state.lazy and _same_degrees(cfg)):
+        if cfg != job.state.cfg and SAGEMAKER not in os.environ:  # there SMP ignores it
+            raise SMPValidationError(
+                "smp is initialized already, with another configuration",
+                expected=_differing(job.state.cfg, cfg),
+                found=_differing(cfg, job.state.cfg),
+                hint="Call smp.init() once, before anything else of smp. smp.shutdown() forgets the configuration.",
+            )
+        logger.warning("SageMaker model parallelism is initialized already. Ignoring the smp.init() call.")
+        return
+    job.state.lazy = False
+    if job.state.ranks is None:
+        job.state.ranks = arrange(cfg)
+        job_id()  # now, as the job's store may be gone when a file is saved
+    job.state.cfg = cfg
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
-    """Where this process stands in its job."""
+def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration with the degrees of an initialised parallel state, where it names none."""
+    if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
+        return config
+    found = {
+        "pipeline_parallel_degree": parallel_state.get_pipeline_model_parallel_size(),
+        "tensor_parallel_degree": parallel_state.get_tensor_model_parallel_size(),
+    }
+    named = {n for n in found if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
+    return {**config, **{n: v for n, v in found.items() if n not in named}}
 
-    mesh: Mesh
-    rank: int
-    local_rank: int
-    local_size: int
-    groups: dict[str, list[int]]
-    """Kind -> the ranks of this process' group."""
-    process_groups: dict[str, Any]
-    """Kind -> its process group (gloo); empty without torch.distributed."""
 
-    def of(self, kind: str) -> int:
-        """This process' rank in its group."""
-        return self.groups[kind].index(self.rank)
+def _same_degrees(cfg: ModelParallelConfig) -> bool:
+    names = ("pipeline_parallel_degree", "tensor_parallel_degree")
+    return all(getattr(cfg, name) == getattr(job.state.cfg, name) for name in names)
+
+
+def _differing(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
+    held = other.get_config_dict()
+    return {name: value for name, value in one.get_config_dict().items() if value != held[name]}
+
+
+def shutdown() -> None:
+    """Forget everything that was set up, the parallel state included. Process groups stay until the process ends."""
+    parallel_state.destroy_model_parallel()
+    job.state.__init__()  # type: ignore[misc]  # other modules hold this object
+
+
+def init_if_known() -> None:
+    """Set up what was not, if the parallel state or the environment say how."""
+    if parallel_state.model_parallel_is_initialized():
+        init({"ddp": True})
+        job.state.lazy = True
+    elif SAGEMAKER in os.environ:
+        init()
 
 
 def arrange(cfg: ModelParallelConfig) -> Ranks:

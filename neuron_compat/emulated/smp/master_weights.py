@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from neuron_compat.emulated.smp.loss_scale import DynamicLossScaler, Scaler
 from neuron_compat.smp import job
-from neuron_compat.smp.loss_scale import DynamicLossScaler, Scaler
 
 distributed: Any = torch.distributed
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from neuron_compat.nxd.parallel_layers import parallel_state
+from neuron_compat.emulated import parallel_state
 
 Device: TypeAlias = torch.device | str | None
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from neuron_compat.emulated.smp.loss_scale import scaler_of
+from neuron_compat.emulated.smp.master_weights import MasterWeights
+from neuron_compat.emulated.smp.optimizer_methods import Distributed, Runtime, distributed_class
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import (
     DistributedModelNotWrappedError,
@@ -15,9 +18,6 @@ from neuron_compat.smp.errors import (
     SMPRuntimeError,
     SMPValidationError,
 )
-from neuron_compat.smp.loss_scale import scaler_of
-from neuron_compat.smp.master_weights import MasterWeights
-from neuron_compat.smp.optimizer_methods import Distributed, Runtime, distributed_class
 
 
 def DistributedOptimizer(  # noqa: N802  # SMP's name
