@@ -1,4 +1,4 @@
-"""What calls of other libraries are answered with, besides the names of `xla_ckpt`: `neuron_compat` is made of both.
+"""What calls of other libraries are answered with, besides the names of `xla_ckpt`: facades are made of both.
 
 - How arrays are placed over ranks: `Sharding`, `Section`, `LocalArray`, rules, what a parameter says of itself, the
   mesh that was set up (`current_mesh`), and what stands for a model in a save (`ModelView`, `NamesOnly`).
