@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -28,13 +29,38 @@ def imported(module: str) -> Any:
 
 
 def absent(name: str, instead: str) -> NoReturn:
-    """Raise the `xla_ckpt.UsageError` for a module or name of neuronx-distributed's that is not there.
-
-    A module that only calls this says so to whoever imports it, or what lies below it.
-    """
+    """Raise the `xla_ckpt.UsageError` for a module or name of another library's that is not there."""
     from xla_ckpt import UsageError
 
     raise UsageError(f"{name} is not there", hint=instead)
+
+
+class Refusing(importlib.abc.MetaPathFinder):
+    """Says to whoever imports a module that is not there, or what lies below it, what to do instead.
+
+    It is asked after all other finders: a module that is there is never refused.
+    """
+
+    def __init__(self, package: str, missing: Mapping[str, str]) -> None:
+        self.package, self.missing = package, missing
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname.startswith(f"{self.package}."):
+            name = fullname.removeprefix(f"{self.package}.")
+            for end in (i for i, letter in enumerate(f"{name}.") if letter == "."):
+                if name[:end] in self.missing:
+                    absent(fullname, self.missing[name[:end]])
+
+
+def below(package: str, module: str, missing: Mapping[str, str]) -> dict[str, str]:
+    """Those of a package's missing names that are in one of its modules, by the name that they have there.
+
+    >>> below("a", "a.b", {"b.c": "do this", "b.d.e": "do that"}), below("a", "a", {"f": "no"})
+    ({'c': 'do this'}, {'f': 'no'})
+    """
+    own = f"{module}.".removeprefix(f"{package}.")
+    found = {name.removeprefix(own): advice for name, advice in missing.items() if name.startswith(own)}
+    return {name: advice for name, advice in found.items() if "." not in name}
 
 
 def lazily(

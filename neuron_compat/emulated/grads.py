@@ -18,7 +18,7 @@ from xla_ckpt import UsageError
 Tensor: TypeAlias = torch.Tensor
 Groups: TypeAlias = list[list[int]]
 
-_SUM, _MAX = "sum", "max"
+SUM, MAX = "sum", "max"
 
 
 def param_is_not_shared(param: Tensor) -> bool:
@@ -67,20 +67,20 @@ def get_grad_norm(
             "zero1_optimizer_groups is given, and zero1_optimizer is False",
             hint="A ZeRO-1 optimizer clips its own gradients.",
         )
-    operation = _MAX if math.isinf(order) else _SUM
+    operation = MAX if math.isinf(order) else SUM
     total, experts = _own_part(held, order, force_spmd)
     if zero1_optimizer and zero1_optimizer_groups is None:
         both = [total, experts]
-        _reduce(both, _world(), operation)
+        reduce_in_place(both, _world(), operation)
         total = _joined(total, experts, operation)
     else:
-        _reduce([experts], _ranks("ep"), operation)
+        reduce_in_place([experts], ranks_of("ep"), operation)
         total = _joined(total, experts, operation)
         for kind in ("tp", "pp"):
-            _reduce([total], _ranks(kind), operation)
+            reduce_in_place([total], ranks_of(kind), operation)
         if zero1_optimizer_groups is not None:
-            _reduce([total], (zero1_optimizer_groups, None), operation)
-    return total if operation == _MAX else total.pow(1 / order)
+            reduce_in_place([total], (zero1_optimizer_groups, None), operation)
+    return total if operation == MAX else total.pow(1 / order)
 
 
 def clip_grad_norm(
@@ -152,7 +152,7 @@ def _holders(parameter: Tensor, sizes: Tensor) -> Tensor | int:
 
 
 def _joined(total: Tensor, experts: Tensor, operation: str) -> Tensor:
-    return torch.maximum(total, experts) if operation == _MAX else total + experts
+    return torch.maximum(total, experts) if operation == MAX else total + experts
 
 
 # -- reductions
@@ -174,7 +174,7 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
                 gradient.div_(size)
             by_type.setdefault(gradient.dtype, []).append(gradient)
         for same_type in by_type.values():
-            _reduce(same_type, _ranks("ep" if reduce_over_ep_group else "edp"), _SUM)
+            reduce_in_place(same_type, ranks_of("ep" if reduce_over_ep_group else "edp"), SUM)
 
 
 def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -187,14 +187,15 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
                 if gradient is not None:
                     gradients.append(gradient)
     with torch.no_grad():
-        _reduce(gradients, _ranks("tp"), _SUM)
+        reduce_in_place(gradients, ranks_of("tp"), SUM)
 
 
 Ranks: TypeAlias = tuple[Groups | None, Any]
 """XLA's replica groups (None: one of all ranks), and this rank's process group (None: there is none for them)."""
 
 
-def _ranks(kind: str) -> Ranks:
+def ranks_of(kind: str) -> Ranks:
+    """The groups of a kind: ``tp``, ``pp``, ``ep`` or ``edp``."""
     name = {
         "tp": "tensor_model_parallel",
         "pp": "pipeline_model_parallel",
@@ -211,7 +212,7 @@ def _world() -> Ranks:
     return None, distributed.group.WORLD if distributed.is_initialized() else None
 
 
-def _reduce(values: list[Tensor], ranks: Ranks, operation: str) -> None:
+def reduce_in_place(values: list[Tensor], ranks: Ranks, operation: str) -> None:
     """Reduce tensors over the ranks of a group, in place."""
     groups, process_group = ranks
     if not values or (groups is not None and len(groups[0]) == 1):
@@ -226,6 +227,6 @@ def _reduce(values: list[Tensor], ranks: Ranks, operation: str) -> None:
         if groups is not None:
             raise UsageError("groups of ranks are for tensors on an XLA device", found=str(values[0].device))
         return  # one process without torch.distributed
-    kind = distributed.ReduceOp.MAX if operation == _MAX else distributed.ReduceOp.SUM
+    kind = distributed.ReduceOp.MAX if operation == MAX else distributed.ReduceOp.SUM
     for value in values:
         distributed.all_reduce(value, op=kind, group=process_group)

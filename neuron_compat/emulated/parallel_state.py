@@ -450,6 +450,13 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 @_delegated
+def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
+    """The ring of this rank's context-parallel group: each rank, and the one that it sends to."""
+    ranks = _state().ranks("cp")
+    return [[rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)]
+
+
+@_delegated
 def is_global_rank_zero() -> bool:
     """Whether this is the first rank of the job."""
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -153,7 +153,7 @@ def _average(gradients: list[torch.Tensor], kind: str) -> None:
     flat = flat.float() if narrow else flat
     mesh = job.ranks().mesh
     groups = list(dict.fromkeys(tuple(members(mesh, rank, kind)) for rank in range(mesh.size)))
-    grads._reduce([flat], ([list(g) for g in groups], job.process_group(kind)), grads._SUM)
+    grads.reduce_in_place([flat], ([list(g) for g in groups], job.process_group(kind)), grads.SUM)
     flat.div_(len(groups[0]))
     means = torch.split(flat, [g.numel() for g in gradients])
     for gradient, mean in zip(gradients, means, strict=True):

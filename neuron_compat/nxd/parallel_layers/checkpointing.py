@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 from xla_ckpt import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
@@ -38,6 +40,8 @@ from xla_ckpt.facade import (
     write_whole_file,
     xla_tensors,
 )
+
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
 
 PathLike = str | os.PathLike[str]
 

@@ -1,6 +1,7 @@
 """neuronx-distributed's ``parallel_layers.grads``."""
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -14,4 +15,5 @@ __getattr__, __dir__ = lazily(
             "allreduce_sequence_parallel_gradients",
         )
     },
+    missing=here(__name__),
 )

@@ -1,6 +1,7 @@
 """neuronx-distributed's ``parallel_layers.mappings``."""
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -13,4 +14,5 @@ __getattr__, __dir__ = lazily(
             "scatter_to_tensor_model_parallel_region",
         )
     },
+    missing=here(__name__),
 )

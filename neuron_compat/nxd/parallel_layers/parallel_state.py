@@ -1,6 +1,7 @@
 """neuronx-distributed's ``parallel_layers.parallel_state``."""
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -43,7 +44,9 @@ __getattr__, __dir__ = lazily(
             "get_data_parallel_src_rank",
             "get_pipeline_model_parallel_next_rank",
             "get_pipeline_model_parallel_prev_rank",
+            "get_context_model_parallel_src_tgt_pairs",
             "is_global_rank_zero",
         )
     },
+    missing=here(__name__),
 )

@@ -1,6 +1,7 @@
 """neuronx-distributed's ``parallel_layers.utils``."""
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -27,4 +28,5 @@ __getattr__, __dir__ = lazily(
             "split_tensor_along_second_dim",
         )
     },
+    missing=here(__name__),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import NO_STAGES
+from neuron_compat.nxd.instead import here
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.trainer import checkpoint as checkpoint
@@ -31,5 +31,5 @@ __getattr__, __dir__ = lazily(
         "trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
     },
     ["checkpoint", "checkpoint_storage", "config", "model", "optimizer", "trainer"],
-    missing={"hooks": NO_STAGES},
+    missing=here(__name__),
 )

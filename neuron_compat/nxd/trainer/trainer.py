@@ -1,7 +1,7 @@
 """neuronx-distributed's ``trainer.trainer``."""
 
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import NO_STAGES
+from neuron_compat.nxd.instead import here
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -13,5 +13,5 @@ __getattr__, __dir__ = lazily(
             "initialize_optimizer_from_class",
         )
     },
-    missing={"filter_to_local_parameter_group": NO_STAGES},
+    missing=here(__name__),
 )

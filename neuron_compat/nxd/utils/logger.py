@@ -1,6 +1,7 @@
 """neuronx-distributed's ``utils.logger``."""
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -10,4 +11,5 @@ __getattr__, __dir__ = lazily(
             "get_logger",
         )
     },
+    missing=here(__name__),
 )

@@ -1,6 +1,7 @@
 """neuronx-distributed's ``utils.model_utils``."""
 
 from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 
 __getattr__, __dir__ = lazily(
     __name__,
@@ -17,4 +18,5 @@ __getattr__, __dir__ = lazily(
             "get_model_sequential",
         )
     },
+    missing=here(__name__),
 )
