@@ -78,7 +78,7 @@ def lazily(
         missing: Name of neuronx-distributed's that is not there -> what to use instead. To ask for one is a
             `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from package import name``.)
 
-    >>> load, names = lazily("neuron_compat.nxd", {"neuron_compat.emulated.groups": ["rank_groups"]}, ["trainer"])
+    >>> load, names = lazily("neuron_compat.nxd", {"neuron_compat.groups": ["rank_groups"]}, ["trainer"])
     >>> load("rank_groups").__name__, "trainer" in names()
     ('rank_groups', True)
     """

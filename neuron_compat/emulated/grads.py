@@ -125,9 +125,9 @@ def _own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> t
     wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     total = torch.zeros(1, dtype=wide, device=parameters[0].device)
     experts = torch.zeros_like(total)
-    alike = 1 / parallel_state.get_tensor_model_parallel_size()
+    alike = 1 / parallel_state.size("tp")
     if not force_spmd:
-        alike = float(parallel_state.get_tensor_model_parallel_rank() == 0)
+        alike = float(parallel_state.rank("tp") == 0)
     for parameter in parameters:
         if parameter.grad is None or not parameter.grad.numel() or not param_is_not_shared(parameter):
             continue
@@ -166,7 +166,7 @@ def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_grou
     other parameters, which sums them over the expert-parallel ranks, too.
     """
     held = list(grads_list)
-    size = 1 if reduce_over_ep_group else parallel_state.get_data_parallel_size()
+    size = 1 if reduce_over_ep_group else parallel_state.size("dp")
     by_type: dict[torch.dtype, list[Tensor]] = {}
     with torch.no_grad():
         for gradient in held:
@@ -196,15 +196,8 @@ Ranks: TypeAlias = tuple[Groups | None, Any]
 
 def ranks_of(kind: str) -> Ranks:
     """The groups of a kind: ``tp``, ``pp``, ``ep`` or ``edp``."""
-    name = {
-        "tp": "tensor_model_parallel",
-        "pp": "pipeline_model_parallel",
-        "ep": "expert_model_parallel",
-        "edp": "expert_data_parallel",
-    }[kind]
-    groups: Groups = getattr(parallel_state, f"get_{name}_replica_groups")()
-    alone = len(groups[0]) == 1
-    return groups, None if alone else getattr(parallel_state, f"get_{name}_group")()
+    groups = parallel_state.replica_groups(kind)
+    return groups, None if len(groups[0]) == 1 else parallel_state.process_group(kind)
 
 
 def _world() -> Ranks:

@@ -42,7 +42,7 @@ def check_supported(sequence_parallel: bool, group: Any = None) -> None:
     """
     if sequence_parallel:
         raise UsageError("sequence_parallel_enabled=True is not there yet")
-    if group is not None and group is not parallel_state.get_tensor_model_parallel_group():
+    if group is not None and group is not parallel_state.process_group("tp"):
         raise UsageError("a tensor_model_parallel_group other than parallel_state's is not supported")
 
 
@@ -154,7 +154,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sizes, bias, dtype, device, stride, init_method, keep_master_weight, skip_bias_add, pad, reduce_dtype
         )
         self.gather_output = gather_output
-        parts = parallel_state.get_tensor_model_parallel_size()
+        parts = parallel_state.size("tp")
         self.pad_size = padding(output_size, parts, stride, pad, "output_size")
         weight, whole_bias = self._whole()
         self.output_size = output_size + self.pad_size
@@ -224,7 +224,7 @@ class RowParallelLinear(_ParallelLinear):
         )
         self.input_is_parallel = input_is_parallel
         self.reduce_output = reduce_output
-        parts = parallel_state.get_tensor_model_parallel_size()
+        parts = parallel_state.size("tp")
         self.pad_size = padding(input_size, parts, stride, pad, "input_size")
         weight, whole_bias = self._whole()
         self.input_size = input_size + self.pad_size
@@ -284,7 +284,7 @@ class ParallelEmbedding(PartitionedModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.init_method, self.dtype = init_method, dtype
         self.shard_across_embedding, self.pad, self.stride = shard_across_embedding, pad, 1
-        self.tensor_model_parallel_size = parts = parallel_state.get_tensor_model_parallel_size()
+        self.tensor_model_parallel_size = parts = parallel_state.size("tp")
         if scale_grad_by_freq and parts > 1 and not shard_across_embedding:
             raise UsageError("scale_grad_by_freq is not there yet where the vocabulary is split")
         self.weight_partition_dim = dim = 1 if shard_across_embedding else 0
@@ -299,7 +299,7 @@ class ParallelEmbedding(PartitionedModule):
         self.weight = parallel_parameter(full, dim, 1, self.pad_size, where, dtype)
         self.num_embeddings_per_partition, self.embedding_dim_per_partition = self.weight.shape
         rows = self.num_embeddings_per_partition
-        first = 0 if shard_across_embedding else rows * parallel_state.get_tensor_model_parallel_rank()
+        first = 0 if shard_across_embedding else rows * parallel_state.rank("tp")
         self.start_index, self.end_index = first, first + rows
         index = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
         self.padding_idx = None if index is None or not first <= index < first + rows else index - first

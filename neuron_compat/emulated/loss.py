@@ -30,7 +30,7 @@ def parallel_cross_entropy(
             hint="Join the logits (gather_output=True), and call torch's own cross_entropy.",
         )
     rows = vocab_parallel_logits.shape[-1]
-    own = target - rows * parallel_state.get_tensor_model_parallel_rank()
+    own = target - rows * parallel_state.rank("tp")
     mine = (own >= 0) & (own < rows)
     highest = vocab_parallel_logits.detach().amax(-1)
     grads.reduce_in_place([highest], grads.ranks_of("tp"), grads.MAX)

@@ -8,6 +8,7 @@ through the process group. With one tensor-parallel rank nothing is done.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -29,13 +30,13 @@ class _Group:
 
 
 _TENSOR_PARALLEL = _Group(
-    parallel_state.get_tensor_model_parallel_replica_groups, parallel_state.get_tensor_model_parallel_group
+    functools.partial(parallel_state.replica_groups, "tp"), functools.partial(parallel_state.process_group, "tp")
 )
 _KV_SHARED = _Group(parallel_state.get_kv_shared_replica_groups, parallel_state.get_kv_shared_group)
 
 
 def _size() -> int:
-    return parallel_state.get_tensor_model_parallel_size()
+    return parallel_state.size("tp")
 
 
 def _summed(value: Tensor, dtype: torch.dtype | None, group: _Group = _TENSOR_PARALLEL) -> Tensor:
@@ -62,10 +63,10 @@ def _gathered(value: Tensor, dim: int) -> Tensor:
     if value.device.type == "xla":
         import torch_xla.core.xla_model as xm
 
-        groups = parallel_state.get_tensor_model_parallel_replica_groups()
+        groups = parallel_state.replica_groups("tp")
         whole: Tensor = xm.all_gather(value, dim=dim % value.dim(), groups=groups, pin_layout=False)
         return whole
-    return torch.cat(gathered(value, parallel_state.get_tensor_model_parallel_group()), dim)
+    return torch.cat(gathered(value, parallel_state.process_group("tp")), dim)
 
 
 def _own(value: Tensor, dim: int) -> Tensor:
@@ -73,7 +74,7 @@ def _own(value: Tensor, dim: int) -> Tensor:
     size = _size()
     if value.shape[dim] % size:
         raise ValueError(f"dim {dim} of {list(value.shape)} does not divide into {size} tensor-parallel parts")
-    return value.chunk(size, dim)[parallel_state.get_tensor_model_parallel_rank()].contiguous()
+    return value.chunk(size, dim)[parallel_state.rank("tp")].contiguous()
 
 
 class _Copy(torch.autograd.Function):

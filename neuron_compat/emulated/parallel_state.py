@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from neuron_compat.emulated.groups import kv_groups, rank_groups
+from neuron_compat.groups import kv_groups, rank_groups
 from xla_ckpt import Mesh, add_mesh_source
 from xla_ckpt.facade import check_can_meet
 
@@ -29,6 +29,16 @@ R = TypeVar("R")
 REAL = "neuronx_distributed.parallel_layers.parallel_state"
 
 KINDS = ("tp", "pp", "cp", "ep", "dp", "edp", "world")
+
+NAMES = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "cp": "context_model_parallel",
+    "ep": "expert_model_parallel",
+    "dp": "data_parallel",
+    "edp": "expert_data_parallel",
+}
+"""Kind of group -> what neuronx-distributed's functions call it."""
 
 distributed: Any = torch.distributed
 
@@ -64,6 +74,9 @@ _current: list[_State] = []
 _kv: list[_KVState] = []
 """As `_current`: what `initialize_kv_group` made."""
 
+_to_end: list[Any] = []
+"""The process groups that were made, which end with the program."""
+
 add_mesh_source(lambda: _current[0].mesh if _current else None)
 
 
@@ -95,11 +108,6 @@ def _group(kind: str, as_list: bool) -> Any:
     if kind not in state.process_groups:
         raise AssertionError("there are no process groups: torch.distributed was not initialised")
     return state.process_groups[kind]
-
-
-def _size(kind: str) -> int:
-    state = _state()
-    return len(state.ranks(kind))
 
 
 def _rank(kind: str) -> int:
@@ -148,19 +156,21 @@ def initialize_model_parallel(
         for kind in KINDS:
             mine = tuple(state.ranks(kind))
             if mine not in made:
-                made[mine] = _new_group(list(mine))
+                made[mine] = new_group(list(mine))
             state.process_groups[kind] = made[mine]
-        atexit.unregister(_leave)
-        atexit.register(_leave)
     _current.append(state)
     if kv_shared_group_size is not None:
         initialize_kv_group(kv_shared_group_size)
 
 
-def _new_group(ranks: list[int]) -> Any:
+def new_group(ranks: list[int]) -> Any:
     """A process group of gloo. Only its members meet: all of them make their groups in the same order."""
     # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
-    return distributed.distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    group = distributed.distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    if not _to_end:
+        atexit.register(_leave)
+    _to_end.append(group)
+    return group
 
 
 def _check_copies(tp: int, copies: int) -> None:
@@ -195,7 +205,7 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
     _check_copies(state.mesh.tp, copies)
     groups = kv_groups(state.replica_groups["tp"], copies, adjacent)
     mine = next(g for g in groups if state.rank in g)
-    group = _new_group(mine) if state.process_groups else None
+    group = new_group(mine) if state.process_groups else None
     _kv.append(_KVState(copies=copies, adjacent=adjacent, replica_groups=groups, process_group=group))
 
 
@@ -265,157 +275,51 @@ def _leave() -> None:
     """End the process groups on the CPU: threads of gloo that are left over abort the process now and then."""
     if "torch_xla" in sys.modules or not distributed.is_initialized():
         return  # with torch_xla loaded, jobs were seen to hang here; left alone, they end
-    made = [group for state in _current for group in state.process_groups.values()]
-    made += [state.process_group for state in _kv if state.process_group is not None]
-    for group in {id(g): g for g in made}.values():
+    while _to_end:
         with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
-            distributed.destroy_process_group(group)
+            distributed.destroy_process_group(_to_end.pop())
     _current.clear()
     _kv.clear()
 
 
-@_delegated
-def get_tensor_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's tensor-parallel process group; with `as_list` the ranks of all such groups."""
-    return _group("tp", as_list)
+def _asked(kind: str, what: str) -> Callable[..., Any] | None:
+    """The real neuronx-distributed's function, if it is imported and this module is not initialised."""
+    real = None if _current else sys.modules.get(REAL)
+    return None if real is None else getattr(real, f"get_{NAMES[kind]}_{what}")
 
 
-@_delegated
-def get_tensor_model_parallel_replica_groups() -> list[list[int]]:
-    """The ranks of all tensor-parallel groups, as torch_xla's collectives take them."""
-    return _state().replica_groups["tp"]
+def process_group(kind: str, as_list: bool = False) -> Any:
+    """This rank's process group of a kind; with `as_list` the ranks of all such groups."""
+    real = _asked(kind, "group")
+    return _group(kind, as_list) if real is None else real(as_list)
 
 
-@_delegated
-def get_tensor_model_parallel_size() -> int:
-    """Number of ranks in a tensor-parallel group."""
-    return _size("tp")
+def replica_groups(kind: str) -> list[list[int]]:
+    """The ranks of all groups of a kind, as torch_xla's collectives take them."""
+    real = _asked(kind, "replica_groups")
+    return _state().replica_groups[kind] if real is None else real()
 
 
-@_delegated
-def get_tensor_model_parallel_rank() -> int:
-    """This rank's place in its tensor-parallel group."""
-    return _rank("tp")
+def size(kind: str) -> int:
+    """Number of ranks in a group of a kind."""
+    real = _asked(kind, "size")
+    return len(_state().ranks(kind)) if real is None else real()
 
 
-@_delegated
-def get_pipeline_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's pipeline-parallel process group; with `as_list` the ranks of all such groups."""
-    return _group("pp", as_list)
+def rank(kind: str) -> int:
+    """This rank's place in its group of a kind."""
+    real = _asked(kind, "rank")
+    return _rank(kind) if real is None else real()
 
 
-@_delegated
-def get_pipeline_model_parallel_replica_groups() -> list[list[int]]:
-    """The ranks of all pipeline-parallel groups, as torch_xla's collectives take them."""
-    return _state().replica_groups["pp"]
-
-
-@_delegated
-def get_pipeline_model_parallel_size() -> int:
-    """Number of ranks in a pipeline-parallel group."""
-    return _size("pp")
-
-
-@_delegated
-def get_pipeline_model_parallel_rank() -> int:
-    """This rank's place in its pipeline-parallel group."""
-    return _rank("pp")
-
-
-@_delegated
-def get_context_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's context-parallel process group; with `as_list` the ranks of all such groups."""
-    return _group("cp", as_list)
-
-
-@_delegated
-def get_context_model_parallel_replica_groups() -> list[list[int]]:
-    """The ranks of all context-parallel groups, as torch_xla's collectives take them."""
-    return _state().replica_groups["cp"]
-
-
-@_delegated
-def get_context_model_parallel_size() -> int:
-    """Number of ranks in a context-parallel group."""
-    return _size("cp")
-
-
-@_delegated
-def get_context_model_parallel_rank() -> int:
-    """This rank's place in its context-parallel group."""
-    return _rank("cp")
-
-
-@_delegated
-def get_expert_model_parallel_group(as_list: bool = False) -> Any:
-    """This rank's expert-parallel process group; with `as_list` the ranks of all such groups."""
-    return _group("ep", as_list)
-
-
-@_delegated
-def get_expert_model_parallel_replica_groups() -> list[list[int]]:
-    """The ranks of all expert-parallel groups, as torch_xla's collectives take them."""
-    return _state().replica_groups["ep"]
-
-
-@_delegated
-def get_expert_model_parallel_size() -> int:
-    """Number of ranks in an expert-parallel group."""
-    return _size("ep")
-
-
-@_delegated
-def get_expert_model_parallel_rank() -> int:
-    """This rank's place in its expert-parallel group."""
-    return _rank("ep")
-
-
-@_delegated
-def get_data_parallel_group(as_list: bool = False) -> Any:
-    """This rank's data-parallel process group; with `as_list` the ranks of all such groups."""
-    return _group("dp", as_list)
-
-
-@_delegated
-def get_data_parallel_replica_groups() -> list[list[int]]:
-    """The ranks of all data-parallel groups, as torch_xla's collectives take them."""
-    return _state().replica_groups["dp"]
-
-
-@_delegated
-def get_data_parallel_size() -> int:
-    """Number of ranks in a data-parallel group."""
-    return _size("dp")
-
-
-@_delegated
-def get_data_parallel_rank() -> int:
-    """This rank's place in its data-parallel group."""
-    return _rank("dp")
-
-
-@_delegated
-def get_expert_data_parallel_group(as_list: bool = False) -> Any:
-    """This rank's expert-data-parallel process group; with `as_list` the ranks of all such groups."""
-    return _group("edp", as_list)
-
-
-@_delegated
-def get_expert_data_parallel_replica_groups() -> list[list[int]]:
-    """The ranks of all expert-data-parallel groups, as torch_xla's collectives take them."""
-    return _state().replica_groups["edp"]
-
-
-@_delegated
-def get_expert_data_parallel_size() -> int:
-    """Number of ranks in an expert-data-parallel group."""
-    return _size("edp")
-
-
-@_delegated
-def get_expert_data_parallel_rank() -> int:
-    """This rank's place in its expert-data-parallel group."""
-    return _rank("edp")
+for _kind, _name in NAMES.items():  # get_tensor_model_parallel_group, ..., get_expert_data_parallel_rank
+    for _what, _answer in (
+        ("group", process_group),
+        ("replica_groups", replica_groups),
+        ("size", size),
+        ("rank", rank),
+    ):
+        globals()[f"get_{_name}_{_what}"] = functools.partial(_answer, _kind)
 
 
 @_delegated

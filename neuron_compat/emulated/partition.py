@@ -51,7 +51,7 @@ def true_device(device: Device) -> torch.device:
 
 def part_of(full: torch.Tensor, dim: int, stride: int, missing: int) -> torch.Tensor:
     """This rank's part of a whole value: padded with zeros at the end, then every tp-th block."""
-    parts, rank = parallel_state.get_tensor_model_parallel_size(), parallel_state.get_tensor_model_parallel_rank()
+    parts, rank = parallel_state.size("tp"), parallel_state.rank("tp")
     if missing:
         shape = list(full.shape)
         shape[dim] = missing
@@ -64,7 +64,7 @@ def set_tensor_model_parallel_attributes(
     tensor: torch.Tensor, is_parallel: bool, dim: int, stride: int = 1, num_partitions: int | None = None
 ) -> None:
     """Have a parameter say how it is split; `num_partitions` is the tensor-parallel size by default."""
-    parts = parallel_state.get_tensor_model_parallel_size() if num_partitions is None else num_partitions
+    parts = parallel_state.size("tp") if num_partitions is None else num_partitions
     for name, value in zip(ATTRIBUTES, (is_parallel, dim, stride, parts), strict=False):
         setattr(tensor, name, value)
 
@@ -75,7 +75,7 @@ def parallel_parameter(
     """This rank's part of a whole value, as a parameter with its attributes."""
     if full.device.type == "meta":
         shape = list(full.shape)
-        shape[dim] = (shape[dim] + missing) // parallel_state.get_tensor_model_parallel_size()
+        shape[dim] = (shape[dim] + missing) // parallel_state.size("tp")
         value = torch.empty(shape, dtype=dtype, device="meta")
     else:
         value = part_of(full, dim, stride, missing).to(dtype).to(device)
@@ -108,7 +108,7 @@ class PartitionedModule(torch.nn.Module):
         said: Any = self.weight
         dim, stride = said.partition_dim, said.partition_stride
         shape = list(self.weight.shape)
-        shape[dim] = shape[dim] * parallel_state.get_tensor_model_parallel_size() - self.pad_size
+        shape[dim] = shape[dim] * parallel_state.size("tp") - self.pad_size
         whole = torch.empty(shape)
         self.draw(whole)
         self.weight.copy_(part_of(whole, dim, stride, self.pad_size))

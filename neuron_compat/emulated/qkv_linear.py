@@ -100,7 +100,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
     ) -> None:
         check_supported(sequence_parallel_enabled)
         super().__init__()
-        parts = parallel_state.get_tensor_model_parallel_size()
+        parts = parallel_state.size("tp")
         _check_sizes(output_sizes, parts, kv_size_multiplier)
         parallel_state.initialize_kv_group(kv_size_multiplier)
         self.input_size, self.output_sizes = input_size, list(output_sizes)
@@ -154,7 +154,7 @@ class GQAQKVColumnParallelLinear(PartitionedModule):
         """What this rank holds of whole queries, keys and values: rows, as views."""
         queries, keys, values = whole
         q, kv = self.q_output_size_per_partition, self.kv_output_size_per_partition
-        rank = parallel_state.get_tensor_model_parallel_rank()
+        rank = parallel_state.rank("tp")
         return [
             queries.narrow(0, q * rank, q),
             keys.narrow(0, kv * self._kv_part, kv),
@@ -220,8 +220,8 @@ def _check_sizes(output_sizes: Sequence[int], parts: int, copies: int) -> None:
 def _kv_place() -> tuple[int, bool]:
     """Which part of keys and values this rank holds, and whether its neighbours hold the same."""
     first = parallel_state.get_tensor_model_parallel_src_rank()
-    ranks = next(g for g in parallel_state.get_tensor_model_parallel_replica_groups() if g[0] == first)
+    ranks = next(g for g in parallel_state.replica_groups("tp") if g[0] == first)
     sharing = [g for g in parallel_state.get_kv_shared_replica_groups() if g[0] in ranks]
-    me = ranks[parallel_state.get_tensor_model_parallel_rank()]
+    me = ranks[parallel_state.rank("tp")]
     part = next(i for i, g in enumerate(sharing) if me in g)
     return part, len(sharing) > 1 and sharing[0][1:2] == ranks[1:2]

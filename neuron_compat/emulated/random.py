@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from neuron_compat.emulated.parallel_state import get_tensor_model_parallel_rank
+from neuron_compat.emulated import parallel_state
 from xla_ckpt import UsageError
 
 RNGStates: TypeAlias = dict[str, Any]
@@ -123,7 +123,7 @@ def model_parallel_xla_manual_seed(seed: int) -> None:
     Raises:
         AssertionError: `parallel_state` is not initialised.
     """
-    own = seed + 2718 + get_tensor_model_parallel_rank()  # neuronx-distributed's offset
+    own = seed + 2718 + parallel_state.rank("tp")  # neuronx-distributed's offset
     _XLA_RNG_STATE_TRACKER.reset()
     _seeded(seed)
     _XLA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own)

@@ -36,27 +36,8 @@ from xla_ckpt import Mesh
 
 logger = logging.getLogger(__name__)
 
-KINDS: dict[str, tuple[str, ...]] = {
-    "world": ("pp", "dp", "tp"),
-    "pp": ("pp",),
-    "tp": ("tp",),
-    "rdp": ("dp",),
-    "dp": ("dp", "tp"),
-    "mp": ("pp", "tp"),
-}
-"""Kind of group -> the mesh axes along which its members differ."""
-
-
-def members(mesh: Mesh, rank: int, kind: str) -> list[int]:
-    """The ranks of a rank's group, in the order of their ranks in it.
-
-    >>> mesh = Mesh(pp=2, dp=2, tp=2)
-    >>> members(mesh, 5, "dp"), members(mesh, 5, "mp"), members(mesh, 5, "rdp")
-    ([4, 5, 6, 7], [0, 1, 4, 5], [5, 7])
-    """
-    here = mesh.coordinates(rank)
-    alike = [axis for axis in ("pp", "dp", "tp") if axis not in KINDS[kind]]
-    return [r for r in range(mesh.size) if all(mesh.coordinates(r)[axis] == here[axis] for axis in alike)]
+KINDS = {"world": "world", "pp": "pp", "tp": "tp", "rdp": "dp", "dp": "dp_tp", "mp": "pp_tp"}
+"""SMP's kind of group -> that of `neuron_compat.groups`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

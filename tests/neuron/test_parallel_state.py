@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import neuron_compat.nxd as nxd
-from neuron_compat.emulated.groups import rank_groups
 from neuron_compat.emulated.parallel_state import REAL
+from neuron_compat.groups import rank_groups
 from neuron_compat.nxd.parallel_layers import parallel_state
 from tests.jobs import run_on_ranks
 from tests.runs import run

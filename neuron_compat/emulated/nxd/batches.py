@@ -28,7 +28,7 @@ def get_batch_on_this_context_parallel_rank(batch: Batch) -> Batch:
     Raises:
         ValueError: A length does not divide by the number of context-parallel ranks.
     """
-    size, rank = parallel_state.get_context_model_parallel_size(), parallel_state.get_context_model_parallel_rank()
+    size, rank = parallel_state.size("cp"), parallel_state.rank("cp")
     if size == 1:
         return batch
     return {name: _part(name, value, size, rank) for name, value in shift_labels(batch).items()}

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from neuron_compat.emulated import parallel_state
 from neuron_compat.emulated.moving import move_model_to_device
-from neuron_compat.emulated.parallel_state import get_tensor_model_parallel_rank
 from neuron_compat.emulated.partition import set_tensor_model_parallel_attributes
 from xla_ckpt.facade import changed_tensors, compute, xla_tensors
 
@@ -155,7 +155,7 @@ def move_all_tensor_to_cpu(data: Any, convert: bool = True) -> Any:
 
 def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
     """Whether this rank counts for a parameter: it has a part of its own, or is the first that has all of it."""
-    return bool(getattr(param, "tensor_model_parallel", False)) or get_tensor_model_parallel_rank() == 0
+    return bool(getattr(param, "tensor_model_parallel", False)) or parallel_state.rank("tp") == 0
 
 
 def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:

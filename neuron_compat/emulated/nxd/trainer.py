@@ -99,10 +99,10 @@ def _arrange(config: Mapping[str, Any]) -> None:
         parallel_state.initialize_model_parallel(**sizes, lnc_size=config.get("lnc_size", 1))
         return
     found = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_size(),
-        "context_parallel_size": parallel_state.get_context_model_parallel_size(),
-        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_size(),
+        "tensor_model_parallel_size": parallel_state.size("tp"),
+        "pipeline_model_parallel_size": parallel_state.size("pp"),
+        "context_parallel_size": parallel_state.size("cp"),
+        "expert_model_parallel_size": parallel_state.size("ep"),
     }
     if found != sizes:
         raise UsageError(

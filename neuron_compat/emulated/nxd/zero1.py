@@ -11,7 +11,7 @@ import torch_xla.core.xla_model as xm
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 from neuron_compat.emulated import parallel_state
-from neuron_compat.emulated.groups import rank_groups
+from neuron_compat.groups import rank_groups
 from neuron_compat.nxd.parallel_layers.checkpointing import meet, read, write_in_turn, write_whole
 from xla_ckpt import IncompatibleCheckpointError, Mesh, UsageError
 from xla_ckpt.facade import compute, parse_section, xla_tensors
@@ -21,23 +21,23 @@ PathLike = str | os.PathLike[str]
 
 def _mesh() -> Mesh:
     return Mesh(
-        pp=parallel_state.get_pipeline_model_parallel_size(),
-        dp=parallel_state.get_data_parallel_size(),
-        cp=parallel_state.get_context_model_parallel_size(),
-        tp=parallel_state.get_tensor_model_parallel_size(),
+        pp=parallel_state.size("pp"),
+        dp=parallel_state.size("dp"),
+        cp=parallel_state.size("cp"),
+        tp=parallel_state.size("tp"),
     )
 
 
 def _replica_groups() -> list[list[int]]:
     """The ranks that hold the same weights: dp and cp."""
     mesh = _mesh()
-    return parallel_state.get_data_parallel_replica_groups() if mesh.cp == 1 else rank_groups(mesh, "dp_cp")
+    return parallel_state.replica_groups("dp") if mesh.cp == 1 else rank_groups(mesh, "dp_cp")
 
 
 def _model_groups() -> list[list[int]]:
     """The ranks that hold a model together: pp and tp."""
     mesh = _mesh()
-    return parallel_state.get_tensor_model_parallel_replica_groups() if mesh.pp == 1 else rank_groups(mesh, "pp_tp")
+    return parallel_state.replica_groups("tp") if mesh.pp == 1 else rank_groups(mesh, "pp_tp")
 
 
 class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # torch_xla has no types
@@ -63,9 +63,7 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
 
     def _shard_parameters(self) -> Any:
         parameters = (p for group in self.param_groups for p in group["params"])
-        if parallel_state.get_expert_model_parallel_size() > 1 and any(
-            getattr(p, "expert_model_parallel", False) for p in parameters
-        ):
+        if parallel_state.size("ep") > 1 and any(getattr(p, "expert_model_parallel", False) for p in parameters):
             raise UsageError(
                 "NeuronZero1Optimizer does not shard experts: their replicas are fewer than the data-parallel ranks",
                 hint="Give them an optimizer of their own, with sharding_groups over the expert-data-parallel groups.",
@@ -76,7 +74,7 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
     def _calc_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         if norm_type != 2.0:
             raise RuntimeError(f"only norm type 2 is supported, not {norm_type}")
-        copies = parallel_state.get_tensor_model_parallel_size()
+        copies = parallel_state.size("tp")
         total = torch.zeros([], dtype=self.optimizer_dtype, device=self.device)
         for outer, inner in zip(self.param_groups, self.base_optimizer.param_groups, strict=True):
             for parameter, shard in zip(outer["params"], inner["params"], strict=True):
@@ -93,7 +91,7 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
         sections = [parse_section(s) for s in getattr(parameter, "partition_sections", ())]
         if all(s.copies == 1 for s in sections):
             return squares
-        ranks = parallel_state.get_tensor_model_parallel_size()
+        ranks = parallel_state.size("tp")
         rows = [torch.full(((s.size or 0) * s.copies // ranks,), float(s.copies)) for s in sections]
         counts: torch.Tensor = self._shard_tensor(torch.cat(rows)).clamp(min=1.0)  # rows of padding count 0 there
         shaped = counts.reshape(-1, *[1] * (squares.dim() - 1))
@@ -195,8 +193,8 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
 
 def _own_ranks() -> dict[str, int]:
     return {
-        "dp_rank": parallel_state.get_data_parallel_rank(),
-        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "dp_rank": parallel_state.rank("dp"),
+        "tp_rank": parallel_state.rank("tp"),
     }
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from neuron_compat.emulated import grads
+from neuron_compat.groups import rank_groups
 from neuron_compat.smp import job, wire
 from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import holder
-from neuron_compat.smp.job import members
 from xla_ckpt.facade import hosted
 
 distributed: Any = torch.distributed
@@ -152,7 +152,7 @@ def _average(gradients: list[torch.Tensor], kind: str) -> None:
     flat = torch.cat([g.detach().reshape(-1) for g in gradients])
     flat = flat.float() if narrow else flat
     mesh = job.ranks().mesh
-    groups = list(dict.fromkeys(tuple(members(mesh, rank, kind)) for rank in range(mesh.size)))
+    groups = rank_groups(mesh, job.KINDS[kind])
     grads.reduce_in_place([flat], ([list(g) for g in groups], job.process_group(kind)), grads.SUM)
     flat.div_(len(groups[0]))
     means = torch.split(flat, [g.numel() for g in gradients])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import logging
 import os
 import sys
@@ -15,9 +13,10 @@ import torch
 
 from neuron_compat.emulated import parallel_state
 from neuron_compat.emulated.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
+from neuron_compat.groups import members
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError, SMPValidationError, WorkerSizeError
-from neuron_compat.smp.job import KINDS, Ranks, members
+from neuron_compat.smp.job import KINDS, Ranks
 from neuron_compat.smp.saves import job_id
 from xla_ckpt import Mesh
 from xla_ckpt.facade import current_mesh
@@ -68,8 +67,8 @@ def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
         return config
     found = {
-        "pipeline_parallel_degree": parallel_state.get_pipeline_model_parallel_size(),
-        "tensor_parallel_degree": parallel_state.get_tensor_model_parallel_size(),
+        "pipeline_parallel_degree": parallel_state.size("pp"),
+        "tensor_parallel_degree": parallel_state.size("tp"),
     }
     named = {n for n in found if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
     return {**config, **{n: v for n, v in found.items() if n not in named}}
@@ -134,7 +133,7 @@ def arrange(cfg: ModelParallelConfig) -> Ranks:
             "world differ from SMP's",
             cfg.placement_strategy,
         )
-    groups = {kind: members(mesh, rank, kind) for kind in KINDS}
+    groups = {kind: members(mesh, its, rank) for kind, its in KINDS.items()}
     return Ranks(
         mesh=mesh,
         rank=rank,
@@ -180,34 +179,18 @@ def _check_world(cfg: ModelParallelConfig, world: int) -> None:
 
 def _process_groups(groups: Mapping[str, list[int]]) -> dict[str, Any]:
     """A gloo group of each kind; kinds of the same ranks share one, and parallel_state's are taken where they are."""
-    known = {
-        "tp": parallel_state.get_tensor_model_parallel_group,
-        "pp": parallel_state.get_pipeline_model_parallel_group,
-        "rdp": parallel_state.get_data_parallel_group,
-        "world": parallel_state.get_world_group,
+    known = {kind: parallel_state.process_group(kind) for kind in ("tp", "pp", "dp")}
+    known["world"] = parallel_state.get_world_group()
+    made = {
+        tuple(groups[kind]): known[its]
+        for kind, its in KINDS.items()
+        if its in known and distributed.get_backend(known[its]) == "gloo"
     }
-    made: dict[tuple[int, ...], Any] = {}
-    for kind, theirs in known.items():
-        group = theirs()
-        if distributed.get_backend(group) == "gloo":
-            made.setdefault(tuple(groups[kind]), group)
-    own = []
     for kind in KINDS:
         ranks = tuple(groups[kind])
         if ranks not in made:
-            made[ranks] = parallel_state._new_group(list(ranks))
-            own.append(made[ranks])
-    atexit.register(functools.partial(_leave, own))
+            made[ranks] = parallel_state.new_group(list(ranks))
     return {kind: made[tuple(ranks)] for kind, ranks in groups.items()}
-
-
-def _leave(groups: list[Any]) -> None:
-    """End process groups on the CPU: threads of gloo that are left over abort the process now and then."""
-    if "torch_xla" in sys.modules or not distributed.is_initialized():
-        return  # with torch_xla loaded, jobs were seen to hang here; left alone, they end
-    for group in groups:
-        with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
-            distributed.destroy_process_group(group)
 
 
 def _leave_world() -> None:

@@ -15,6 +15,7 @@ SHARED = {
     "ep": ("pp", "edp", "cp", "tp"),
     "edp": ("pp", "ep", "tp"),
     "dp_cp": ("pp", "tp"),
+    "dp_tp": ("pp", "cp"),
     "pp_tp": ("dp", "cp"),
     "world": (),
 }
@@ -37,6 +38,16 @@ def rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
         at = mesh.coordinates(rank)
         found.setdefault(tuple(at[axis] for axis in SHARED[kind]), []).append(rank)
     return list(found.values())
+
+
+def members(mesh: Mesh, kind: str, rank: int) -> list[int]:
+    """The ranks of a rank's group, in ascending order.
+
+    >>> from xla_ckpt import Mesh
+    >>> members(Mesh(pp=2, dp=2, tp=2), "pp_tp", 5)
+    [0, 1, 4, 5]
+    """
+    return next(group for group in rank_groups(mesh, kind) if rank in group)
 
 
 def kv_groups(tp_groups: list[list[int]], copies: int, adjacent: bool) -> list[list[int]]:
