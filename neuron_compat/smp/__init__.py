@@ -132,6 +132,6 @@ __getattr__, __dir__ = lazily(
         ),
         "neuron_compat.emulated.smp.stepping": ("step",),
     },
-    ["amp", "comm", "errors", "job", "nn", "optimizers", "stored"],
+    ["amp", "comm", "config", "errors", "job", "nn", "optimizers", "stored"],
     missing={"tp_register": _NO_REGISTRY, "tp_register_with_module": _NO_REGISTRY},
 )

@@ -1,0 +1,7 @@
+"""SMP's ``config``."""
+
+from neuron_compat.lazy import lazily
+
+__getattr__, __dir__ = lazily(
+    __name__, {"neuron_compat.emulated.smp.config": ("ENTRIES", "ModelParallelConfig", "from_environment")}
+)
