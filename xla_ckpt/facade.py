@@ -85,16 +85,15 @@ __all__ = [
     "compute",
     "convert_zero_checkpoints",
     "current_mesh",
-    "cut",
     "decided",
     "declared_sharding",
     "hosted",
     "is_whole",
-    "joined",
     "load_whole_file",
     "oldest_beyond",
     "parse_rules",
     "parse_section",
+    "part_of_whole",
     "parts_at",
     "read_whole_file",
     "remove_directory",
@@ -102,6 +101,7 @@ __all__ = [
     "root_at",
     "storage_errors",
     "whole",
+    "whole_of_parts",
     "write_part",
     "write_whole_file",
     "xla_tensors",
@@ -137,7 +137,7 @@ def remove_directory(root: str, name: str) -> None:
     tags.clean()
 
 
-def joined(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Tensor:
+def whole_of_parts(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Tensor:
     """A global array of the parts of all ranks that it is split over, on the CPU. Padding is left out."""
     first, place = parts[0]
     if len(parts) == 1 and place.shape == tuple(first.shape) and len(place.pieces) == 1:
@@ -149,7 +149,7 @@ def joined(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Tensor:
     return whole
 
 
-def cut(whole: torch.Tensor, place: LocalArray, shape: Sequence[int]) -> torch.Tensor:
+def part_of_whole(whole: torch.Tensor, place: LocalArray, shape: Sequence[int]) -> torch.Tensor:
     """A rank's part, of this local shape, of a global array; its padding is zero."""
     if place.shape == tuple(shape) and len(place.pieces) == 1:
         return whole

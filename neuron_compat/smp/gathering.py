@@ -19,7 +19,7 @@ from neuron_compat.smp import job, wire
 from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPRuntimeError
 from neuron_compat.smp.meeting import together
-from xla_ckpt.facade import LocalArray, hosted, joined
+from xla_ckpt.facade import LocalArray, hosted, whole_of_parts
 
 
 def guard() -> str:
@@ -90,7 +90,7 @@ def collected(
     for part in {p.key: p for p in parts}.values():
         pieces = _pieces(part, held.pop(part.key, None), kind, to_first)
         if gets:
-            found[part.key] = joined(pieces)
+            found[part.key] = whole_of_parts(pieces)
     return found
 
 

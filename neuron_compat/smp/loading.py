@@ -19,7 +19,7 @@ from neuron_compat.smp.errors import (
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.stored import Source, StoredState
-from xla_ckpt.facade import LOAD_INFO, cut, hosted
+from xla_ckpt.facade import LOAD_INFO, hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _load_full(model: Any, state: Mapping[str, Any], strict: bool) -> Any:
 def _own(entry: Entry, whole: Any) -> Any:
     if not isinstance(whole, torch.Tensor):
         return whole
-    return cut(whole, entry.place(job.rank()), entry.value.shape)
+    return part_of_whole(whole, entry.place(job.rank()), entry.value.shape)
 
 
 def check_names(entries: Sequence[Entry], names: Mapping[str, Any], strict: bool) -> Any:

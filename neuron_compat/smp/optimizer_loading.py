@@ -16,7 +16,7 @@ from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, described
 from neuron_compat.smp.stored import Source, StoredState
-from xla_ckpt.facade import cut, hosted
+from xla_ckpt.facade import hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ def _cut(entry: Entry, key: str, value: Any) -> Any:
         return value
     shape = tuple(value.shape)
     if entry.is_split and shape == entry.global_shape:
-        return cut(value, entry.place(job.rank()), entry.value.shape)
+        return part_of_whole(value, entry.place(job.rank()), entry.value.shape)
     _check_shape(entry, key, shape, entry.global_shape)
     return value
 

@@ -33,9 +33,9 @@ from xla_ckpt.facade import (
     changed_tensors,
     compute,
     current_mesh,
-    cut,
     declared_sharding,
     load_whole_file,
+    part_of_whole,
     storage_errors,
     write_whole_file,
     xla_tensors,
@@ -369,7 +369,7 @@ def _part(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
             raise IncompatibleCheckpointError(
                 "a whole parameter has another shape", leaf=name, expected=list(lies.shape), found=list(full.shape)
             )
-        state[name] = cut(full, lies, parameter.shape)
+        state[name] = part_of_whole(full, lies, parameter.shape)
     return state
 
 
