@@ -90,7 +90,7 @@ class Stored:
             masters.give_weights()
         try:
             like = {"extras": {FP16_SET: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}
-            optimizer.take_scale(self._restored(like, known)["extras"][FP16_SET])
+            optimizer._smp.take_scale(self._restored(like, known)["extras"][FP16_SET])
         except xla_ckpt.IncompatibleCheckpointError:
             logger.info("no loss scale is stored")
 
