@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
-    from neuron_compat.nxd.trainer.trainer import initialize_parallel_model as initialize_parallel_model
-    from neuron_compat.nxd.trainer.trainer import initialize_parallel_optimizer as initialize_parallel_optimizer
-    from neuron_compat.nxd.trainer.trainer import neuronx_distributed_config as neuronx_distributed_config
 
 __all__ = [
     "Emulation",

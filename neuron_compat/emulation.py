@@ -23,8 +23,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from neuron_compat.emulated.process_group import gathered
 from neuron_compat.lazy import imported
-from neuron_compat.process_group import gathered
 
 Groups: TypeAlias = Sequence[Sequence[int]] | None
 Tensors: TypeAlias = Any
@@ -156,14 +156,15 @@ def _group_of(groups: Groups) -> tuple[tuple[int, ...], Any]:
     mine = next((g for g in known if rank in g), None)
     if mine is None:
         raise RuntimeError(f"rank {rank} is in none of the replica groups {known}")
-    return mine, _process_groups(known)[mine]
+    return mine, _process_group(mine)
 
 
 @functools.cache
-def _process_groups(groups: tuple[tuple[int, ...], ...]) -> dict[tuple[int, ...], Any]:
-    """Gloo groups for replica groups. All ranks come here with the same list, as XLA demands of them, too."""
+def _process_group(members: tuple[int, ...]) -> Any:
+    """A gloo group of these ranks. They alone make it: the stages of a pipeline have lists of their own."""
     distributed: Any = torch.distributed
-    return {g: distributed.new_group(list(g), backend="gloo") for g in groups}
+    # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
+    return distributed.distributed_c10d.new_group(list(members), backend="gloo", use_local_synchronization=True)
 
 
 def _gather(value: torch.Tensor, groups: Groups) -> list[torch.Tensor]:

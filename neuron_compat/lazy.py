@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -28,13 +29,38 @@ def imported(module: str) -> Any:
 
 
 def absent(name: str, instead: str) -> NoReturn:
-    """Raise the `xla_ckpt.UsageError` for a module or name of neuronx-distributed's that is not there.
-
-    A module that only calls this says so to whoever imports it, or what lies below it.
-    """
+    """Raise the `xla_ckpt.UsageError` for a module or name of another library's that is not there."""
     from xla_ckpt import UsageError
 
     raise UsageError(f"{name} is not there", hint=instead)
+
+
+class Refusing(importlib.abc.MetaPathFinder):
+    """Says to whoever imports a module that is not there, or what lies below it, what to do instead.
+
+    It is asked after all other finders: a module that is there is never refused.
+    """
+
+    def __init__(self, package: str, missing: Mapping[str, str]) -> None:
+        self.package, self.missing = package, missing
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        if fullname.startswith(f"{self.package}."):
+            name = fullname.removeprefix(f"{self.package}.")
+            for end in (i for i, letter in enumerate(f"{name}.") if letter == "."):
+                if name[:end] in self.missing:
+                    absent(fullname, self.missing[name[:end]])
+
+
+def below(package: str, module: str, missing: Mapping[str, str]) -> dict[str, str]:
+    """Those of a package's missing names that are in one of its modules, by the name that they have there.
+
+    >>> below("a", "a.b", {"b.c": "do this", "b.d.e": "do that"}), below("a", "a", {"f": "no"})
+    ({'c': 'do this'}, {'f': 'no'})
+    """
+    own = f"{module}.".removeprefix(f"{package}.")
+    found = {name.removeprefix(own): advice for name, advice in missing.items() if name.startswith(own)}
+    return {name: advice for name, advice in found.items() if "." not in name}
 
 
 def lazily(
@@ -47,12 +73,12 @@ def lazily(
 
     Args:
         package: Its ``__name__``.
-        homes: Module, relative to the package -> the names that the package has from it.
+        homes: Module, in full or relative to the package -> the names that the package has from it.
         submodules: Modules that are names of the package without having been imported.
         missing: Name of neuronx-distributed's that is not there -> what to use instead. To ask for one is a
             `xla_ckpt.UsageError`. (The message of an AttributeError would be lost in ``from package import name``.)
 
-    >>> load, names = lazily("neuron_compat.nxd", {"parallel_layers.groups": ["rank_groups"]}, ["trainer"])
+    >>> load, names = lazily("neuron_compat.nxd", {"neuron_compat.groups": ["rank_groups"]}, ["trainer"])
     >>> load("rank_groups").__name__, "trainer" in names()
     ('rank_groups', True)
     """
@@ -67,7 +93,8 @@ def lazily(
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if name not in home_of:
             return imported(f"{package}.{name}")
-        return getattr(imported(f"{package}.{home_of[name]}"), name)
+        home = home_of[name]
+        return getattr(imported(home if home.startswith("neuron_compat.") else f"{package}.{home}"), name)
 
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *known})

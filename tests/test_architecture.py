@@ -147,6 +147,7 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
     "cli/main.py": "examples of convert --to",
     "cli/options.py": "the help of --like, which is for its tags",
     "cli/writing.py": "the help of --zero1, likewise",
+    "facade.py": "calls of its converter, for the facade",
     "job/mesh_source.py": "asks its parallel_state for the mesh, whatever the layout is",
     "layouts/llama_manifest.py": "hints at the names of its examples",
     "layouts/llama_names.py": "likewise",

@@ -7,10 +7,11 @@ when they are first used. docs/from-nxd.md has a table of the names that are the
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import CONVERT, FINALIZE, KEEP_NXD, KERNELS, TRACE
+from neuron_compat.lazy import Refusing, lazily
+from neuron_compat.nxd.instead import ABSENT, here
 
 if TYPE_CHECKING:
     from neuron_compat.nxd import modules as modules
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
-    from neuron_compat.nxd.trainer.trainer import initialize_parallel_model as initialize_parallel_model
-    from neuron_compat.nxd.trainer.trainer import initialize_parallel_optimizer as initialize_parallel_optimizer
-    from neuron_compat.nxd.trainer.trainer import neuronx_distributed_config as neuronx_distributed_config
 
 __all__ = [
     "finalize_checkpoint",
@@ -36,19 +34,15 @@ __all__ = [
     "save_checkpoint",
 ]
 
+if not any(isinstance(finder, Refusing) for finder in sys.meta_path):
+    sys.meta_path.append(Refusing(__name__, ABSENT))
+
 __getattr__, __dir__ = lazily(
     __name__,
     {
         "trainer.checkpoint": ("finalize_checkpoint", "has_checkpoint", "load_checkpoint", "save_checkpoint"),
         "trainer.trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
     },
-    ["modules", "optimizer", "parallel_layers", "trainer", "utils"],
-    missing={
-        "CheckpointIOState": FINALIZE,
-        "lightning": KEEP_NXD,
-        "pipeline": KEEP_NXD,
-        "scripts": CONVERT,
-        "kernels": KERNELS,
-        "trace": TRACE,
-    },
+    ["kernels", "modules", "optimizer", "overrides", "parallel_layers", "scripts", "trainer", "utils"],
+    missing=here(__name__),
 )

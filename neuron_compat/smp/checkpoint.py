@@ -24,14 +24,10 @@ from neuron_compat.smp.errors import SMPCheckpointError, SMPValidationError
 from neuron_compat.smp.files import check_path, current_place
 from neuron_compat.smp.listing import list_newest, list_when_done, wait_listed
 from neuron_compat.smp.meeting import together
-from neuron_compat.smp.model import DistributedModel
+from neuron_compat.smp.model_calls import ModelCalls
 from neuron_compat.smp.resuming import Resumed, chosen, config_differences, user_content_of
 from neuron_compat.smp.views import is_distributed_optimizer, local_model, local_optimizer, scale_of
-from neuron_compat.smp.writing import write_file
-from neuron_compat.torch_files import make_directory
-from xla_ckpt.layouts.smp.marks import IS_PARTIAL
-from xla_ckpt.layouts.smp.tags import JOB_CONFIG, NEWEST, PARTIAL
-from xla_ckpt.state.wrappers import NamesOnly
+from xla_ckpt.facade import IS_PARTIAL, JOB_CONFIG, NEWEST, PARTIAL, NamesOnly, write_whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +120,7 @@ def _check_arguments(tag: Any, model: Any, optimizer: Any, *, partial: bool) -> 
         if not partial and (tag in ("", ".", "..", NEWEST) or "/" in tag):
             # The file would lie outside of the root, or take the place of the list of partial checkpoints.
             raise SMPCheckpointError("the tag of a full checkpoint is the name of its file", found=repr(tag))
-        if model is not None and not isinstance(model, DistributedModel):
+        if model is not None and not isinstance(model, ModelCalls):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributedModel as input model")
         if optimizer is not None and not is_distributed_optimizer(optimizer):
             raise SMPValidationError("smp.save_checkpoint can only take smp.DistributeOptimizer as input optimizer")
@@ -182,12 +178,10 @@ def _save_full(root: str, tag: str, model: Any, user_content: Any, *, marked: bo
     def prepare() -> None:
         if job.rank() != 0:
             return
-        make_directory(root)
         if model is not None:
-            whole = {**state, IS_PARTIAL: False} if marked else state
-            write_file(whole, f"{root}/{tag}", by=0, options={})
+            write_whole_file({**state, IS_PARTIAL: False} if marked else state, f"{root}/{tag}")
         if user_content is not None:
-            write_file(user_content, f"{root}/user_content_{tag}", by=0, options={})
+            write_whole_file(user_content, f"{root}/user_content_{tag}")
 
     _on_all("smp.save_checkpoint", prepare)
 

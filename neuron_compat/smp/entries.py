@@ -9,15 +9,13 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import job
-from neuron_compat.smp.partitions import Partitions
 from xla_ckpt import Mesh
-from xla_ckpt.sharding.local_array import LocalArray
-from xla_ckpt.sharding.rules import Parsed, decided
-from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.state.attributes import declared_sharding
+from xla_ckpt.facade import IS_PARTIAL, LOAD_INFO, LocalArray, Parsed, Sharding, decided, declared_sharding
 
-PARTIAL = "_smp_is_partial"
-LOAD_INFO = "_smp_load_info"
+PARTIAL = IS_PARTIAL
+
+Partitions = dict[str, int]
+"""Name of a module, as `named_modules` has it ("" is the model itself) -> its partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +95,6 @@ def partition_of(name: str, partitions: Partitions) -> int:
 def without_marks(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict without SMP's own entries."""
     return {name: value for name, value in state.items() if name not in (PARTIAL, LOAD_INFO)}
-
-
-def joined(parts: Sequence[tuple[torch.Tensor, LocalArray]]) -> torch.Tensor:
-    """A global array of the parts of all ranks that it is split over, on the CPU. Padding is left out."""
-    first, place = parts[0]
-    if len(parts) == 1 and place.shape == tuple(first.shape) and len(place.pieces) == 1:
-        return first
-    whole = torch.empty(place.shape, dtype=first.dtype)
-    for part, lies in parts:
-        for piece in lies.pieces:
-            whole[slices(piece.box)] = part[slices(piece.local)]
-    return whole
-
-
-def part_of(whole: torch.Tensor, place: LocalArray, shape: Sequence[int]) -> torch.Tensor:
-    """A rank's part, of this local shape, of a global array; its padding is zero."""
-    if place.shape == tuple(shape) and len(place.pieces) == 1:
-        return whole
-    part = whole.new_zeros(tuple(shape))
-    for piece in place.pieces:
-        part[slices(piece.local)] = whole[slices(piece.box)]
-    return part
-
-
-def slices(box: Any) -> tuple[slice, ...]:
-    """A box as an index."""
-    return tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))
 
 
 def spec_of(entry: Entry) -> list[Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xla_ckpt.errors import CheckpointError, add_kinds
+from xla_ckpt import CheckpointError
+from xla_ckpt.facade import add_kinds
 
 # Arguments, configuration and use.
 

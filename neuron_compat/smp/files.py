@@ -7,7 +7,7 @@
     checkpoint.pt                                    ``partial=False``
 
 All of these are read. A file takes the place of an older one when it is durable. Beside a partial file lies a hidden
-note (`xla_ckpt.layouts.smp.sidecar`), by which parts of different saves are told apart.
+note, by which parts of different saves are told apart.
 """
 
 from __future__ import annotations
@@ -29,17 +29,25 @@ from neuron_compat.smp.errors import (
 )
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.parts import Numbers, Place, absent, fits, incomplete, name_of, own_part, refusal, sizes_of
+from neuron_compat.smp.saves import save_of
 from neuron_compat.smp.sources import Stored
 from neuron_compat.smp.stored import StoredState
-from neuron_compat.smp.writing import Note, save_of, write_file
-from neuron_compat.torch_files import load_whole
-from xla_ckpt import NoCheckpointError, UntrustedObjectError
-from xla_ckpt.layouts.smp import sidecar
-from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP
-from xla_ckpt.layouts.smp.one_save import SetPart, is_whole, parts_at
-from xla_ckpt.layouts.smp.parts import SCALERS
-from xla_ckpt.layouts.smp.tags import ALL_PARTS
-from xla_ckpt.layouts.torch_save.whole import check_whole_file, read_whole_file
+from xla_ckpt import NoCheckpointError
+from xla_ckpt.facade import (
+    ALL_PARTS,
+    IS_PARTIAL,
+    LOAD_INFO,
+    PP,
+    RANK_AXES,
+    SCALERS,
+    TP,
+    SetPart,
+    is_whole,
+    load_whole_file,
+    parts_at,
+    write_part,
+    write_whole_file,
+)
 
 
 def save(obj: Any, f: str, partial: bool = True, v3: bool = False, *, naming: str = "auto", **options: Any) -> None:
@@ -71,12 +79,11 @@ def save(obj: Any, f: str, partial: bool = True, v3: bool = False, *, naming: st
         )
     if not partial:
         if job.rank() == 0:
-            write_file(obj, f, by=0, options=options)
+            write_whole_file(obj, f, **options)
         return
-    place, rank = current_place(), job.rank()
+    place = current_place()
     path = name_of(f, place, v3=v3, naming=naming)
-    note = Note(path=path, save=save_of(f, v3), place=place, by=rank)
-    write_file(obj, path, by=rank, note=note, options=options)
+    write_part(obj, path, save_of(f, v3), rank=place.own, sizes=place.sizes, options=options)
 
 
 def load(
@@ -186,17 +193,10 @@ class Reading:
 
     def value(self, path: str) -> Any:
         """What a file holds, after all of it was compared with its CRC-32s."""
-        if self.trust:
-            check_whole_file(path)
-            options = {} if self.pickle_module is None else {"pickle_module": self.pickle_module}
-            return load_whole(
-                path, trust_pickle=True, map_location=self.map_location or "cpu", **options, **self.options
-            )
-        try:
-            return read_whole_file(path, self.put, more=SCALERS)
-        except UntrustedObjectError as error:
-            error.hint = "Pass trust_pickle=True if you trust whoever wrote this file."
-            raise
+        options = {"map_location": self.map_location or "cpu", **self.options}
+        if self.pickle_module is not None:
+            options["pickle_module"] = self.pickle_module
+        return load_whole_file(path, trust_pickle=self.trust, put=self.put, more=SCALERS, options=options)
 
     def put(self, storage: torch.Tensor) -> torch.Tensor:
         """A storage where `map_location` wants it."""
@@ -246,7 +246,7 @@ def _check_whole(parts: Mapping[Numbers, SetPart], files: Mapping[Numbers, str],
     noted = next((part.saved for part in parts.values() if part.saved is not None), None)
     sizes = sizes_of(parts)[: len(next(iter(parts)))]
     if noted is not None and not is_whole(parts):
-        sizes = tuple(noted.sizes[axis] for axis in sidecar.RANK_AXES[: len(sizes)])
+        sizes = tuple(noted.sizes[axis] for axis in RANK_AXES[: len(sizes)])
     if absent(parts, sizes):
         raise incomplete(files, place, f, sizes)
 

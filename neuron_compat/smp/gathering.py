@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import job, wire
-from neuron_compat.smp.entries import Entry, joined
+from neuron_compat.smp.entries import Entry
 from neuron_compat.smp.errors import SMPRuntimeError
 from neuron_compat.smp.meeting import together
-from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.facade import LocalArray, hosted, whole_of_parts
 
 
 def guard() -> str:
@@ -68,7 +68,7 @@ def sources_of(entry: Entry) -> tuple[int, ...]:
 def hosted_sources(parts: Sequence[Part]) -> dict[Hashable, torch.Tensor]:
     """What this rank has to send, on the CPU."""
     own = {p.key: p.value for p in parts if job.rank() in p.sources and p.value is not None}
-    return dict(zip(own, wire.hosted(list(own.values())), strict=True))
+    return dict(zip(own, hosted(list(own.values())), strict=True))
 
 
 def collected(
@@ -90,7 +90,7 @@ def collected(
     for part in {p.key: p for p in parts}.values():
         pieces = _pieces(part, held.pop(part.key, None), kind, to_first)
         if gets:
-            found[part.key] = joined(pieces)
+            found[part.key] = whole_of_parts(pieces)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which rank is what, by SMP's names, over `neuron_compat.nxd`'s parallel state; and what the process has set up.
+"""Which rank is what, by SMP's names, and what the process has set up.
 
 SMP runs tensor parallelism inside of data parallelism. With ``pp`` partitions, ``tp`` tensor-parallel ranks and ``rdp``
 (reduced data parallel) replicas of those:
@@ -22,21 +22,41 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
+from neuron_compat.lazy import imported
 from neuron_compat.smp.errors import (
     DDPNotEnabledError,
     NotInitializedError,
     SMPRuntimeError,
-    SMPValidationError,
 )
-from neuron_compat.smp.placement import Ranks, arrange
-from neuron_compat.smp.writing import job_id
+from xla_ckpt import Mesh
 
 logger = logging.getLogger(__name__)
+
+KINDS = {"world": "world", "pp": "pp", "tp": "tp", "rdp": "dp", "dp": "dp_tp", "mp": "pp_tp"}
+"""SMP's kind of group -> that of `neuron_compat.groups`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Where this process stands in its job."""
+
+    mesh: Mesh
+    rank: int
+    local_rank: int
+    local_size: int
+    groups: dict[str, list[int]]
+    """Kind -> the ranks of this process' group."""
+    process_groups: dict[str, Any]
+    """Kind -> its process group (gloo); empty without torch.distributed."""
+
+    def of(self, kind: str) -> int:
+        """This process' rank in its group."""
+        return self.groups[kind].index(self.rank)
+
 
 Pending = Callable[[Any, Any], None]
 
@@ -90,76 +110,9 @@ class State:
 state = State()
 
 
-# -- setting up
-
-
-def init(config: Mapping[str, Any] | None = None) -> None:
-    """Arrange the ranks of the job. All ranks make the same call.
-
-    With several processes it joins torch.distributed (gloo), if the program has not; it initialises
-    `neuron_compat.nxd.parallel_layers.parallel_state`, or takes it as it is. A second call with the same configuration
-    changes nothing, and nor does one after SageMaker's environment has said the configuration.
-
-    Args:
-        config: SMP's configuration: ``pipeline_parallel_degree`` (or ``partitions``), ``tensor_parallel_degree``,
-            ``ddp``, ``microbatches`` and so on. None takes that of the environment (``SM_HP_MP_PARAMETERS``), if it is
-            there. Degrees that it does not name are those of an initialised parallel state, or 1.
-
-    Raises:
-        SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel state.
-        SMPUnsupportedError: It asks for something that is not there.
-        WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
-        SMPValidationError: It was called before, with another configuration.
-    """
-    cfg = ModelParallelConfig(_with_degrees(from_environment() if config is None else config))
-    if state.ranks is not None and not (state.lazy and _same_degrees(cfg)):
-        if cfg != state.cfg and SAGEMAKER not in os.environ:  # there SMP ignores it
-            raise SMPValidationError(
-                "smp is initialized already, with another configuration",
-                expected=_differing(state.cfg, cfg),
-                found=_differing(cfg, state.cfg),
-                hint="Call smp.init() once, before anything else of smp. smp.shutdown() forgets the configuration.",
-            )
-        logger.warning("SageMaker model parallelism is initialized already. Ignoring the smp.init() call.")
-        return
-    state.lazy = False
-    if state.ranks is None:
-        state.ranks = arrange(cfg)
-        job_id()  # now, as the job's store may be gone when a file is saved
-    state.cfg = cfg
-
-
-def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A configuration with the degrees of an initialised parallel state, where it names none."""
-    if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
-        return config
-    found = {
-        "pipeline_parallel_degree": parallel_state.get_pipeline_model_parallel_size(),
-        "tensor_parallel_degree": parallel_state.get_tensor_model_parallel_size(),
-    }
-    named = {n for n in found if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
-    return {**config, **{n: v for n, v in found.items() if n not in named}}
-
-
-def _same_degrees(cfg: ModelParallelConfig) -> bool:
-    names = ("pipeline_parallel_degree", "tensor_parallel_degree")
-    return all(getattr(cfg, name) == getattr(state.cfg, name) for name in names)
-
-
-def _differing(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
-    held = other.get_config_dict()
-    return {name: value for name, value in one.get_config_dict().items() if value != held[name]}
-
-
 def is_initialized() -> bool:
     """Whether `init` was called, or a rank was asked for that was known without it."""
     return state.initialized
-
-
-def shutdown() -> None:
-    """Forget everything that was set up, the parallel state included. Process groups stay until the process ends."""
-    parallel_state.destroy_model_parallel()
-    state.__init__()  # type: ignore[misc]  # other modules hold this object
 
 
 def reset() -> None:
@@ -182,11 +135,9 @@ def ranks() -> Ranks:
 
 def _ranks_if_known() -> Ranks | None:
     if state.ranks is None:
-        if parallel_state.model_parallel_is_initialized():
-            init({"ddp": True})
-            state.lazy = True
-        elif SAGEMAKER in os.environ:
-            init()
+        # The one door from the calls to the emulation. It is not opened by an import: a program that has set up its
+        # ranks itself has no use for what is behind it.
+        imported("neuron_compat.emulated.smp.setup").init_if_known()
     return state.ranks
 
 

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 import threading
 
 import xla_ckpt
-from neuron_compat.smp.writing import partly_written
-from neuron_compat.torch_files import sync_directory, write_whole_bytes
-from xla_ckpt.layouts.smp.roots import oldest_beyond, root_at
-from xla_ckpt.layouts.smp.tags import NEWEST
+from xla_ckpt.facade import NEWEST, oldest_beyond, remove_directory, renew_file, root_at, storage_errors
 
 logger = logging.getLogger(__name__)
-
-_TRASH = ".trash.smp"
-"""Where a directory of SMP's own lies that is being deleted."""
 
 _waiting: list[threading.Thread] = []
 """Those that wait for a save in the background, to list it."""
@@ -28,31 +20,15 @@ def list_newest(root: str, kept: int | None = None) -> None:
     Raises:
         xla_ckpt.StorageError: The operating system refused.
     """
-    if os.path.isdir(f"{root}/{_TRASH}"):
-        shutil.rmtree(f"{root}/{_TRASH}")  # a job ended in mid-deletion
     found = root_at(root)
     gone = [] if kept is None else oldest_beyond(found.order, found.theirs, kept)
     lines = [name for name in found.order if name not in gone]
     # First the list, then the directories: it never names one that is half deleted.
     if list(found.lines or ()) != lines:
-        newest = f"{root}/{NEWEST}"
-        data = "".join(f"{name}\n" for name in lines).encode()
-        write_whole_bytes(data, newest, partly=partly_written(newest, 0))
+        renew_file("".join(f"{name}\n" for name in lines).encode(), f"{root}/{NEWEST}")
     for name in gone:
-        _remove(root, name)
-
-
-def _remove(root: str, name: str) -> None:
-    """Delete a directory, which is gone by one rename: nobody finds half of it."""
-    try:
-        hidden = f"{root}/{_TRASH}/{name}"
-        os.makedirs(f"{root}/{_TRASH}", exist_ok=True)
-        os.rename(f"{root}/{name}", hidden)
-        sync_directory(root)
-        shutil.rmtree(hidden)
-        os.rmdir(f"{root}/{_TRASH}")
-    except OSError as error:
-        raise xla_ckpt.StorageError.of(error, "deleting an old checkpoint", path=root, tag=name) from error
+        with storage_errors("deleting an old checkpoint", path=root, tag=name):
+            remove_directory(root, name)
 
 
 def list_when_done(handle: xla_ckpt.SaveHandle, root: str, kept: int | None) -> None:

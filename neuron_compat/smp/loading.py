@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job, wire
-from neuron_compat.smp.entries import LOAD_INFO, PARTIAL, Entry, part_of, without_marks
+from neuron_compat.smp.entries import PARTIAL, Entry, without_marks
 from neuron_compat.smp.errors import (
     IncompatibleCheckpointFoundError,
     MissingKeysInCheckpointError,
@@ -18,8 +18,8 @@ from neuron_compat.smp.errors import (
 )
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
-from neuron_compat.smp.partitions import enforced
 from neuron_compat.smp.stored import Source, StoredState
+from xla_ckpt.facade import LOAD_INFO, hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _load_full(model: Any, state: Mapping[str, Any], strict: bool) -> Any:
 def _own(entry: Entry, whole: Any) -> Any:
     if not isinstance(whole, torch.Tensor):
         return whole
-    return part_of(whole, entry.place(job.rank()), entry.value.shape)
+    return part_of_whole(whole, entry.place(job.rank()), entry.value.shape)
 
 
 def check_names(entries: Sequence[Entry], names: Mapping[str, Any], strict: bool) -> Any:
@@ -257,7 +257,33 @@ def _exchanged(stored: Mapping[str, Any], told: Sequence[Mapping[str, Any]]) -> 
         if said is None:
             found[name] = others[stage][name]
             continue
-        mine = wire.hosted([stored[name]])[0] if stages[stage] == job.rank() else None
+        mine = hosted([stored[name]])[0] if stages[stage] == job.rank() else None
         dtype = getattr(torch, said[1].removeprefix("torch."))
         found[name] = wire.broadcast(mine, said[0], dtype, stages[stage], "pp")
     return found
+
+
+def enforced(info: Mapping[str, Any], model: torch.nn.Module, count: int) -> dict[str, int] | None:
+    """The partitions that a checkpoint's ``partition_info`` says; None if it is of other modules.
+
+    SMP calls the modules ``main``, ``main/module``, ``main/module/module`` and so on, from its wrapper inwards.
+    """
+    named = {_own_name(str(name)): index for name, index in info.items()}
+    found = {name: named.get(name) for name, _ in model.named_modules()}
+    if any(type(index) is not int or not 0 <= index < count for index in found.values()):
+        return None
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _own_name(name: str) -> str:
+    """A module's name without SMP's wrappers.
+
+    >>> _own_name("main/module/module/layers/0"), _own_name("layers.0"), _own_name("main")
+    ('layers.0', 'layers.0', '')
+    """
+    first, *steps = name.split("/")
+    if first != "main":
+        return name
+    while steps and steps[0] == "module":
+        del steps[0]
+    return ".".join(steps)

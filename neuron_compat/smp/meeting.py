@@ -14,10 +14,16 @@ from typing import Any
 
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import SMPConfigError, SMPRuntimeError, TooFewRanksError
-from xla_ckpt.errors import CheckpointError, RankFailedError
-from xla_ckpt.job.job import launcher_has_store
-from xla_ckpt.job.process_group import StoreCommunicator, communicator
-from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
+from xla_ckpt import CheckpointError, RankFailedError
+from xla_ckpt.facade import (
+    LEAD,
+    Deadline,
+    Round,
+    StoreCommunicator,
+    as_checkpoint_error,
+    communicator,
+    launcher_has_store,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job, wire
-from neuron_compat.smp.entries import PARTIAL, Entry, part_of
+from neuron_compat.smp.entries import PARTIAL, Entry
 from neuron_compat.smp.errors import RdpSizeError, SMPCheckpointError, SMPInvalidArgumentError
 from neuron_compat.smp.gathering import guard
 from neuron_compat.smp.meeting import together
 from neuron_compat.smp.optimizer_state import MASTER, MASTER_NAMES, MASTERS, described
 from neuron_compat.smp.stored import Source, StoredState
+from xla_ckpt.facade import hosted, part_of_whole
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def load_masters(optimizer: Any, stored: Mapping[str, Any]) -> None:
     told = together("mp", CALL, lambda: _say(given, _master_states(optimizer, given)), guard=guard())
     _check(entries, told)
     _put_masters(optimizer, _exchanged(entries, _master_states(optimizer, given), told))
-    optimizer.take_scale(given.scale)
+    optimizer._smp.take_scale(given.scale)
 
 
 # -- numbers and names
@@ -211,7 +212,7 @@ def _cut(entry: Entry, key: str, value: Any) -> Any:
         return value
     shape = tuple(value.shape)
     if entry.is_split and shape == entry.global_shape:
-        return part_of(value, entry.place(job.rank()), entry.value.shape)
+        return part_of_whole(value, entry.place(job.rank()), entry.value.shape)
     _check_shape(entry, key, shape, entry.global_shape)
     return value
 
@@ -308,7 +309,7 @@ def _exchanged(entries: Sequence[Entry], mine: States, told: Sequence[Mapping[st
             if "shape" not in description:
                 found.setdefault(number, {})[key] = objects[holder][number][key]
                 continue
-            value = wire.hosted([mine[number][key]])[0] if holder == here else None
+            value = hosted([mine[number][key]])[0] if holder == here else None
             shape, dtype = description["shape"], getattr(torch, description["dtype"].removeprefix("torch."))
             found.setdefault(number, {})[key] = wire.broadcast(value, shape, dtype, members[holder], kind)
     return found
@@ -328,7 +329,7 @@ def _install(optimizer: Any, given: Incoming, states: States) -> None:
     except (ValueError, KeyError) as error:
         raise SMPCheckpointError(f"the optimizer did not take its state: {error}") from error
     _put_masters(optimizer, states)
-    optimizer.take_scale(given.scale)
+    optimizer._smp.take_scale(given.scale)
     optimizer.drop_others()
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from neuron_compat.smp import comm, job, wire
+from neuron_compat.smp import comm, job
 from neuron_compat.smp.entries import PARTIAL, Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import Part, collected, guard
-from neuron_compat.smp.loss_scale import stored
 from neuron_compat.smp.meeting import together
-from xla_ckpt.sharding.local_array import LocalArray, whole
+from xla_ckpt.facade import LocalArray, hosted, whole
 
 MASTERS = "fp32_from_fp16"
 MASTER_NAMES = "fp32_from_fp16_names"
@@ -59,7 +58,7 @@ def on_cpu(value: Any) -> Any:
     """The same dicts, lists and tuples with their tensors on the CPU, brought there in one batch."""
     tensors: list[torch.Tensor] = []
     _mapped(value, tensors.append)
-    moved = iter(wire.hosted(tensors))
+    moved = iter(hosted(tensors))
     return _mapped(value, lambda _: next(moved))
 
 
@@ -101,7 +100,7 @@ def own_masters(optimizer: Any) -> dict[str, Any]:
 def fp16_state(optimizer: Any) -> dict[str, Any]:
     """What SMP stores of a loss scale."""
     return {
-        "loss_scaler": stored(optimizer.loss_scaler),
+        "loss_scaler": optimizer._smp.stored_scale(),
         "dynamic_loss_scale": optimizer.dynamic_loss_scale,
         "overflow": optimizer.overflow,
         "first_closure_call_this_step": optimizer.first_closure_call_this_step,
@@ -198,7 +197,7 @@ def full_state(optimizer: Any, to_rank0: bool, *, bare: bool) -> dict[str, Any]:
             for key, value in of_one.items()
             if isinstance(value, torch.Tensor)
         }
-        held.update(zip(mine, wire.hosted(list(mine.values())), strict=True))
+        held.update(zip(mine, hosted(list(mine.values())), strict=True))
         return {str(n): described(of_one) for n, of_one in states.items()}
 
     hint = guard() if shares is None else "With shard_optimizer_state call it on all ranks of the job."

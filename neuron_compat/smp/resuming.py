@@ -13,10 +13,17 @@ import xla_ckpt
 from neuron_compat.smp import files
 from neuron_compat.smp.errors import MissingCheckpointFilesError, SMPValidationError
 from neuron_compat.smp.sources import Stored
-from xla_ckpt.layouts.smp.file_contents import SMP_VERSION
-from xla_ckpt.layouts.smp.roots import root_at
-from xla_ckpt.layouts.smp.tags import JOB_CONFIG, MODEL_SET, NEWEST, OPTIMIZER_SETS, PARTIAL, USER_CONTENT_FILE
-from xla_ckpt.layouts.torch_save.whole import read_whole_file
+from xla_ckpt.facade import (
+    JOB_CONFIG,
+    MODEL_SET,
+    NEWEST,
+    OPTIMIZER_SETS,
+    PARTIAL,
+    SMP_VERSION,
+    USER_CONTENT_FILE,
+    read_whole_file,
+    root_at,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import torch
 
 import xla_ckpt
 from neuron_compat.smp import job
-from xla_ckpt.layouts.smp.tags import FP16_SET
-from xla_ckpt.state.wrappers import ModelView, NamesOnly
+from xla_ckpt.facade import FP16_SET, ModelView, NamesOnly
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +90,7 @@ class Stored:
             masters.give_weights()
         try:
             like = {"extras": {FP16_SET: dict.fromkeys(("loss_scaler", "dynamic_loss_scale", "overflow"))}}
-            optimizer.take_scale(self._restored(like, known)["extras"][FP16_SET])
+            optimizer._smp.take_scale(self._restored(like, known)["extras"][FP16_SET])
         except xla_ckpt.IncompatibleCheckpointError:
             logger.info("no loss scale is stored")
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from neuron_compat.smp import comm, job
-from neuron_compat.smp.optimizer_methods import Distributed
+from neuron_compat.smp.optimizer_calls import OptimizerCalls
 from neuron_compat.smp.optimizer_state import fp16_state, on_cpu
-from xla_ckpt.layouts.smp.tags import FP16_SET
-from xla_ckpt.state.wrappers import ModelView
+from xla_ckpt.facade import FP16_SET, ModelView
 
 
 def local_model(model: Any) -> ModelView:
@@ -74,4 +73,4 @@ def scale_of(optimizer: Any) -> dict[str, Any]:
 
 def is_distributed_optimizer(optimizer: Any) -> bool:
     """Whether `smp.DistributedOptimizer` returned it."""
-    return isinstance(optimizer, Distributed)
+    return isinstance(optimizer, OptimizerCalls)

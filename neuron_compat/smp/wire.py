@@ -15,16 +15,6 @@ PIECE = 256 * 1024 * 1024
 """Bytes of the largest message."""
 
 
-def hosted(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values on the CPU: those of XLA are computed in one graph, and brought there in one batch."""
-    of_xla = [v for v in values if v.device.type == "xla"]
-    if of_xla:
-        from xla_ckpt.arrays.xla import to_host
-
-        moved = iter(to_host(of_xla))
-    return [next(moved) if v.device.type == "xla" else v.detach().cpu() for v in values]
-
-
 def _bytes_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a CPU tensor, in pieces that share its memory. It is contiguous."""
     if value.numel():

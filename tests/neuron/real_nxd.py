@@ -1,8 +1,9 @@
-"""Jobs of the real neuronx-distributed, where the environment variable NXD_REAL names a folder in which it is prepared.
+"""Jobs of the real neuronx-distributed, where the environment variable NXD_REAL names a folder that has it.
 
-Its ranks are real processes on CPUs, with gloo in the place of Neuron's collectives. They have other packages than the
-tests have, so they are forked from a process with an environment of its own, which imports neuronx-distributed once.
-What they run are functions of the modules in tests/neuron/real:
+In the folder ``nxd/src`` has the package, and ``extra`` the packages that it needs. `neuron_compat.nxd_on_cpu` makes it
+run: its ranks are real processes on CPUs, with gloo in the place of Neuron's collectives. They have other packages than
+the tests have, so they are forked from a process with an environment of its own, which imports neuronx-distributed
+once. What they run are functions of the modules in tests/neuron/real:
 
     @needs_nxd
     def test_it_is_there() -> None:
@@ -28,7 +29,7 @@ from tests.nursery import ProcessError
 from tests.runs import ROOT, environment
 
 _NAMED = os.environ.get("NXD_REAL", "")
-needs_nxd = pytest.mark.skipif(not _NAMED, reason="NXD_REAL names no folder in which neuronx-distributed is prepared")
+needs_nxd = pytest.mark.skipif(not _NAMED, reason="NXD_REAL names no folder that has neuronx-distributed")
 
 
 def run_on_nxd(function: Callable[..., object], world: int, *args: object, timeout: float = 250) -> list[Any]:
@@ -63,15 +64,21 @@ def _answer(request: str) -> str:
     return answer
 
 
+def at_nxd() -> dict[str, str]:
+    """The environment of a process that finds neuronx-distributed and its packages."""
+    scratch = Path(_NAMED).resolve(strict=True)
+    path = os.pathsep.join(map(str, (ROOT, scratch / "nxd/src", scratch / "extra")))
+    return environment(
+        {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "NXD_LOG_LEVEL": "error", "OMP_NUM_THREADS": "1"}
+    )
+
+
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     """The process from which all such jobs are forked; it ends when its input does."""
-    scratch = Path(_NAMED).resolve(strict=True)
-    path = os.pathsep.join(map(str, (ROOT, scratch / "run", scratch / "extra")))
-    extra = {"PYTHONPATH": path, "NXD_SRC": str(scratch / "nxd" / "src"), "TOKENIZERS_PARALLELISM": "false"}
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.neuron.real.jobs"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(extra), cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=at_nxd(), cwd=ROOT,
         start_new_session=True,
     )  # fmt: skip
     atexit.register(server.communicate)

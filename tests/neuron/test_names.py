@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from neuron_compat.nxd.instead import ABSENT
 from tests.runs import ROOT
 from xla_ckpt import UsageError
 
@@ -46,12 +47,12 @@ def test_a_name_is_what_the_table_says(module: str, name: str, how: str) -> None
 @pytest.mark.parametrize(
     "module",
     [
-        "kernels.flash_attn",
+        "kernels.kernel_utils",
         "modules.moe.model",
         "modules.lora",
-        "parallel_layers.loss_functions",
+        "parallel_layers.layer_norm",
         "pipeline",
-        "scripts",
+        "utils.timeline",
     ],
 )
 def test_a_module_that_is_not_there_says_what_to_do_when_it_is_imported(module: str) -> None:
@@ -60,3 +61,10 @@ def test_a_module_that_is_not_there_says_what_to_do_when_it_is_imported(module: 
     assert caught.value.hint
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("neuron_compat.nxd.nobody_knows_it")
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_said_to_be_absent_is_not_there(name: str) -> None:
+    module, _, last = f"neuron_compat.nxd.{name}".rpartition(".")
+    with pytest.raises(UsageError, match=f"{last} is not there"):
+        getattr(importlib.import_module(module), last)

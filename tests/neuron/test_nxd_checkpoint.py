@@ -19,8 +19,8 @@ import torch_xla
 import neuron_compat
 import neuron_compat.nxd as nxd
 import xla_ckpt
+from neuron_compat.emulated import mappings
 from neuron_compat.nxd.optimizer import NeuronZero1Optimizer
-from neuron_compat.nxd.parallel_layers import mappings
 from neuron_compat.nxd.parallel_layers import parallel_state as ps
 from tests.jobs import run_on_ranks
 from tests.layouts.same import unequal

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import neuron_compat.nxd as nxd
+from neuron_compat.emulated.parallel_state import REAL
+from neuron_compat.groups import rank_groups
 from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.groups import rank_groups
 from tests.jobs import run_on_ranks
 from tests.runs import run
 from xla_ckpt import Mesh
@@ -96,10 +97,10 @@ def test_one_process(clean: None) -> None:
 
 
 def test_the_real_one_answers_if_it_is_imported(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = types.ModuleType(parallel_state.REAL)
+    real = types.ModuleType(REAL)
     real.model_parallel_is_initialized = lambda: True  # type: ignore[attr-defined]
     real.get_tensor_model_parallel_size = lambda: 64  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, parallel_state.REAL, real)
+    monkeypatch.setitem(sys.modules, REAL, real)
     assert parallel_state.model_parallel_is_initialized()
     assert parallel_state.get_tensor_model_parallel_size() == 64
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import neuron_compat
 import neuron_compat.nxd as nxd
+from neuron_compat.emulated import parallel_state
+from neuron_compat.groups import kv_groups
 from neuron_compat.nxd.modules.qkv_linear import GQAQKVColumnParallelLinear
-from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.groups import kv_groups
 from tests.jobs import run_on_ranks
 from xla_ckpt import UsageError
 
@@ -208,7 +208,7 @@ def test_what_does_not_divide_says_so(alone: None, monkeypatch: pytest.MonkeyPat
     parallel_state.initialize_model_parallel()
     with pytest.raises(UsageError, match="sequence_parallel_enabled"):
         GQAQKVColumnParallelLinear(4, [8, 4], sequence_parallel_enabled=True)
-    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_size", lambda: 4)
+    monkeypatch.setattr(parallel_state, "size", lambda kind: 4)
     for sizes, copies, words in (
         ([8], 1, "are not two"),
         ([8, 4], 3, "kv_size_multiplier=3 does not divide 4"),

@@ -14,7 +14,7 @@ import torch
 
 import neuron_compat.smp as smp
 import xla_ckpt
-from neuron_compat.smp.model import DistributedModel
+from neuron_compat.emulated.smp.model import DistributedModel
 from tests.jobs import run_alone, run_on_ranks
 from tests.runs import names_in
 from tests.smp.test_checkpoint_resume import fresh, model, resumed, theirs  # noqa: F401  # a fixture

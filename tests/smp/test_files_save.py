@@ -132,7 +132,7 @@ def test_xla_tensors_are_stored_as_cpu_tensors(tmp_path: Path, alone: Any) -> No
 def saves_without_a_store(rank: int, root: str) -> bool:
     import torch.distributed.distributed_c10d as c10d
 
-    from neuron_compat.smp import writing
+    from neuron_compat.smp import saves
 
     begin(2, 1)
     smp.save({"n": 1}, f"{root}/c.pt")
@@ -141,10 +141,10 @@ def saves_without_a_store(rank: int, root: str) -> bool:
         def compare_set(self, *_: Any) -> bytes:
             raise RuntimeError("connection reset by peer")
 
-    writing._job_ids.clear()
+    saves._job_ids.clear()
     c10d._get_default_store = Gone  # type: ignore[assignment]
     smp.save({"n": 2}, f"{root}/c.pt")
-    return os.path.exists(f"{root}/.c.pt_{rank}.xla_ckpt.json")
+    return bool(sidecar.parse_notes(Path(f"{root}/.c.pt_{rank}.xla_ckpt.json").read_bytes()))
 
 
 def test_a_rank_saves_when_the_store_of_the_job_is_gone(tmp_path: Path, alone: Any) -> None:  # noqa: F811

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
+from neuron_compat.emulated.smp.config import ENTRIES, ModelParallelConfig
+from neuron_compat.groups import members
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.smp import errors, job
-from neuron_compat.smp.config import ENTRIES, ModelParallelConfig
-from neuron_compat.smp.placement import members
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import run_on_ranks
 from tests.runs import ROOT, environment
@@ -200,12 +200,12 @@ def test_groups_are_those_of_the_definitions(sizes: tuple[int, int, int]) -> Non
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
         pp, rdp, tp = at["pp"], at["dp"], at["tp"]
-        assert members(mesh, rank, "dp").index(rank) == tp + tp_size * rdp
-        assert members(mesh, rank, "mp").index(rank) == tp + tp_size * pp
-        assert members(mesh, rank, "rdp").index(rank) == rdp
-        assert len(members(mesh, rank, "dp")) == mesh.size // pp_size
-        assert len(members(mesh, rank, "mp")) == pp_size * tp_size
-        assert members(mesh, rank, "world") == list(range(mesh.size))
+        assert members(mesh, job.KINDS["dp"], rank).index(rank) == tp + tp_size * rdp
+        assert members(mesh, job.KINDS["mp"], rank).index(rank) == tp + tp_size * pp
+        assert members(mesh, job.KINDS["rdp"], rank).index(rank) == rdp
+        assert len(members(mesh, job.KINDS["dp"], rank)) == mesh.size // pp_size
+        assert len(members(mesh, job.KINDS["mp"], rank)) == pp_size * tp_size
+        assert members(mesh, job.KINDS["world"], rank) == list(range(mesh.size))
 
 
 def refused(rank: int, config: dict[str, Any]) -> str:

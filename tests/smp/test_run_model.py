@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
+from neuron_compat.emulated.partition import part_of
+from neuron_compat.emulated.smp.partitions import divided, runs
 from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.partition import part_of
-from neuron_compat.smp.partitions import divided, enforced, runs
+from neuron_compat.smp.loading import enforced
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import finish, run_on_ranks, start_on_ranks
 from tests.smp.models import Plain, Split, batches, losses_of, make, plain_losses

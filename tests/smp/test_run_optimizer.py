@@ -12,9 +12,9 @@ import torch
 
 import neuron_compat.smp as smp
 import xla_ckpt
+from neuron_compat.emulated.partition import part_of
+from neuron_compat.emulated.smp.loss_scale import DynamicLossScaler, restored, stored
 from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.partition import part_of
-from neuron_compat.smp.loss_scale import DynamicLossScaler, restored, stored
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import finish, run_on_ranks, start_on_ranks
 from tests.smp.models import Plain, Split, batches, losses_of, make, plain_losses

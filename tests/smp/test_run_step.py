@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
-from neuron_compat.smp.microbatches import as_step_output, split
+from neuron_compat.emulated.smp.microbatches import as_step_output, split
 from tests.jobs import run_on_ranks
 from tests.smp.models import Plain, Split, batches, losses_of, make, train_step
 from tests.smp.test_run_model import PP_RDP, TP_RDP

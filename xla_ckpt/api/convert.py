@@ -40,7 +40,7 @@ from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageE
 from xla_ckpt.keywords import taking_values
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, Topology
 from xla_ckpt.layouts.llama_manifest import reordered, to_fused
-from xla_ckpt.layouts.llama_names import ArrayForm, Projection
+from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import find_foreign, layout_named, tag_names
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
@@ -219,7 +219,7 @@ def convert(
     )
 
 
-def _new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, job: LlamaJob) -> ArrayForm | None:
+def _new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, job: LlamaJob) -> Form | None:
     """The form of a model of Hugging Face's in the new tag; None if the names stay.
 
     Raises:
@@ -241,7 +241,7 @@ def _new_form(store: Store, tag: str, layout: Layout, known: KnownModel | None, 
             hint="Give it: llama=LlamaJob(config) (--config).",
         )
     if not job.says_form and known.copies.count is None and layout.model_names is ModelNames.PROGRAM:
-        return ArrayForm(projection=Projection.SEPARATE, fuse_mlp=False)
+        return Form(projection=Projection.SEPARATE, fuse_mlp=False)
     return form_of_job(known.config, job)
 
 

@@ -1,8 +1,8 @@
 """The arrays of a tag as one value: columns of numbers, and what many arrays have in common said once.
 
-A model has thousands of arrays and few kinds of them: a type, a shape, and how it is cut. Each kind is a `ArrayForm`, which
-is made and checked once. What is left of an array is its name and the places of its cells, and these are columns. An
-`ArrayRecord` is made when somebody asks for a single array.
+A model has thousands of arrays and few kinds of them: a type, a shape, and how it is cut. Each kind is an `ArrayForm`,
+which is made and checked once. What is left of an array is its name and the places of its cells, and these are columns.
+An `ArrayRecord` is made when somebody asks for a single array.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Sink(Protocol):
         """
 
     def patch(self, data: bytes | memoryview, offset: int) -> None:
-        """Write anywhere, after anything that `write` wrote there."""
+        """Write anywhere, after anything that `write` wrote there. It may reach beyond the end of the file."""
 
     def commit(self) -> None:
         """Give the file its size, make it durable, and close it."""

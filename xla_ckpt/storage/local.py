@@ -176,7 +176,13 @@ class LocalStore:
         return os.path.join(self.path, path) if path else self.path
 
     def prepare(self) -> None:
+        new, above = [], self.path
+        while not os.path.isdir(above) and os.path.dirname(above) != above:
+            above = os.path.dirname(above)
+            new.append(above)
         os.makedirs(self.path, exist_ok=True)
+        for parent in new:  # a loss of power would take the new directories, with all that is durable in them
+            LocalStore(parent).sync()
         if not os.access(self.path, os.W_OK | os.X_OK):
             if os.statvfs(self.path).f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), self.path)

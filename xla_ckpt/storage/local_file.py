@@ -88,6 +88,7 @@ class LocalSink:
         if self.direct:
             self._set_direct(False)
         self.write(memoryview(data), len(data), offset)
+        self._size = max(self._size, offset + len(data))
 
     def commit(self) -> None:
         try:

@@ -108,6 +108,7 @@ class MemorySink:
         self._data[offset : offset + nbytes] = buffer[:nbytes]
 
     def patch(self, data: bytes | memoryview, offset: int) -> None:
+        self._data.extend(bytes(max(offset + len(data) - len(self._data), 0)))
         self.write(memoryview(data), len(data), offset)
 
     def commit(self) -> None:

@@ -226,6 +226,12 @@ class DirectoryDraft:
             case Kind.FILE:
                 check_not_overtaken(self.store, self.name, None)  # a rename would replace a file
                 rename_durably(self.store, f"{self.directory.name}/{self.name}", self.name)
+            case Kind.RENEWED_FILE:
+                self.store.rename(f"{self.directory.name}/{self.name}", self.name)
+                try:
+                    self.store.sync()
+                except OSError as refused:  # what was there is gone, so that nothing can be undone
+                    raise not_durable(self.store, self.name, refused) from refused
             case Kind.REPAIR:
                 self._adopt()
         return 0.0

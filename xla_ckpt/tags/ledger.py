@@ -154,7 +154,8 @@ class LedgerRoot:
 
     def begin(self, name: str, kind: Kind) -> Draft:
         if kind not in (Kind.TAG, Kind.REPAIR):
-            return Placed.begin(self.store, name, self.store.fill("" if kind is Kind.FILE else name))
+            is_file = kind in (Kind.FILE, Kind.RENEWED_FILE)
+            return Placed.begin(self.store, name, self.store.fill("" if is_file else name))
         self.clean()
         attempt = attempt_name(name, uuid.uuid4().hex)
         _WRITING.add(attempt)

@@ -35,6 +35,10 @@ class Kind(enum.Enum):
     FILE = "new file"
     """A single file, where nothing of that name is yet. The draft holds a file of that name, and nothing else."""
 
+    RENEWED_FILE = "file"
+    """A single file, which takes the place of one of that name. The draft holds it alone. Several processes may write
+    one at once: the last one counts."""
+
     REPAIR = "repair"
     """Files of a tag that is there, which take the places of those that it has."""
 

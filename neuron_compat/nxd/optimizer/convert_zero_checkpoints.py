@@ -7,7 +7,11 @@ import sys
 from collections.abc import Sequence
 
 import xla_ckpt
-from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
+from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
+from xla_ckpt.facade import convert_zero_checkpoints
+
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
 
 
 def _parser() -> argparse.ArgumentParser:

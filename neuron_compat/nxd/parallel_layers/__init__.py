@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import JOIN_LOGITS, LAYER_NORM
+from neuron_compat.nxd.instead import here
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.parallel_layers import checkpointing as checkpointing
@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from neuron_compat.nxd.parallel_layers import utils as utils
     from neuron_compat.nxd.parallel_layers.checkpointing import load as load
     from neuron_compat.nxd.parallel_layers.checkpointing import save as save
-    from neuron_compat.nxd.parallel_layers.grads import bucket_allreduce_gradients as bucket_allreduce_gradients
-    from neuron_compat.nxd.parallel_layers.grads import clip_grad_norm as clip_grad_norm
-    from neuron_compat.nxd.parallel_layers.layers import ColumnParallelLinear as ColumnParallelLinear
-    from neuron_compat.nxd.parallel_layers.layers import ParallelEmbedding as ParallelEmbedding
-    from neuron_compat.nxd.parallel_layers.layers import RowParallelLinear as RowParallelLinear
-    from neuron_compat.nxd.parallel_layers.parallel_state import initialize_model_parallel as initialize_model_parallel
-    from neuron_compat.nxd.parallel_layers.random import get_xla_rng_tracker as get_xla_rng_tracker
-    from neuron_compat.nxd.parallel_layers.random import (
-        model_parallel_xla_manual_seed as model_parallel_xla_manual_seed,
-    )
-    from neuron_compat.nxd.parallel_layers.utils import move_model_to_device as move_model_to_device
 
 __all__ = [
     "ColumnParallelLinear",
@@ -51,12 +40,21 @@ __getattr__, __dir__ = lazily(
         "grads": ("bucket_allreduce_gradients", "clip_grad_norm"),
         "parallel_state": ("initialize_model_parallel",),
         "random": ("get_xla_rng_tracker", "model_parallel_xla_manual_seed"),
-        "utils": ("move_model_to_device",),
+        "loss_functions": ("parallel_cross_entropy",),
+        "mappings": (
+            "copy_to_tensor_model_parallel_region",
+            "gather_from_tensor_model_parallel_region",
+            "reduce_from_tensor_model_parallel_region",
+            "scatter_to_tensor_model_parallel_region",
+        ),
+        "utils": (
+            "copy_tensor_model_parallel_attributes",
+            "move_model_to_device",
+            "set_defaults_if_not_set_tensor_model_parallel_attributes",
+            "set_tensor_model_parallel_attributes",
+            "split_tensor_along_last_dim",
+        ),
     },
-    ["checkpointing", "grads", "layers", "mappings", "parallel_state", "random", "utils"],
-    missing={
-        "parallel_cross_entropy": JOIN_LOGITS,
-        "loss_functions": JOIN_LOGITS,
-        "layer_norm": LAYER_NORM,
-    },
+    ["checkpointing", "grads", "layers", "loss_functions", "mappings", "parallel_state", "random", "utils"],
+    missing=here(__name__),
 )

@@ -13,16 +13,35 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from neuron_compat.nxd.parallel_layers import parallel_state
-from neuron_compat.nxd.parallel_layers.partition import part_of
-from neuron_compat.nxd.parallel_layers.rank_file import read, write_whole, write_xser
-from neuron_compat.torch_files import xla_tensors
-from xla_ckpt import IncompatibleCheckpointError, RankFailedError, UsageError
+from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
+from xla_ckpt import (
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    Mesh,
+    NoCheckpointError,
+    RankFailedError,
+    UsageError,
+)
+from xla_ckpt.facade import (
+    changed_tensors,
+    compute,
+    current_mesh,
+    declared_sharding,
+    load_whole_file,
+    part_of_whole,
+    storage_errors,
+    write_whole_file,
+    xla_tensors,
+)
+
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
 
 PathLike = str | os.PathLike[str]
 
@@ -59,10 +78,11 @@ def save(
     write: Callable[[], None] | None = None
     turn, error = 0, None
     try:
+        mesh, at = place()
         path = _rank_path(output_dir, master_dp_only)
-        _check_names(master_dp_only)
-        materialize_all(checkpoint)
-        if not master_dp_only or (parallel_state.get_data_parallel_rank() == 0 and axis("context")[1] == 0):
+        _check_names(mesh, master_dp_only)
+        compute(xla_tensors(checkpoint))  # on every rank: what is pending may hold collectives
+        if not master_dp_only or (at["dp"] == 0 and at["cp"] == 0):
             write = functools.partial(
                 write_xser if save_xser else write_whole,
                 checkpoint,
@@ -155,30 +175,39 @@ def load(
 # -- ranks
 
 
-def axis(name: str) -> tuple[int, int]:
-    """(ranks, number of this one) along ``context`` or ``expert`` parallelism."""
-    try:
-        size: int = getattr(parallel_state, f"get_{name}_model_parallel_size")()
-        rank: int = getattr(parallel_state, f"get_{name}_model_parallel_rank")()
-    except AttributeError:  # an early neuronx-distributed, whose parallel state is asked, has no such axis
-        return 1, 0
-    return size, rank
+def place() -> tuple[Mesh, dict[str, int]]:
+    """How the ranks of the job are arranged, and where this one stands: axis -> its number along it.
+
+    Raises:
+        AssertionError: Nothing is set up. (neuronx-distributed raises it, and its users catch it.)
+    """
+    distributed: Any = torch.distributed
+    joined = distributed.is_available() and distributed.is_initialized()
+    mesh = current_mesh(_rank(), distributed.get_world_size() if joined else 1)
+    if mesh is None:
+        raise AssertionError("parallel_state is not initialised: call initialize_model_parallel() first")
+    return mesh, mesh.coordinates(_rank())
+
+
+def _rank() -> int:
+    distributed: Any = torch.distributed
+    return int(distributed.get_rank()) if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _rank_path(output_dir: PathLike, master_dp_only: bool) -> str:
-    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    dp = "" if master_dp_only else f"_dp_rank_{parallel_state.get_data_parallel_rank():02d}"
-    return os.path.join(os.fspath(output_dir), f"tp_rank_{tp:02d}_pp_rank_{pp:02d}{dp}")
+    _, at = place()
+    dp = "" if master_dp_only else f"_dp_rank_{at['dp']:02d}"
+    return os.path.join(os.fspath(output_dir), f"tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}{dp}")
 
 
-def _check_names(master_dp_only: bool) -> None:
+def _check_names(mesh: Mesh, master_dp_only: bool) -> None:
     """Refuse what neuronx-distributed loses without a word: ranks that would share a file, and differ."""
-    if master_dp_only and axis("expert")[0] > 1:
+    if master_dp_only and mesh.ep > 1:
         raise UsageError(
             "with master_dp_only=True the experts of expert-parallel ranks other than the first are written nowhere",
             hint="Pass master_dp_only=False, or use nxd.save_checkpoint.",
         )
-    if not master_dp_only and axis("context")[0] > 1:
+    if not master_dp_only and mesh.cp > 1:
         raise UsageError(
             "the names of these files do not tell context-parallel ranks apart", hint="Use nxd.save_checkpoint."
         )
@@ -219,13 +248,95 @@ def _gathered(mine: tuple[str | None, int]) -> list[tuple[str | None, int]]:
     return [tuple(json.loads(answer)) for answer in told]
 
 
-def materialize_all(tree: Any) -> None:
-    """Have all XLA tensors computed. On every rank, because the pending graph may hold collectives."""
-    tensors = xla_tensors(tree)
-    if tensors:
-        from xla_ckpt.arrays.xla import materialize
+# -- the file of a rank
 
-        materialize(tensors)
+
+def write_whole(tree: Any, path: str, *, down_cast_bf16: bool = False) -> None:
+    """torch.save of a tree, its tensors on the CPU.
+
+    Raises:
+        xla_ckpt.StorageError: The storage refused. What was there is there still.
+        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
+    """
+    write_whole_file(_narrow(tree) if down_cast_bf16 else tree, path)
+
+
+def write_xser(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
+    """The same with each XLA tensor in a file of its own. The file that names them comes last.
+
+    Raises:
+        xla_ckpt.StorageError: The storage refused. What was there is there still.
+        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
+    """
+    from torch_xla.utils.serialization import TensorReference
+
+    narrow = _narrow if down_cast_bf16 else lambda value: value
+    tensors, folder = xla_tensors(tree), f"{path}.tensors"
+    with storage_errors("saving", file=path):
+        os.makedirs(folder, exist_ok=True)
+        before = {int(m[1]): name for name in os.listdir(folder) if (m := _TENSOR_FILE.fullmatch(name))}
+    # Not over files that the checkpoint there names: it stays whole until the new one takes its place.
+    first = 0 if all(tid >= len(tensors) for tid in before) else max(before) + 1
+    references = {id(tensor): TensorReference(first + i) for i, tensor in enumerate(tensors)}
+    for i, tensor in enumerate(tensors):
+        write_whole_file(narrow(tensor.detach()), f"{folder}/tensor_{first + i}.pt")
+    write_whole_file(changed_tensors(tree, lambda value: references.get(id(value), narrow(value))), path)
+    with storage_errors("removing older files", file=path):
+        for name in before.values():
+            os.unlink(f"{folder}/{name}")
+
+
+_TENSOR_FILE = re.compile(r"tensor_(\d+)\.pt")
+
+
+def _narrow(tree: Any) -> Any:
+    """The same with bfloat16 for float32, other than in numbers (0-d). A tensor that stands in two places stays one."""
+    known: dict[int, torch.Tensor] = {}
+
+    def one(value: torch.Tensor) -> torch.Tensor:
+        if value.dtype != torch.float32 or not value.dim():
+            return value
+        return known.setdefault(id(value), value.detach().to(torch.bfloat16))
+
+    return changed_tensors(tree, one)
+
+
+def read(path: str, *, trust_pickle: bool) -> Any:
+    """What was written to a path, in either way.
+
+    Raises:
+        xla_ckpt.NoCheckpointError: There is no such file.
+        xla_ckpt.CorruptCheckpointError: It, or the file of a tensor, is damaged or missing.
+        xla_ckpt.UntrustedObjectError: It holds a pickled object, and `trust_pickle` is False.
+        xla_ckpt.StorageError: The storage refused.
+    """
+    loaded: dict[int, torch.Tensor] = {}
+
+    def tensor(tid: int) -> torch.Tensor:
+        if tid not in loaded:
+            loaded[tid] = _tensor(f"{path}.tensors/tensor_{tid}.pt", trust_pickle)
+        return loaded[tid]
+
+    try:
+        return load_whole_file(path, trust_pickle=trust_pickle, reference=tensor)
+    except NoCheckpointError as error:
+        error.hint = (
+            "load_xser and master_dp_only have to be as in the save, and so have the numbers of ranks: on others, "
+            "xla_ckpt.load_checkpoint loads it."
+        )
+        raise
+
+
+def _tensor(path: str, trust_pickle: bool) -> torch.Tensor:
+    import torch_xla
+
+    try:
+        found = load_whole_file(path, trust_pickle=trust_pickle)
+    except NoCheckpointError as error:
+        raise CorruptCheckpointError("the file of a tensor is missing", file=path) from error
+    if not isinstance(found, torch.Tensor):
+        raise CorruptCheckpointError("the file of a tensor holds none", file=path, found=type(found).__name__)
+    return found.to(torch_xla.device())
 
 
 # -- into a module or an optimizer
@@ -247,19 +358,18 @@ def _load_into(target: Any, found: Any, key: str | None, *, sharded: bool, stric
 def _part(module: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a state of whole parameters."""
     _reshape(module, state, "")
+    mesh, _ = place()
     for name, parameter in module.state_dict(keep_vars=True).items():
         full = state.get(name)
-        if full is None or not getattr(parameter, "tensor_model_parallel", False):
+        sharding = None if full is None else declared_sharding(parameter, name, mesh)
+        if full is None or sharding is None:
             continue
-        parts = parallel_state.get_tensor_model_parallel_size()
-        dim, stride = parameter.partition_dim, getattr(parameter, "partition_stride", 1)
-        wanted = [n * parts if d == dim else n for d, n in enumerate(parameter.shape)]
-        true = list(getattr(parameter, "global_shape", wanted))
-        if list(full.shape) != true or wanted[dim] % (parts * stride):
+        lies = sharding.place(tuple(parameter.shape), mesh, _rank())
+        if lies.shape != tuple(full.shape):
             raise IncompatibleCheckpointError(
-                "a whole parameter has another shape", leaf=name, expected=true, found=list(full.shape)
+                "a whole parameter has another shape", leaf=name, expected=list(lies.shape), found=list(full.shape)
             )
-        state[name] = part_of(full, dim, stride, wanted[dim] - true[dim])
+        state[name] = part_of_whole(full, lies, parameter.shape)
     return state
 
 

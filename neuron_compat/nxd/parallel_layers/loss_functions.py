@@ -1,6 +1,8 @@
-"""neuronx-distributed's losses over split logits: whoever imports this is told what to use instead."""
+"""neuronx-distributed's ``parallel_layers.loss_functions``."""
 
-from neuron_compat.lazy import absent
-from neuron_compat.nxd.instead import JOIN_LOGITS
+from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
 
-absent(__name__, JOIN_LOGITS)
+__getattr__, __dir__ = lazily(
+    __name__, {"neuron_compat.emulated.loss": ("parallel_cross_entropy",)}, missing=here(__name__)
+)

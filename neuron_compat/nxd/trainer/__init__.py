@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import NO_STAGES
+from neuron_compat.nxd.instead import here
 
 if TYPE_CHECKING:
     from neuron_compat.nxd.trainer import checkpoint as checkpoint
-    from neuron_compat.nxd.trainer import model as model
-    from neuron_compat.nxd.trainer import optimizer as optimizer
-    from neuron_compat.nxd.trainer import trainer as trainer
     from neuron_compat.nxd.trainer.checkpoint import finalize_checkpoint as finalize_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import has_checkpoint as has_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import load_checkpoint as load_checkpoint
     from neuron_compat.nxd.trainer.checkpoint import save_checkpoint as save_checkpoint
-    from neuron_compat.nxd.trainer.trainer import initialize_parallel_model as initialize_parallel_model
-    from neuron_compat.nxd.trainer.trainer import initialize_parallel_optimizer as initialize_parallel_optimizer
-    from neuron_compat.nxd.trainer.trainer import neuronx_distributed_config as neuronx_distributed_config
 
 __all__ = [
     "finalize_checkpoint",
@@ -37,5 +31,5 @@ __getattr__, __dir__ = lazily(
         "trainer": ("initialize_parallel_model", "initialize_parallel_optimizer", "neuronx_distributed_config"),
     },
     ["checkpoint", "checkpoint_storage", "config", "model", "optimizer", "trainer"],
-    missing={"hooks": NO_STAGES},
+    missing=here(__name__),
 )

@@ -13,9 +13,9 @@ from typing import Any
 
 import xla_ckpt
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import FINALIZE, TAGS
+from neuron_compat.nxd.instead import here
 
-__getattr__, __dir__ = lazily(__name__, {}, missing={"CheckpointIOState": FINALIZE, "create_checkpoint_storage": TAGS})
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
 
 PathLike = str | os.PathLike[str]
 

@@ -3,15 +3,6 @@
 from __future__ import annotations
 
 from neuron_compat.lazy import lazily
-from neuron_compat.nxd.instead import MOUNT, PATH, TAGS
+from neuron_compat.nxd.instead import here
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {},
-    missing={
-        "BaseCheckpointStorage": PATH,
-        "FilesysCheckpointStorage": PATH,
-        "S3CheckpointStorage": MOUNT,
-        "create_checkpoint_storage": TAGS,
-    },
-)
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))

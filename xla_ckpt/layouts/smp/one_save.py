@@ -70,10 +70,11 @@ def less_others(directory: Directory, tag: SmpTag) -> SmpTag:
 
 def with_notes(directory: Directory, files: FileSet) -> dict[Numbers, SetPart]:
     """The files of a set, and what is noted of them."""
-    return {numbers: _part(directory, file) for numbers, file in files.parts().items()}
+    return {numbers: noted_part(directory, file) for numbers, file in files.parts().items()}
 
 
-def _part(directory: Directory, file: str) -> SetPart:
+def noted_part(directory: Directory, file: str) -> SetPart:
+    """A file of a set, and what is noted of it."""
     saves = saves_beside(directory, file)
     if not saves:
         return SetPart(file=file, saved=None, noted=False)

@@ -11,18 +11,30 @@ from typing import Any
 import torch
 
 from xla_ckpt.arrays.torch_host import bytes_of, torch_dtype
-from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UnsupportedStateError, storage_errors
+from xla_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NoCheckpointError,
+    UnsupportedStateError,
+    UntrustedObjectError,
+    storage_errors,
+)
 from xla_ckpt.layouts.torch_save.zip_reader import AHEAD, Ahead, StorageAt, TensorAt, Zip
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Source
 from xla_ckpt.storage.door import above
+from xla_ckpt.tree.nested import replaced_leaves
 
 Put = Callable[[torch.Tensor], torch.Tensor]
 """The bytes of a storage (uint8, on the CPU) -> the same where they are wanted."""
 
 
 def read_whole_file(
-    path: str, put: Put = lambda storage: storage, *, more: Mapping[str, Any] = types.MappingProxyType({})
+    path: str,
+    put: Put = lambda storage: storage,
+    *,
+    reference: Callable[[int], Any] | None = None,
+    more: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Any:
     """What a file holds. Tensors that shared a storage share one again.
 
@@ -31,6 +43,7 @@ def read_whole_file(
     Args:
         path: The file.
         put: See `Put`.
+        reference: What stands for torch_xla's reference to the tensor of a number. None: there is none.
         more: Names that the pickle may have besides, with what stands for each.
 
     Raises:
@@ -43,7 +56,53 @@ def read_whole_file(
     with storage_errors("reading a file", path=path), closing(_opened(path)) as source:
         archive = Zip(Ahead(source, path, AHEAD), 0, source.size)
         archive.check()
-        return archive.value(strided=True, tensor=_Tensors(archive, source, put).of, more=more)
+        return archive.value(reference, strided=True, tensor=_Tensors(archive, source, put).of, more=more)
+
+
+def load_whole_file(
+    path: str,
+    *,
+    trust_pickle: bool,
+    put: Put = lambda storage: storage,
+    reference: Callable[[int], Any] | None = None,
+    more: Mapping[str, Any] = types.MappingProxyType({}),
+    options: Mapping[str, Any] = types.MappingProxyType({}),
+) -> Any:
+    """What a file holds: as `read_whole_file` makes it, or on trust as torch.load does, which may run what is in it.
+
+    Args:
+        path: The file.
+        trust_pickle: Whether whoever wrote it is trusted.
+        put: Without trust, see `Put`.
+        reference: As `read_whole_file` takes it.
+        more: Likewise, without trust.
+        options: With trust, for torch.load: ``map_location``, ``pickle_module``.
+
+    Raises:
+        CheckpointError: As `read_whole_file`; or an object in it cannot be made.
+    """
+    if not trust_pickle:
+        try:
+            return read_whole_file(path, put, reference=reference, more=more)
+        except UntrustedObjectError as error:
+            error.hint = "Pass trust_pickle=True if you trust whoever wrote this file."
+            raise
+    check_whole_file(path)
+    try:
+        with storage_errors("reading a file", path=path):
+            value = torch.load(path, weights_only=False, **{"map_location": "cpu", **options})
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever an object in it raises while it is made
+        raise CorruptCheckpointError("its objects cannot be made", file=path, found=str(error)[:200]) from error
+    if reference is None:
+        return value
+    resolve = reference
+
+    def resolved(_: Any, leaf: Any) -> Any:
+        return resolve(leaf.tid) if type(leaf).__name__ == "TensorReference" else leaf
+
+    return replaced_leaves(value, resolved, classes=True)
 
 
 def check_whole_file(path: str) -> None:
@@ -60,6 +119,8 @@ def check_whole_file(path: str) -> None:
 
 def _opened(path: str) -> Source:
     store, name = above(path)
+    if store.is_directory(name):
+        raise NoCheckpointError("there is a directory of this name, and no file", file=path)
     try:
         with closing(store.open("", lock=False, links=True)) as directory:
             return directory.open(name)
@@ -75,9 +136,15 @@ class _Tensors:
         self.starts = [storage.offset for storage in self.storages]
         self.source, self.put = source, put
         self.read: dict[str, torch.Tensor] = {}
+        self.tensors: dict[TensorAt, torch.Tensor] = {}
 
     def of(self, place: TensorAt) -> torch.Tensor:
-        """The tensor that lies there."""
+        """The tensor that lies there: one that stands in two places of the value stays one."""
+        if place not in self.tensors:
+            self.tensors[place] = self._tensor(place)
+        return self.tensors[place]
+
+    def _tensor(self, place: TensorAt) -> torch.Tensor:
         dtype = torch_dtype(place.dtype)
         if dtype is None:
             raise UnsupportedStateError("torch has no such element type", file=place.file, found=place.dtype.name)

@@ -1,0 +1,225 @@
+"""Gradients of a model that is spread over ranks: their mean over the replicas, their norm, and clipping by it.
+
+Tensors on XLA devices are reduced by torch_xla's collectives (under `neuron_compat.emulate()` these reach all
+processes), others through the process groups of `parallel_state`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from neuron_compat.emulated import parallel_state
+from xla_ckpt import UsageError
+
+Tensor: TypeAlias = torch.Tensor
+Groups: TypeAlias = list[list[int]]
+
+SUM, MAX = "sum", "max"
+
+
+def param_is_not_shared(param: Tensor) -> bool:
+    """Whether no other pipeline stage has this parameter, too (``param.shared``)."""
+    return not getattr(param, "shared", False)
+
+
+# -- norm and clipping
+
+
+def get_grad_norm(
+    parameters: Iterable[Tensor] | Tensor,
+    norm_type: float = 2,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Groups | None = None,
+    force_spmd: bool = True,
+) -> Tensor:
+    """The norm of the gradients of the whole model, as if they were one vector. All ranks make the same call.
+
+    Each element counts once: a parameter that all tensor-parallel ranks hold alike is not counted for each of them,
+    and one that is ``shared`` with another pipeline stage does not count here.
+
+    Args:
+        parameters: This rank's parameters; those without a gradient count as zeros.
+        norm_type: The p of the p-norm, above 0; ``inf`` for the largest absolute value.
+        zero1_optimizer: The parameters are the shards of a ZeRO-1 optimizer.
+        zero1_optimizer_groups: The ranks that share out a parameter; by default all ranks of the job are summed over.
+        force_spmd: What tensor-parallel ranks hold alike counts with 1/tp on each of them. False: on the first one
+            only.
+
+    Returns:
+        The norm, of shape [1], in float32, or in float64 if a gradient is.
+
+    Raises:
+        xla_ckpt.UsageError: There are no parameters, `norm_type` is not above 0, or groups are given without
+            `zero1_optimizer`.
+    """
+    held = _as_list(parameters)
+    order = float(norm_type)
+    if not held:
+        raise UsageError("there are no parameters, so nothing says where the norm should be")
+    if not order > 0:
+        raise UsageError("norm_type has to be above 0", found=norm_type)
+    if zero1_optimizer_groups is not None and not zero1_optimizer:
+        raise UsageError(
+            "zero1_optimizer_groups is given, and zero1_optimizer is False",
+            hint="A ZeRO-1 optimizer clips its own gradients.",
+        )
+    operation = MAX if math.isinf(order) else SUM
+    total, experts = _own_part(held, order, force_spmd)
+    if zero1_optimizer and zero1_optimizer_groups is None:
+        both = [total, experts]
+        reduce_in_place(both, _world(), operation)
+        total = _joined(total, experts, operation)
+    else:
+        reduce_in_place([experts], ranks_of("ep"), operation)
+        total = _joined(total, experts, operation)
+        for kind in ("tp", "pp"):
+            reduce_in_place([total], ranks_of(kind), operation)
+        if zero1_optimizer_groups is not None:
+            reduce_in_place([total], (zero1_optimizer_groups, None), operation)
+    return total if operation == MAX else total.pow(1 / order)
+
+
+def clip_grad_norm(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    norm_type: float = 2,
+    zero1_optimizer: bool = False,
+    zero1_optimizer_groups: Groups | None = None,
+    force_spmd: bool = True,
+) -> Tensor:
+    """Scale all gradients down, in place, so that their norm is `max_norm` at most; the norm before.
+
+    `get_grad_norm` says what the other arguments mean, and which errors are raised.
+    """
+    held = _as_list(parameters)
+    norm = get_grad_norm(held, norm_type, zero1_optimizer, zero1_optimizer_groups, force_spmd)
+    return clip_grads_with_norm(held, norm, max_norm)
+
+
+@torch.no_grad()
+def clip_grads_with_norm(parameters: Iterable[Tensor] | Tensor, total_norm: Tensor, max_norm: float) -> Tensor:
+    """Scale all gradients, in place, by ``max_norm / (total_norm + 1e-6)`` where that is below 1; returns the norm.
+
+    With a norm that is not a number they stay as they are.
+    """
+    wanted = max_norm / (total_norm.reshape(1) + 1.0e-6)
+    scale = torch.where(wanted < 1, wanted, torch.ones_like(wanted))
+    for parameter in _as_list(parameters):
+        if parameter.grad is not None:
+            # Of shape [1] it keeps its precision: a number (0-d) would be rounded to the gradient's type first.
+            parameter.grad.mul_(scale if parameter.grad.dim() else scale[0])
+    return total_norm
+
+
+def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+@torch.no_grad()
+def _own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
+    """What this rank adds: the sum of the gradients' powers (or their largest), without experts, and of experts."""
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    total = torch.zeros(1, dtype=wide, device=parameters[0].device)
+    experts = torch.zeros_like(total)
+    alike = 1 / parallel_state.size("tp")
+    if not force_spmd:
+        alike = float(parallel_state.rank("tp") == 0)
+    for parameter in parameters:
+        if parameter.grad is None or not parameter.grad.numel() or not param_is_not_shared(parameter):
+            continue
+        sizes = parameter.grad.detach().to(wide).abs()
+        into = experts if getattr(parameter, "expert_model_parallel", False) else total
+        if math.isinf(order):
+            into.copy_(torch.maximum(into, sizes.max()))
+        elif getattr(parameter, "tensor_model_parallel", False):
+            into.add_((sizes.pow(order) / _holders(parameter, sizes)).sum())
+        elif alike:
+            into.add_(sizes.pow(order).sum() * alike)
+    return total, experts
+
+
+def _holders(parameter: Tensor, sizes: Tensor) -> Tensor | int:
+    """The number of tensor-parallel ranks that hold each row of a parameter's part (``copies_by_rows``)."""
+    rows = getattr(parameter, "copies_by_rows", None)
+    if rows is None:
+        return 1
+    counts = torch.cat([torch.full((n,), copies, dtype=sizes.dtype) for n, copies in rows])
+    return counts.reshape(-1, *[1] * (sizes.dim() - 1)).to(sizes.device)
+
+
+def _joined(total: Tensor, experts: Tensor, operation: str) -> Tensor:
+    return torch.maximum(total, experts) if operation == MAX else total + experts
+
+
+# -- reductions
+
+
+def bucket_allreduce_gradients(grads_list: Iterable[Tensor], reduce_over_ep_group: bool = False) -> None:
+    """Give all replicas the mean of their gradients, in place. All ranks make the same call.
+
+    With experts it takes two calls, as in neuronx-distributed: one for all gradients, which divides by the number of
+    data-parallel ranks and sums over the replicas of experts, and one with `reduce_over_ep_group` for those of all
+    other parameters, which sums them over the expert-parallel ranks, too.
+    """
+    held = list(grads_list)
+    size = 1 if reduce_over_ep_group else parallel_state.size("dp")
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    with torch.no_grad():
+        for gradient in held:
+            if size > 1:
+                gradient.div_(size)
+            by_type.setdefault(gradient.dtype, []).append(gradient)
+        for same_type in by_type.values():
+            reduce_in_place(same_type, ranks_of("ep" if reduce_over_ep_group else "edp"), SUM)
+
+
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Sum the gradients of parameters with ``sequence_parallel_enabled`` over the tensor-parallel ranks, in place."""
+    gradients = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if getattr(parameter, "sequence_parallel_enabled", False):
+                gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+                if gradient is not None:
+                    gradients.append(gradient)
+    with torch.no_grad():
+        reduce_in_place(gradients, ranks_of("tp"), SUM)
+
+
+Ranks: TypeAlias = tuple[Groups | None, Any]
+"""XLA's replica groups (None: one of all ranks), and this rank's process group (None: there is none for them)."""
+
+
+def ranks_of(kind: str) -> Ranks:
+    """The groups of a kind: ``tp``, ``pp``, ``ep`` or ``edp``."""
+    groups = parallel_state.replica_groups(kind)
+    return groups, None if len(groups[0]) == 1 else parallel_state.process_group(kind)
+
+
+def _world() -> Ranks:
+    distributed: Any = torch.distributed
+    return None, distributed.group.WORLD if distributed.is_initialized() else None
+
+
+def reduce_in_place(values: list[Tensor], ranks: Ranks, operation: str) -> None:
+    """Reduce tensors over the ranks of a group, in place."""
+    groups, process_group = ranks
+    if not values or (groups is not None and len(groups[0]) == 1):
+        return
+    if values[0].device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        xm.all_reduce(operation, values, groups=groups, pin_layout=False)
+        return
+    distributed: Any = torch.distributed
+    if process_group is None:
+        if groups is not None:
+            raise UsageError("groups of ranks are for tensors on an XLA device", found=str(values[0].device))
+        return  # one process without torch.distributed
+    kind = distributed.ReduceOp.MAX if operation == MAX else distributed.ReduceOp.SUM
+    for value in values:
+        distributed.all_reduce(value, op=kind, group=process_group)

@@ -1,0 +1,328 @@
+"""Layers of which every tensor-parallel rank holds a part, with neuronx-distributed's names and arguments.
+
+Weights are initialised as a whole on the CPU, and then cut: with the same seed on all ranks they are the weights of
+`torch.nn.Linear` and `torch.nn.Embedding` after that seed, whatever the number of ranks and the device.
+
+Sequence parallelism and groups other than the tensor-parallel one are not there yet, and are errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from neuron_compat.emulated.partition import (
+    Device,
+    PartitionedModule,
+    padding,
+    parallel_parameter,
+    true_device,
+)
+from xla_ckpt import UsageError
+
+Init = Callable[[torch.Tensor], Any]
+
+
+def check_supported(sequence_parallel: bool, group: Any = None) -> None:
+    """Refuse what is not there.
+
+    Raises:
+        xla_ckpt.UsageError: Sequence parallelism, or a group that is not parallel_state's.
+    """
+    if sequence_parallel:
+        raise UsageError("sequence_parallel_enabled=True is not there yet")
+    if group is not None and group is not parallel_state.process_group("tp"):
+        raise UsageError("a tensor_model_parallel_group other than parallel_state's is not supported")
+
+
+def draw_weight(weight: torch.Tensor, init_method: Init | None) -> None:
+    """Give a weight its initial values: those of `torch.nn.Linear`, unless there is a method."""
+    if init_method is None:
+        torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+    else:
+        init_method(weight)
+
+
+def whole_linear(
+    sizes: tuple[int, int], bias: bool, init_method: Init | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [out, in] and bias [out] of an unsplit layer of (in, out), drawn as `torch.nn.Linear` draws them.
+
+    They are drawn in float32 on the CPU, whatever the device, unless that is the meta device.
+    """
+    inputs, outputs = sizes
+    where = "meta" if device.type == "meta" else "cpu"
+    weight = torch.empty(outputs, inputs, device=where)
+    drawn = torch.empty(outputs, device=where) if bias else None
+    with torch.no_grad():
+        draw_weight(weight, init_method)
+        if drawn is not None:
+            bound = 1 / math.sqrt(inputs) if inputs else 0.0
+            torch.nn.init.uniform_(drawn, -bound, bound)
+    return weight, drawn
+
+
+class _ParallelLinear(PartitionedModule):
+    """What the two linear layers share: their arguments, and the whole weight and bias that they are cut from."""
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        bias: bool,
+        dtype: torch.dtype,
+        device: Device,
+        stride: int,
+        init_method: Init | None,
+        keep_master_weight: bool,
+        skip_bias_add: bool,
+        pad: bool,
+        reduce_dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.input_size, self.output_size = sizes
+        self.add_bias = bias
+        self.dtype = dtype
+        self.device = true_device(device)
+        self.stride = stride
+        self.arg_init_method = init_method
+        self.keep_master_weight = keep_master_weight
+        self.skip_bias_add = skip_bias_add
+        self.pad = pad
+        self.pad_size = 0
+        self.reduce_dtype = reduce_dtype
+        self.master_weight: torch.Tensor | None = None
+
+    def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the unsplit layer."""
+        return whole_linear((self.input_size, self.output_size), self.add_bias, self.draw, self.device)
+
+    def draw(self, whole: torch.Tensor) -> None:
+        draw_weight(whole, self.arg_init_method)
+        if self.keep_master_weight:
+            self.master_weight = whole.to(self.dtype)
+
+    def _with_bias(self, output: torch.Tensor) -> Any:
+        bias: Any = self.bias
+        if self.skip_bias_add:
+            return output, bias
+        return output if bias is None else output + bias
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose outputs are split: every rank holds rows of the weight (dim 0).
+
+    The bias is split, too, unless `gather_output` is True, which joins the outputs of all ranks. With `pad`, an output
+    size that does not divide is padded with zeros, and the parameter's ``global_shape`` is the true shape.
+
+    Raises:
+        ValueError: `output_size` does not divide by the tensor-parallel size, and `pad` is False.
+        xla_ckpt.UsageError: An argument asks for what is not there yet.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: Device = None,
+        stride: int = 1,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        tensor_model_parallel_group: Any = None,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
+        sizes = (input_size, output_size)
+        super().__init__(
+            sizes, bias, dtype, device, stride, init_method, keep_master_weight, skip_bias_add, pad, reduce_dtype
+        )
+        self.gather_output = gather_output
+        parts = parallel_state.size("tp")
+        self.pad_size = padding(output_size, parts, stride, pad, "output_size")
+        weight, whole_bias = self._whole()
+        self.output_size = output_size + self.pad_size
+        self.output_size_per_partition = self.output_size // parts
+        self.weight = parallel_parameter(weight, 0, stride, self.pad_size, self.device, dtype)
+        if whole_bias is None:
+            self.register_parameter("bias", None)
+        elif gather_output:
+            self.bias = torch.nn.Parameter(whole_bias.to(dtype).to(self.device))
+        else:
+            self.bias = parallel_parameter(whole_bias, 0, stride, self.pad_size, self.device, dtype)
+
+    def forward(self, input: torch.Tensor, *_: Any) -> Any:  # noqa: A002  # neuronx-distributed's name
+        """The output, whole or this rank's part of it; with `skip_bias_add` a pair of it and the bias."""
+        entered = copy_to_tensor_model_parallel_region(input, self.reduce_dtype)
+        output = functional.linear(entered, self.weight)
+        if self.gather_output:
+            output = gather_from_tensor_model_parallel_region(output)
+            output = self._in_order(output).narrow(-1, 0, self.output_size - self.pad_size)
+        return self._with_bias(output)
+
+    def _in_order(self, output: torch.Tensor) -> torch.Tensor:
+        """Gathered outputs in the order of the whole weight: ranks hold every tp-th block of a strided one."""
+        if self.stride == 1:
+            return output
+        parts = self.output_size // self.output_size_per_partition
+        blocks = output.reshape(*output.shape[:-1], parts, self.stride, -1)
+        return blocks.transpose(-3, -2).reshape(output.shape)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose inputs are split: every rank holds columns of the weight (dim 1), and the bias.
+
+    Outputs are summed over the ranks, unless `reduce_output` is False. With `pad`, an input size that does not divide
+    is padded with zeros, and the parameter's ``global_shape`` is the true shape.
+
+    Raises:
+        ValueError: `input_size` does not divide by the tensor-parallel size, and `pad` is False.
+        xla_ckpt.UsageError: An argument asks for what is not there yet.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        dtype: torch.dtype = torch.float32,
+        device: Device = None,
+        stride: int = 1,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_output: bool = True,
+        tensor_model_parallel_group: Any = None,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
+        if stride > 1 and not input_is_parallel:
+            raise UsageError("a strided RowParallelLinear needs input_is_parallel=True")
+        sizes = (input_size, output_size)
+        super().__init__(
+            sizes, bias, dtype, device, stride, init_method, keep_master_weight, skip_bias_add, pad, reduce_dtype
+        )
+        self.input_is_parallel = input_is_parallel
+        self.reduce_output = reduce_output
+        parts = parallel_state.size("tp")
+        self.pad_size = padding(input_size, parts, stride, pad, "input_size")
+        weight, whole_bias = self._whole()
+        self.input_size = input_size + self.pad_size
+        self.input_size_per_partition = self.input_size // parts
+        self.weight = parallel_parameter(weight, 1, stride, self.pad_size, self.device, dtype)
+        if whole_bias is None:
+            self.register_parameter("bias", None)
+        else:
+            self.bias = torch.nn.Parameter(whole_bias.to(dtype).to(self.device))
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """The output, on all ranks; with `skip_bias_add` a pair of it and the bias."""
+        if not self.input_is_parallel:
+            padded = functional.pad(input_, (0, self.pad_size)) if self.pad_size else input_
+            input_ = scatter_to_tensor_model_parallel_region(padded)
+        output = functional.linear(input_, self.weight)
+        if self.reduce_output:
+            output = reduce_from_tensor_model_parallel_region(output, self.reduce_dtype)
+        return self._with_bias(output)
+
+
+class ParallelEmbedding(PartitionedModule):
+    """An embedding of which every rank holds rows: a part of the vocabulary (or columns, `shard_across_embedding`).
+
+    With `pad`, a size that does not divide is padded with zeros, and the parameter's ``global_shape`` is the true
+    shape, so that the padding stays out of checkpoints.
+
+    Raises:
+        ValueError: The size that is split does not divide by the tensor-parallel size, and `pad` is False.
+        xla_ckpt.UsageError: An argument asks for what is not there yet.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Init = torch.nn.init.normal_,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        tensor_model_parallel_group: Any = None,
+        use_spmd_rank: bool = False,
+    ) -> None:
+        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
+        if max_norm is not None or use_spmd_rank:
+            raise UsageError("max_norm and use_spmd_rank are not there yet")
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.init_method, self.dtype = init_method, dtype
+        self.shard_across_embedding, self.pad, self.stride = shard_across_embedding, pad, 1
+        self.tensor_model_parallel_size = parts = parallel_state.size("tp")
+        if scale_grad_by_freq and parts > 1 and not shard_across_embedding:
+            raise UsageError("scale_grad_by_freq is not there yet where the vocabulary is split")
+        self.weight_partition_dim = dim = 1 if shard_across_embedding else 0
+        split = ("num_embeddings", "embedding_dim")[dim]
+        self.pad_size = padding(getattr(self, split), parts, 1, pad, split)
+        where = true_device(device)
+        full = torch.empty(num_embeddings, embedding_dim, device="meta" if where.type == "meta" else "cpu")
+        self.whole_padding_idx = padding_idx
+        with torch.no_grad():
+            self.draw(full)
+        setattr(self, split, getattr(self, split) + self.pad_size)
+        self.weight = parallel_parameter(full, dim, 1, self.pad_size, where, dtype)
+        self.num_embeddings_per_partition, self.embedding_dim_per_partition = self.weight.shape
+        rows = self.num_embeddings_per_partition
+        first = 0 if shard_across_embedding else rows * parallel_state.rank("tp")
+        self.start_index, self.end_index = first, first + rows
+        index = padding_idx if padding_idx is None or padding_idx >= 0 else num_embeddings + padding_idx
+        self.padding_idx = None if index is None or not first <= index < first + rows else index - first
+
+    def draw(self, whole: torch.Tensor) -> None:
+        self.init_method(whole)
+        if self.whole_padding_idx is not None:
+            whole[self.whole_padding_idx].zero_()
+
+    def _rows(self, indices: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(
+            indices, self.weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq, sparse=self.sparse
+        )
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """The embeddings, whole on all ranks."""
+        indices = input_.long()
+        if self.shard_across_embedding:
+            output = gather_from_tensor_model_parallel_region(self._rows(indices))
+            return output.narrow(-1, 0, self.embedding_dim - self.pad_size)
+        if self.tensor_model_parallel_size == 1:
+            return self._rows(indices)
+        # Rows of other ranks count as zeros here: the sum over the ranks has each row once.
+        mine = (indices >= self.start_index) & (indices < self.end_index)
+        found = self._rows((indices - self.start_index) * mine) * mine.unsqueeze(-1).to(self.weight.dtype)
+        return reduce_from_tensor_model_parallel_region(found)

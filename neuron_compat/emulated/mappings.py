@@ -1,0 +1,159 @@
+"""In and out of tensor-parallel regions: a collective forward, its counterpart backward.
+
+Weights that several ranks hold copies of have a region of their own, in which the gradients of the copies are summed.
+
+XLA tensors go through torch_xla's collectives (under `neuron_compat.emulate()` these reach all processes), others
+through the process group. With one tensor-parallel rank nothing is done.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.process_group import gathered
+
+Tensor: TypeAlias = torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The ranks that a sum is over, asked for when it is made."""
+
+    ranks: Callable[[], list[list[int]]]
+    process_group: Callable[[], Any]
+
+
+_TENSOR_PARALLEL = _Group(
+    functools.partial(parallel_state.replica_groups, "tp"), functools.partial(parallel_state.process_group, "tp")
+)
+_KV_SHARED = _Group(parallel_state.get_kv_shared_replica_groups, parallel_state.get_kv_shared_group)
+
+
+def _size() -> int:
+    return parallel_state.size("tp")
+
+
+def _summed(value: Tensor, dtype: torch.dtype | None, group: _Group = _TENSOR_PARALLEL) -> Tensor:
+    """The sum over the ranks of a group, made in `dtype`."""
+    groups = group.ranks()
+    if len(groups[0]) == 1:
+        return value
+    wide = value if dtype is None else value.to(dtype)
+    if value.device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        total: Tensor = xm.all_reduce(xm.REDUCE_SUM, wide, groups=groups, pin_layout=False)
+    else:
+        total = wide.clone(memory_format=torch.contiguous_format)
+        distributed: Any = torch.distributed
+        distributed.all_reduce(total, group=group.process_group())
+    return total.to(value.dtype)
+
+
+def _gathered(value: Tensor, dim: int) -> Tensor:
+    """The values of all ranks of the group, one after the other along `dim`."""
+    if _size() == 1:
+        return value
+    if value.device.type == "xla":
+        import torch_xla.core.xla_model as xm
+
+        groups = parallel_state.replica_groups("tp")
+        whole: Tensor = xm.all_gather(value, dim=dim % value.dim(), groups=groups, pin_layout=False)
+        return whole
+    return torch.cat(gathered(value, parallel_state.process_group("tp")), dim)
+
+
+def _own(value: Tensor, dim: int) -> Tensor:
+    """This rank's part of a value along `dim`."""
+    size = _size()
+    if value.shape[dim] % size:
+        raise ValueError(f"dim {dim} of {list(value.shape)} does not divide into {size} tensor-parallel parts")
+    return value.chunk(size, dim)[parallel_state.rank("tp")].contiguous()
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype | None, group: _Group) -> Tensor:
+        ctx.dtype, ctx.group = dtype, group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _summed(gradients[0], ctx.dtype, ctx.group), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        return _summed(value, dtype)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return _gathered(value, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _own(gradients[0], ctx.dim), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        return _own(value, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _gathered(gradients[0], ctx.dim), None
+
+
+def _apply(function: Any, value: Tensor, *arguments: Any) -> Tensor:
+    if _size() == 1:
+        return value
+    found: Tensor = function.apply(value, *arguments)
+    return found
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The same value; its gradients are summed over the group, in `reduce_dtype` if one is given."""
+    return _apply(_Copy, input_, reduce_dtype, _TENSOR_PARALLEL)
+
+
+def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The same weight; its gradients are summed over the ranks that hold copies of it, which thus stay equal.
+
+    The gradient of what is multiplied by the weight is not touched: each rank's counts once.
+    """
+    return _apply(_Copy, weight, reduce_dtype, _KV_SHARED)
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over the group, made in `reduce_dtype` if one is given; its gradient goes to each rank as it is."""
+    return _apply(_Reduce, input_, reduce_dtype)
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+    """The parts of all ranks, joined along `dim`; each rank gets the gradient of its part."""
+    return _apply(_Gather, input_, dim)
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, dim: int = -1) -> Tensor:
+    """This rank's part along `dim`; the gradients of all parts are joined.
+
+    Raises:
+        ValueError: It does not divide into equal parts.
+    """
+    return _apply(_Scatter, input_, dim)

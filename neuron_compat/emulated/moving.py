@@ -1,0 +1,166 @@
+"""A module on its way: from the meta device to memory, and from there to a device, with ties and attributes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules import module as registration
+
+from xla_ckpt import UsageError
+
+ParameterInit = Callable[[torch.nn.Module, torch.device], Any]
+
+
+def is_hf_pretrained_model(model: Any) -> bool:
+    """Whether it is a model of Hugging Face's transformers."""
+    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in type(model).mro())
+
+
+# -- ties and attributes
+
+
+def analyze_shared_parameters(module: torch.nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    by_object: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_object.setdefault(id(parameter), []).append(name)
+    return [names for names in by_object.values() if len(names) > 1]
+
+
+def retie_shared_weights(module: torch.nn.Module, shared_weight_names: list[list[str]]) -> None:
+    """Make one parameter of those of each list of names: the first."""
+    for first, *others in shared_weight_names:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, own_name = name.rpartition(".")
+            setattr(module.get_submodule(owner), own_name, parameter)
+
+
+@contextlib.contextmanager
+def preserve_shared_weights(model: torch.nn.Module, ignore_hf: bool = False) -> Iterator[None]:  # noqa: ARG001  # NxD's
+    """Tie again, after a block, what was tied before it: the move to XLA makes a parameter of each name."""
+    tied = analyze_shared_parameters(model)
+    try:
+        yield
+    finally:
+        retie_shared_weights(model, tied)
+
+
+@contextlib.contextmanager
+def preserve_parallel_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Give the parameters back, after a block, what they said before it: how they are split, and all else."""
+    said = {name: dict(vars(p)) for name, p in model.named_parameters(remove_duplicate=False)}
+    try:
+        yield
+    finally:
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            for attribute, value in said.get(name, {}).items():
+                if attribute not in vars(parameter):
+                    setattr(parameter, attribute, value)
+
+
+# -- the way
+
+
+def move_model_to_device(model: torch.nn.Module, device: torch.device | str) -> None:
+    """Move a module in place. Parameters that are tied stay so, and keep their attributes."""
+    with preserve_shared_weights(model), preserve_parallel_attributes(model):
+        model.to(device)
+
+
+@contextlib.contextmanager
+def init_on_device(
+    device: torch.device | str,
+    include_buffers: bool = False,
+    force_custom_init_on_device: bool = False,  # noqa: ARG001  # neuronx-distributed's signature
+) -> Iterator[None]:
+    """Have every parameter that a module gets in this block lie on a device, such as ``meta``.
+
+    Args:
+        device: Where to.
+        include_buffers: The buffers, too.
+        force_custom_init_on_device: Accepted; accelerate is never asked.
+    """
+    where = torch.device(device)
+
+    def moved_parameter(_module: Any, _name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        if parameter.device == where:  # it has been here before: one that is tied stays one
+            return parameter
+        moved = torch.nn.Parameter(parameter.detach().to(where), parameter.requires_grad)
+        vars(moved).update(vars(parameter))
+        return moved
+
+    def moved_buffer(_module: Any, _name: str, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.to(where)
+
+    hooks = [registration.register_module_parameter_registration_hook(moved_parameter)]  # type: ignore[arg-type]
+    if include_buffers:
+        hooks.append(registration.register_module_buffer_registration_hook(moved_buffer))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def reinit_model(model: torch.nn.Module, device: torch.device | str, param_init_fn: ParameterInit) -> None:
+    """Give a module new parameters on a device, and have ``param_init_fn(part, device)`` fill those of each part.
+
+    Raises:
+        xla_ckpt.UsageError: It left some of them, or buffers on the meta device, as they were.
+    """
+    where = torch.device(device)
+    with preserve_shared_weights(model), preserve_parallel_attributes(model):
+        for part in model.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                setattr(part, name, _unfilled(parameter, where))
+            param_init_fn(part, where)
+        _check_filled(model)
+
+
+def _unfilled(parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    value = torch.empty_like(parameter, device=device)
+    if value.is_floating_point():
+        value.fill_(float("nan"))  # by which `_check_filled` sees whether it was filled
+    made = torch.nn.Parameter(value, parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _check_filled(model: torch.nn.Module) -> None:
+    left = [n for n, p in model.named_parameters() if p.is_floating_point() and p.numel() and p.isnan().all()]
+    if left:
+        raise UsageError(
+            f"param_init_fn gave {len(left)} parameters no values",
+            leaf=left[0],
+            hint="It is called for each module, and has to fill the module's own parameters.",
+            details="\n".join(left[1:11]) or None,
+        )
+    buffers = [n for n, b in model.named_buffers() if b.is_meta]
+    if buffers:
+        raise UsageError(
+            f"{len(buffers)} buffers are on the meta device, and nothing says their values",
+            leaf=buffers[0],
+            hint="Pass include_buffers=False to initialize_parallel_model, or have param_init_fn make them.",
+        )
+
+
+def get_model_sequential(
+    model: torch.nn.Module,
+    device: torch.device | str,
+    sequential_move_factor: int = 11,  # noqa: ARG001  # neuronx-distributed's signature
+    param_init_fn: ParameterInit | None = None,
+) -> torch.nn.Module:
+    """Fill the parameters with `param_init_fn`, if there is one, and move the module to a device; the same module.
+
+    All ranks of a host do so at once, whatever `sequential_move_factor` is: it changes no result, but the need of
+    memory.
+    """
+    if param_init_fn is not None:
+        reinit_model(model, "cpu", param_init_fn)
+    move_model_to_device(model, device)
+    return model

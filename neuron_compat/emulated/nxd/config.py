@@ -1,0 +1,106 @@
+"""What a training job asks for: neuronx-distributed's configuration, checked and completed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from neuron_compat.nxd.instead import KEEP_NXD
+from xla_ckpt import UsageError
+
+Config = dict[str, Any]
+
+
+def complete(given: Config) -> Config:
+    """A configuration with a value for everything.
+
+    Raises:
+        xla_ckpt.UsageError: Something in it is unknown, contradicts another part, or cannot be done here.
+    """
+    optimizer = _with_defaults(
+        "optimizer_config",
+        given["optimizer_config"],
+        {"zero_one_enabled": False, "grad_clipping": True, "max_grad_norm": 1.0},
+    )
+    sharded = optimizer["zero_one_enabled"]
+    config = {
+        **given,
+        "optimizer_config": optimizer,
+        "mixed_precision_config": _with_defaults(
+            "mixed_precision_config",
+            given["mixed_precision_config"],
+            {"use_master_weights": sharded, "use_fp32_grad_acc": sharded, "use_master_weights_in_ckpt": False},
+        ),
+        "model_init_config": _with_defaults(
+            "model_init_config",
+            given["model_init_config"],
+            {
+                "sequential_move_factor": given.get("sequential_move_factor", 11),
+                "meta_device_init": False,
+                "param_init_fn": None,
+            },
+        ),
+    }
+    config.pop("sequential_move_factor", None)
+    check(config)
+    return config
+
+
+def _with_defaults(name: str, given: Mapping[str, Any] | None, defaults: Config) -> Config:
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError(f"{name} has to be a dict", found=type(given).__name__)
+    unknown = [key for key in given or {} if key not in defaults]
+    if unknown:
+        raise UsageError(
+            f"{name} has an entry that nothing would look at", expected=", ".join(defaults), found=", ".join(unknown)
+        )
+    return {**defaults, **(given or {})}
+
+
+def check(config: Mapping[str, Any]) -> None:
+    """Refuse what would be trained in another way than the configuration says.
+
+    Raises:
+        xla_ckpt.UsageError: It asks for something that cannot be done here.
+    """
+    for name, hint in _NOT_HERE.items():
+        if config.get(name):
+            raise UsageError(f"{name} is not there", found=_short(config[name]), hint=hint)
+    stages = config["pipeline_parallel_size"]
+    if stages != 1:
+        raise UsageError(
+            "a model cannot be divided into pipeline stages here",
+            expected="pipeline_parallel_size=1",
+            found=stages,
+            hint=f"{KEEP_NXD} Tags of a pipeline load into a job without one.",
+        )
+    model_init = config["model_init_config"]
+    if model_init["meta_device_init"] and model_init.get("param_init_fn") is None:
+        raise UsageError("meta_device_init needs a param_init_fn, which gives the parameters their values")
+
+
+_NOT_HERE = {
+    "sequence_parallel": "Pass False: the layers here split no sequences, and the results are the same up to rounding.",
+    "pad_model": "Choose a tensor_parallel_size that divides the heads, or pad the model yourself before the move.",
+    "lora_config": KEEP_NXD,
+}
+"""Argument -> what to do, where anything but None or False is given."""
+
+
+def check_precision(config: Mapping[str, Any]) -> None:
+    """Refuse what only ZeRO-1 can do, for another optimizer.
+
+    Raises:
+        xla_ckpt.UsageError: There is no ZeRO-1, and its master weights are asked for.
+    """
+    asked = [name for name, value in config["mixed_precision_config"].items() if value]
+    if asked and not config["optimizer_config"]["zero_one_enabled"]:
+        raise UsageError(
+            "mixed_precision_config asks for what only a ZeRO-1 optimizer does",
+            found=", ".join(asked),
+            hint='Set optimizer_config["zero_one_enabled"], or these to False.',
+        )
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,366 @@
+"""Which rank is what: neuronx-distributed's ``parallel_state``, over gloo.
+
+Ranks are arranged as `xla_ckpt.Mesh` says: pp outermost, then dp, cp, and tp innermost; ep divides dp. Saves and loads
+take their mesh from here, so that they need no ``mesh=``. If the program has imported the real neuronx-distributed,
+and has not initialised this module, the real one answers instead.
+
+neuronx-distributed interleaves the ranks of some Trainium machines (tp=4 on trn1, tp=32 or 64 on trn2); this does not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from neuron_compat.groups import kv_groups, rank_groups
+from xla_ckpt import Mesh, add_mesh_source
+from xla_ckpt.facade import check_can_meet
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REAL = "neuronx_distributed.parallel_layers.parallel_state"
+
+KINDS = ("tp", "pp", "cp", "ep", "dp", "edp", "world")
+
+NAMES = {
+    "tp": "tensor_model_parallel",
+    "pp": "pipeline_model_parallel",
+    "cp": "context_model_parallel",
+    "ep": "expert_model_parallel",
+    "dp": "data_parallel",
+    "edp": "expert_data_parallel",
+}
+"""Kind of group -> what neuronx-distributed's functions call it."""
+
+distributed: Any = torch.distributed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """What was initialised."""
+
+    mesh: Mesh
+    rank: int
+    replica_groups: dict[str, list[list[int]]]
+    process_groups: dict[str, Any]
+    """This rank's group of each kind; none if there is no torch.distributed."""
+
+    def ranks(self, kind: str) -> list[int]:
+        """The members of this rank's group."""
+        return next(g for g in self.replica_groups[kind] if self.rank in g)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KVState:
+    """Which ranks hold copies of the same keys and values."""
+
+    copies: int
+    adjacent: bool
+    replica_groups: list[list[int]]
+    process_group: Any
+    """This rank's; None if there is no torch.distributed."""
+
+
+_current: list[_State] = []
+
+_kv: list[_KVState] = []
+"""As `_current`: what `initialize_kv_group` made."""
+
+_to_end: list[Any] = []
+"""The process groups that were made, which end with the program."""
+
+add_mesh_source(lambda: _current[0].mesh if _current else None)
+
+
+def _delegated(function: Callable[P, R]) -> Callable[P, R]:
+    """Ask the real neuronx-distributed, if it is imported and this module is not initialised."""
+
+    @functools.wraps(function)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> R:
+        real = None if _current else sys.modules.get(REAL)
+        if real is None:
+            return function(*args, **kwargs)
+        found: R = getattr(real, function.__name__)(*args, **kwargs)
+        return found
+
+    return answer
+
+
+def _state() -> _State:
+    # neuronx-distributed raises AssertionError here, and its users catch that.
+    if not _current:
+        raise AssertionError("parallel_state is not initialised: call initialize_model_parallel() first")
+    return _current[0]
+
+
+def _group(kind: str, as_list: bool) -> Any:
+    state = _state()
+    if as_list:
+        return state.replica_groups[kind]
+    if kind not in state.process_groups:
+        raise AssertionError("there are no process groups: torch.distributed was not initialised")
+    return state.process_groups[kind]
+
+
+def _rank(kind: str) -> int:
+    state = _state()
+    return state.ranks(kind).index(state.rank)
+
+
+@_delegated
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    skip_collective_init: bool = False,  # noqa: ARG001  # neuronx-distributed's signature
+    lnc_size: int = 1,  # noqa: ARG001
+    kv_shared_group_size: int | None = None,
+) -> None:
+    """Arrange the ranks of the job, and make their process groups (gloo). All ranks make the same call.
+
+    Without an initialised torch.distributed the job is this process alone. What the sizes leave of the ranks is data
+    parallelism. `skip_collective_init` and `lnc_size` are accepted, and without effect. With `kv_shared_group_size`
+    it calls `initialize_kv_group`, too; without it, the first `GQAQKVColumnParallelLinear` does.
+
+    Raises:
+        RuntimeError: It was called before, or the sizes do not divide the number of ranks.
+        xla_ckpt.UsageError: There are other ranks, and torch.distributed is not initialised.
+    """
+    if _current:
+        raise RuntimeError("parallel_state is initialised already; call destroy_model_parallel() first")
+    check_can_meet()
+    joined = distributed.is_available() and distributed.is_initialized()
+    rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
+    mesh = _mesh(
+        world,
+        tensor_model_parallel_size,
+        pipeline_model_parallel_size,
+        context_parallel_size,
+        expert_model_parallel_size,
+    )
+    if kv_shared_group_size is not None:
+        _check_copies(mesh.tp, kv_shared_group_size)
+    replica_groups = {kind: rank_groups(mesh, kind) for kind in KINDS}
+    state = _State(mesh=mesh, rank=rank, replica_groups=replica_groups, process_groups={})
+    if joined:
+        made: dict[tuple[int, ...], Any] = {}
+        for kind in KINDS:
+            mine = tuple(state.ranks(kind))
+            if mine not in made:
+                made[mine] = new_group(list(mine))
+            state.process_groups[kind] = made[mine]
+    _current.append(state)
+    if kv_shared_group_size is not None:
+        initialize_kv_group(kv_shared_group_size)
+
+
+def new_group(ranks: list[int]) -> Any:
+    """A process group of gloo. Only its members meet: all of them make their groups in the same order."""
+    # torch_xla puts a function without this argument in the place of torch.distributed.new_group.
+    group = distributed.distributed_c10d.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    if not _to_end:
+        atexit.register(_leave)
+    _to_end.append(group)
+    return group
+
+
+def _check_copies(tp: int, copies: int) -> None:
+    if copies < 1 or tp % copies:
+        raise RuntimeError(
+            f"{tp} tensor-parallel ranks cannot be divided into groups of {copies} (kv_shared_group_size)"
+        )
+
+
+@_delegated
+def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group: bool = False) -> None:
+    """Say how many tensor-parallel ranks hold copies of the same keys and values. All ranks make the same call.
+
+    With n tensor-parallel ranks and groups of m, keys and values are cut into n/m parts. Ranks r, r + n/m, r + 2n/m,
+    ... hold the same part, as on trn1; with `sequential_ranks_in_group` ranks m*r, m*r + 1, ..., m*r + m - 1 do, as on
+    trn2. All layers of a model share this arrangement; a further call for the same size changes nothing.
+
+    Raises:
+        AssertionError: `initialize_model_parallel` was not called.
+        RuntimeError: The size does not divide the tensor-parallel ranks, or other groups are there already.
+    """
+    state, copies, adjacent = _state(), kv_shared_group_size, sequential_ranks_in_group
+    if _kv:
+        known = _kv[0]
+        if known.copies != copies or (adjacent and not known.adjacent):
+            raise RuntimeError(
+                f"groups of {_words(known.copies, known.adjacent)} share keys and values already, not "
+                f"of {_words(copies, adjacent)}: all layers have the same kv_size_multiplier, and "
+                "destroy_kv_group() comes before the layers of another model"
+            )
+        return
+    _check_copies(state.mesh.tp, copies)
+    groups = kv_groups(state.replica_groups["tp"], copies, adjacent)
+    mine = next(g for g in groups if state.rank in g)
+    group = new_group(mine) if state.process_groups else None
+    _kv.append(_KVState(copies=copies, adjacent=adjacent, replica_groups=groups, process_group=group))
+
+
+def _words(copies: int, adjacent: bool) -> str:
+    return f"{copies} {'neighbouring ' if adjacent else ''}rank{'' if copies == 1 else 's'}"
+
+
+def _kv_state() -> _KVState:
+    if not _kv:
+        raise AssertionError("there are no groups of keys and values: call initialize_kv_group() first")
+    return _kv[0]
+
+
+@_delegated
+def get_kv_shared_group(as_list: bool = False) -> Any:
+    """The process group of those that hold this rank's keys and values; with `as_list` the ranks of all such groups."""
+    state = _kv_state()
+    if as_list:
+        return state.replica_groups
+    if state.process_group is None:
+        raise AssertionError("there are no process groups: torch.distributed was not initialised")
+    return state.process_group
+
+
+@_delegated
+def get_kv_shared_replica_groups() -> list[list[int]]:
+    """The ranks of all groups that hold the same keys and values, as torch_xla's collectives take them."""
+    return _kv_state().replica_groups
+
+
+@_delegated
+def get_kv_shared_group_size() -> int:
+    """Number of ranks that hold copies of the same keys and values."""
+    return _kv_state().copies
+
+
+@_delegated
+def destroy_kv_group() -> None:
+    """Forget the groups of keys and values, so that others can be made. Process groups stay until the process ends."""
+    _kv.clear()
+
+
+def _mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
+    sizes = f"tensor {tp} x pipeline {pp} x context {cp} parallel"
+    if min(tp, pp, cp, ep) < 1 or world % (tp * pp * cp):
+        raise RuntimeError(f"{world} ranks cannot be divided into {sizes}")
+    try:
+        return Mesh(pp=pp, dp=world // (tp * pp * cp), ep=ep, cp=cp, tp=tp)
+    except ValueError as error:
+        raise RuntimeError(f"{world} ranks cannot be divided into {sizes}, expert {ep}: {error}") from error
+
+
+@_delegated
+def model_parallel_is_initialized() -> bool:
+    """Whether `initialize_model_parallel` was called."""
+    return bool(_current)
+
+
+@_delegated
+def destroy_model_parallel() -> None:
+    """Forget the arrangement, so that another one can be made. Process groups stay until the process ends."""
+    _current.clear()
+    _kv.clear()
+
+
+def _leave() -> None:
+    """End the process groups on the CPU: threads of gloo that are left over abort the process now and then."""
+    if "torch_xla" in sys.modules or not distributed.is_initialized():
+        return  # with torch_xla loaded, jobs were seen to hang here; left alone, they end
+    while _to_end:
+        with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
+            distributed.destroy_process_group(_to_end.pop())
+    _current.clear()
+    _kv.clear()
+
+
+def _asked(kind: str, what: str) -> Callable[..., Any] | None:
+    """The real neuronx-distributed's function, if it is imported and this module is not initialised."""
+    real = None if _current else sys.modules.get(REAL)
+    return None if real is None else getattr(real, f"get_{NAMES[kind]}_{what}")
+
+
+def process_group(kind: str, as_list: bool = False) -> Any:
+    """This rank's process group of a kind; with `as_list` the ranks of all such groups."""
+    real = _asked(kind, "group")
+    return _group(kind, as_list) if real is None else real(as_list)
+
+
+def replica_groups(kind: str) -> list[list[int]]:
+    """The ranks of all groups of a kind, as torch_xla's collectives take them."""
+    real = _asked(kind, "replica_groups")
+    return _state().replica_groups[kind] if real is None else real()
+
+
+def size(kind: str) -> int:
+    """Number of ranks in a group of a kind."""
+    real = _asked(kind, "size")
+    return len(_state().ranks(kind)) if real is None else real()
+
+
+def rank(kind: str) -> int:
+    """This rank's place in its group of a kind."""
+    real = _asked(kind, "rank")
+    return _rank(kind) if real is None else real()
+
+
+for _kind, _name in NAMES.items():  # get_tensor_model_parallel_group, ..., get_expert_data_parallel_rank
+    for _what, _answer in (
+        ("group", process_group),
+        ("replica_groups", replica_groups),
+        ("size", size),
+        ("rank", rank),
+    ):
+        globals()[f"get_{_name}_{_what}"] = functools.partial(_answer, _kind)
+
+
+@_delegated
+def get_world_group(as_list: bool = False) -> Any:
+    """The process group of all ranks; with `as_list` a list of one list of them."""
+    return _group("world", as_list)
+
+
+@_delegated
+def get_tensor_model_parallel_src_rank() -> int:
+    """The global rank of the first member of this rank's tensor-parallel group."""
+    return _state().ranks("tp")[0]
+
+
+@_delegated
+def get_data_parallel_src_rank() -> int:
+    """The global rank of the first member of this rank's data-parallel group."""
+    return _state().ranks("dp")[0]
+
+
+@_delegated
+def get_pipeline_model_parallel_next_rank() -> int:
+    """The global rank of the next pipeline stage; the first follows on the last."""
+    ranks = _state().ranks("pp")
+    return ranks[(_rank("pp") + 1) % len(ranks)]
+
+
+@_delegated
+def get_pipeline_model_parallel_prev_rank() -> int:
+    """The global rank of the pipeline stage before; the last comes before the first."""
+    return _state().ranks("pp")[_rank("pp") - 1]
+
+
+@_delegated
+def get_context_model_parallel_src_tgt_pairs() -> list[list[int]]:
+    """The ring of this rank's context-parallel group: each rank, and the one that it sends to."""
+    ranks = _state().ranks("cp")
+    return [[rank, ranks[(i + 1) % len(ranks)]] for i, rank in enumerate(ranks)]
+
+
+@_delegated
+def is_global_rank_zero() -> bool:
+    """Whether this is the first rank of the job."""
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

@@ -1,0 +1,227 @@
+"""Queries, keys and values of grouped-query attention in one layer, with neuronx-distributed's names and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.nn import functional
+
+from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.layers import Init, check_supported, whole_linear
+from neuron_compat.emulated.mappings import (
+    copy_to_kv_shared_region,
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from neuron_compat.emulated.partition import (
+    Device,
+    PartitionedModule,
+    set_tensor_model_parallel_attributes,
+    true_device,
+)
+from xla_ckpt.facade import Section
+
+QKV: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Triple: TypeAlias = tuple[Any, Any, Any]
+"""Parameters of queries, keys and values, or None."""
+
+
+class GQAQKVColumnParallelLinear(PartitionedModule):
+    """Three linear layers of one input, whose outputs are the queries, keys and values of grouped-query attention.
+
+    With n tensor-parallel ranks every rank holds 1/n of the rows of the queries. There may be fewer heads of keys and
+    values than ranks: with `kv_size_multiplier` m each row of keys and values is held by m ranks, so that a rank holds
+    m/n of them. `parallel_state.initialize_kv_group` says which ranks hold the same; the first layer calls it, and
+    ``kv_copies_adjacent`` is True if these are neighbours. A checkpoint holds keys and values once.
+
+    Parameters of a rank: with `fuse_qkv` ``weight_qkv`` [q + 2 kv, input_size], its queries, then its keys, then its
+    values, and ``bias_qkv``; otherwise ``weight_q``, ``weight_k``, ``weight_v`` and ``bias_q``, ``bias_k``, ``bias_v``.
+    q and kv are ``q_output_size_per_partition`` and ``kv_output_size_per_partition``. With `gather_output` the biases
+    are whole on every rank; otherwise they are split as the weights are.
+
+    The gradients of copies are summed over the ranks that hold them, so that copies stay equal and training is that of
+    the unsplit layers. Initial weights are those of three `torch.nn.Linear` that are made one after the other, for
+    queries, keys and values, after the same seed, whatever the number of ranks, `kv_size_multiplier` and `fuse_qkv`.
+
+    **Which heads meet.** The layer knows no heads; it gives each rank equal parts. Let H be the number of heads of
+    queries and K that of keys and values, and let every rank use its own: its i-th head of queries with its
+    ``(i // (H / (K m)))``-th head of keys and values. Head h of the queries, in the order of the rows of all ranks one
+    after the other, which is the order in a checkpoint, then meets this head of keys and values:
+
+    - ``(h % (H/m)) // (H / (K m))``, if ranks r, r + n/m, ... hold the same. With m = 1 this is the order of Hugging
+      Face: H/K heads of queries in a row for each head of keys and values. It depends on m, not on n. So a checkpoint
+      keeps its meaning on any number of ranks with the same m, and, if K = 1, with any m.
+    - With ``initialize_kv_group(m, sequential_ranks_in_group=True)`` neighbouring ranks hold the same. If a rank holds
+      one head of keys and values (n = K m), this is the order of Hugging Face, whatever m is. Otherwise the order
+      depends on m and on n.
+
+    If the order changes, the rows of the queries and the columns of the projection after the attention have to be
+    exchanged. No load does that, since it does not know the heads (it warns if m is another one): ``xla-ckpt convert
+    --config config.json`` does. Where a rank has all heads of keys and values (n = m), the model may also take the
+    order of the checkpoint in the place of its own.
+
+    Args:
+        input_size: Features of the input.
+        output_sizes: Features of all queries, and of all keys (as many as of all values).
+        bias: Whether there are biases.
+        gather_output: Return the outputs of all ranks, one after the other. Keys and values are there m times then.
+        dtype: Of the parameters.
+        device: Of the parameters.
+        init_method: Fills a whole weight; by default as `torch.nn.Linear` does. It is called for queries, keys, values.
+        sequence_parallel_enabled: Not there yet.
+        keep_master_weight: Keep the whole weights and biases as ``master_weight_qkv``, ``master_bias_qkv``, or
+            ``master_weight_q`` and so on, with keys and values once.
+        kv_size_multiplier: The number of ranks that hold each row of keys and values.
+        fuse_qkv: One parameter for the three weights.
+        reduce_dtype: Element type in which gradients are summed over ranks.
+
+    Raises:
+        ValueError: The sizes do not divide, or there are not two of them.
+        RuntimeError: Other layers have another `kv_size_multiplier`.
+        xla_ckpt.UsageError: An argument asks for what is not there yet.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: Sequence[int],
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: Device = None,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        keep_master_weight: bool = False,
+        kv_size_multiplier: int = 1,
+        fuse_qkv: bool = True,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_supported(sequence_parallel_enabled)
+        super().__init__()
+        parts = parallel_state.size("tp")
+        _check_sizes(output_sizes, parts, kv_size_multiplier)
+        parallel_state.initialize_kv_group(kv_size_multiplier)
+        self.input_size, self.output_sizes = input_size, list(output_sizes)
+        self.gather_output = gather_output
+        self.dtype = dtype
+        self.device = true_device(device)
+        self.arg_init_method = init_method
+        self.keep_master_weight = keep_master_weight
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.use_bias = bias
+        self.fuse_qkv = fuse_qkv
+        self.reduce_dtype = reduce_dtype
+        self.kv_size_multiplier = kv_size_multiplier
+        self.q_output_size_per_partition = self.output_sizes[0] // parts
+        self.kv_output_size_per_partition = self.output_sizes[1] * kv_size_multiplier // parts
+        self._kv_part, self.kv_copies_adjacent = _kv_place()
+        outputs = (self.output_sizes[0], self.output_sizes[1], self.output_sizes[1])
+        drawn = [whole_linear((input_size, size), bias, init_method, self.device) for size in outputs]
+        self._hold("weight", [weight for weight, _ in drawn], split=True)
+        self._hold("bias", [value for _, value in drawn if value is not None], split=not gather_output)
+
+    def _hold(self, kind: str, whole: list[torch.Tensor], split: bool) -> None:
+        """Make the parameters of a kind, weights or biases, from whole queries, keys and values; of none, None."""
+        for end in ("qkv", "q", "k", "v"):
+            self.register_parameter(f"{kind}_{end}", None)
+            setattr(self, f"master_{kind}_{end}", None)
+        if not whole:
+            return
+        held = self._parts(whole) if split else whole
+        sections = [self._section(part) for part in range(3)]
+        if self.fuse_qkv:
+            made = {"qkv": (torch.cat(held), torch.cat(whole), sections)}
+        else:
+            made = {end: (part, full, [s]) for end, part, full, s in zip("qkv", held, whole, sections, strict=True)}
+        for end, (part, full, own) in made.items():
+            parameter = torch.nn.Parameter(part.to(self.dtype, copy=True).to(self.device))
+            if split:
+                set_tensor_model_parallel_attributes(parameter, True, 0)
+                parameter.partition_sections = [s.spec for s in own]  # type: ignore[attr-defined]
+            self.register_parameter(f"{kind}_{end}", parameter)
+            if self.keep_master_weight:
+                setattr(self, f"master_{kind}_{end}", full.to(self.dtype))
+
+    def _section(self, part: int) -> Section:
+        """The rows of all queries (0), keys (1) or values (2), and how many ranks hold each of them."""
+        if part == 0:
+            return Section(self.output_sizes[0])
+        return Section(self.output_sizes[1], self.kv_size_multiplier, self.kv_copies_adjacent)
+
+    def _parts(self, whole: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank holds of whole queries, keys and values: rows, as views."""
+        queries, keys, values = whole
+        q, kv = self.q_output_size_per_partition, self.kv_output_size_per_partition
+        rank = parallel_state.rank("tp")
+        return [
+            queries.narrow(0, q * rank, q),
+            keys.narrow(0, kv * self._kv_part, kv),
+            values.narrow(0, kv * self._kv_part, kv),
+        ]
+
+    def forward(self, input: torch.Tensor) -> QKV:  # noqa: A002  # neuronx-distributed's name
+        """Queries, keys and values, [..., features]: this rank's, or with `gather_output` those of all ranks."""
+        entered = copy_to_tensor_model_parallel_region(input, self.reduce_dtype)
+        weights, biases = self._shared(self._apart("weight")), self._apart("bias")
+        if not self.gather_output:
+            return _linear(entered, weights, self._shared(biases))
+        q, k, v = map(gather_from_tensor_model_parallel_region, _linear(entered, weights, (None, None, None)))
+        if not self.use_bias:
+            return q, k, v
+        return q + biases[0], k + self._repeated(biases[1]), v + self._repeated(biases[2])
+
+    def _apart(self, kind: str) -> Triple:
+        """The weights or biases of queries, keys and values; None for those that there are not."""
+        fused: torch.Tensor | None = getattr(self, f"{kind}_qkv")
+        if fused is None:
+            return getattr(self, f"{kind}_q"), getattr(self, f"{kind}_k"), getattr(self, f"{kind}_v")
+        q, kv = self.q_output_size_per_partition, self.kv_output_size_per_partition
+        if kind == "bias" and self.gather_output:
+            q, kv = self.output_sizes
+        return fused.narrow(0, 0, q), fused.narrow(0, q, kv), fused.narrow(0, q + kv, kv)
+
+    def _shared(self, parts: Triple) -> Triple:
+        """The same, where the gradients of keys and values are summed over the ranks that hold them."""
+        q, k, v = parts
+        if self.kv_size_multiplier == 1 or q is None:
+            return parts
+        return q, copy_to_kv_shared_region(k, self.reduce_dtype), copy_to_kv_shared_region(v, self.reduce_dtype)
+
+    def _repeated(self, bias: torch.Tensor) -> torch.Tensor:
+        """A whole bias of keys or values as the ranks hold its rows, one rank after the other."""
+        copies = self.kv_size_multiplier
+        if not self.kv_copies_adjacent:
+            return bias.repeat(copies)
+        return bias.reshape(-1, 1, self.kv_output_size_per_partition).expand(-1, copies, -1).reshape(-1)
+
+
+def _linear(value: torch.Tensor, weights: Triple, biases: Triple) -> QKV:
+    q, k, v = (functional.linear(value, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return q, k, v
+
+
+def _check_sizes(output_sizes: Sequence[int], parts: int, copies: int) -> None:
+    if len(output_sizes) != 2:
+        raise ValueError(f"output_sizes={list(output_sizes)} are not two: all queries, and all keys")
+    q, kv = output_sizes
+    if copies < 1 or parts % copies:
+        raise ValueError(f"kv_size_multiplier={copies} does not divide {parts} tensor-parallel ranks")
+    if q % parts:
+        raise ValueError(f"output_sizes[0]={q} does not divide into {parts} tensor-parallel parts")
+    if kv % (parts // copies):
+        raise ValueError(
+            f"output_sizes[1]={kv} does not divide into {parts // copies} parts: {parts} tensor-parallel ranks, and "
+            f"kv_size_multiplier={copies}"
+        )
+
+
+def _kv_place() -> tuple[int, bool]:
+    """Which part of keys and values this rank holds, and whether its neighbours hold the same."""
+    first = parallel_state.get_tensor_model_parallel_src_rank()
+    ranks = next(g for g in parallel_state.replica_groups("tp") if g[0] == first)
+    sharing = [g for g in parallel_state.get_kv_shared_replica_groups() if g[0] in ranks]
+    me = ranks[parallel_state.rank("tp")]
+    part = next(i for i, g in enumerate(sharing) if me in g)
+    return part, len(sharing) > 1 and sharing[0][1:2] == ranks[1:2]

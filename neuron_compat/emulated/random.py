@@ -1,0 +1,129 @@
+"""Random numbers that differ between tensor-parallel ranks, and random numbers that do not.
+
+A state is that of torch's generator on the CPU, and, once torch_xla is loaded, that of the XLA device: dropout on a
+device takes its numbers from there. (neuronx-distributed keeps the first one only.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from neuron_compat.emulated import parallel_state
+from xla_ckpt import UsageError
+
+RNGStates: TypeAlias = dict[str, Any]
+"""``cpu``: what `torch.get_rng_state` gives; ``xla``: the seed of the XLA device, if torch_xla is loaded."""
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+
+
+def _states() -> RNGStates:
+    states: RNGStates = {"cpu": torch.get_rng_state()}
+    if "torch_xla" in sys.modules:
+        import torch_xla.core.xla_model as xm
+
+        states["xla"] = xm.get_rng_state()
+    return states
+
+
+def _seeded(seed: int) -> None:
+    torch.manual_seed(seed)
+    if "torch_xla" in sys.modules:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(seed)
+
+
+def _set_xla_rng_state(new_state: RNGStates | torch.Tensor, device: int = -1) -> None:  # noqa: ARG001  # NxD's
+    """Continue with a state. One of neuronx-distributed's, which is a tensor, has nothing to say about the device."""
+    states = {"cpu": new_state} if isinstance(new_state, torch.Tensor) else new_state
+    torch.set_rng_state(states["cpu"])
+    if "xla" in states:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(states["xla"])
+
+
+class XLARNGStatesTracker:
+    """States of the random number generators by name. Inside of ``with tracker.fork(name)`` one of them counts."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Any] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, Any]:
+        """The states by name: plain values and tensors, which a checkpoint can hold."""
+        return dict(self.states_)
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Take states that `get_states` gave."""
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state from a seed; the state that counts now stays as it is.
+
+        Raises:
+            xla_ckpt.UsageError: The name or the seed was added before.
+        """
+        if seed in self.seeds_:
+            raise UsageError("this seed was added before, and two states would give the same numbers", found=seed)
+        if name in self.states_:
+            raise UsageError("there is a state of this name", found=name)
+        before = _states()
+        _seeded(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = _states()
+        _set_xla_rng_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        """Have a state count in a block. The next block goes on where this one ends.
+
+        Raises:
+            xla_ckpt.UsageError: There is no state of this name.
+        """
+        if name not in self.states_:
+            raise UsageError(
+                "there is no state of this name",
+                expected=", ".join(self.states_) or "model_parallel_xla_manual_seed() before",
+                found=name,
+            )
+        before = _states()
+        _set_xla_rng_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _states()
+            _set_xla_rng_state(before)
+
+
+_XLA_RNG_STATE_TRACKER = XLARNGStatesTracker()
+
+
+def get_xla_rng_tracker() -> XLARNGStatesTracker:
+    """The states of this process."""
+    return _XLA_RNG_STATE_TRACKER
+
+
+def model_parallel_xla_manual_seed(seed: int) -> None:
+    """Seed both: what counts by default, alike on all ranks, and the tracker's state, other on each tp rank.
+
+    `seed` may differ between data-parallel ranks, so that their dropout does. It takes the place of
+    `torch.manual_seed`, and comes after `initialize_model_parallel`.
+
+    Raises:
+        AssertionError: `parallel_state` is not initialised.
+    """
+    own = seed + 2718 + parallel_state.rank("tp")  # neuronx-distributed's offset
+    _XLA_RNG_STATE_TRACKER.reset()
+    _seeded(seed)
+    _XLA_RNG_STATE_TRACKER.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own)

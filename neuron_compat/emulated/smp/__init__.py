@@ -1,0 +1,1 @@
+"""SageMaker model parallel's job, model, optimizer and steps."""

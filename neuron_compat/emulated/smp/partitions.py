@@ -1,0 +1,209 @@
+"""Which partition of the pipeline owns which module.
+
+Contexts note, in the module itself, where it was made. `assigned` and `divided` compute the partition of every module
+of a model; both are pure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from neuron_compat.smp import job
+from neuron_compat.smp.entries import Partitions
+from neuron_compat.smp.errors import InvalidPartitionIDError, ModelTooSmallError, StepFunctionCalledError
+
+_PARTITION = "_smp_partition"
+_TENSOR_PARALLEL = "_smp_tensor_parallelism"
+"""Entries of a module's ``__dict__``, so that a copy of a module keeps them."""
+
+_notes: list[dict[str, Any]] = []
+"""What the contexts around this point of the program note in the modules that are made; the last one counts."""
+
+_originals: list[Any] = []
+"""What `torch.nn.Module.__init__` is outside of the contexts; empty outside of them."""
+
+
+@contextlib.contextmanager
+def _noting(name: str, value: Any) -> Iterator[None]:
+    """Note something in each module that is made in this block."""
+    if not _notes:
+        _originals.append(torch.nn.Module.__init__)
+        torch.nn.Module.__init__ = _noting_init  # type: ignore[assignment]
+    _notes.append({name: value})
+    try:
+        yield
+    finally:
+        _notes.pop()
+        if not _notes:
+            torch.nn.Module.__init__ = _originals.pop()  # type: ignore[method-assign]
+
+
+def _noting_init(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    for noted in _notes:
+        module.__dict__.update(noted)
+    _originals[0](module, *args, **kwargs)
+
+
+def _check(index: Any) -> None:
+    """Refuse what is no number of a partition. How many there are is known after `smp.init`, and counts without
+    ``auto_partition``.
+    """
+    counts = job.state.initialized and not job.state.cfg.auto_partition
+    known = job.state.cfg.pipeline_parallel_degree if counts else None
+    if type(index) is not int or index < 0 or (known is not None and index >= known):
+        raise InvalidPartitionIDError(
+            "Partition ID must be non-negative, and less than the pipeline parallel degree.",
+            expected="0 or more" if known is None else f"0 to {known - 1}",
+            found=repr(index),
+        )
+
+
+def partition(index: int) -> contextlib.AbstractContextManager[None]:
+    """A context: modules that are made in it belong to this partition. Of nested ones the innermost counts.
+
+    With ``auto_partition: True`` it has no effect.
+
+    Raises:
+        InvalidPartitionIDError: There is no such partition.
+    """
+    _check(index)
+    return _noting(_PARTITION, index)
+
+
+def set_partition(module: torch.nn.Module, partition: int, recurse: bool = True) -> None:
+    """Have a module belong to a partition, with all modules in it unless `recurse` is False.
+
+    With ``auto_partition: True`` it has no effect.
+
+    Raises:
+        InvalidPartitionIDError: There is no such partition.
+        StepFunctionCalledError: The model has made a step already.
+    """
+    _check(partition)
+    model = job.state.model
+    if model is not None and model._smp.has_stepped and any(module is m for m in model.module.modules()):
+        raise StepFunctionCalledError(
+            "The smp.step-decorated function needs to be called after using smp.set_partition API"
+        )
+    for part in module.modules() if recurse else [module]:
+        part.__dict__[_PARTITION] = partition
+    if model is not None:
+        model.forget_partitions()
+
+
+def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> contextlib.AbstractContextManager[None]:
+    """A context: modules that are made in it are noted as tensor-parallel.
+
+    Nothing is split by that: layers that are split are those of `neuron_compat.nxd.parallel_layers`.
+    """
+    return _noting(_TENSOR_PARALLEL, {"enabled": bool(enabled), **tp_config})
+
+
+def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **tp_config: Any) -> None:
+    """Note a module, and all modules in it, as tensor-parallel; see `tensor_parallelism`."""
+    for part in module.modules():
+        part.__dict__[_TENSOR_PARALLEL] = {"enabled": bool(enabled), **tp_config}
+
+
+def model_creation(
+    tensor_parallelism: bool = False,
+    dtype: torch.dtype | None = None,
+    **tensor_parallel_config: Any,
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which a model is made: noted as tensor-parallel, and of an element type.
+
+    Args:
+        tensor_parallelism: See `smp.tensor_parallelism`.
+        dtype: The default type of floating-point parameters in the block; None leaves it.
+        tensor_parallel_config: Kept with the note.
+    """
+
+    @contextlib.contextmanager
+    def block() -> Iterator[None]:
+        before = torch.get_default_dtype()
+        with _noting(_TENSOR_PARALLEL, {"enabled": tensor_parallelism, **tensor_parallel_config}):
+            torch.set_default_dtype(dtype or before)
+            try:
+                yield
+            finally:
+                torch.set_default_dtype(before)
+
+    return block()
+
+
+# -- the partition of every module
+
+
+def assigned(model: torch.nn.Module, default: int, count: int) -> Partitions:
+    """The partitions that the contexts said; `default` for modules that were made in none.
+
+    Raises:
+        InvalidPartitionIDError: A context was entered before `smp.init`, and there is no such partition.
+    """
+    found = {name: int(module.__dict__.get(_PARTITION, default)) for name, module in model.named_modules()}
+    for name, index in found.items():
+        if index >= count:
+            raise InvalidPartitionIDError(
+                "Partition ID must be non-negative, and less than the pipeline parallel degree.",
+                leaf=name or None,
+                expected=f"0 to {count - 1}",
+                found=index,
+            )
+    return found
+
+
+def divided(model: torch.nn.Module, count: int) -> Partitions:
+    """Partitions of about the same number of bytes, each a run of modules in the order of their names.
+
+    A module with parameters or buffers of its own counts with their bytes; one that is tied counts once. Each partition
+    gets at least one of these. A module without any goes where the next one inside of it goes, or else the last one
+    before it. The same model gives the same partitions on all ranks, and in every run.
+
+    Raises:
+        ModelTooSmallError: There are fewer such modules than partitions.
+    """
+    seen: set[int] = set()
+    sizes: dict[str, int] = {}
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if own:
+            sizes[name] = sum(t.numel() * t.element_size() for t in own if id(t) not in seen)
+            seen.update(map(id, own))
+    if count > 1 and len(sizes) < count:
+        raise ModelTooSmallError(
+            f"Model is too small to split into {count} partitions!", found=f"{len(sizes)} modules with parameters"
+        )
+    of_units = dict(zip(sizes, runs(list(sizes.values()), count), strict=True))
+    found: Partitions = {}
+    last = 0
+    for name, _ in model.named_modules():
+        inside = next((unit for unit in sizes if unit == name or unit.startswith(f"{name}.") or not name), None)
+        last = of_units[inside] if inside is not None else last
+        found[name] = last
+    return found
+
+
+def runs(sizes: Sequence[int], count: int) -> list[int]:
+    """The run, of `count`, that each of these belongs to; the runs have about the same sum, and none is empty.
+
+    >>> runs([4, 4, 4, 4], 2), runs([9, 1, 1], 2), runs([1, 1, 9], 3)
+    ([0, 0, 1, 1], [0, 1, 1], [0, 1, 2])
+    """
+    found: list[int] = []
+    left = sum(sizes)
+    for run in range(count):
+        aim, held, first = left / (count - run), 0, len(found)
+        while len(found) < len(sizes):
+            size = sizes[len(found)]
+            others_need_the_rest = len(sizes) - len(found) <= count - run - 1
+            enough = held + size - aim > aim - held  # without this one it is nearer to what it should be
+            if len(found) > first and run < count - 1 and (others_need_the_rest or enough):
+                break
+            held += size
+            found.append(run)
+        left -= held
+    return found

@@ -1,0 +1,198 @@
+"""`smp.init`: how the ranks of a job are arranged, and the groups of processes that this gives."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
+from neuron_compat.groups import members
+from neuron_compat.smp import job
+from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError, SMPValidationError, WorkerSizeError
+from neuron_compat.smp.job import KINDS, Ranks
+from neuron_compat.smp.saves import job_id
+from xla_ckpt import Mesh
+from xla_ckpt.facade import current_mesh
+
+logger = logging.getLogger(__name__)
+
+distributed: Any = torch.distributed
+
+
+def init(config: Mapping[str, Any] | None = None) -> None:
+    """Arrange the ranks of the job. All ranks make the same call.
+
+    With several processes it joins torch.distributed (gloo), if the program has not; it initialises
+    `neuron_compat.emulated.parallel_state`, or takes it as it is. A second call with the same configuration
+    changes nothing, and nor does one after SageMaker's environment has said the configuration.
+
+    Args:
+        config: SMP's configuration: ``pipeline_parallel_degree`` (or ``partitions``), ``tensor_parallel_degree``,
+            ``ddp``, ``microbatches`` and so on. None takes that of the environment (``SM_HP_MP_PARAMETERS``), if it is
+            there. Degrees that it does not name are those of an initialised parallel state, or 1.
+
+    Raises:
+        SMPConfigError: An entry is unknown, out of bounds, or contradicts another one or the parallel job.state.
+        SMPUnsupportedError: It asks for something that is not there.
+        WorkerSizeError: The number of processes is no multiple of the two degrees' product, or larger without ``ddp``.
+        SMPValidationError: It was called before, with another configuration.
+    """
+    cfg = ModelParallelConfig(_with_degrees(from_environment() if config is None else config))
+    if job.state.ranks is not None and not (job.state.lazy and _same_degrees(cfg)):
+        if cfg != job.state.cfg and SAGEMAKER not in os.environ:  # there SMP ignores it
+            raise SMPValidationError(
+                "smp is initialized already, with another configuration",
+                expected=_differing(job.state.cfg, cfg),
+                found=_differing(cfg, job.state.cfg),
+                hint="Call smp.init() once, before anything else of smp. smp.shutdown() forgets the configuration.",
+            )
+        logger.warning("SageMaker model parallelism is initialized already. Ignoring the smp.init() call.")
+        return
+    job.state.lazy = False
+    if job.state.ranks is None:
+        job.state.ranks = arrange(cfg)
+        job_id()  # now, as the job's store may be gone when a file is saved
+    job.state.cfg = cfg
+
+
+def _with_degrees(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A configuration with the degrees of an initialised parallel state, where it names none."""
+    if not isinstance(config, Mapping) or not parallel_state.model_parallel_is_initialized():
+        return config
+    found = {
+        "pipeline_parallel_degree": parallel_state.size("pp"),
+        "tensor_parallel_degree": parallel_state.size("tp"),
+    }
+    named = {n for n in found if n in config or (n == "pipeline_parallel_degree" and "partitions" in config)}
+    return {**config, **{n: v for n, v in found.items() if n not in named}}
+
+
+def _same_degrees(cfg: ModelParallelConfig) -> bool:
+    names = ("pipeline_parallel_degree", "tensor_parallel_degree")
+    return all(getattr(cfg, name) == getattr(job.state.cfg, name) for name in names)
+
+
+def _differing(one: ModelParallelConfig, other: ModelParallelConfig) -> dict[str, Any]:
+    held = other.get_config_dict()
+    return {name: value for name, value in one.get_config_dict().items() if value != held[name]}
+
+
+def shutdown() -> None:
+    """Forget everything that was set up, the parallel state included. Process groups stay until the process ends."""
+    parallel_state.destroy_model_parallel()
+    job.state.__init__()  # type: ignore[misc]  # other modules hold this object
+
+
+def init_if_known() -> None:
+    """Set up what was not, if the parallel state or the environment say how."""
+    if parallel_state.model_parallel_is_initialized():
+        init({"ddp": True})
+        job.state.lazy = True
+    elif SAGEMAKER in os.environ:
+        init()
+
+
+def arrange(cfg: ModelParallelConfig) -> Ranks:
+    """Join the job, arrange its ranks, and find this process' place in it.
+
+    Raises:
+        WorkerSizeError: The number of processes does not fit the degrees.
+        SMPConfigError: The ranks are arranged in another way already.
+        SMPUnsupportedError: There is context or expert parallelism.
+        SMPValidationError: The other processes cannot be met.
+    """
+    _join()
+    joined = distributed.is_available() and distributed.is_initialized()
+    rank, world = (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
+    _check_world(cfg, world)
+    tp, pp = cfg.tensor_parallel_degree, cfg.pipeline_parallel_degree
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    mesh = current_mesh(rank, world) or Mesh(pp=pp, dp=world // (pp * tp), tp=tp)
+    if (mesh.pp, mesh.tp) != (pp, tp):
+        raise SMPConfigError(
+            "the ranks are arranged in another way already",
+            expected=f"pipeline_parallel_degree={mesh.pp}, tensor_parallel_degree={mesh.tp}, as parallel_state has it",
+            found=f"{pp} and {tp}",
+            hint="Leave initialize_model_parallel() to smp.init().",
+        )
+    if mesh.cp > 1 or mesh.ep > 1:
+        raise SMPUnsupportedError(
+            "SMP has no context or expert parallelism", found=str(mesh), hint="Use neuron_compat.nxd for them."
+        )
+    if cfg.placement_strategy not in ("cluster", "DPT"):
+        logger.warning(
+            "placement_strategy %s: ranks are placed with pp outermost, then dp, then tp; only their places in the "
+            "world differ from SMP's",
+            cfg.placement_strategy,
+        )
+    groups = {kind: members(mesh, its, rank) for kind, its in KINDS.items()}
+    return Ranks(
+        mesh=mesh,
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        groups=groups,
+        process_groups=_process_groups(groups) if joined else {},
+    )
+
+
+def _join() -> None:
+    """Make the process group, if there are several processes and the program has not made it."""
+    if not distributed.is_available() or distributed.is_initialized():
+        return
+    launched, of_mpi = os.environ.get("WORLD_SIZE", ""), os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    if launched.isdecimal() and int(launched) > 1:
+        distributed.init_process_group("gloo")
+        atexit.register(_leave_world)
+    elif not launched and of_mpi.isdecimal() and int(of_mpi) > 1:
+        raise SMPValidationError(
+            f"this process is one of {of_mpi} that mpirun started, and nothing says where they meet",
+            expected="RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment",
+            hint="Start the program with torchrun.",
+        )
+
+
+def _check_world(cfg: ModelParallelConfig, world: int) -> None:
+    product = cfg.pipeline_parallel_degree * cfg.tensor_parallel_degree
+    degrees = f"the product of the specified pipeline parallelism and tensor parallelism degrees ({product})"
+    if product > world:
+        raise WorkerSizeError(f"The number of processes must be at least {degrees}.", found=f"{world} processes")
+    if world % product:
+        raise WorkerSizeError(
+            f"The number of processes must be an integer multiple of {degrees}.", found=f"{world} processes"
+        )
+    if world > product and not cfg.ddp:
+        raise WorkerSizeError(
+            f"If the number of processes is larger than {degrees}, then 'horovod':True (for TensorFlow) or 'ddp':True "
+            "(for PyTorch) must be specified.",
+            found=f"{world} processes, ddp: False",
+        )
+
+
+def _process_groups(groups: Mapping[str, list[int]]) -> dict[str, Any]:
+    """A gloo group of each kind; kinds of the same ranks share one, and parallel_state's are taken where they are."""
+    known = {kind: parallel_state.process_group(kind) for kind in ("tp", "pp", "dp")}
+    known["world"] = parallel_state.get_world_group()
+    made = {
+        tuple(groups[kind]): known[its]
+        for kind, its in KINDS.items()
+        if its in known and distributed.get_backend(known[its]) == "gloo"
+    }
+    for kind in KINDS:
+        ranks = tuple(groups[kind])
+        if ranks not in made:
+            made[ranks] = parallel_state.new_group(list(ranks))
+    return {kind: made[tuple(ranks)] for kind, ranks in groups.items()}
+
+
+def _leave_world() -> None:
+    if "torch_xla" not in sys.modules and distributed.is_initialized():
+        distributed.destroy_process_group()

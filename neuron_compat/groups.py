@@ -1,0 +1,63 @@
+"""Which ranks form a group, computed from the mesh. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from xla_ckpt import Mesh
+
+SHARED = {
+    "tp": ("pp", "dp", "cp"),
+    "pp": ("dp", "cp", "tp"),
+    "dp": ("pp", "cp", "tp"),
+    "cp": ("pp", "dp", "tp"),
+    "ep": ("pp", "edp", "cp", "tp"),
+    "edp": ("pp", "ep", "tp"),
+    "dp_cp": ("pp", "tp"),
+    "dp_tp": ("pp", "cp"),
+    "pp_tp": ("dp", "cp"),
+    "world": (),
+}
+"""Kind of group -> the axes along which its members stand at the same place.
+
+Ranks that differ in their part of the context hold the same weights, so they count as replicas of experts (``edp``),
+as in neuronx-distributed, and ZeRO-1 deals its states out to them, too (``dp_cp``).
+"""
+
+
+def rank_groups(mesh: Mesh, kind: str) -> list[list[int]]:
+    """All groups of a kind, members and groups in ascending order: XLA's replica groups.
+
+    >>> from xla_ckpt import Mesh
+    >>> rank_groups(Mesh(dp=2, tp=2), "tp"), rank_groups(Mesh(dp=2, tp=2), "dp")
+    ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    """
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        found.setdefault(tuple(at[axis] for axis in SHARED[kind]), []).append(rank)
+    return list(found.values())
+
+
+def members(mesh: Mesh, kind: str, rank: int) -> list[int]:
+    """The ranks of a rank's group, in ascending order.
+
+    >>> from xla_ckpt import Mesh
+    >>> members(Mesh(pp=2, dp=2, tp=2), "pp_tp", 5)
+    [0, 1, 4, 5]
+    """
+    return next(group for group in rank_groups(mesh, kind) if rank in group)
+
+
+def kv_groups(tp_groups: list[list[int]], copies: int, adjacent: bool) -> list[list[int]]:
+    """The ranks that hold copies of the same keys and values, one tensor-parallel group after the other.
+
+    Within a tensor-parallel group they are in the order of the parts of keys and values that they hold.
+
+    >>> kv_groups([[0, 1, 2, 3]], 2, adjacent=False), kv_groups([[0, 1, 2, 3]], 2, adjacent=True)
+    ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
+    """
+    parts = len(tp_groups[0]) // copies
+    held = [slice(i * copies, (i + 1) * copies) if adjacent else slice(i, None, parts) for i in range(parts)]
+    return [ranks[part] for ranks in tp_groups for part in held]

@@ -1,0 +1,8 @@
+"""neuronx-distributed's ``kernels.flash_attn``."""
+
+from neuron_compat.lazy import lazily
+from neuron_compat.nxd.instead import here
+
+__getattr__, __dir__ = lazily(
+    __name__, {"neuron_compat.emulated.nxd.kernels": ("nki_flash_attn_func",)}, missing=here(__name__)
+)

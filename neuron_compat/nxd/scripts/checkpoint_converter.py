@@ -1,0 +1,44 @@
+"""neuronx-distributed's converter of weights, as far as programs derive from it: `xla-ckpt` does its work."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from xla_ckpt import UsageError
+
+
+class CheckpointConverterBase:
+    """What `CheckpointConverterLlama` and others derive from. It converts nothing itself, and says what does."""
+
+    def get_arg_parser(self) -> argparse.ArgumentParser:
+        """The options that say what to convert; `run` needs no others to say what to do."""
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--input_dir", required=True)
+        parser.add_argument("--output_dir", required=True)
+        parser.add_argument("--config", help="config.json of the model")
+        for axis in ("tp", "pp", "ep"):
+            parser.add_argument(f"--{axis}_size", type=int, default=1)
+        parser.add_argument("--kv_size_multiplier", type=int, default=1)
+        parser.add_argument("--model_key", default="model")
+        parser.add_argument("--load_xser", type=int, default=0)
+        parser.add_argument("--save_xser", type=int, default=0)
+        direction = parser.add_mutually_exclusive_group()
+        for name in ("convert_from_full_state", "convert_to_full_state", "convert_from_xser", "convert_to_xser"):
+            direction.add_argument(f"--{name}", action="store_true")
+        return parser
+
+    def run(self, args: Any) -> None:
+        """Say which command does it.
+
+        Raises:
+            xla_ckpt.UsageError: Always.
+        """
+        config = f" --config {args.config}" if args.config else ""
+        if args.convert_to_full_state:
+            command = f"xla-ckpt export {args.input_dir} {args.output_dir}{config}"
+        else:
+            layout = "xser" if args.save_xser or args.convert_to_xser else "pt"
+            mesh = ",".join(f"{axis}={getattr(args, f'{axis}_size')}" for axis in ("pp", "ep", "tp"))
+            command = f"xla-ckpt convert {args.input_dir} {args.output_dir} --to {layout} --mesh {mesh}{config}"
+        raise UsageError(f"{type(self).__name__} is not there to convert checkpoints", hint=f"Run: {command}")
