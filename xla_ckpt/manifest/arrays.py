@@ -120,6 +120,10 @@ def cell_bytes(form: ArrayForm) -> Ints:
     return np.asarray(sizes * form.dtype.itemsize, np.int64)
 
 
+Frames = tuple[Box | None, ...] | None
+"""The frame of each shard of an array; None where no shard has one."""
+
+
 @lightweight(kw_only=True)
 class ArrayRecord:
     """One array: its form, and the place of every shard."""
@@ -131,7 +135,7 @@ class ArrayRecord:
     offsets: tuple[int, ...]
     """Of the first byte in the file, for each cell."""
 
-    frames: tuple[Box | None, ...] | None = None
+    frames: Frames = None
     """The frame of each shard; None where no shard has one. The native layout has none."""
 
     def __post_init__(self) -> None:
@@ -301,13 +305,19 @@ class Arrays(Mapping[str, ArrayRecord]):
     def __getitem__(self, leaf: str) -> ArrayRecord:
         row = self.row[leaf]
         first, last = int(self.first[row]), int(self.first[row + 1])
-        frames = tuple([self.frames.get(cell) for cell in range(first, last)]) if self.frames else ()
         return ArrayRecord(
             form=self.forms[self.form[row]],
             files=tuple(self.file[first:last].tolist()),
             offsets=tuple(self.offset[first:last].tolist()),
-            frames=frames if any(frame is not None for frame in frames) else None,
+            frames=self.frames_of(row),
         )
+
+    def frames_of(self, row: int) -> Frames:
+        """The frames of the cells of an array, by its row."""
+        if not self.frames:
+            return None  # as of nearly all tags
+        frames = tuple([self.frames.get(cell) for cell in range(int(self.first[row]), int(self.first[row + 1]))])
+        return frames if any(frame is not None for frame in frames) else None
 
     def form_at(self, leaf: str) -> ArrayForm | None:
         """The form of a leaf; None if there is no such leaf."""

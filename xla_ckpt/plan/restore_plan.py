@@ -6,17 +6,16 @@ element is covered exactly once, before a single payload byte moves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from xla_ckpt.errors import FormatError, IncompatibleCheckpointError
 from xla_ckpt.lightweight import lightweight
-from xla_ckpt.manifest.arrays import cell_bytes
+from xla_ckpt.manifest.arrays import ArrayForm, Frames
 from xla_ckpt.manifest.digest import block_size, block_sizes
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Flags, Ints
 from xla_ckpt.sharding.ranges import pieces, runs
@@ -190,72 +189,86 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
         for want in wants:
             if manifest.array(want.leaf) is None:
                 raise IncompatibleCheckpointError("the checkpoint has no such array", leaf=want.leaf)
-    only = [None if arrays.frames else form.only for form in arrays.forms]
-    whole: list[int] = []  # of nearly all arrays: the only shard, which is wanted whole
-    leaves: list[str] = []
-    moves: list[tuple[int, ...]] = []
+    # Arrays of one form of which the same box is wanted are read alike: that is found out once for all of them.
+    alike: dict[tuple[int, Box, Box | None, Frames], list[int]] = {}
+    for i, (want, row, form) in enumerate(zip(wants, rows, arrays.form[rows].tolist(), strict=True)):
+        alike.setdefault((form, want.box, want.memory, arrays.frames_of(row)), []).append(i)
+    row_of, slot_of = np.array(rows, np.int64), np.array([want.slot for want in wants], np.int64)
+    parts: list[list[Ints]] = [[np.zeros(0, np.int64) for _ in _COLUMNS]]
     scattered: list[Scattered] = []
-    for i, (want, form) in enumerate(zip(wants, arrays.form[rows].tolist(), strict=True)):
-        box = only[form]
-        if want.memory is None and (want.box is box or want.box == box):
-            whole.append(i)
-            continue
-        for place, scatter in _moves(manifest, want):
-            moves.append((len(leaves), want.slot, *place, -1 if scatter is None else len(scattered)))
-            scattered += [] if scatter is None else [scatter]
-        leaves.append(want.leaf)
-    columns = np.array(moves, np.int64).reshape(len(moves), len(_COLUMNS)).T
-    others = RestorePlan(leaves=leaves, scattered=scattered, **dict(zip(_COLUMNS, columns, strict=True)))
-    of_whole = np.array(rows, np.int64)[whole]
-    cells = arrays.first[of_whole]
-    sizes = np.array([int(cell_bytes(form)[0]) if form.only else 0 for form in arrays.forms], np.int64)
-    straight = whole_reads(
-        [wants[i].leaf for i in whole],
-        slot=np.array([wants[i].slot for i in whole], np.int64),
-        file=arrays.file[cells],
-        offset=arrays.offset[cells],
-        shard=sizes[arrays.form[of_whole]],
-    )
-    return RestorePlan.joined([straight, others])
+    for (form, box, memory, frames), members in alike.items():
+        pattern = _pattern(arrays.forms[form], frames, box, memory or box, wants[members[0]].leaf)
+        cell = (arrays.first[row_of[members], None] + pattern.cell).reshape(-1)
+        own = [np.tile(column, len(members)) for column in pattern.columns(len(scattered))]
+        count = len(pattern.cell)
+        parts.append([np.repeat(members, count), np.repeat(slot_of[members], count),
+                      arrays.file[cell], arrays.offset[cell], *own])  # fmt: skip
+        scattered += pattern.scattered
+    columns = dict(zip(_COLUMNS, map(np.concatenate, zip(*parts, strict=True)), strict=True))
+    plan = RestorePlan(leaves=[want.leaf for want in wants], scattered=scattered, **columns)
+    return plan.rows(np.lexsort((plan.first, plan.offset, plan.file)))
 
 
-def _moves(manifest: Manifest, want: Want) -> Iterator[tuple[tuple[int, ...], Scattered | None]]:
-    """The columns of each read of a want, from `file` to `moved`, and how it lies where it is no run of bytes."""
-    record = manifest.array(want.leaf)
-    assert record is not None, "looked for before"
-    if not Box.whole(record.shape).contains(want.box):
+@dataclass(slots=True)
+class _Pattern:
+    """How a box is read of any array of a form: a row for each part of a shard that moves."""
+
+    rows: list[tuple[int, ...]] = field(default_factory=list)
+    """Cell, and the columns of `RestorePlan` from `shard` to `scatter`."""
+
+    scattered: list[Scattered] = field(default_factory=list)
+
+    @property
+    def cell(self) -> Ints:
+        """Number of the cell in its form."""
+        return np.array([row[0] for row in self.rows], np.int64)
+
+    def columns(self, before: int) -> list[Ints]:
+        """The columns from `shard` to `scatter`, where so many scattered parts come before those of the pattern."""
+        columns = np.array(self.rows, np.int64).reshape(len(self.rows), -1).T
+        return [*columns[1:-1], np.where(columns[-1] < 0, -1, columns[-1] + before)] if self.rows else _NO_ROWS
+
+
+_NO_ROWS = [np.zeros(0, np.int64)] * (len(_COLUMNS) - _COLUMNS.index("shard"))
+
+
+def _pattern(form: ArrayForm, frames: Frames, box: Box, memory: Box, leaf: str) -> _Pattern:
+    """How a box of the arrays of a form is read into memory that is a larger box; `leaf` is one of them, for errors."""
+    if not Box.whole(form.shape).contains(box):
         raise IncompatibleCheckpointError(
             "the wanted region lies outside of the stored array",
-            leaf=want.leaf,
-            expected=f"inside of {record.shape}",
-            found=str(want.box),
+            leaf=leaf,
+            expected=f"inside of {form.shape}",
+            found=str(box),
         )
-    covered, itemsize, memory = 0, record.dtype.itemsize, want.memory or want.box
-    for shard in record.touching(want.box):
-        touched = shard.box.intersect(want.box)
+    pattern, covered, itemsize = _Pattern(), 0, form.dtype.itemsize
+    for cell, shard in form.touching(box):
+        touched = shard.intersect(box)
         if touched is None:
             continue
         covered += touched.size
-        stored = shard.frame or shard.box
-        for part in _bounded(shard, touched, itemsize):
+        stored = (frames[cell] if frames else None) or shard
+        for part in _bounded(stored, touched, itemsize):
             source, target = runs(part, stored, itemsize), runs(part, memory, itemsize)
-            place = shard.file, shard.offset, stored.size * itemsize, source.offset, source.span
-            one_run = source.contiguous and target.contiguous
-            lies = None if one_run else Scattered(stored=stored, wanted=memory, part=part, itemsize=itemsize)
-            yield (*place, target.offset, part.size * itemsize), lies
-    # Records hold each element once (their constructor's promise), so an equal count is full cover.
-    if covered != want.box.size:
+            scatter = -1
+            if not (source.contiguous and target.contiguous):
+                scatter = len(pattern.scattered)
+                pattern.scattered.append(Scattered(stored=stored, wanted=memory, part=part, itemsize=itemsize))
+            place = stored.size * itemsize, source.offset, source.span, target.offset, part.size * itemsize
+            pattern.rows.append((cell, *place, scatter))
+    # Forms hold each element once (their constructor's promise), so an equal count is full cover.
+    if covered != box.size:
         raise FormatError(
             "stored shards do not cover a wanted region",
-            leaf=want.leaf,
-            expected=f"{want.box.size} elements",
+            leaf=leaf,
+            expected=f"{box.size} elements",
             found=covered,
         )
+    return pattern
 
 
-def _bounded(shard: Shard, part: Box, itemsize: int) -> list[Box]:
-    """One part for what is contiguous in the shard, several of bounded span for what is scattered."""
-    stored = shard.frame or shard.box
+def _bounded(stored: Box, part: Box, itemsize: int) -> list[Box]:
+    """One part for what is contiguous in a shard, several of bounded span for what is scattered."""
     block = block_size(stored.size * itemsize)
     if runs(part, stored, itemsize).contiguous:
         return [part]
