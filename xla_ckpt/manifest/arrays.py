@@ -260,6 +260,9 @@ class Arrays(Mapping[str, ArrayRecord]):
     row: Mapping[str, int] = field(init=False, repr=False)
     """The row of each leaf path."""
 
+    by_form: tuple[Ints, ...] = field(init=False, repr=False)
+    """The rows of all arrays of each form."""
+
     def __post_init__(self) -> None:
         counts = np.array([form.cells for form in self.forms], np.int64)
         first = np.zeros(len(self.names) + 1, np.int64)
@@ -267,6 +270,9 @@ class Arrays(Mapping[str, ArrayRecord]):
         if not len(self.file) == len(self.offset) == first[-1]:
             raise FormatError("the arrays have more shards than places", expected=int(first[-1]), found=len(self.file))
         object.__setattr__(self, "first", first)
+        ends = np.cumsum(np.bincount(self.form, minlength=len(self.forms)))
+        by_form = np.split(np.argsort(self.form, kind="stable"), ends)[: len(self.forms)]
+        object.__setattr__(self, "by_form", tuple(by_form))
         object.__setattr__(self, "row", dict(zip(self.names, range(len(self.names)), strict=True)))
         if len(self.row) < len(self.names):
             raise FormatError("an array is listed twice")
@@ -324,13 +330,9 @@ class Arrays(Mapping[str, ArrayRecord]):
         row = self.row.get(leaf)
         return None if row is None else self.forms[self.form[row]]
 
-    def rows_of(self, form: int) -> Ints:
-        """The rows of all arrays of a form."""
-        return np.flatnonzero(self.form == form)
-
     def cells_of(self, form: int) -> Ints:
         """The rows of the cells of all arrays of a form, shape (arrays, cells of each)."""
-        return np.asarray(self.first[self.rows_of(form), None] + np.arange(self.forms[form].cells), np.int64)
+        return np.asarray(self.first[self.by_form[form], None] + np.arange(self.forms[form].cells), np.int64)
 
     def cell_bytes(self) -> Ints:
         """Bytes of each cell (not of its frame)."""
@@ -342,8 +344,7 @@ class Arrays(Mapping[str, ArrayRecord]):
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        counts = np.bincount(self.form, minlength=len(self.forms)).tolist()
-        return sum(count * form.nbytes for count, form in zip(counts, self.forms, strict=True))
+        return sum(len(rows) * form.nbytes for rows, form in zip(self.by_form, self.forms, strict=True))
 
     def check_places(self, sizes: Sequence[int]) -> None:
         """Check that every shard lies inside of its file; `sizes` are those of the files (bytes).

@@ -126,7 +126,7 @@ def _form_json(arrays: Arrays, number: int) -> dict[str, Any]:
         **({"spec": form.spec} if split else {}),
         **({"divergent": True} if form.divergent else {}),
         "cuts": [[intseq.pack_ints(cuts) for cuts in grid.cuts] for grid in form.grids],
-        "names": [arrays.names[row] for row in arrays.rows_of(number).tolist()],
+        "names": [arrays.names[row] for row in arrays.by_form[number].tolist()],
         "files": intseq.pack_ints(arrays.file[cells]),
         "offsets": intseq.pack_ints(arrays.offset[cells]),
         **({"frames": [f and [list(f.start), list(f.stop)] for f in frames]} if any(frames) else {}),

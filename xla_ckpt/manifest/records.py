@@ -205,7 +205,7 @@ class Manifest:
         """Leaf paths of the arrays whose replicas differed (see `ArrayRecord.divergent`)."""
         arrays = self.arrays
         differing = [number for number, form in enumerate(arrays.forms) if form.divergent]
-        return tuple(arrays.names[row] for number in differing for row in arrays.rows_of(number).tolist())
+        return tuple(arrays.names[row] for number in differing for row in arrays.by_form[number].tolist())
 
     def divergence(self, leaves: Iterable[str] | None = None) -> str | None:
         """Which arrays have the bytes of a first replica, as a sentence; None if there are none.
