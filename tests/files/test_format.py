@@ -145,6 +145,18 @@ def test_manifests_survive(manifest: Manifest) -> None:
 
 
 @given(manifests(), st.data())
+def test_columns_of_arrays_are_put_in_order_and_together(manifest: Manifest, data: st.DataObject) -> None:
+    arrays = manifest.arrays
+    names = data.draw(st.permutations(list(arrays)))
+    in_order = arrays.in_order(names)
+    assert (list(in_order), dict(in_order)) == (names, dict(arrays))
+    assert [min(rows.tolist()) for rows in in_order.by_form] == sorted(min(rows.tolist()) for rows in in_order.by_form)
+    half = len(names) // 2
+    parts = [Arrays.of({name: arrays[name] for name in some}) for some in (names[:half], names[half:])]
+    assert dict(Arrays.joined(parts)) == dict(arrays)
+
+
+@given(manifests(), st.data())
 def test_every_flipped_bit_of_a_manifest_is_found(manifest: Manifest, data: st.DataObject) -> None:
     good = bytearray(manifest_json.dump(manifest))
     bit = data.draw(st.integers(0, 8 * len(good) - 1))

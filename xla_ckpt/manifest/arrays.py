@@ -203,7 +203,8 @@ def array_record(
     if not isinstance(shards, ShardColumns):
         places = [shard for shard in shards if shard.box.size]
         if len(places) == 1 and places[0].frame is None:  # as of nearly all arrays
-            return only_record(dtype, shape, places[0], spec)
+            form = form_of(dtype=dtype, shape=shape, grids=(single(places[0].box),), spec=frozen(spec))
+            return ArrayRecord(form=form, files=(places[0].file,), offsets=(places[0].offset,))
         try:
             shards = ShardColumns.of(places)
         except OverflowError as error:  # of numpy's: a hostile file may name any number
@@ -217,21 +218,16 @@ def array_record(
     files, offsets = shards.file.tolist(), shards.offset.tolist()
     of_cells = None if frames is None else tuple([frames[i] for i in order])
     return ArrayRecord(
-        form=form_of(dtype=dtype, shape=shape, grids=tuple([grid for grid, _ in fitted]), spec=_frozen(spec)),
+        form=form_of(dtype=dtype, shape=shape, grids=tuple([grid for grid, _ in fitted]), spec=frozen(spec)),
         files=tuple([files[i] for i in order]),
         offsets=tuple([offsets[i] for i in order]),
         frames=of_cells if of_cells is not None and any(frame is not None for frame in of_cells) else None,
     )
 
 
-def only_record(dtype: DType, shape: tuple[int, ...], shard: Shard, spec: Any = None) -> ArrayRecord:
-    """The record of an array that is stored in one shard, without a frame."""
-    form = form_of(dtype=dtype, shape=shape, grids=(single(shard.box),), spec=_frozen(spec))
-    return ArrayRecord(form=form, files=(shard.file,), offsets=(shard.offset,))
-
-
-def _frozen(spec: Any) -> Any:
-    return tuple(map(_frozen, spec)) if isinstance(spec, list | tuple) else spec
+def frozen(spec: Any) -> Any:
+    """A spec, or a part of one, that came as lists, as the tuples that forms have."""
+    return tuple(map(frozen, spec)) if isinstance(spec, list | tuple) else spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -297,6 +293,41 @@ class Arrays(Mapping[str, ArrayRecord]):
                 for i, frame in enumerate(record.frames)
                 if frame is not None
             },
+        )
+
+    @staticmethod
+    def joined(many: Sequence[Arrays]) -> Arrays:
+        """All arrays of several, one after the other."""
+        forms, cells = (list(accumulate(counts, initial=0)) for counts in
+                        ([len(arrays.forms) for arrays in many], [len(arrays.file) for arrays in many]))  # fmt: skip
+        return Arrays(
+            names=[name for arrays in many for name in arrays.names],
+            forms=tuple(form for arrays in many for form in arrays.forms),
+            form=np.concatenate([arrays.form + before for arrays, before in zip(many, forms, strict=False)]),
+            file=np.concatenate([arrays.file for arrays in many]),
+            offset=np.concatenate([arrays.offset for arrays in many]),
+            frames={before + cell: frame for arrays, before in zip(many, cells, strict=False)
+                    for cell, frame in arrays.frames.items()},
+        )  # fmt: skip
+
+    def in_order(self, names: Sequence[str]) -> Arrays:
+        """The same arrays in the order of these names; forms come in the order of their first arrays."""
+        rows = np.array([self.row[name] for name in names], np.int64)
+        counts = np.diff(self.first)[rows]
+        cells = np.repeat(self.first[rows] - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+        numbers, first, form = np.unique(self.form[rows], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        number = np.empty(len(order), np.int64)
+        number[order] = np.arange(len(order))
+        return Arrays(
+            names=names,
+            forms=tuple(self.forms[i] for i in numbers[order].tolist()),
+            form=number[form.reshape(-1)],
+            file=self.file[cells],
+            offset=self.offset[cells],
+            frames={new: self.frames[old] for new, old in enumerate(cells.tolist()) if old in self.frames}
+            if self.frames
+            else {},
         )
 
     def __len__(self) -> int:

@@ -15,13 +15,14 @@ import numpy as np
 
 from xla_ckpt import dtypes
 from xla_ckpt.errors import DivergentReplicasError, FormatError, SaveError
-from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record, only_record
+from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record, form_of, frozen
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest
-from xla_ckpt.manifest.shards import Shard, ShardColumns
+from xla_ckpt.manifest.shards import ShardColumns
 from xla_ckpt.plan.agreement import MAX_NAMED_RANKS, named_ranks
 from xla_ckpt.plan.record import Record
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.corners import Ints
+from xla_ckpt.sharding.grid import single
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.tree import schema
@@ -126,10 +127,10 @@ def merge(records: Sequence[Record], mesh: Mesh, replicas: Replicas = "equal") -
             own_skeleton = renumbered(record.skeleton, first_object.__add__) if first_object else record.skeleton
             skeleton = own_skeleton if skeleton is None else _united(skeleton, own_skeleton, "", record.rank)
     arrays, duplicates = _arrays(records, facts, numbers, first_files)
-    arrays |= {leaf: arrays[leaf].changed(divergent=True) for leaf in divergent if leaf in arrays}
+    marked = {leaf: arrays[leaf].changed(divergent=True) for leaf in divergent if leaf in arrays}
     return Merged(
         skeleton=skeleton,
-        arrays=Arrays.of(arrays),
+        arrays=Arrays.of({**arrays, **marked}) if marked else arrays,
         files=tuple(files),
         aliases={alias: target for alias, target in aliases.items() if alias not in arrays},
         objects=tuple(objects),
@@ -158,52 +159,67 @@ class _Numbers:
 
 def _arrays(
     records: Sequence[Record], facts: Mapping[str, Fact], numbers: _Numbers, first_files: Sequence[int]
-) -> tuple[dict[str, ArrayRecord], list[Duplicate]]:
-    """The record of each array, from the shards of all ranks; and what two of them wrote, which are not in it twice."""
+) -> tuple[Arrays, list[Duplicate]]:
+    """All arrays, from the shards of all ranks; and what two ranks wrote, which is not in them twice."""
     shards = ShardColumns.joined([record.shards for record in records], first_files)
     leaf = np.concatenate([numbers.column(record, record.leaf) for record in records])
     ranks = np.repeat([record.rank for record in records], [len(record.leaf) for record in records])
     order = np.argsort(leaf, kind="stable")
     ends = np.searchsorted(leaf[order], np.arange(len(numbers.of) + 1))
-    dims = {number: len(facts[name][1]) for name, number in numbers.of.items() if name in facts}
-    only = dict(_only_shards(shards, order, ends, dims))
-    bounds = ends.tolist()
-    arrays: dict[str, ArrayRecord] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    kind = [kinds.setdefault((dtype, shape, frozen(spec)), len(kinds)) for dtype, shape, spec in facts.values()]
+    number = np.array([numbers.of.get(name, len(numbers.of)) for name in facts], np.int64)
+    row = _only_rows(shards, order, ends, number, [fact[1] for fact in facts.values()])
+    whole = np.flatnonzero(row >= 0)  # as most arrays of a job of few ranks
+    names, which = list(facts), row[whole]
+    used, form = np.unique(np.array(kind, np.int64)[whole], return_inverse=True)
+    all_kinds = [*kinds]
+    of_one_shard = Arrays(
+        names=[names[i] for i in whole.tolist()],
+        forms=tuple(
+            form_of(dtype=dtypes.dtype(dtype), shape=shape, grids=(single(Box.whole(shape)),), spec=spec)
+            for dtype, shape, spec in map(all_kinds.__getitem__, used.tolist())
+        ),
+        form=form.reshape(-1),
+        file=shards.file[which],
+        offset=shards.offset[which],
+    )
+    others: dict[str, ArrayRecord] = {}
     duplicates: list[Duplicate] = []
-    for name, fact in facts.items():
-        number = numbers.of.get(name)
-        if number in only:  # as most arrays of a job of few ranks
-            dtype, shape, spec = fact
-            arrays[name] = only_record(dtypes.dtype(dtype), shape, only[number], spec)
-            continue
-        rows = order[bounds[number] : bounds[number + 1]] if number is not None else order[:0]
-        arrays[name], twice = _array(name, fact, shards.rows(rows, len(fact[1])), ranks[rows])
+    bounds = [*ends.tolist(), len(order)]
+    for i in np.flatnonzero(row < 0).tolist():
+        fact, n = facts[names[i]], int(number[i])
+        its = order[bounds[n] : bounds[n + 1]]
+        others[names[i]], twice = _array(names[i], fact, shards.rows(its, len(fact[1])), ranks[its])
         duplicates += twice
-    return arrays, duplicates
+    return Arrays.joined([of_one_shard, Arrays.of(others)]).in_order(names), duplicates
 
 
-def _only_shards(shards: ShardColumns, order: Ints, ends: Ints, dims: Mapping[int, int]) -> Iterator[tuple[int, Shard]]:
-    """The arrays of one shard that is not empty, by their number. Arrays that lie alike have the box in common.
+def _only_rows(shards: ShardColumns, order: Ints, ends: Ints, number: Ints, shapes: Sequence[tuple[int, ...]]) -> Ints:
+    """The row of the shard of each array that has one, which is all of it and not empty; -1 for any other array.
 
     Args:
         shards: All of them.
         order: Their rows, sorted by array.
         ends: Where those of each array begin in `order`, and where the last ones end.
-        dims: Number of tensor dims of each array.
+        number: Of each array that is asked about.
+        shapes: Their global shapes.
     """
-    arrays = np.flatnonzero(np.diff(ends) == 1)
-    if shards.framed is not None or not len(arrays):
-        return
-    only = shards.rows(order[ends[arrays]])
-    boxes: dict[Any, Box] = {}
-    columns = (arrays, only.box.start, only.box.stop, only.file, only.offset)
-    for number, starts, stops, file, offset in zip(*(column.tolist() for column in columns), strict=True):
-        corners = tuple(starts[: dims.get(number)]), tuple(stops[: dims.get(number)])
-        box = boxes.get(corners)
-        if box is None:
-            box = boxes[corners] = Box(*corners)
-        if box.size:
-            yield number, Shard(box, file, offset)
+    counts = np.append(np.diff(ends), 0)[number]
+    row = np.full(len(number), -1, np.int64)
+    asked = np.flatnonzero(counts == 1)
+    if shards.framed is not None or not len(asked):
+        return row
+    rows = order[ends[number[asked]]]
+    # Boxes of fewer dims have zeros in the last columns, and so have the shapes.
+    sizes = np.zeros((len(asked), shards.box.dims), np.int64)
+    for i, at in enumerate(asked.tolist()):
+        sizes[i, : len(shapes[at])] = shapes[at]
+    dims = np.array([len(shapes[at]) for at in asked.tolist()], np.int64)
+    empty = ((sizes == 0) & (np.arange(shards.box.dims) < dims[:, None])).any(axis=1)
+    fits = (shards.box.start[rows] == 0).all(axis=1) & (shards.box.stop[rows] == sizes).all(axis=1) & ~empty
+    row[asked[fits]] = rows[fits]
+    return row
 
 
 def _array(leaf: str, fact: Fact, shards: ShardColumns, ranks: Ints) -> tuple[ArrayRecord, list[Duplicate]]:
