@@ -83,7 +83,7 @@ def all_three():
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run([sys.executable, *torchrun, __file__, command, root], check=True, env=environment)
-        subprocess.run([sys.executable, "-m", "xla_ckpt.cli.main", "show", root, "--leaf", "model"], check=True)
+        subprocess.run([sys.executable, "-m", "xla_ckpt", "show", root, "--leaf", "model"], check=True)
 
 
 if __name__ == "__main__":

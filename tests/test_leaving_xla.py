@@ -56,7 +56,7 @@ def ran(command: str, folder: Path) -> str:
     own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
     ranks = [environment(own)]
     if name == "xla-ckpt":
-        program = Program(WITHOUT_XLA + MODULE, tuple(args), "xla_ckpt.cli.main")
+        program = Program(WITHOUT_XLA + MODULE, tuple(args), "xla_ckpt")
     else:
         if name == "torchrun":
             assert args[0].startswith("--nproc-per-node="), command

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -217,12 +218,14 @@ def _dcp_saves_later(root: Path) -> None:
 
 def _commands(*words: str) -> Callable[[Path], None]:
     """A call of the command line, with ROOT for the directory. Its clock begins when its modules are there."""
-    from xla_ckpt.cli.main import main
+    import xla_ckpt.cli.main  # noqa: F401
+    from xla_ckpt.__main__ import main
 
     def run(root: Path) -> None:
         said, errors = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(errors):
-            PROGRAM.code = main([word.replace("ROOT", str(root)) for word in words])
+            sys.argv[1:] = [word.replace("ROOT", str(root)) for word in words]
+            PROGRAM.code = main()
         PROGRAM.printed = errors.getvalue()
 
     return run

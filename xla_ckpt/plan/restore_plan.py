@@ -198,11 +198,12 @@ def plan_restore(manifest: Manifest, wants: Sequence[Want]) -> RestorePlan:
     scattered: list[Scattered] = []
     for (form, box, memory, frames), members in alike.items():
         pattern = _pattern(arrays.forms[form], frames, box, memory or box, wants[members[0]].leaf)
-        cell = (arrays.first[row_of[members], None] + pattern.cell).reshape(-1)
-        own = [np.tile(column, len(members)) for column in pattern.columns(len(scattered))]
-        count = len(pattern.cell)
-        parts.append([np.repeat(members, count), np.repeat(slot_of[members], count),
-                      arrays.file[cell], arrays.offset[cell], *own])  # fmt: skip
+        of_form, *facts, scatter = pattern.columns
+        facts.append(np.where(scatter < 0, -1, scatter + len(scattered)))
+        cell = (arrays.first[row_of[members], None] + of_form).reshape(-1)
+        alone = [np.repeat(members, len(of_form)), np.repeat(slot_of[members], len(of_form))]
+        common = [np.tile(column, len(members)) for column in facts]
+        parts.append([*alone, arrays.file[cell], arrays.offset[cell], *common])
         scattered += pattern.scattered
     columns = dict(zip(_COLUMNS, map(np.concatenate, zip(*parts, strict=True)), strict=True))
     plan = RestorePlan(leaves=[want.leaf for want in wants], scattered=scattered, **columns)
@@ -219,17 +220,13 @@ class _Pattern:
     scattered: list[Scattered] = field(default_factory=list)
 
     @property
-    def cell(self) -> Ints:
-        """Number of the cell in its form."""
-        return np.array([row[0] for row in self.rows], np.int64)
-
-    def columns(self, before: int) -> list[Ints]:
-        """The columns from `shard` to `scatter`, where so many scattered parts come before those of the pattern."""
-        columns = np.array(self.rows, np.int64).reshape(len(self.rows), -1).T
-        return [*columns[1:-1], np.where(columns[-1] < 0, -1, columns[-1] + before)] if self.rows else _NO_ROWS
+    def columns(self) -> list[Ints]:
+        """Those of all rows."""
+        return [*np.array(self.rows, np.int64).reshape(len(self.rows), _FACTS).T]
 
 
-_NO_ROWS = [np.zeros(0, np.int64)] * (len(_COLUMNS) - _COLUMNS.index("shard"))
+_FACTS = 1 + len(_COLUMNS[_COLUMNS.index("shard") :])
+"""Numbers in a row of a pattern."""
 
 
 def _pattern(form: ArrayForm, frames: Frames, box: Box, memory: Box, leaf: str) -> _Pattern:

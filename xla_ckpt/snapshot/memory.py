@@ -20,7 +20,7 @@ HUGE_BYTES = 2 * 1024 * 1024
 SLAB_BYTES = 4 * 1024 * 1024
 """Smaller requests share slabs of this size."""
 
-SHARED_BYTES = 64 * 1024
+TOGETHER_BYTES = 64 * 1024
 """Of pieces that go together, those up to this size are cut out of one slab."""
 
 Bytes = npt.NDArray[np.uint8]
@@ -141,7 +141,7 @@ class Slabs:
         views: list[memoryview] = []
         slab, at = self.take(0).data, 0
         for nbytes in sizes:
-            if nbytes > SHARED_BYTES:
+            if nbytes > TOGETHER_BYTES:
                 views.append(self.take(nbytes).data)
                 continue
             if at + nbytes > len(slab):
