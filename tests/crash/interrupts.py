@@ -117,6 +117,8 @@ def perform(name: str, root: Path, strike: Any) -> dict[str, Any]:
     if any(name.startswith(".") for name in seen.get("names", ())):
         # The traceback of the interrupt may keep a directory open, which is then in use. It goes with the next one.
         sys.last_value = error = None
+        if interrupts.raised is not None:
+            interrupts.raised.__traceback__ = None
         gc.collect()
         with contextlib.suppress(xla_ckpt.UsageError):
             scene.operation.again(root)

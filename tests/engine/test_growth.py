@@ -131,15 +131,17 @@ def tags_in(root: Path, count: int) -> None:
 
 
 def adds(root: str, tags: int) -> None:
-    xla_ckpt.save(root, "new", {"w": torch.ones(1)})
+    xla_ckpt.save(root, "new", {"w": torch.ones(1)}).tidied()
 
 
 def retires_five(root: str, tags: int) -> None:
-    xla_ckpt.save(root, "new", {"w": torch.ones(1)}, num_kept_ckpts=tags - 4)  # orbax looks at all tags for each
+    xla_ckpt.save(
+        root, "new", {"w": torch.ones(1)}, num_kept_ckpts=tags - 4
+    ).tidied()  # orbax looks at all tags for each
 
 
 def retires_nearly_all(root: str, tags: int) -> None:
-    xla_ckpt.save(root, "new", {"w": torch.ones(1)}, num_kept_ckpts=5)
+    xla_ckpt.save(root, "new", {"w": torch.ones(1)}, num_kept_ckpts=5).tidied()
     assert len(xla_ckpt.list_tags(root)) == 5
 
 

@@ -46,13 +46,19 @@ class LocalDirectory:
     """A directory, held by its descriptor."""
 
     def __init__(self, path: str | os.PathLike[str], *, links: bool = False) -> None:
+        self._fd = -1
+        self._locked_by = 0
+        """Which process has locked it with this descriptor; 0 if none has."""
         self.path = os.fspath(path)
         self._links = links
         self.name = os.path.basename(self.path)
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._touched = {""}
-        self._locked_by = 0
-        """Which process has locked it with this descriptor; 0 if none has."""
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        # What a signal handler raises may take a directory from who has just opened it, before anybody can close it: it
+        # would be in use as long as the process runs.
+        self.close()
 
     @property
     def fd(self) -> int:
