@@ -19,10 +19,10 @@ from xla_ckpt.plan.batches import ReadBatch, batches_of
 from xla_ckpt.plan.restore_plan import RestorePlan, Scattered
 from xla_ckpt.sharding.ranges import runs, strides
 from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.storage.pool import work_off
+from xla_ckpt.storage.pool import HUGE_BYTES, work_off
 
-SCRATCH_BYTES = 1024 * 1024
-"""What a thread reads at a time where it goes around the cache of the storage."""
+SCRATCH_BYTES = HUGE_BYTES
+"""What a thread reads at a time where it goes around the cache of the storage: into one huge page (see `work_off`)."""
 
 Slots = Sequence[memoryview]
 """Memory of the wanted boxes: writable bytes in C order, by `Want.slot`."""

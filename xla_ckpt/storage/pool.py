@@ -26,6 +26,9 @@ def threads(wanted: int, at_least: int) -> int:
     return max(1, min(wanted, max(at_least, os.cpu_count() or 1)))
 
 
+HUGE_BYTES = 2 * 1024 * 1024
+"""Bytes of a huge page."""
+
 BUFFER_BYTES = 8 * 1024 * 1024
 """Default buffer of one worker: large enough to keep a disk busy, small enough to have several."""
 
@@ -102,7 +105,9 @@ def _buffer(nbytes: int) -> mmap.mmap:
     sends a dozen requests for a buffer, from a thread of its own that goes before all of the program's, and each one
     ends in an interrupt, on a core that the program computes on (docs/profiles.md).
     """
-    buffer = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # The kernel aligns a mapping to huge pages if its length is a multiple of theirs.
+    whole = nbytes if nbytes < HUGE_BYTES else -(-nbytes // HUGE_BYTES) * HUGE_BYTES
+    buffer = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             buffer.madvise(mmap.MADV_HUGEPAGE)
