@@ -21,6 +21,10 @@ from xla_ckpt.state.members import State
 
 logger = logging.getLogger(__name__)
 
+IN_TURN_BYTES = 128 * 1024 * 1024
+"""Host memory at most for what comes from a device while the caller waits for its last byte: nothing is gained by
+copying far ahead of the writers, and fresh memory costs more than the copy."""
+
 
 def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
@@ -93,7 +97,8 @@ def _snapshot_of(
     if options.snapshot == "overlap" and not waits:
         values = zip(description.arrays.paths, description.arrays.values, strict=True)
         guarded = stepped(dict(values), state.optimizer)
-    how = Freeze(waits=waits, mode=options.snapshot, stepped=guarded, budget=options.snapshot_budget)
+    budget = min(options.snapshot_budget, IN_TURN_BYTES) if waits else options.snapshot_budget
+    how = Freeze(waits=waits, mode=options.snapshot, stepped=guarded, budget=budget)
     sampling = Sampling(loose=state.buffers)
     if many:
         apart = shards_apart(description, writing.whole, shards)

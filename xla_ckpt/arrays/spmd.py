@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +17,8 @@ from xla_ckpt.engine.target import ComposedTarget, Target
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.strided import packed
-from xla_ckpt.snapshot.memory import Slabs
-from xla_ckpt.snapshot.shards import HostShard
+from xla_ckpt.snapshot.memory import Bytes, Slabs
+from xla_ckpt.snapshot.shards import HOST, HostShard, Link, Look
 
 _XLAC: Any = torch_xla._XLAC
 
@@ -85,7 +87,14 @@ class Spmd:
             for on_devices, (_, local) in zip(_XLAC._get_local_shards(tensors), values, strict=True)
         ]
 
-    shards = host
+    def shards(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[SpmdShard]]:
+        tensors = [global_tensor(v).detach() for v, _ in values]
+        if tensors:
+            materialize(tensors)
+        return [
+            [SpmdShard(copies, piece, tensor.element_size()) for piece in local.pieces]
+            for tensor, copies, (_, local) in zip(tensors, map(_Copies, tensors), values, strict=True)
+        ]
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         inner = global_tensor(value)
@@ -121,6 +130,64 @@ class Spmd:
         return ComposedTarget(
             dtype=element, shape=shape, boxes=shards.boxes, live=False, fill=shards.memory, finish=install
         )
+
+
+class _Copies:
+    """What the local devices hold of a tensor, in host memory. It is copied when it is first asked for.
+
+    torch_xla copies the shards of all devices at once, and has no view of one.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._lock = threading.Lock()
+        self._tensor = tensor
+        self._of_device: list[torch.Tensor] | None = None
+
+    def of(self, piece: Piece) -> HostShard:
+        """A piece of the tensor."""
+        with self._lock:
+            if self._of_device is None:
+                (copies,) = _XLAC._get_local_shards([self._tensor])
+                self._of_device = [copy for copy, _ in copies]
+            return shard_of(cut(self._of_device[piece.lane], piece.local))
+
+
+@dataclass(frozen=True, slots=True)
+class SpmdShard:
+    """What one device holds of a tensor; see `xla_ckpt.snapshot.shards.DeviceShard`.
+
+    The copy of all devices' shards is made when one of them is asked for, and is there as long as one of them is: a
+    save that the program waits for needs memory for a few tensors, and writes while it copies.
+    """
+
+    copies: _Copies
+    piece: Piece
+    itemsize: int
+    immutable: bool = False
+    """Whether it is copied. The tensor that is held becomes another one when the program writes to it."""
+
+    version: Callable[[], Hashable] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.local.size * self.itemsize
+
+    @property
+    def link(self) -> Link:
+        return HOST
+
+    def begin_copy(self, offset: int, target: Bytes) -> None:
+        self.copies.of(self.piece).begin_copy(offset, target)
+
+    def in_order(self) -> SpmdShard:
+        return self
+
+    def clone(self) -> SpmdShard:
+        self.copies.of(self.piece)
+        return SpmdShard(self.copies, self.piece, self.itemsize, immutable=True)
+
+    def look(self, look: Look) -> bytes:
+        return look.of(self.copies.of(self.piece).data)
 
 
 class _Shards:
