@@ -1,4 +1,4 @@
-"""What this machine's memory and disk allow a load: fresh pages, reads from the page cache, and reads from the disk.
+"""What this machine allows a load and a save: fresh pages, reads from page cache and disk, copies out of devices.
 
     python benchmarks/limits.py [--gb 1] [--rounds 3] [--scratch DIRECTORY]
 
@@ -128,7 +128,14 @@ def measure(path: Path, nbytes: int) -> dict[str, float]:
             del memory
     warm = fresh(nbytes, huge=False)
     warm[::4096] = 1
-    for kind, direct in (("page cache", 0), ("disk, through the page cache", 0), ("disk, O_DIRECT", os.O_DIRECT)):
+    large = fresh(nbytes, huge=True)
+    large[::4096] = 1
+    for kind, direct, into in (
+        ("page cache", 0, warm),
+        ("disk, through the page cache", 0, warm),
+        ("disk, O_DIRECT", os.O_DIRECT, warm),
+        ("disk, O_DIRECT, huge pages", os.O_DIRECT, large),
+    ):
         for threads in (2, 8):
             if kind != "page cache":
                 evict(path)
@@ -136,13 +143,48 @@ def measure(path: Path, nbytes: int) -> dict[str, float]:
             if kind == "page cache":
                 for at in range(0, nbytes, CHUNK):
                     read(fd, warm, at, min(at + CHUNK, nbytes))
-            chunk = 1 << 20 if direct else CHUNK
-            took = in_threads(threads, nbytes, lambda low, high, fd=fd: read(fd, warm, low, high), chunk)  # type: ignore[misc]
+            chunk = HUGE if direct else CHUNK
+            took = in_threads(threads, nbytes, lambda low, high, fd=fd, into=into: read(fd, into, low, high), chunk)  # type: ignore[misc]
             found[f"read into warm memory: {kind}, {threads} threads"] = took
             if kind == "page cache" and threads == 2:
                 found |= in_place(fd, warm)
             os.close(fd)
     return found
+
+
+def of_devices(nbytes: int) -> Callable[[], dict[str, float]]:
+    """How long torch_xla takes to copy that many bytes out of eight SPMD devices, all at once and tensor by tensor."""
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
+    import torch
+    import torch_xla
+    import torch_xla.distributed.spmd as spmd
+    import torch_xla.runtime
+
+    torch_xla.runtime.use_spmd()
+    mesh = spmd.Mesh(np.arange(8), (8,), ("x",))
+    tensors = [torch.rand(4096, 4096).to(torch_xla.device()) for _ in range(nbytes >> 26)]
+    for tensor in tensors:
+        spmd.mark_sharding(tensor, mesh, ("x", None))
+    torch_xla.sync(wait=True)
+    copy = torch_xla._XLAC._get_local_shards
+
+    def all_at_once() -> None:
+        copy(tensors)
+
+    def one_by_one() -> None:
+        for tensor in tensors:
+            copy([tensor])
+
+    def measure() -> dict[str, float]:
+        found = {}
+        for how, work in (("all at once", all_at_once), ("tensor by tensor", one_by_one)):
+            began, cpu = time.perf_counter(), time.process_time()
+            work()
+            found[f"out of eight SPMD devices, {how}"] = time.perf_counter() - began
+            found[f"out of eight SPMD devices, {how}: processor time"] = time.process_time() - cpu
+        return found
+
+    return measure
 
 
 def main() -> None:
@@ -158,7 +200,8 @@ def main() -> None:
         with path.open("wb") as file:
             for _ in range(nbytes // CHUNK):
                 file.write(os.urandom(CHUNK))
-        rounds = [measure(path, nbytes) for _ in range(args.rounds)]
+        from_devices = of_devices(nbytes)
+        rounds = [measure(path, nbytes) | from_devices() for _ in range(args.rounds)]
     print(f"| {nbytes / 1e9:.2f} GB, {args.rounds} rounds | median | least | GB/s of the least |\n|---|---:|---:|---:|")
     for name in rounds[0]:
         seconds = [found[name] for found in rounds]

@@ -155,7 +155,12 @@ def floor(args: argparse.Namespace, root: str) -> None:
     gc.disable()
     row("the names and tensors of a module", lambda: module.state_dict(keep_vars=True), rounds)
     row("asking whether all are computed", lambda: lib._xla_sync_multi(values, [], True, False), rounds)
+    row("the number of each tensor", lambda: [lib._xla_get_tensor_id(v) for v in values], rounds)
     row("holding all buffers (DLPack)", lambda: [torch._C._from_dlpack(lib._to_dlpack(v)) for v in values], rounds)
+    row("new CPU tensors", lambda: [torch.empty(256) for _ in range(n)], rounds)
+    into, source = [torch.empty(256) for _ in range(n)], [torch.empty(256) for _ in range(n)]
+    row("copying into CPU tensors, in one call", lambda: torch._foreach_copy_(into, source), rounds)
+    row("the memory of each CPU tensor", lambda: [v.numpy().data.cast("B") for v in into], rounds)
     row("a digest of each", lambda: [xxhash.xxh3_64_intdigest(buffer) for buffer in buffers], rounds)
     row("copying each into one buffer", lambda: b"".join(buffers), rounds)
     row("writing the manifest's arrays as JSON", lambda: json.dumps(arrays), rounds)

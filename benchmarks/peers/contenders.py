@@ -172,6 +172,7 @@ def _loops(gb: float) -> tuple[Group, Group]:
     def rows(threads: int) -> tuple[Row, ...]:
         return (
             Row("xla_ckpt", measures.loop, ("ours_async", threads, gb, 4), short=True, rounds=3),
+            Row("raw limit", measures.loop, ("raw_later", threads, gb, 4), short=True, rounds=3),
             Row("transfer, then a thread", measures.loop, ("transfer_then_thread", threads, gb, 2), rounds=1),
         )
 

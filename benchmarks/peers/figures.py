@@ -75,17 +75,15 @@ class Figure:
     unit: str = "s"
     """``s``, ``ms``, ``%``, or ``x`` for a quotient."""
     figure: str = "seconds"
-    less: str = ""
-    """Another figure of the same rounds that is taken away from it."""
     over: str = ""
-    """Another one by which it is divided."""
+    """Another figure of the same rounds by which it is divided."""
     rate: bool = False
 
     def read(self, results: Results) -> Reading | None:
         """The figure in a run, in its unit; None if it was not measured."""
         scale = {"s": 1.0, "ms": 1e3, "%": 100.0, "x": 1.0}[self.unit]
         rounds = [
-            scale * (run[self.figure] - run.get(self.less, 0.0)) / run.get(self.over, 1.0)
+            scale * run[self.figure] / run.get(self.over, 1.0)
             for run in results.runs(self.group, self.name) if self.figure in run
         ]  # fmt: skip
         if not rounds:

@@ -114,7 +114,8 @@ def _columns(group: Group, outcomes: Sequence[Outcome]) -> list[str]:
     had = {figure for outcome in outcomes for run in outcome.runs for figure in run}
     offered = {
         "GB/s": group.rate, "returned": "returned" in had, "the first": "first" in had, "until durable": "total" in had,
-        "later": "later" in had, "no name": "alone" in had, "torch": "torch" in had, "extra memory": "rss" in had,
+        "later": "later" in had, "after its bytes": "after" in had, "the statement alone": "alone" in had,
+        "torch": "torch" in had, "extra memory": "rss" in had,
          "a save takes": "save" in had, "the loop loses": "lost" in had,
          "processor time of a save alone": "cpu" in had,
         "times ours": len(group.rows) > 1 and group.unit != "%",
@@ -150,7 +151,8 @@ def _cell(column: str, outcome: Outcome, unit: str, ours: float | None) -> str:
         return "" if rise is None else f"{rise / 1e6:.0f} MB"
     figure, unit = {
         "returned": ("returned", "s"), "the first": ("first", unit), "until durable": ("total", "s"),
-        "later": ("later", "s"), "no name": ("alone", unit), "torch": ("torch", unit), "a save takes": ("save", "s"),
+        "later": ("later", "s"), "after its bytes": ("after", "s"), "the statement alone": ("alone", unit),
+        "torch": ("torch", unit), "a save takes": ("save", "s"),
         "the loop loses": ("lost", "s"), "processor time of a save alone": ("cpu", "s"),
     }[column]  # fmt: skip
     value = outcome.median(figure)

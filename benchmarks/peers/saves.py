@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ def raw(state: State, directory: Path) -> None:
     todo, lock = iter(pieces), threading.Lock()
 
     def write() -> None:
-        buffer = mmap.mmap(-1, step)
+        buffer = mmap.mmap(-1, step, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer.madvise(mmap.MADV_HUGEPAGE)  # of ordinary pages a request to the disk may have no more than 1 MiB
         target = np.frombuffer(buffer, np.uint8)
         while True:
             with lock:
@@ -211,6 +213,11 @@ def _alone() -> None:
     if not dist.is_initialized():
         address = f"tcp://127.0.0.1:{free_port()}"
         dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
+
+
+def raw_later(state: State, directory: Path) -> Wait:
+    """The limit, in the hands of whoever runs what is returned."""
+    return partial(raw, state, directory)
 
 
 def transfer_then_thread(state: State, directory: Path) -> Wait:

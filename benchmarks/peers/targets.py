@@ -26,6 +26,7 @@ _MANY, _LOADS, _SAVES, _LOOP = "20,000 arrays of 1 KiB, and stalls", "Loads", "S
 _STARTS = "Start of a process, and commands"
 _RAW, _ALONE = "raw limit", "one process"
 _RANKS, _SPMD = "4 ranks, data parallel with ZeRO-1", "8 SPMD devices of one process"
+_IMPORTED, _COMPILED = "import xla_ckpt, after torch", "the same without bytecode"
 TARGETS: tuple[Target, ...] = (
     Target(_MANY, "load into new CPU memory", Ratio("small-cpu-load", COPIED, "xla_ckpt, `restore`"), 0.5),
     Target(_MANY, "load of CPU tensors in place", Ratio("small-cpu-load", COPIED, "xla_ckpt, in place"), 0.5),
@@ -46,9 +47,9 @@ TARGETS: tuple[Target, ...] = (
     Target(_LOOP, "slower while a save runs, one core free", Figure("loop-1", unit="%"), 3),
     Target(_LOOP, "both cores busy: what it loses, over the processor time of a save alone",
            Figure("loop-2", unit="x", figure="lost", over="cpu"), 1.2),
-    Target(_STARTS, "import, with bytecode", Figure("import", "import xla_ckpt, after torch", "ms"), 60),
-    Target(_STARTS, "import, without bytecode", Figure("import", "the same without bytecode", "ms"), 120),
-    Target(_STARTS, "first save of a process beyond a later one", Figure("first", less="later"), 0.5),
+    Target(_STARTS, "`import xla_ckpt`, with bytecode", Figure("import", _IMPORTED, "ms", "alone"), 60),
+    Target(_STARTS, "`import xla_ckpt`, without bytecode", Figure("import", _COMPILED, "ms", "alone"), 120),
+    Target(_STARTS, "first save of a process, after its bytes", Figure("first", figure="after"), 0.5),
     Target(_STARTS, "`xla-ckpt ls` of 1,000 tags", Figure("ls", "`xla-ckpt ls`"), 0.4),
     Target(_STARTS, "`xla-ckpt show` of 20,000 arrays", Figure("show", "`xla-ckpt show`"), 0.6),
 )  # fmt: skip

@@ -139,7 +139,15 @@ def test_the_short_form_has_what_the_targets_and_the_check_need() -> None:
     run_ = Results({})
     for group, names in short.items():
         for name in names:
-            figures = {"seconds": 1.0, "processor": 1.0, "later": 1.0, "nbytes": 1.0, "lost": 1.0, "cpu": 1.0}
+            figures = {
+                "seconds": 1.0,
+                "processor": 1.0,
+                "after": 1.0,
+                "alone": 1.0,
+                "nbytes": 1.0,
+                "lost": 1.0,
+                "cpu": 1.0,
+            }
             run_.outcome(group, name).runs.append(figures)
     assert [target.what for target in TARGETS if target.source.read(run_) is None] == []
     assert [guard.what for guard in GUARDS if guard.source.read(run_) is None] == (

@@ -72,11 +72,11 @@ def test_a_ratio_of_rates_is_larger_where_we_are_faster() -> None:
     assert reading == Reading(2.0, "2.00 GB/s", "1.00 GB/s", [2.0])
 
 
-def test_a_figure_is_in_its_unit_and_may_be_beyond_another_one() -> None:
+def test_a_figure_is_in_its_unit_and_may_be_a_part_of_another_one() -> None:
     results = seconds("g", xla_ckpt=[0.004, 0.002])
     assert Figure("g", unit="ms").read(results) == Reading(pytest.approx(3.0), "3 ms", rounds=[4.0, 2.0])
-    assert Figure("g", unit="ms", less="processor").read(results) == Reading(
-        pytest.approx(1.5), "1.5 ms", rounds=[2.0, 1.0]
+    assert Figure("g", unit="x", over="processor").read(results) == Reading(
+        pytest.approx(2.0), "2 x", rounds=[2.0, 2.0]
     )
     assert Figure("g", "absent").read(results) is None
 
