@@ -127,10 +127,10 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
         slots = memory.slots if shared is None else shared.slots
         reads = plan if shared is None else shared.reads
         # What other ranks send would go to the wrong memory: it comes when the staged bytes are in place.
-        staged = {} if shared is not None else _staged(memory)
-        slots = [staged.get(i, slot) for i, slot in enumerate(slots)]
-        twice = memory.live - staged.keys()
         with collector_paused():
+            staged = {} if shared is not None else _staged(memory)
+            slots = [staged.get(i, slot) for i, slot in enumerate(slots)]
+            twice = memory.live - staged.keys()
             to_live = reads.of_slots(twice)
             in_use, fresh = reads.rows(to_live), reads.rows(~to_live)
             total = fresh.read_bytes + 2 * in_use.read_bytes
