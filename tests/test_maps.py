@@ -16,7 +16,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "tests/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BOX = re.compile(r'^ *\w+\["([\w.]+)<br/>([\w/.]+)"\]$', re.MULTILINE)
 ARROW = re.compile(r'^ *(\w+) -->(?:\|"[^"]*"\|)? (\w+)$', re.MULTILINE)
