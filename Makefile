@@ -63,36 +63,36 @@ $(PEERS)/.ready: benchmarks/requirements.txt $(READY)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(PEERS) --no-deps --require-hashes -r $<
 	@touch $@
 
-bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 20 quiet minutes; writes docs/performance.md
+bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 20 quiet minutes; writes docs/measured/performance.md
 	$(BIN)/python -m benchmarks.peers --write
 
 bench-short: $(READY) ## what the targets are about, once, in some minutes; writes nothing
 	$(BIN)/python -m benchmarks.peers --short --rounds 1
 
-bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that of docs/performance.json
+bench-check: $(READY) ## bench-short; fails if a ratio fell a quarter below that of docs/measured/performance.json
 	$(BIN)/python -m benchmarks.peers --check
 
 $(OBJECTS)/.ready: tests/objects/requirements.txt $(READY)
 	$(BIN)/uv pip install --quiet --link-mode copy --python $(BIN)/python --target $(OBJECTS) --no-deps --require-hashes -r $<
 	@touch $@
 
-test-objects: $(OBJECTS)/.ready ## what people train with, against the real packages; writes docs/objects.md. ONLY=package
+test-objects: $(OBJECTS)/.ready ## what people train with, against the real packages; writes docs/measured/objects.md. ONLY=package
 	PYTHONPATH=.:$(OBJECTS) $(BIN)/python -m tests.objects --write $(if $(ONLY),--only $(ONLY))
 
-crash: $(READY) ## faults at every system call of every save; writes docs/reliability.md. OTHERS=1: of other libraries, too
+crash: $(READY) ## faults at every system call of every save; writes docs/measured/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write
 	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
 
-crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and loads, N=6 of each; writes docs/reliability.md
+crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and loads, N=6 of each; writes docs/measured/reliability.md
 	$(BIN)/python -m tests.crash.ranks --write --each $(or $(N),6)
 
-interrupts: $(READY) ## Ctrl-C and other exceptions of handlers, at N=300 instants of each call; writes docs/reliability.md
+interrupts: $(READY) ## Ctrl-C and other exceptions of handlers, at N=300 instants of each call; writes docs/measured/reliability.md
 	$(BIN)/python -m tests.crash.interrupts --write --each $(or $(N),300)
 
-fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/reliability.md
+fuzz: $(READY)  ## changed files of every kind, 100,000 or N=...; writes docs/measured/reliability.md
 	$(BIN)/python -m tests.fuzz.run --inputs $(or $(N),100000) --write
 
-soak: $(READY)  ## saves, kills, a full disk, readers, for 30 minutes or MINUTES=...; writes docs/reliability.md
+soak: $(READY)  ## saves, kills, a full disk, readers, for 30 minutes or MINUTES=...; writes docs/measured/reliability.md
 	$(BIN)/python -m tests.crash.soak --minutes $(or $(MINUTES),30) --seed $(or $(SEED),0) --write
 
 $(DOCS)/.ready: requirements-docs.txt

@@ -6,7 +6,7 @@ Each kind of job saves the same known training state (model, AdamW with two grou
 `xla_ckpt.save_checkpoint(layout="dcp")`, and with `xla_ckpt.dcp.save`. Each kind of job loads all of these directories
 with stock `dcp.load`, `xla_ckpt.load_checkpoint` and `xla_ckpt.dcp.load`, and compares what it has with the known
 state, bit for bit. Every job is a real one, under torchrun. ``--latest`` is the python of an environment with another
-torch: jobs of both environments load what jobs of both saved. ``--write`` makes docs/dcp-pairs.md.
+torch: jobs of both environments load what jobs of both saved. ``--write`` makes docs/measured/dcp-pairs.md.
 
 Without ``--all``, one of the three programs loads each directory in each kind of job. They take turns, so that each
 program loads what each program saved, in each kind of job, and of each kind of job.
@@ -567,7 +567,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--all", action="store_true", help="each program loads each directory")
     parser.add_argument("--scratch", type=Path, default=ROOT / "pairs_run")
-    parser.add_argument("--write", action="store_true", help="write docs/dcp-pairs.md")
+    parser.add_argument("--write", action="store_true", help="write docs/measured/dcp-pairs.md")
     parser.add_argument("--order", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.order:
@@ -582,7 +582,7 @@ def main() -> None:
     print(text)
     versions = " and ".join(f"torch {e.torch}" + (" (with torch_xla)" if e.xla else "") for e in environments)
     if asked.write:
-        (ROOT / "docs/dcp-pairs.md").write_text(
+        (ROOT / "docs/measured/dcp-pairs.md").write_text(
             INTRODUCTION.format(versions=versions, turns="" if asked.all else TURNS) + text
         )
 

@@ -2,7 +2,7 @@
 
     python benchmarks/limits.py [--gb 1] [--rounds 3] [--scratch DIRECTORY]
 
-docs/profiles.md says what follows from it. Nothing here uses the library: these are the floors under it.
+docs/measured/profiles.md says what follows from it. Nothing here uses the library: these are the floors under it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     PJRT_DEVICE=CPU python -m benchmarks.loop [--threads 1] [--gb 1] [--saves 5]
 
 Saves take turns: from huge pages, as the library writes, and from ordinary ones, as on a kernel that has no others.
-docs/profiles.md says what the columns are. Other programs on the machine are in the numbers.
+docs/measured/profiles.md says what the columns are. Other programs on the machine are in the numbers.
 """
 
 from __future__ import annotations

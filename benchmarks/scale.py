@@ -4,7 +4,7 @@
 
 For every simulated rank the leaves, the save plan and the record are made as that rank would make them. Rank 0's part
 follows: records from JSON, merge, manifest, its bytes, and back. Then one rank plans its restore, on the same topology
-and on others. No payload is written; digests are zero. ``--write`` makes docs/scaling.md.
+and on others. No payload is written; digests are zero. ``--write`` makes docs/measured/scaling.md.
 """
 
 from __future__ import annotations
@@ -381,7 +381,7 @@ def targets(results: Sequence[Result]) -> list[tuple[str, str, bool]]:
 
 
 def document(results: Sequence[Result], command: str, seconds: float) -> str:
-    """docs/scaling.md."""
+    """docs/measured/scaling.md."""
     stored, model = results[-1].manifest, LLAMA
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}"
     about = f"""What plans and manifests cost when a job grows, simulated in one process. Nothing here ran on a cluster:
@@ -426,7 +426,7 @@ def prose(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", default=",".join(map(str, WORLDS)), help="worlds to simulate, as in 8,64,512")
-    parser.add_argument("--write", action="store_true", help="write docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="write docs/measured/scaling.md")
     args = parser.parse_args()
     began = time.monotonic()
     results = []
@@ -439,7 +439,7 @@ def main() -> None:
     text = document(results, command, time.monotonic() - began)
     print(text)
     if args.write:
-        (ROOT / "docs/scaling.md").write_text(text)
+        (ROOT / "docs/measured/scaling.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from tests.nursery import Program, bear
 from tests.runs import ROOT
 from xla_ckpt import errors
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ELSEWHERE = {
     "leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py",

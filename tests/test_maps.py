@@ -16,7 +16,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "tests/README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BOX = re.compile(r'^ *\w+\["([\w.]+)<br/>([\w/.]+)"\]$', re.MULTILINE)
 ARROW = re.compile(r'^ *(\w+) -->(?:\|"[^"]*"\|)? (\w+)$', re.MULTILINE)
@@ -68,12 +68,12 @@ def test_sections_that_documents_link_to_are_there(document: Path) -> None:
         assert section in anchors, f"{target}#{section}"
 
 
-def test_the_commands_of_the_readme_run_after_its_python_blocks(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_commands_of_the_how_to_run_after_its_python_blocks(tmp_path: Path) -> None:
+    text = (ROOT / "docs/how-to.md").read_text()
     commands = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("xla-ckpt ")]
     assert len(commands) >= 6
     run = "from xla_ckpt.cli.main import main\n" + "".join(f"assert main({c[1:]}) == 0, {c}\n" for c in commands)
     program = "\n\n".join([*BLOCK.findall(text), run])
-    born = bear(Program(program, name="readme.py"), cwd=tmp_path)
+    born = bear(Program(program, name="how_to.py"), cwd=tmp_path)
     _, errors = born.communicate(240)
     assert born.returncode == 0, errors

@@ -14,5 +14,5 @@ Every measurement is a fresh process; the contenders take turns, so that a noisy
 | `running` | the rounds: fresh processes, time limits, and rows that fail |
 | `results`, `figures` | what was measured; a figure or a ratio that is read off it: pure, as are the next two |
 | `targets`, `check` | what was promised, a line each; the comparison with the committed numbers |
-| `render`, `plots` | docs/performance.md and its pictures |
+| `render`, `plots` | docs/measured/performance.md and its pictures |
 """

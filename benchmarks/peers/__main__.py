@@ -19,6 +19,7 @@ from benchmarks.peers.running import Runner, run
 from tests.nursery import end_all
 
 ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "docs/measured"
 AGAIN = 4
 """How often a ratio that is in doubt is measured again, at most: one noisy round is no fall."""
 
@@ -27,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print, write or compare; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.write == ROOT / "docs" and (args.only or args.short):
-        parser.error("docs/performance.md is of one whole run: name another directory to write a part of it to")
+    if args.write == MEASURED and (args.only or args.short):
+        parser.error("performance.md there is of one whole run: name another directory to write a part of it to")
     chosen = _chosen(groups(args.gb), args.only, short=args.short or args.check)
     results = Results(_about(args))
     scratch = args.scratch / "peers"  # what else is in that directory stays
@@ -102,9 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=120, help="seconds that one measurement may take")
     parser.add_argument("--patience", type=float, default=3, help="seconds to wait for a quiet machine before each")
     parser.add_argument("--scratch", type=Path, default=ROOT / "bench_run", help="a directory on the disk to measure")
-    parser.add_argument("--committed", type=Path, default=ROOT / "docs/performance.json")
+    parser.add_argument("--committed", type=Path, default=MEASURED / "performance.json")
     parser.add_argument(
-        "--write", type=Path, nargs="?", const=ROOT / "docs", help="write performance.md, .json and pictures there"
+        "--write", type=Path, nargs="?", const=MEASURED, help="write performance.md, .json and pictures there"
     )
     parser.add_argument("--check", action="store_true", help="the short form; fails if a ratio fell")
     return parser

@@ -1,4 +1,4 @@
-"""docs/performance.md and its pictures, from results. Nothing here measures."""
+"""docs/measured/performance.md and its pictures, from results. Nothing here measures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOISY = 1.25
 
 
 def document(results: Results, groups: Sequence[Group]) -> str:
-    """The whole of docs/performance.md."""
+    """The whole of docs/measured/performance.md."""
     parts = [
         "# Performance",
         _made(results),
@@ -189,7 +189,7 @@ def _bar(group: Group, row: Row, outcome: Outcome, mid: float) -> plots.Bar:
 
 
 def write(results: Results, groups: Sequence[Group], docs: Path) -> None:
-    """Write performance.md and the pictures into a directory of documents."""
+    """Write performance.md and the pictures into a directory, such as docs/measured."""
     (docs / "performance").mkdir(exist_ok=True)
     for group in groups:
         if svg := picture(group, results):

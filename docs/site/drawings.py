@@ -114,35 +114,6 @@ def tree() -> str:
     return drawing(760, 58 + 26 * len(TREE), "A root directory and its tags", says, parts)
 
 
-NEEDS = (
-    ("a training run: model, optimizer, ...", "save_checkpoint", "load_checkpoint"),
-    ("any tree of arrays and values", "save", "restore"),
-    ("a part, or an array elsewhere", "", "restore(like=...)"),
-    ("other ranks, other topology", "", "load_checkpoint (the same call)"),
-    ("what is there, and is it good?", "", "list_tags, verify, explain"),
-    ("another library's files", "convert(to=...)", "load_checkpoint, convert"),
-    ("Hugging Face", "export_hf", "load_checkpoint, restore"),
-)
-
-
-def calls() -> str:
-    """Which call is for which need."""
-    parts = [
-        text(20, 28, "Which call for which need", "text bold"),
-        text(20, 56, "You have, or want", "soft"),
-        text(300, 56, "to write", "soft"),
-        text(500, 56, "to read", "soft"),
-    ]
-    for row, (need, write, read) in enumerate(NEEDS):
-        y = 68 + 38 * row
-        parts.append(rect(20, y, 260, 30, "e", need))
-        if write:
-            parts.append(rect(300, y, 180, 30, "b", write, "text code"))
-        parts.append(rect(500, y, 250, 30, "a", read, "text code"))
-    says = "; ".join(f"{need}: {' and '.join(call for call in (write, read) if call)}" for need, write, read in NEEDS)
-    return drawing(770, 76 + 38 * len(NEEDS), "Which call for which need", says, parts)
-
-
 ROOMS = {
     "__main__": "python -m xla_ckpt",
     "integrations": "trainers",
@@ -278,7 +249,6 @@ DRAWINGS = {
     "save.svg": save,
     "boxes.svg": boxes,
     "tree.svg": tree,
-    "calls.svg": calls,
     "architecture.svg": architecture,
     "parallelism.svg": parallelism,
     "snapshots.svg": snapshots,

@@ -212,7 +212,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--each", type=int, default=300, help="interrupts of each operation")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="a file for the results, one a line")
-    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write docs/measured/reliability.md")
     given = parser.parse_args(arguments)
     from tests.crash.matrix import ready, run_all
 

@@ -238,7 +238,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="a file for the results, one a line")
-    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write docs/measured/reliability.md")
     parser.add_argument("--peers", action="store_true", help="what other libraries do, in place of this one")
     given = parser.parse_args(arguments)
     if reason := why_not():

@@ -437,7 +437,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fault", action="append", choices=FAULTS, help="only these; by default all")
     parser.add_argument("--each", type=int, help="how many faults are tried of each operation over each mesh")
     parser.add_argument("--workers", type=int, default=5, help="jobs at a time, which wait most of their time")
-    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write docs/measured/reliability.md")
     given = parser.parse_args(arguments)
     began = time.monotonic()
     with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:

@@ -1,4 +1,4 @@
-"""What the faults have shown, as a table in docs/reliability.md."""
+"""What the faults have shown, as a table in docs/measured/reliability.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.runs import ROOT
 if TYPE_CHECKING:
     from tests.crash.matrix import Case, PowerLost, Result
 
-DOCUMENT = ROOT / "docs/reliability.md"
+DOCUMENT = ROOT / "docs/measured/reliability.md"
 
 COLUMNS = ("SIGKILL", "ENOSPC", "EIO", "short write")
 

@@ -1,4 +1,4 @@
-"""What a soak has shown, as tables in docs/reliability.md."""
+"""What a soak has shown, as tables in docs/measured/reliability.md."""
 
 from __future__ import annotations
 

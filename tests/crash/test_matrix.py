@@ -1,4 +1,4 @@
-"""Faults at system calls, and losses of power: a sample of what `make crash` does (docs/reliability.md)."""
+"""Faults at system calls, and losses of power: a sample of what `make crash` does (docs/measured/reliability.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The soak for some seconds, and that what it judges by can fail (docs/reliability.md: `make soak`)."""
+"""The soak for some seconds, and that what it judges by can fail (docs/measured/reliability.md: `make soak`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the changed files have shown, as a table in docs/reliability.md."""
+"""What the changed files have shown, as a table in docs/measured/reliability.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.runs import ROOT
 if TYPE_CHECKING:
     from tests.fuzz.probes import Outcome
 
-DOCUMENT = ROOT / "docs/reliability.md"
+DOCUMENT = ROOT / "docs/measured/reliability.md"
 
 COLUMNS = ("refused", "exact", "other", "missed", "untyped", "slow", "memory", "hangs")
 

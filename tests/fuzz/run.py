@@ -176,7 +176,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the number of the first input of each specimen")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="a file for the outcomes, one a line")
-    parser.add_argument("--write", action="store_true", help="write docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write docs/measured/reliability.md")
     parser.add_argument("--only", help="one input: SPECIMEN:NUMBER")
     given = parser.parse_args(arguments)
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""Changed files of every layout: a sample of what `make fuzz` does (docs/reliability.md)."""
+"""Changed files of every layout: a sample of what `make fuzz` does (docs/measured/reliability.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of neuronx-distributed that these calls must not have, by the numbers of docs/from-nxd.md.
+"""Defects of neuronx-distributed that these calls must not have, by the numbers of docs/measured/nxd.md.
 
 Others of them are in test_nxd_checkpoint.py and in tests/formats.
 """

@@ -1,6 +1,6 @@
 """Try the objects that people train with, against the real packages: ``make test-objects``.
 
-``--write`` renews the rows of docs/objects.md of what was tried; ``--only PACKAGE`` tries the cases of one package.
+``--write`` renews the rows of docs/measured/objects.md of what was tried; ``--only PACKAGE`` tries one package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from tests.objects import of_jax, of_torch
 from tests.objects.trial import Case, Outcome, tried
 
-PAGE = Path(__file__).parents[2] / "docs" / "objects.md"
+PAGE = Path(__file__).parents[2] / "docs/measured/objects.md"
 BEGIN, END = "<!-- made by make test-objects -->", "<!-- end -->"
 HEAD = ["", "| package | | tried | result |", "|---|---|---|---|"]
 

@@ -103,7 +103,7 @@ def _buffer(nbytes: int) -> mmap.mmap:
 
     A request to a disk may have a few hundred pieces of memory. Of ordinary pages that is about 1 MiB: then the kernel
     sends a dozen requests for a buffer, from a thread of its own that goes before all of the program's, and each one
-    ends in an interrupt, on a core that the program computes on (docs/profiles.md).
+    ends in an interrupt, on a core that the program computes on (docs/measured/profiles.md).
     """
     # The kernel aligns a mapping to huge pages if its length is a multiple of theirs.
     whole = nbytes if nbytes < HUGE_BYTES else -(-nbytes // HUGE_BYTES) * HUGE_BYTES
