@@ -17,6 +17,8 @@ import torch
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.files.torch_file import TorchFile
+from xla_ckpt.layouts.by_rank.folders import OF_EXPERTS, OF_RANK
+from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.plan import SHARING, Laying, RankState, RankTensor, by_number, stem
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, dumps
 from xla_ckpt.layouts.torch_save.restricted_pickle import Reference
@@ -71,9 +73,8 @@ class RankPlan:
         return self.mesh.coordinates(self.rank)
 
     def _name(self, dp: int, zero1: bool = False) -> str:
-        at = self._at
-        ep = f"_ep_rank_{at['ep']:02d}" if self.mesh.ep > 1 and not zero1 else ""
-        return f"dp_rank_{dp:02d}{ep}_tp_rank_{at['tp']:02d}_pp_rank_{at['pp']:02d}.pt"
+        at = RankAt(dp=dp, **{axis: self._at[axis] for axis in ("pp", "ep", "tp")})
+        return (OF_EXPERTS if self.mesh.ep > 1 and not zero1 else OF_RANK).of(at)
 
     def _rank_file(self, path: str, laying: Laying, tree: Any, part: str, sharing: Sequence[str]) -> list[FilePlan]:
         """What this rank writes of a rank file that the ranks along the axes `sharing` have in common."""

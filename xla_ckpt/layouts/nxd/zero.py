@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
+from xla_ckpt.layouts.by_rank.arrays import RankArray, assembled, check_zero1_rows
+from xla_ckpt.layouts.by_rank.copies import in_common
+from xla_ckpt.layouts.by_rank.files import StoredTensor
+from xla_ckpt.layouts.by_rank.folders import OPTIM, FolderFiles
+from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.plan import RankState, RankTensor
-from xla_ckpt.layouts.nxd.arrays import RankArray, assembled, check_zero1_rows
-from xla_ckpt.layouts.nxd.copies import in_common
+from xla_ckpt.layouts.by_rank.state import trees
 from xla_ckpt.layouts.nxd.plan import RankPlan
-from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
-from xla_ckpt.layouts.nxd.state import trees
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
@@ -84,7 +86,7 @@ class ZeroFiles:
         return RankTensor(leaf=path, dtype=record.dtype, shape=shape, pieces=place.pieces, alike=("cp",))
 
 
-def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
+def scan_optimizer(files: FolderFiles, tag: str) -> ZeroFiles:
     """The ZeRO-1 optimizer under ``optim`` in a tag directory. No tensor data is read.
 
     Raises:
@@ -92,7 +94,7 @@ def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
         CorruptCheckpointError: Files are missing, or do not fit together.
         UnsupportedStateError: It is the optimizer of an expert-parallel job.
     """
-    grid = files.rank_files().get("optim")
+    grid = files.whole_grids().get(OPTIM)
     if grid is None:
         raise UsageError("there are no optimizer files of neuronx-distributed", file="optim", found="nothing")
     names = [posixpath.basename(path) for path in grid.paths.values()]
@@ -136,7 +138,7 @@ def _check(path: str, tree: Any) -> None:
 class _Arrays:
     """Collects the arrays of all files."""
 
-    files: Scan
+    files: FolderFiles
     by_rank: Mapping[RankAt, Any]
     dp: int
     records: dict[str, ArrayRecord] = field(default_factory=dict)

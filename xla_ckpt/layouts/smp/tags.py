@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.foreign_tags import merged_by_time, time_text
-from xla_ckpt.storage.base import Store
+from xla_ckpt.layouts.by_rank.tags import RankTag
+from xla_ckpt.layouts.foreign_tags import merged_by_time
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.roots import may_be_foreign
@@ -108,11 +109,8 @@ class FileSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmpTag:
+class SmpTag(RankTag):
     """A directory of `save_checkpoint`, or a set of files that `save` left."""
-
-    tag: str
-    """Its name in the root: that of the directory, or of the set."""
 
     directory: str
     """The directory in the root in which its files lie; empty for the root itself."""
@@ -123,24 +121,18 @@ class SmpTag:
     others: tuple[str, ...] = ()
     """Further files that belong to it."""
 
-    complete: bool
-    time: int
-    """Time stamp of its newest file (ns)."""
-
     @property
     def files(self) -> tuple[str, ...]:
         """All files, relative to the directory."""
         return tuple(sorted([*(file for file_set in self.sets.values() for file in file_set.files), *self.others]))
 
+    def opened(self, store: Store) -> Directory:
+        # A set that lies in a root among other things is not locked: nothing of this library's removes its files.
+        return store.open(self.directory) if self.directory else store.open("", lock=False, links=True)
+
     def entry(self) -> TagEntry:
-        """What a listing shows of it."""
-        return TagEntry(
-            tag=self.tag,
-            created=time_text(self.time),
-            directory=self.directory or self.tag,
-            complete=self.complete,
-            files=() if self.directory else self.files,
-        )
+        entry = RankTag.entry(self)
+        return entry if self.directory else replace(entry, files=self.files)
 
 
 def is_grid(numbers: Iterable[Numbers]) -> bool:

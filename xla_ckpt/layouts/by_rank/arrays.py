@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
-from xla_ckpt.layouts.nxd.rank_files import Scan, StoredTensor
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
@@ -274,17 +274,17 @@ class Assembled:
     twice: Sequence[tuple[_Part, _Part]]
     """Pairs of such a part and another copy of it, in sections that several ranks held."""
 
-    def different(self, scan: Scan) -> tuple[_Part, _Part] | None:
+    def different(self, files: RankFiles) -> tuple[_Part, _Part] | None:
         """The first of those pairs whose parts are not equal."""
-        return next(((a, b) for a, b in self.twice if not scan.same_part(*a, *b)), None)
+        return next(((a, b) for a, b in self.twice if not files.same_part(*a, *b)), None)
 
-    def same(self, other: Assembled, scan: Scan) -> bool:
+    def same(self, other: Assembled, files: RankFiles) -> bool:
         """Whether another reading of the same tensors finds the same in each box."""
         one, two = self.firsts, other.firsts
-        return one.keys() == two.keys() and all(scan.same_part(*one[box], *two[box]) for box in one)
+        return one.keys() == two.keys() and all(files.same_part(*one[box], *two[box]) for box in one)
 
 
-def record_of_copies(scan: Scan, array: RankArray, sharding: Sharding) -> ArrayRecord | UnknownArray:
+def record_of_copies(files: RankFiles, array: RankArray, sharding: Sharding) -> ArrayRecord | UnknownArray:
     """The record of an array with sections that several ranks held, whose copies are compared.
 
     Arguments and errors are those of `assembled`.
@@ -292,15 +292,15 @@ def record_of_copies(scan: Scan, array: RankArray, sharding: Sharding) -> ArrayR
     different = ""
     fitting: list[Assembled] = []
     for reading in readings(sharding, array.mesh):
-        candidate = assembled(scan, array, reading)
-        pair = candidate.different(scan)
+        candidate = assembled(files, array, reading)
+        pair = candidate.different(files)
         if pair is None:
             fitting.append(candidate)
             continue
         ((one, piece), (other, _)) = pair
         different = different or f"rows {piece.box} differ between {one.file} and {other.file}"
     # Heads that are equal in pairs fit both orders. That is no matter if both give the same array (zeros, say).
-    if len(fitting) == 2 and not fitting[0].same(fitting[1], scan):
+    if len(fitting) == 2 and not fitting[0].same(fitting[1], files):
         return UnknownArray(
             problem="keys and values are equal on several ranks in two ways, which give different arrays",
             expected="copies on neighbouring ranks (trn2), or repeated as a whole (trn1)",
@@ -318,11 +318,11 @@ def record_of_copies(scan: Scan, array: RankArray, sharding: Sharding) -> ArrayR
     )
 
 
-def assembled(scan: Scan, array: RankArray, sharding: Sharding) -> Assembled:
+def assembled(files: RankFiles, array: RankArray, sharding: Sharding) -> Assembled:
     """An array from the tensors of all ranks. Of several tensors in one place the first is used.
 
     Args:
-        scan: Where its files are.
+        files: Where its files are.
         array: Its tensors.
         sharding: How it was split.
 
@@ -349,7 +349,7 @@ def assembled(scan: Scan, array: RankArray, sharding: Sharding) -> Assembled:
         shape, spec = place.shape, place.spec
         for piece in place.pieces:
             if piece.box.size and piece.box not in shards:
-                shards[piece.box], firsts[piece.box] = _shard(scan, tensor, piece), (tensor, piece)
+                shards[piece.box], firsts[piece.box] = _shard(files, tensor, piece), (tensor, piece)
             elif piece.copy is not None:
                 twice.append((firsts[piece.box], (tensor, piece)))
     try:
@@ -419,11 +419,11 @@ def _place(array: RankArray, sharding: Sharding, tensor: StoredTensor, rank: int
         ) from error
 
 
-def _shard(scan: Scan, tensor: StoredTensor, piece: Piece) -> Shard:
+def _shard(files: RankFiles, tensor: StoredTensor, piece: Piece) -> Shard:
     """The shard that a piece of a stored tensor is."""
-    at = scan.place(tensor)
+    at = files.place(tensor)
     where = runs(piece.local, Box.whole(tensor.shape), tensor.dtype.itemsize)
-    file = scan.number(at.file)
+    file = files.number(at.file)
     if where.contiguous:
         return Shard(piece.box, file, at.offset + where.offset)
     return Shard(piece.box, file, at.offset, piece.frame(tensor.shape))

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
+from xla_ckpt.layouts.by_rank.files import StoredTensor
 from xla_ckpt.layouts.by_rank.stages import in_stage
-from xla_ckpt.layouts.nxd.rank_files import StoredTensor
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, names_by_number
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers_to_names import only_names
