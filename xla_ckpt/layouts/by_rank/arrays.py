@@ -1,232 +1,21 @@
-"""From the tensors of rank files to one array: how it was split, and where each of its parts lies."""
+"""From the tensors of rank files to one array: where each of its parts lies."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, IncompatibleCheckpointError
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.splits import HINT, readings
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
-from xla_ckpt.plan.hints import ArrayHint
-from xla_ckpt.plan.stored_shardings import without_axes
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray, Piece
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.ranges import runs
-from xla_ckpt.sharding.sections import global_size
-from xla_ckpt.sharding.sharding import Sharding, Split, number_of_parts
-
-_FUSED = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c_attn|\bkv_proj", re.IGNORECASE)
-_KEYS = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_proj)?\.")
-"""Keys and values, of which several ranks may hold the same. Of any other array a shape that does not fit is one."""
-
-_SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
-"""Parts of neuronx-distributed's `GQAQKVColumnParallelLinear`, whose name only looks fused."""
-
-HINT = (
-    "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
-    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like, --config or --sharding, "
-    "as in --sharding norm _ for what is not split. A "
-    "stride, as in (('tp', 3), None), is for fused parts of equal size. Queries, keys and values of different sizes "
-    "are sections: (('tp', [4096, 1024, 1024]), None), or [4096, '1024x4', '1024x4'] where 4 ranks hold the same keys "
-    "and values."
-)
-
-
-def declared(local: tuple[int, ...], hint: ArrayHint) -> bool:
-    """Whether a rule, attributes or the tag say how an array was split. A shape alone says only how it may have been.
-
-    Attributes also stay on weights that every rank has whole. So they say nothing about a tensor that already has the
-    wanted shape.
-    """
-    return hint.sharding is not None and (hint.ruled or hint.told or hint.shape != local)
-
-
-def resolve(
-    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, hint: ArrayHint
-) -> Sharding | UnknownArray:
-    """How an array was split of which each rank of `mesh` has a tensor of the shape `local`.
-
-    Of sections that several ranks held alike (keys and values) the shapes say how many ranks did. Which of them did is
-    found out by `readings`.
-    """
-    if hint.problem is not None:
-        return hint.problem
-    if hint.sharding is not None and declared(local, hint):
-        sharding = hint.sharding if hint.ruled else _over_experts(hint.sharding, local, mesh, expert, hint.shape)
-        if not hint.ruled and not hint.told:
-            sharding = _with_copies(name, sharding, local, mesh, hint)
-        return _true_size(sharding, local, hint)
-    if mesh.tp == mesh.ep == 1 or not local or hint.shape == local:
-        return Sharding()
-    if hint.shape is None:
-        return _unknown("nothing says what the whole is")
-    return _inferred(name, local, mesh, expert, hint.shape)
-
-
-def _over_experts(
-    sharding: Sharding, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...] | None
-) -> Sharding:
-    """The same for what the files say of experts: parameters of a job without expert parallelism do not say it."""
-    if expert is False:  # ranks that hold different experts hold the same of it
-        return without_axes(sharding, ("ep", "dp"))
-    dims = sharding.over(len(local))
-    if mesh.ep == 1 or not dims or dims[0] is not None or "ep" in sharding.axes:
-        return sharding
-    if expert or (wanted is not None and wanted[:1] == (local[0] * mesh.ep,)):
-        return replace(sharding, dims=(Split(("ep",)), *dims[1:]))
-    return sharding
-
-
-def _fits(split: Split, n: int, ranks: int, total: int) -> bool:
-    """Whether each rank has `n` of `total` elements with the copies that the program has."""
-    try:
-        return global_size(n, ranks, split.sections) == total
-    except ValueError:
-        return False
-
-
-def _with_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, hint: ArrayHint) -> Sharding:
-    """The same for the number of copies that the job had which wrote the tensors; the program may want another one."""
-    if hint.shape is None or len(hint.shape) != len(local) or hint.padded:
-        return sharding
-    dims = list(sharding.over(len(local)))
-    for dim, split in enumerate(dims):
-        if split is None or (split.plain and not _KEYS.search(name)):
-            continue
-        ranks = number_of_parts(split.axes, mesh.sizes)
-        if not _fits(split, local[dim], ranks, hint.shape[dim]):
-            dims[dim] = _with_counted_copies(split, local[dim], ranks, hint.shape[dim])
-    return replace(sharding, dims=tuple(dims))
-
-
-def _with_counted_copies(split: Split, n: int, ranks: int, total: int) -> Split:
-    """The same with so many copies of keys and values that each rank has `n` of `total` elements.
-
-    Queries are held once, and keys and values behind them in equal numbers of copies. Where no number fits, the split
-    stays as it is, and what does not fit is told.
-    """
-    queries, keys = split.sections[:1], split.sections[1:]
-    if not keys:
-        queries, keys = (), queries  # a single section is one of keys or values, and nothing else has to be counted
-    rows = sum(section.size or 0 for section in queries)
-    if total <= rows or (queries and rows == 0):
-        return split
-    copies, remainder = divmod(n * ranks - rows, total - rows)
-    if remainder or copies < 1 or ranks % copies:
-        return split
-    held_once = (replace(section, copies=1, adjacent=False) for section in queries)
-    copied = (replace(section, copies=copies, adjacent=section.adjacent and copies > 1) for section in keys)
-    return Split(split.axes, (*held_once, *copied))
-
-
-def readings(sharding: Sharding, mesh: Mesh) -> list[Sharding]:
-    """The ways in which ranks may have held copies of sections: repeated as a whole, or on neighbouring ranks.
-
-    Where all ranks of an axis hold the same, both are one.
-    """
-    candidates = []
-    for adjacent in (False, True):
-        dims: list[Split | None] = []
-        for split in sharding.dims:
-            if split is None or not split.copies:
-                dims.append(split)
-                continue
-            ranks = number_of_parts(split.axes, mesh.sizes)
-            sections = (replace(s, adjacent=adjacent and 1 < s.copies < ranks) for s in split.sections)
-            dims.append(Split(split.axes, tuple(sections)))
-        candidate = replace(sharding, dims=tuple(dims))
-        if candidate not in candidates:
-            candidates.append(candidate)
-    # The order of the job that loads is the likelier one: it is looked at first.
-    return sorted(candidates, key=lambda candidate: candidate != sharding)
-
-
-def _inferred(
-    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]
-) -> Sharding | UnknownArray:
-    """How an array was split, from the shape that each rank has and the shape that is wanted.
-
-    It counts as known only if a single split over ep and tp makes one shape of the other. A guess would put the parts
-    together in a wrong order, without an error.
-    """
-    if len(wanted) != len(local):
-        return Sharding()  # no split makes these shapes fit, and the load says so
-    fitting = [
-        (ep_dim, tp_dim)
-        for ep_dim in _ep_dims(expert, mesh)
-        for tp_dim in _tp_dims(local, mesh)
-        if _united_shape(local, mesh, ep_dim, tp_dim) == wanted
-    ]
-    if not fitting:
-        return _unknown(
-            f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of theirs", str(list(wanted))
-        )
-    if len(fitting) > 1:
-        return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(fitting)} ways")
-    ((ep_dim, tp_dim),) = fitting
-    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
-    if tp_dim is not None and _FUSED.search(name) and not _SEPARATE.search(name):
-        return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it")
-    dims: list[Split | None] = [None] * len(local)
-    if ep_dim is not None:
-        dims[ep_dim] = Split(("ep",))
-    if tp_dim is not None:
-        dims[tp_dim] = Split(("tp",))
-    return Sharding(tuple(dims))
-
-
-def _ep_dims(expert: bool | None, mesh: Mesh) -> list[int | None]:
-    """The dims that may be split over ep, None for no dim. Experts are always stacked along the first dim."""
-    if expert:
-        return [0]
-    if expert is False or mesh.ep == 1:
-        return [None]
-    return [None, 0]
-
-
-def _tp_dims(local: tuple[int, ...], mesh: Mesh) -> list[int | None]:
-    """The dims that may be split over tp, None for no dim."""
-    return [None] if mesh.tp == 1 else [None, *range(len(local))]
-
-
-def _united_shape(local: tuple[int, ...], mesh: Mesh, ep_dim: int | None, tp_dim: int | None) -> tuple[int, ...] | None:
-    """The shape of an array of which each rank has `local`; None for a split that no layer makes: one dim over both."""
-    if ep_dim is not None and ep_dim == tp_dim:
-        return None
-    shape = list(local)
-    if ep_dim is not None:
-        shape[ep_dim] *= mesh.ep
-    if tp_dim is not None:
-        shape[tp_dim] *= mesh.tp
-    return tuple(shape)
-
-
-def _unknown(why: str, expected: str | None = None) -> UnknownArray:
-    return UnknownArray(
-        problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT, expected=expected
-    )
-
-
-def with_stored_shape(unknown: UnknownArray, copies: Copies) -> UnknownArray:
-    """The same, with what is stored of it on the ranks."""
-    first = next(iter(copies.values()))
-    # Ranks may name the same file: what all expert-parallel ranks have alike lies with the first of them.
-    places = {(tensor.file, None if tensor.at is None else tensor.at.offset) for tensor in copies.values()}
-    return replace(unknown, dtype=first.dtype, shape=first.shape, tensors=len(places))
-
-
-def _true_size(sharding: Sharding, local: tuple[int, ...], hint: ArrayHint) -> Sharding:
-    """The sharding with the global size of each split dim, where the program says that local tensors are padded."""
-    if not hint.padded or hint.shape is None or len(hint.shape) != len(local):
-        return sharding
-    dims = sharding.over(len(local))
-    return replace(sharding, shape=tuple(n if s is not None else None for n, s in zip(hint.shape, dims, strict=True)))
-
+from xla_ckpt.sharding.sharding import Sharding
 
 Copies = Mapping[tuple[int, int, int], StoredTensor]
 """(dp, ep, tp) -> the tensor there."""
@@ -427,3 +216,11 @@ def _shard(files: RankFiles, tensor: StoredTensor, piece: Piece) -> Shard:
     if where.contiguous:
         return Shard(piece.box, file, at.offset + where.offset)
     return Shard(piece.box, file, at.offset, piece.frame(tensor.shape))
+
+
+def with_stored_shape(unknown: UnknownArray, copies: Copies) -> UnknownArray:
+    """The same, with what is stored of it on the ranks."""
+    first = next(iter(copies.values()))
+    # Ranks may name the same file: what all expert-parallel ranks have alike lies with the first of them.
+    places = {(tensor.file, None if tensor.at is None else tensor.at.offset) for tensor in copies.values()}
+    return replace(unknown, dtype=first.dtype, shape=first.shape, tensors=len(places))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.layouts.by_rank.arrays import HINT, Copies, RankArray
+from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
+from xla_ckpt.layouts.by_rank.splits import HINT
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh

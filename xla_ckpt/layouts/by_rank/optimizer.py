@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
-from xla_ckpt.layouts.by_rank.arrays import RankArray, check_zero1_rows, resolve, with_stored_shape
+from xla_ckpt.layouts.by_rank.arrays import RankArray, check_zero1_rows, with_stored_shape
 from xla_ckpt.layouts.by_rank.copies import in_common
 from xla_ckpt.layouts.by_rank.files import StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
+from xla_ckpt.layouts.by_rank.splits import resolve
 from xla_ckpt.layouts.by_rank.stage_numbers import names_of_stage, with_ties
 from xla_ckpt.layouts.by_rank.state import ScannedState, Stage, Trees
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES

@@ -7,18 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.by_rank.arrays import (
-    Copies,
-    RankArray,
-    assembled,
-    declared,
-    record_of_copies,
-    resolve,
-    with_stored_shape,
-)
+from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray, assembled, record_of_copies, with_stored_shape
 from xla_ckpt.layouts.by_rank.copies import chosen_copy, differ, in_common, mixed_adapters
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
+from xla_ckpt.layouts.by_rank.splits import declared, resolve
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.by_rank.grid import RankName, placed_by
 from xla_ckpt.layouts.by_rank.layout import RankLayout
-from xla_ckpt.layouts.by_rank.tags import RankTag, marked_tag
-from xla_ckpt.layouts.nxd.tags import find_nxd_tag
+from xla_ckpt.layouts.by_rank.tags import RankTag, marked_tag, modified
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.roots import may_be_foreign, root_of
 
 if TYPE_CHECKING:
     from xla_ckpt.engine.writing import Writing
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 TAG_MARKS = {"checkpoint": b"1", "done": b"1"}
 """Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
+
+
+OLDER = (
+    RankName("tp_rank_{tp:02}_pp_rank_{pp:02}"),
+    RankName("tp_rank_{tp:02}_pp_rank_{pp:02}_dp_rank_{dp:02}"),
+)
+"""Names of a rank's file or directory in the older layout."""
+
+OLDER_FOLDERS = tuple(RankName(f"{name.template}/checkpoint.pt") for name in OLDER)
+"""Names of the file in such a directory."""
 
 
 class NeuronxDistributed(RankLayout):
@@ -71,11 +81,19 @@ class NeuronxDistributed(RankLayout):
         return f"neuronx-distributed's files. {self.saved_over(store, tag)}"
 
     def tag_at(self, store: Store, name: str) -> RankTag | None:
-        return find_nxd_tag(store, name)
+        if not may_be_foreign(store, name):
+            return None
+        if (marked := marked_tag(store, name)) is not None:
+            return marked
+        try:
+            ranks = placed_by(store.names(name), OLDER).values()
+        except OSError:
+            return None
+        times = [modified(store, f"{name}/{file}") or 0 for file in ranks]
+        return RankTag(tag=name, complete=True, older=True, time=max(times)) if times else None
 
     def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
-        from xla_ckpt.layouts.nxd.adapters import NxdFiles
-        from xla_ckpt.layouts.nxd.legacy import LegacyFiles
+        from xla_ckpt.layouts.nxd.files import LegacyFiles, NxdFiles
 
         return LegacyFiles(directory) if tag.older else NxdFiles(directory, store)
 

@@ -19,7 +19,7 @@ from xla_ckpt.layouts.by_rank.folders import OPTIM, FolderFiles
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.plan import RankState, RankTensor
 from xla_ckpt.layouts.by_rank.state import trees
-from xla_ckpt.layouts.nxd.plan import RankPlan
+from xla_ckpt.layouts.nxd.writing import files_of_rank
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
@@ -71,7 +71,7 @@ class ZeroFiles:
                 if path.startswith(f"{at['pp']}/{at['tp']}/")
             }
             state = RankState(parts={schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors=tensors, zero1=True)
-            files += RankPlan(mesh, rank, self.xser).files(state)
+            files += files_of_rank(state, mesh, rank, xser=self.xser)
         if dp is not None:
             return files
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]

@@ -1,19 +1,42 @@
-"""Tags of neuronx-distributed's older layout, in which a rank has one file for all parts of the state."""
+"""What lies in tags that neuronx-distributed wrote: of the present layout, and of an older one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError
+from xla_ckpt.errors import CorruptCheckpointError, naming
 from xla_ckpt.layouts.by_rank.content import Content
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
-from xla_ckpt.layouts.by_rank.folders import MODEL, OPTIM, content_of_grids
+from xla_ckpt.layouts.by_rank.folders import MODEL, OPTIM, FolderFiles, content_of_grids
 from xla_ckpt.layouts.by_rank.grid import RankGrid, RankName, placed_by
 from xla_ckpt.layouts.by_rank.state import stages, trees
-from xla_ckpt.layouts.nxd.tags import OLDER, OLDER_FOLDERS
+from xla_ckpt.layouts.nxd.layout import OLDER, OLDER_FOLDERS
+from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, lora_config, parsed
 from xla_ckpt.plan.hints import Hints
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tree import schema
+
+
+class NxdFiles(FolderFiles):
+    """The rank files of a tag, and what lies beside it in its root.
+
+    That is the configuration of adapters, unless `save_lora_config_adapter` is set: a file in `lora_save_dir`, from
+    whose tags neuronx-distributed loads adapters.
+    """
+
+    def __init__(self, directory: Directory, store: Store) -> None:
+        super().__init__(directory)
+        self.store = store
+
+    def beside_model(self, model: Mapping[str, Any]) -> dict[str, Any]:
+        has_adapters = any(schema.ADAPTER in name for name in model)
+        if schema.LORA_CONFIG in model or not has_adapters or not self.store.has(ADAPTER_CONFIG):
+            return {}
+        with naming(file=ADAPTER_CONFIG):
+            return {schema.LORA_CONFIG: lora_config(parsed(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG)))}
+
 
 _OPTIMIZER = RankName("optim.dp_rank_{dp:02}.tp_rank_{tp:02}")
 """Name of a file that `save_sharded_state_dict` of a ZeRO-1 optimizer leaves beside them. It names no stage."""
@@ -24,7 +47,7 @@ _BESIDE = "optim.dp_rank_*"
 
 
 class LegacyFiles(RankFiles):
-    """The files of such a tag."""
+    """The files of a tag of the older layout, in which a rank has one file for all parts of the state."""
 
     def grids(self) -> dict[str, RankGrid]:
         grids = {"tag": RankGrid.of(placed_by(self.names, (*OLDER, *OLDER_FOLDERS)))}
