@@ -29,7 +29,7 @@ from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.nested import replaced_leaves
+from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 _DEALT = ("base_state", "sharded_master_weights")
 """Members whose tensors are dealt out by rows; all others are the same on all dp ranks."""
@@ -145,50 +145,33 @@ class _Arrays:
     dealt: list[str] = field(default_factory=list)
 
     def stage(self, pp: int, tp: int) -> Any:
-        """What the files of one (tp, pp) hold, with a `LeafAt` in place of each tensor."""
-        ranks = [self.by_rank[RankAt(pp=pp, dp=dp, ep=0, tp=tp)] for dp in range(self.dp)]
-        shapes = ranks[0]["shape_info"]
-        content: dict[str, Any] = {}
-        for key, value in ranks[0].items():
-            path = f"{pp}/{tp}/{key}"
-            if key not in _DEALT:
-                content[key] = self._common(path, ranks, key)
-                continue
-            content[key] = {}
-            members = [rank[key] for rank in ranks]
-            for number in value:
-                if type(number) is int:
-                    of_ranks = [of_rank.get(number) for of_rank in members]
-                    content[key][number] = self._state(f"{path}/{number}", of_ranks, shapes.get(number))
-                else:  # it belongs to no parameter, and each dp rank has it whole
-                    content[key][number] = self._common(f"{path}/{number}", members, number)
-        return content
-
-    def _common(self, path: str, ranks: list[Any], key: Any) -> Any:
-        """What all dp ranks have under a key.
+        """What the files of one (tp, pp) hold, with a `LeafAt` in place of each tensor.
 
         Raises:
-            IncompatibleCheckpointError: They differ.
+            CorruptCheckpointError: Some dp ranks lack rows of a state.
+            IncompatibleCheckpointError: The dp ranks differ in what is no rows.
         """
-        common = in_common(self.files, {RankAt(dp=dp): members for dp, members in enumerate(ranks)}, key)
-        return replaced_leaves(common, lambda keys, leaf: self._alone("/".join(map(str, (path, *keys))), leaf))
+        ranks = {RankAt(dp=dp): self.by_rank[RankAt(pp=pp, dp=dp, tp=tp)] for dp in range(self.dp)}
+        first = ranks[RankAt()]
 
-    def _state(self, path: str, ranks: list[Any], shape: Any) -> Any:
-        """The state, or the master weight, of one parameter on all dp ranks."""
-        first = ranks[0]
-        if isinstance(first, StoredTensor):
-            return self._united(path, ranks, shape)
-        if not isinstance(first, Mapping):
-            return first
-        state = {}
-        members = [rank or {} for rank in ranks]
-        for what, value in first.items():
-            if isinstance(value, StoredTensor):
-                of_ranks = [of_rank.get(what) for of_rank in members]
-                state[what] = self._united(f"{path}/{what}", of_ranks, shape)
+        def of_all(keys: Keys, leaf: Any) -> Any:
+            path = "/".join(map(str, (pp, tp, *keys)))
+            if keys[0] in _DEALT and type(keys[1]) is int:
+                members = {at: _member(tree, keys) for at, tree in ranks.items()}
+                if isinstance(leaf, StoredTensor):
+                    return self._united(path, list(members.values()), first["shape_info"].get(keys[1]))
+                leaf = in_common(self.files, {at: {path: member} for at, member in members.items()}, path)
+            return self._alone(path, leaf)
+
+        content: dict[str, Any] = {}
+        for key, value in first.items():
+            if key in _DEALT:
+                own = {at: tree.get(key) or {} for at, tree in ranks.items()}
+                # What has no number belongs to no parameter, and each dp rank has it whole.
+                content[key] = {n: v if type(n) is int else in_common(self.files, own, n) for n, v in value.items()}
             else:
-                state[what] = self._common(f"{path}/{what}", members, what)
-        return state
+                content[key] = in_common(self.files, ranks, key)
+        return replaced_leaves(content, of_all)
 
     def _united(self, path: str, ranks: list[Any], shape: Any) -> Any:
         """The array of which each dp rank has rows; `shape` is that of all of them together."""
@@ -223,3 +206,11 @@ class _Arrays:
         array = RankArray(leaf=path, copies={(0, 0, 0): value}, mesh=Mesh(), local=value.shape)
         self.records[path] = assembled(self.files, array, Sharding()).record
         return LeafAt(path)
+
+
+def _member(tree: Any, keys: Keys) -> Any:
+    """What lies at a place; None if nothing does."""
+    for key in keys:
+        members = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else {}
+        tree = members.get(key)
+    return tree

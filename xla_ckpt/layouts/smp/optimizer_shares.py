@@ -11,8 +11,8 @@ from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, largest_shape
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
 from xla_ckpt.layouts.smp.model import MergedModel
+from xla_ckpt.layouts.smp.one_save import two_saves
 from xla_ckpt.layouts.smp.optimizer_rows import masters_by_number
-from xla_ckpt.layouts.smp.parts import two_saves
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import STEP
 

@@ -8,25 +8,23 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError, naming
+from xla_ckpt.errors import CorruptCheckpointError, naming
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, listed_names
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.smp.sidecar import MAX_NOTE, SaveNote, directory_digest, matching, note_name, parse_notes
+from xla_ckpt.layouts.smp.one_save import SetPart, noted_part, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
 from xla_ckpt.layouts.torch_save.restricted_pickle import attributes
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import UnknownArray
-from xla_ckpt.storage.base import Directory, read_whole
+from xla_ckpt.storage.base import Directory
 
 logger = logging.getLogger(__name__)
 
 _MODULE = "smdistributed.modelparallel.torch.fp16.loss_scaler"
 SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
 """What SMP's fp16 optimizer scales losses by: objects of its own classes, of plain numbers."""
-
-_OTHER = "another program, which has written over it since"
 
 FIRST = RankAt()
 
@@ -45,11 +43,8 @@ class PartFiles(RankFiles):
         self.tag = tag
         self.directory_of_all = directory
         self._trees: dict[str, Any] = {}
-        self.digests: dict[str, str] = {}
-        """File -> digest of its zip's directory, which stands for all that is in it."""
-
-        self.saves: dict[str, str] = {}
-        """File -> the save that it is part of, where something says so."""
+        self.noted: dict[str, SetPart] = {}
+        """What is noted of each file that was read."""
 
     def rank_files(self) -> Mapping[str, RankAt]:
         return dict.fromkeys(self.tag.files, RankAt())
@@ -66,11 +61,9 @@ class PartFiles(RankFiles):
         """
         if path not in self._trees:
             with naming(file=path), closing(self._opened(path)) as source:
-                ahead = Ahead(source, path, FEW_AHEAD)
-                archive = Zip(ahead, 0, source.size)
+                archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
                 self.saved.storages[path] = archive.storages()
-                self.digests[path] = directory_digest(ahead.take, source.size)
-                self._note_save(path, source.size, self.digests[path])
+                self.noted[path] = noted_part(self.directory_of_all, path)
                 walk = Walk(FileObjects(self.saved, path, archive.pickled), _stored)
                 self._trees[path] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
         return self._trees[path]
@@ -81,18 +74,11 @@ class PartFiles(RankFiles):
         except FileNotFoundError:
             raise CorruptCheckpointError("a part is missing", file=file) from None
 
-    def _note_save(self, file: str, nbytes: int, digest: str) -> None:
-        """Find out which save a file is part of."""
-        saves = saves_beside(self.directory_of_all, file)
-        if saves:
-            saved = matching(saves, nbytes, digest)
-            self.saves[file] = _OTHER if saved is None else saved.save
-
     @property
     def one_save(self) -> bool:
         """Whether the notes beside all files that were read say that they are of one save."""
-        named = set(self.saves.values())
-        return self.saves.keys() == self._trees.keys() and len(named) == 1 and _OTHER not in named
+        saves = {part.saved and part.saved.save for part in self.noted.values()}
+        return None not in saves and len(saves) == 1
 
     def check_saves(self) -> None:
         """Check that all parts that were read are of one save, where notes beside them say so.
@@ -101,37 +87,13 @@ class PartFiles(RankFiles):
             CorruptCheckpointError: They are not.
         """
         file_of: dict[str, str] = {}
-        for file, save in sorted(self.saves.items()):
-            file_of.setdefault(save, file)
+        for file, part in sorted(self.noted.items()):
+            if part.save is not None:
+                file_of.setdefault(part.save, file)
         if len(file_of) > 1:
             raise two_saves(
                 "; ".join(f"{file} of {save}" for save, file in file_of.items()), next(iter(file_of.values()))
             )
-
-
-def saves_beside(directory: Directory, file: str) -> tuple[SaveNote, ...]:
-    """What the note beside a file says of the saves that wrote it; nothing where there is none, or a damaged one."""
-    name = note_name(file)
-    try:
-        return parse_notes(read_whole(directory, name, limit=MAX_NOTE, what="the note beside a file"))
-    except FileNotFoundError:
-        return ()
-    except (FormatError, UnsupportedVersionError) as error:
-        # The file itself is whole: its own CRC-32s are compared. Only which save it is of is unknown.
-        logger.warning("%s", error.at(file=name))
-        return ()
-
-
-def two_saves(signs: str, file: str | None = None) -> CorruptCheckpointError:
-    """The error for parts that were not written together."""
-    return CorruptCheckpointError(
-        "the parts are of two saves: together they are no state that the job ever had",
-        file=file,
-        expected="all parts of one save",
-        found=signs,
-        hint="A save was cut off while it wrote over an older one, or files were copied from two runs. Take another "
-        "checkpoint, or restore the parts of one save from a copy.",
-    )
 
 
 def _stored(at: TensorAt) -> StoredTensor | UnknownArray:
@@ -171,7 +133,12 @@ def placed(files: FileSet, degrees: Degrees | None) -> dict[RankAt, str]:
     for numbers, file in sorted(parts.items()):
         stage, *others = divmod(numbers[0], tp) if by_mp else numbers
         by_rank[RankAt(pp=stage, tp=others[0] if others else 0, dp=others[1] if len(others) > 1 else 0)] = file
-    _check_grid(files, by_rank, degrees, lambda at: _part(files, at, tp if by_mp else 0))
+
+    def name(at: RankAt) -> str:
+        """The name of the part of a rank: of a job with tp it has two numbers at least."""
+        return files.part((at.pp * tp + at.tp,) if by_mp else (at.pp, at.tp, at.dp)[: max(count, 2 if at.tp else 1)])
+
+    _check_grid(files, by_rank, degrees, name)
     return by_rank
 
 
@@ -179,15 +146,6 @@ def degrees_in(sets: Iterable[FileSet]) -> Degrees | None:
     """The degrees of the job as far as names of parts tell, of several sets that one job wrote; None if none does."""
     numbers = [n for files in sets for form in files.forms.values() for n in form if len(n) > 1]
     return (1 + max(n[0] for n in numbers), 1 + max(n[1] for n in numbers)) if numbers else None
-
-
-def _part(files: FileSet, at: RankAt, by_mp: int) -> str:
-    """The name of the part of a rank. `by_mp`: the number of tp ranks, where names count all ranks; else 0."""
-    ((count, suffix),) = files.forms
-    numbers = (at.pp * by_mp + at.tp,) if by_mp else (at.pp, at.tp, at.dp)[:count]
-    if count == 1 and at.tp and not by_mp:
-        numbers = (at.pp, at.tp)
-    return f"{files.name}_{'_'.join(map(str, numbers))}{suffix}"
 
 
 def _check_grid(

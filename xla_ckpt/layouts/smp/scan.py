@@ -17,9 +17,9 @@ from xla_ckpt.layouts.smp import members
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
 from xla_ckpt.layouts.smp.model import ADDED_KEY, SmpState, known_hints, merged_model
-from xla_ckpt.layouts.smp.one_save import less_others
+from xla_ckpt.layouts.smp.one_save import less_others, two_saves
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
-from xla_ckpt.layouts.smp.parts import Degrees, PartFiles, degrees_in, placed, two_saves
+from xla_ckpt.layouts.smp.parts import Degrees, PartFiles, degrees_in, placed
 from xla_ckpt.layouts.smp.tags import (
     FP16_SET,
     JOB_CONFIG,
@@ -64,7 +64,7 @@ class SmpFiles(PartFiles):
         # All files, whatever this rank wants of them: by their digests ranks know that they have opened the same ones.
         for file in tag.files:
             number = self.number(file)
-            self.files[number] = replace(self.files[number], digest=int(self.digests[file], 16))
+            self.files[number] = replace(self.files[number], digest=int(self.noted[file].digest, 16))
         return content
 
 
