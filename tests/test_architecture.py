@@ -216,7 +216,7 @@ TOUCHES_FILES = {  # module: what it uses of them; None is all
     "job/job.py": {"os.environ"},
     "job/process_group.py": {"os.environ"},
     "cli/facts.py": {"os.getcwd"},  # from where --like imports
-    "layouts/torch_save/restricted_pickle.py": {"pathlib.Path"},  # as a value that a state holds
+    "layouts/torch_save/pickle_names.py": {"pathlib.Path"},  # as a value that a state holds
     "state/values.py": {"pathlib.Path", "pathlib.PurePosixPath", "pathlib.PureWindowsPath"},  # likewise
 }  # fmt: skip
 

@@ -156,22 +156,23 @@ class _Arrays:
 
         def of_all(keys: Keys, leaf: Any) -> Any:
             path = "/".join(map(str, (pp, tp, *keys)))
-            if keys[0] in _DEALT and type(keys[1]) is int:
-                members = {at: _member(tree, keys) for at, tree in ranks.items()}
-                if isinstance(leaf, StoredTensor):
-                    return self._united(path, list(members.values()), first["shape_info"].get(keys[1]))
-                leaf = in_common(self.files, {at: {path: member} for at, member in members.items()}, path)
+            # A tensor in a container that is a state is no rows.
+            if keys[0] in _DEALT and type(keys[1]) is int and len(keys) <= 3 and isinstance(leaf, StoredTensor):
+                rows = [_member(tree, keys) for tree in ranks.values()]
+                return self._united(path, rows, first["shape_info"].get(keys[1]))
             return self._alone(path, leaf)
 
-        content: dict[str, Any] = {}
-        for key, value in first.items():
-            if key in _DEALT:
-                own = {at: tree.get(key) or {} for at, tree in ranks.items()}
-                # What has no number belongs to no parameter, and each dp rank has it whole.
-                content[key] = {n: v if type(n) is int else in_common(self.files, own, n) for n, v in value.items()}
-            else:
-                content[key] = in_common(self.files, ranks, key)
-        return replaced_leaves(content, of_all)
+        def alike(keys: Keys) -> Any:
+            """What lies there: tensors that are rows as on the first rank, all else as all ranks have it."""
+            of_ranks = {at: _member(tree, keys[:-1]) or {} for at, tree in ranks.items()}
+            value = of_ranks[RankAt()][keys[-1]]
+            if keys[0] not in _DEALT or (len(keys) > 1 and type(keys[1]) is not int):
+                return in_common(self.files, of_ranks, keys[-1])
+            if isinstance(value, Mapping) and len(keys) < 3:
+                return {key: alike((*keys, key)) for key in value}
+            return value if isinstance(value, StoredTensor) else in_common(self.files, of_ranks, keys[-1])
+
+        return replaced_leaves({key: alike((key,)) for key in first}, of_all)
 
     def _united(self, path: str, ranks: list[Any], shape: Any) -> Any:
         """The array of which each dp rank has rows; `shape` is that of all of them together."""
@@ -211,6 +212,5 @@ class _Arrays:
 def _member(tree: Any, keys: Keys) -> Any:
     """What lies at a place; None if nothing does."""
     for key in keys:
-        members = tree if isinstance(tree, Mapping) else dict(enumerate(tree)) if isinstance(tree, list | tuple) else {}
-        tree = members.get(key)
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree

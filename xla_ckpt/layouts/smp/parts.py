@@ -15,7 +15,7 @@ from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
 from xla_ckpt.layouts.smp.one_save import SetPart, noted_part, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
-from xla_ckpt.layouts.torch_save.restricted_pickle import attributes
+from xla_ckpt.layouts.torch_save.pickle_names import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.storage.base import Directory
@@ -23,7 +23,7 @@ from xla_ckpt.storage.base import Directory
 logger = logging.getLogger(__name__)
 
 _MODULE = "smdistributed.modelparallel.torch.fp16.loss_scaler"
-SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
+SCALERS = {name: Attributes.of(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
 """What SMP's fp16 optimizer scales losses by: objects of its own classes, of plain numbers."""
 
 FIRST = RankAt()

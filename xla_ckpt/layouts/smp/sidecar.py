@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from xla_ckpt.errors import FormatError, UnsupportedVersionError
-from xla_ckpt.layouts.torch_save.zip_end import Take, directory_at
+from xla_ckpt.layouts.torch_save.zip_directory import Take, directory_at
 from xla_ckpt.manifest.digest import digest, to_hex
 
 NOTE_FORMAT = 1
