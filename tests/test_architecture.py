@@ -33,8 +33,8 @@ FOREIGN = {
     # Folders of neuronx-distributed's tags, and keys of its files.
     "xla_ckpt/layouts/nxd/convert_zero.py": {"model"},
     "xla_ckpt/layouts/nxd/layout.py": {"model/"},
-    "xla_ckpt/layouts/nxd/plan.py": {"model/", "param_groups", "state"},
-    "xla_ckpt/layouts/nxd/legacy.py": {"model", "optimizer", "scheduler"},
+    "xla_ckpt/layouts/nxd/files.py": {"model", "optimizer", "scheduler"},
+    "xla_ckpt/layouts/nxd/writing.py": {"param_groups", "state"},
     "xla_ckpt/layouts/by_rank/optimizer.py": {
         "param_groups",
         "state",

@@ -17,7 +17,8 @@ from xla_ckpt.layouts.by_rank.files import RankFiles
 from xla_ckpt.layouts.by_rank.folders import FolderFiles
 from xla_ckpt.layouts.by_rank.state import Stage
 from xla_ckpt.layouts.llama_manifest import model_alone, names_in_part
-from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata, parse_stage_metadata
+from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata
+from xla_ckpt.layouts.optimum.metadata_json import parse_stage_metadata
 from xla_ckpt.layouts.optimum.names import hugging_face
 from xla_ckpt.layouts.scanned import MAX_JSON
 from xla_ckpt.manifest.records import UnknownArray

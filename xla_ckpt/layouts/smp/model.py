@@ -201,19 +201,12 @@ class SmpState(ScannedState):
         dim = uneven_dim([tensor.shape for tensor in ordered]) if len(ordered) == array.mesh.tp else None
         if dim is None or len({tensor.dtype for tensor in ordered}) > 1:
             return None
-        first = ordered[0].shape
-        total = sum(tensor.shape[dim] for tensor in ordered)
+        whole = Box.whole(ordered[0].shape)
         shards: list[Shard] = []
         start = 0
         for tensor in ordered:
-            place = self.files.place(tensor)
-            size = tensor.shape[dim]
-            box = Box(
-                tuple(start if d == dim else 0 for d in range(len(first))),
-                tuple(start + size if d == dim else n for d, n in enumerate(first)),
-            )
-            if box.size:
+            place, stop = self.files.place(tensor), start + tensor.shape[dim]
+            if (box := whole.along(dim, start, stop)).size:
                 shards.append(Shard(box, self.files.number(place.file), place.offset))
-            start += size
-        shape = tuple(total if d == dim else n for d, n in enumerate(first))
-        return array_record(ordered[0].dtype, shape, shards, _along(dim).spec)
+            start = stop
+        return array_record(ordered[0].dtype, whole.along(dim, 0, start).stop, shards, _along(dim).spec)

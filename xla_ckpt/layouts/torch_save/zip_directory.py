@@ -52,7 +52,7 @@ def directory_at(take: Take, nbytes: int) -> DirectoryAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """A record of a zip, as the zip's directory has it."""
 
     header: int
@@ -64,7 +64,7 @@ class Record:
     """Whether its bytes stand there as they are: neither compressed nor encrypted."""
 
 
-def records_of(take: Take, nbytes: int) -> dict[str, Record]:
+def records_of(take: Take, nbytes: int) -> dict[str, ZipRecord]:
     """The records of a zip of so many bytes, by name.
 
     Raises:
@@ -72,7 +72,7 @@ def records_of(take: Take, nbytes: int) -> dict[str, Record]:
     """
     where = directory_at(take, nbytes)
     data = bytes(take(where.offset, where.nbytes))
-    records: dict[str, Record] = {}
+    records: dict[str, ZipRecord] = {}
     at = 0
     for _ in range(where.records):
         entry = CENTRAL_ENTRY.unpack_from(data, at)
@@ -86,7 +86,7 @@ def records_of(take: Take, nbytes: int) -> dict[str, Record]:
         if name in records:
             raise ValueError(f"it has two records {name}")
         plain = method == 0 and not flags & 1 and packed == size
-        records[name] = Record(header, packed, crc, plain)
+        records[name] = ZipRecord(header, packed, crc, plain)
         at += named + extra + comment
     if at > len(data):
         raise ValueError("its directory is cut off")
