@@ -33,11 +33,14 @@ FOREIGN = {
     # Folders of neuronx-distributed's tags, and keys of its files.
     "xla_ckpt/layouts/nxd/convert_zero.py": {"model"},
     "xla_ckpt/layouts/nxd/layout.py": {"model/"},
-    "xla_ckpt/layouts/nxd/optimizer.py": {"param_groups", "state", "the optimizer of a rank file has no param_groups"},
-    "xla_ckpt/layouts/nxd/plan.py": {"model/", "param_groups", "state"},
-    "xla_ckpt/layouts/nxd/rank_files.py": {"model"},
-    "xla_ckpt/layouts/nxd/scan.py": {"model", "optimizer", "scheduler"},
-    "xla_ckpt/layouts/nxd/tags.py": {"model"},
+    "xla_ckpt/layouts/nxd/files.py": {"model", "optimizer", "scheduler"},
+    "xla_ckpt/layouts/nxd/writing.py": {"param_groups", "state"},
+    "xla_ckpt/layouts/by_rank/optimizer.py": {
+        "param_groups",
+        "state",
+        "the optimizer of a rank file has no param_groups",
+    },
+    "xla_ckpt/layouts/by_rank/tags.py": {"model"},
     "xla_ckpt/layouts/smp/file_contents.py": {"param_groups", "state"},  # keys of SMP's files
     "xla_ckpt/layouts/smp/tags.py": {"model", "optimizer"},  # a part of names of SMP's files
     "xla_ckpt/state/wrappers.py": {"optimizer"},  # the attribute of a wrapper
@@ -149,6 +152,10 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
     "cli/writing.py": "the help of --zero1, likewise",
     "facade.py": "calls of its converter, for the facade",
     "job/mesh_source.py": "asks its parallel_state for the mesh, whatever the layout is",
+    "layouts/by_rank/arrays.py": "a hint at what it loses with context parallelism",
+    "layouts/by_rank/copies.py": "an error says which adapters it has joined",
+    "layouts/by_rank/folders.py": "the folders of its tags, which optimum-neuron's have, too",
+    "layouts/by_rank/grid.py": "a hint at the files that it leaves out",
     "layouts/llama_manifest.py": "hints at the names of its examples",
     "layouts/llama_names.py": "likewise",
     "layouts/peft.py": "errors say what its adapters cannot be, and where it leaves their configuration",
@@ -159,8 +166,7 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
 
 
 ABOUT_IT = [ROOT / "xla_ckpt/layouts" / name for name in ("nxd", "optimum", "smp")]
-"""Its own package, that of optimum-neuron's checkpoints, in which its rank files lie, and that of SageMaker's, whose
-files are put together by the same code."""
+"""Its own package, that of optimum-neuron's checkpoints, in which its rank files lie, and that of SageMaker's."""
 
 
 def test_only_its_own_package_knows_neuronx_distributed() -> None:
@@ -210,7 +216,7 @@ TOUCHES_FILES = {  # module: what it uses of them; None is all
     "job/job.py": {"os.environ"},
     "job/process_group.py": {"os.environ"},
     "cli/facts.py": {"os.getcwd"},  # from where --like imports
-    "layouts/torch_save/restricted_pickle.py": {"pathlib.Path"},  # as a value that a state holds
+    "layouts/torch_save/pickle_names.py": {"pathlib.Path"},  # as a value that a state holds
     "state/values.py": {"pathlib.Path", "pathlib.PurePosixPath", "pathlib.PureWindowsPath"},  # likewise
 }  # fmt: skip
 

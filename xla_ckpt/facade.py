@@ -25,8 +25,7 @@ from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.layouts.nxd.convert_zero import convert_zero_checkpoints
 from xla_ckpt.layouts.smp.file_contents import SMP_VERSION
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP
-from xla_ckpt.layouts.smp.one_save import SetPart, is_whole, parts_at
-from xla_ckpt.layouts.smp.part_writing import write_part
+from xla_ckpt.layouts.smp.one_save import SetPart, is_whole, parts_at, write_part
 from xla_ckpt.layouts.smp.parts import SCALERS
 from xla_ckpt.layouts.smp.roots import oldest_beyond, root_at
 from xla_ckpt.layouts.smp.sidecar import RANK_AXES

@@ -13,8 +13,8 @@ import torch
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.dcp import metadata
 from xla_ckpt.layouts.smp.parts import SCALERS
-from xla_ckpt.layouts.torch_save import restricted_pickle
-from xla_ckpt.layouts.torch_save.restricted_pickle import TensorView, loads
+from xla_ckpt.layouts.torch_save.pickle_names import NAMES_IN_PICKLES, TensorView
+from xla_ckpt.layouts.torch_save.restricted_pickle import loads
 
 STATES: tuple[Any, ...] = (
     {"dtype": "int8", "made": None, "tid": 7},
@@ -41,7 +41,7 @@ def with_state(called: str, state: Any) -> bytes:
 
 
 MORE: dict[str, Any] = {**metadata._NAMES, **SCALERS}
-NAMES = [*restricted_pickle._NAMES, *MORE]
+NAMES = [*NAMES_IN_PICKLES, *MORE]
 
 
 @pytest.mark.parametrize("tolerant", [False, True])
@@ -53,7 +53,7 @@ def test_a_name_takes_no_state(called: str, tolerant: bool) -> None:
         with pytest.raises(CheckpointError):
             loads(with_state(called, state), "crafted.pt", MORE, tolerant=tolerant)
         assert repr(loads(data, "good.pt")) == before
-    known = restricted_pickle._NAMES.get(called, MORE.get(called))
+    known = NAMES_IN_PICKLES.get(called, MORE.get(called))
     assert getattr(known, "tid", None) is None
 
 

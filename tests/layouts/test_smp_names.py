@@ -15,6 +15,7 @@ from tests.layouts.writing import toy
 from tests.topology.state import differences
 from xla_ckpt import Mesh
 from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError
+from xla_ckpt.layouts.by_rank.grid import RankName
 from xla_ckpt.layouts.smp.tags import find_smp_tag, listed_sets, part_of
 from xla_ckpt.storage.base import write_small
 from xla_ckpt.storage.door import store_at
@@ -154,8 +155,8 @@ def test_names_that_are_one_behind_another() -> None:
     """The number of a step is a part of the name."""
     assert listed_sets(["s_10_0_0.pt", "s_10_0_1.pt", "s_9_0_0.pt", "s_9_0_1.pt"]) == ["s_10", "s_9"]
     assert listed_sets([f"f_{pp}_{tp}_{rdp}.pt" for pp in (0, 1) for tp in (0, 1) for rdp in (0, 1)]) == ["f_0", "f_1"]
-    assert part_of("f_0_1_0.pt", 3, ".pt") == ("f", (0, 1, 0))
-    assert part_of("f_0_1_0.pt", 2, ".pt") == ("f_0", (1, 0))
+    assert part_of("f_0_1_0.pt", RankName("{set}_{pp}_{tp}_{dp}.pt")) == ("f", (0, 1, 0))
+    assert part_of("f_0_1_0.pt", RankName("{set}_{pp}_{tp}.pt")) == ("f_0", (1, 0))
     assert listed_sets(["f_0_0.pt", "f_1_1.pt"]) == []  # as many as two ranks would have
 
 

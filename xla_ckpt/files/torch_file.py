@@ -36,7 +36,7 @@ _VERSION = 20
 _VERSION_64 = 45
 """Version of the format that a reader has to understand, with zip64's extra fields and without."""
 
-_LOCAL = struct.Struct("<4s5H3L2H")
+LOCAL_ENTRY = struct.Struct("<4s5H3L2H")
 """Local header, in front of each record."""
 
 CENTRAL_ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -107,7 +107,7 @@ class TorchFile:
         for name, small, nbytes in members:
             called = f"{self.stem}/{name}".encode()
             # The header ends with an extra field that fills it up to the alignment.
-            head = at + _LOCAL.size + len(called) + len(_sizes64(nbytes)) + _FILL_HEAD
+            head = at + LOCAL_ENTRY.size + len(called) + len(_sizes64(nbytes)) + _FILL_HEAD
             start = -(-head // STORAGE_ALIGNMENT) * STORAGE_ALIGNMENT
             yield _Record(name=called, small=small, nbytes=nbytes, header=at, start=start)
             at = start + nbytes
@@ -223,10 +223,10 @@ def _directory64(record: _Record) -> bytes:
 def _local_header(record: _Record, check: int) -> bytes:
     """The header in front of a record, filled up to where its bytes begin."""
     sizes = _sizes64(record.nbytes)
-    fill = record.start - record.header - _LOCAL.size - len(record.name) - len(sizes) - _FILL_HEAD
+    fill = record.start - record.header - LOCAL_ENTRY.size - len(record.name) - len(sizes) - _FILL_HEAD
     extra = sizes + struct.pack("<2s1H", b"FB", fill) + b"Z" * fill  # torch's own name for padding, and its content
     nbytes = min(record.nbytes, LARGE)
-    head = _LOCAL.pack(
+    head = LOCAL_ENTRY.pack(
         b"PK\3\4",
         _VERSION_64 if sizes else _VERSION,
         _UTF8,

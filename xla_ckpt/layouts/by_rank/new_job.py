@@ -9,7 +9,7 @@ from typing import Any
 
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError
 from xla_ckpt.layouts.by_rank.plan import PARTS, RankState, RankTensor, with_experts
-from xla_ckpt.layouts.by_rank.stages import in_stage
+from xla_ckpt.layouts.by_rank.stage_numbers import in_stage
 from xla_ckpt.layouts.torch_save.pickle_writer import leaves_in
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import Manifest

@@ -9,18 +9,15 @@ from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import NoCheckpointError, UsageError, naming, storage_errors
+from xla_ckpt.layouts.by_rank.folders import OPTIM, FolderFiles
 from xla_ckpt.layouts.nxd import zero
 from xla_ckpt.layouts.nxd.layout import TAG_MARKS
-from xla_ckpt.layouts.nxd.rank_files import Scan
 from xla_ckpt.options import MAX_MEMORY
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import PathLike, above, full_path, same_directory
 from xla_ckpt.storage.pool import BUFFER_BYTES, READERS
 from xla_ckpt.tags.root import Kind, Transaction
 from xla_ckpt.tags.roots import root_of
-
-OPTIM_FOLDER = "optim"
-"""The directory of the optimizer in a tag."""
 
 _CARRIED = ("model", "scheduler.pt", "user_content.pt", *TAG_MARKS)
 """What a tag consists of besides its optimizer. The mark of a complete tag comes last."""
@@ -70,14 +67,14 @@ def convert_zero_checkpoints(
     source_path, target_path = full_path(input_dir), full_path(output_dir)
     if dp_size is not None and dp_size < 1:
         raise UsageError("dp_size is a number of ranks", found=dp_size)
-    if same_directory(store, name, target, target_name) or target.has(f"{target_name}/{OPTIM_FOLDER}"):
+    if same_directory(store, name, target, target_name) or target.has(f"{target_name}/{OPTIM}"):
         raise UsageError("the output has an optimizer already", path=target_path, hint="Name a directory without one.")
     if target.has(target_name) and not target.is_directory(target_name):
         raise UsageError("the output is no directory", path=target_path)
     directory = _opened(store, name, source_path)
     try:
         with naming(path=source_path), storage_errors("converting", path=target_path, tag=name):
-            optimizer = zero.scan_optimizer(Scan(directory), name)
+            optimizer = zero.scan_optimizer(FolderFiles(directory), name)
             if optimizer.full and dp_size is None:
                 raise UsageError(
                     "these files hold the states of all data-parallel ranks already", hint="Give a dp_size."
@@ -87,8 +84,8 @@ def convert_zero_checkpoints(
             reader = TagReader(directory, source_path, name, optimizer.manifest, ())
             fresh = not target.has(target_name)
             if not fresh:  # the optimizer's directory comes into the one that is there
-                target, target_name = above(f"{target_path}/{OPTIM_FOLDER}")
-                files = [replace(file, path=file.path.removeprefix(f"{OPTIM_FOLDER}/")) for file in files]
+                target, target_name = above(f"{target_path}/{OPTIM}")
+                files = [replace(file, path=file.path.removeprefix(f"{OPTIM}/")) for file in files]
             with Transaction(root_of(target), target_name, Kind.NEW) as transaction:
                 draft = transaction.directory
                 try:

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.foreign_tags import looked_up_again
-from xla_ckpt.layouts.nxd import tags
+from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
+from xla_ckpt.layouts.by_rank.grid import RankName, placed_by
+from xla_ckpt.layouts.by_rank.layout import RankLayout
+from xla_ckpt.layouts.by_rank.tags import RankTag, marked_tag, modified
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.hints import Hints
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.pool import READERS
-from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST
+from xla_ckpt.tags.roots import may_be_foreign, root_of
 
 if TYPE_CHECKING:
     from xla_ckpt.engine.writing import Writing
+    from xla_ckpt.layouts.by_rank.files import RankFiles
     from xla_ckpt.state.describe import Description
 
 TAG_MARKS = {"checkpoint": b"1", "done": b"1"}
 """Files by which neuronx-distributed finds a tag, and a complete one. In tags of ours the manifest says that, too."""
 
 
-class NeuronxDistributed(Layout):
+OLDER = (
+    RankName("tp_rank_{tp:02}_pp_rank_{pp:02}"),
+    RankName("tp_rank_{tp:02}_pp_rank_{pp:02}_dp_rank_{dp:02}"),
+)
+"""Names of a rank's file or directory in the older layout."""
+
+OLDER_FOLDERS = tuple(RankName(f"{name.template}/checkpoint.pt") for name in OLDER)
+"""Names of the file in such a directory."""
+
+
+class NeuronxDistributed(RankLayout):
     """One of neuronx-distributed's layouts.
 
     Args:
@@ -39,7 +47,6 @@ class NeuronxDistributed(Layout):
 
     saves = True
     pickles = True
-    asks = True
     model_names = ModelNames.FUSED
     marks = frozenset(TAG_MARKS)
 
@@ -58,13 +65,6 @@ class NeuronxDistributed(Layout):
         files = [n for n in names if n.startswith(("model/", "optim/")) and n.endswith(".pt")]
         return bool(files) and self.xser == any(".tensors/" in name for name in files)
 
-    def tags(self, store: Store) -> list[TagEntry]:
-        return [tag.entry() for tag in tags.complete_nxd_tags(store)] if self.origin else []
-
-    def find(self, store: Store, tag: str) -> TagEntry | None:
-        entry = tags.find_nxd_tag(store, tag) if self.origin else None
-        return None if entry is None else entry.entry()
-
     def saved_over(self, store: Store, tag: str) -> str:
         committed = store.modified(f"{tag}/{COMMITTED}")
         newer = [name for name in TAG_MARKS if committed and (store.modified(f"{tag}/{name}") or 0) > committed]
@@ -76,20 +76,26 @@ class NeuronxDistributed(Layout):
         return f"{since}emove {MANIFEST} and {COMMITTED} from the tag: then it is read as neuronx-distributed's."
 
     def beside(self, store: Store, tag: str) -> str:
-        if not self.origin or not root_of(store).is_ours(tag) or tags.marked_tag(store, tag) is None:
+        if not self.origin or not root_of(store).is_ours(tag) or marked_tag(store, tag) is None:
             return ""
         return f"neuronx-distributed's files. {self.saved_over(store, tag)}"
 
-    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.nxd.adapters import BesideRoot
-        from xla_ckpt.layouts.nxd.scan import open_nxd
+    def tag_at(self, store: Store, name: str) -> RankTag | None:
+        if not may_be_foreign(store, name):
+            return None
+        if (marked := marked_tag(store, name)) is not None:
+            return marked
+        try:
+            ranks = placed_by(store.names(name), OLDER).values()
+        except OSError:
+            return None
+        times = [modified(store, f"{name}/{file}") or 0 for file in ranks]
+        return RankTag(tag=name, complete=True, older=True, time=max(times)) if times else None
 
-        return open_nxd(store, looked_up_again(tags.find_nxd_tag, store, entry.tag), hints, BesideRoot(store))
+    def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
+        from xla_ckpt.layouts.nxd.files import LegacyFiles, NxdFiles
 
-    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
-        from xla_ckpt.layouts.nxd.verify import verify_nxd
-
-        return verify_nxd(store, looked_up_again(tags.find_nxd_tag, store, entry.tag), workers)
+        return LegacyFiles(directory) if tag.older else NxdFiles(directory, store)
 
     def writing(self, description: Description) -> Writing:
         from xla_ckpt.layouts.nxd.writing import nxd_writing

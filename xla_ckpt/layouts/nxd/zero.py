@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, UsageError
+from xla_ckpt.layouts.by_rank.arrays import RankArray, assembled, check_zero1_rows
+from xla_ckpt.layouts.by_rank.copies import in_common
+from xla_ckpt.layouts.by_rank.files import StoredTensor
+from xla_ckpt.layouts.by_rank.folders import OPTIM, FolderFiles
+from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.plan import RankState, RankTensor
-from xla_ckpt.layouts.nxd.arrays import RankArray, assembled, check_zero1_rows
-from xla_ckpt.layouts.nxd.copies import in_common
-from xla_ckpt.layouts.nxd.plan import RankPlan
-from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
-from xla_ckpt.layouts.nxd.state import trees
+from xla_ckpt.layouts.by_rank.state import trees
+from xla_ckpt.layouts.nxd.writing import files_of_rank
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.pickle_writer import LeafAt
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
@@ -27,7 +29,7 @@ from xla_ckpt.sharding.local_array import whole
 from xla_ckpt.sharding.mesh import AXES, Mesh
 from xla_ckpt.sharding.sharding import Sharding
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.nested import replaced_leaves
+from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 _DEALT = ("base_state", "sharded_master_weights")
 """Members whose tensors are dealt out by rows; all others are the same on all dp ranks."""
@@ -69,7 +71,7 @@ class ZeroFiles:
                 if path.startswith(f"{at['pp']}/{at['tp']}/")
             }
             state = RankState(parts={schema.OPTIMIZER: self.stages[at["pp"], at["tp"]]}, tensors=tensors, zero1=True)
-            files += RankPlan(mesh, rank, self.xser).files(state)
+            files += files_of_rank(state, mesh, rank, xser=self.xser)
         if dp is not None:
             return files
         return [replace(f, path=f.path.replace("optim/dp_rank_00_", "optim/full_", 1)) for f in files]
@@ -84,7 +86,7 @@ class ZeroFiles:
         return RankTensor(leaf=path, dtype=record.dtype, shape=shape, pieces=place.pieces, alike=("cp",))
 
 
-def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
+def scan_optimizer(files: FolderFiles, tag: str) -> ZeroFiles:
     """The ZeRO-1 optimizer under ``optim`` in a tag directory. No tensor data is read.
 
     Raises:
@@ -92,7 +94,7 @@ def scan_optimizer(files: Scan, tag: str) -> ZeroFiles:
         CorruptCheckpointError: Files are missing, or do not fit together.
         UnsupportedStateError: It is the optimizer of an expert-parallel job.
     """
-    grid = files.rank_files().get("optim")
+    grid = files.whole_grids().get(OPTIM)
     if grid is None:
         raise UsageError("there are no optimizer files of neuronx-distributed", file="optim", found="nothing")
     names = [posixpath.basename(path) for path in grid.paths.values()]
@@ -136,57 +138,41 @@ def _check(path: str, tree: Any) -> None:
 class _Arrays:
     """Collects the arrays of all files."""
 
-    files: Scan
+    files: FolderFiles
     by_rank: Mapping[RankAt, Any]
     dp: int
     records: dict[str, ArrayRecord] = field(default_factory=dict)
     dealt: list[str] = field(default_factory=list)
 
     def stage(self, pp: int, tp: int) -> Any:
-        """What the files of one (tp, pp) hold, with a `LeafAt` in place of each tensor."""
-        ranks = [self.by_rank[RankAt(pp=pp, dp=dp, ep=0, tp=tp)] for dp in range(self.dp)]
-        shapes = ranks[0]["shape_info"]
-        content: dict[str, Any] = {}
-        for key, value in ranks[0].items():
-            path = f"{pp}/{tp}/{key}"
-            if key not in _DEALT:
-                content[key] = self._common(path, ranks, key)
-                continue
-            content[key] = {}
-            members = [rank[key] for rank in ranks]
-            for number in value:
-                if type(number) is int:
-                    of_ranks = [of_rank.get(number) for of_rank in members]
-                    content[key][number] = self._state(f"{path}/{number}", of_ranks, shapes.get(number))
-                else:  # it belongs to no parameter, and each dp rank has it whole
-                    content[key][number] = self._common(f"{path}/{number}", members, number)
-        return content
-
-    def _common(self, path: str, ranks: list[Any], key: Any) -> Any:
-        """What all dp ranks have under a key.
+        """What the files of one (tp, pp) hold, with a `LeafAt` in place of each tensor.
 
         Raises:
-            IncompatibleCheckpointError: They differ.
+            CorruptCheckpointError: Some dp ranks lack rows of a state.
+            IncompatibleCheckpointError: The dp ranks differ in what is no rows.
         """
-        common = in_common(self.files, {RankAt(dp=dp): members for dp, members in enumerate(ranks)}, key)
-        return replaced_leaves(common, lambda keys, leaf: self._alone("/".join(map(str, (path, *keys))), leaf))
+        ranks = {RankAt(dp=dp): self.by_rank[RankAt(pp=pp, dp=dp, tp=tp)] for dp in range(self.dp)}
+        first = ranks[RankAt()]
 
-    def _state(self, path: str, ranks: list[Any], shape: Any) -> Any:
-        """The state, or the master weight, of one parameter on all dp ranks."""
-        first = ranks[0]
-        if isinstance(first, StoredTensor):
-            return self._united(path, ranks, shape)
-        if not isinstance(first, Mapping):
-            return first
-        state = {}
-        members = [rank or {} for rank in ranks]
-        for what, value in first.items():
-            if isinstance(value, StoredTensor):
-                of_ranks = [of_rank.get(what) for of_rank in members]
-                state[what] = self._united(f"{path}/{what}", of_ranks, shape)
-            else:
-                state[what] = self._common(f"{path}/{what}", members, what)
-        return state
+        def of_all(keys: Keys, leaf: Any) -> Any:
+            path = "/".join(map(str, (pp, tp, *keys)))
+            # A tensor in a container that is a state is no rows.
+            if keys[0] in _DEALT and type(keys[1]) is int and len(keys) <= 3 and isinstance(leaf, StoredTensor):
+                rows = [_member(tree, keys) for tree in ranks.values()]
+                return self._united(path, rows, first["shape_info"].get(keys[1]))
+            return self._alone(path, leaf)
+
+        def alike(keys: Keys) -> Any:
+            """What lies there: tensors that are rows as on the first rank, all else as all ranks have it."""
+            of_ranks = {at: _member(tree, keys[:-1]) or {} for at, tree in ranks.items()}
+            value = of_ranks[RankAt()][keys[-1]]
+            if keys[0] not in _DEALT or (len(keys) > 1 and type(keys[1]) is not int):
+                return in_common(self.files, of_ranks, keys[-1])
+            if isinstance(value, Mapping) and len(keys) < 3:
+                return {key: alike((*keys, key)) for key in value}
+            return value if isinstance(value, StoredTensor) else in_common(self.files, of_ranks, keys[-1])
+
+        return replaced_leaves({key: alike((key,)) for key in first}, of_all)
 
     def _united(self, path: str, ranks: list[Any], shape: Any) -> Any:
         """The array of which each dp rank has rows; `shape` is that of all of them together."""
@@ -221,3 +207,10 @@ class _Arrays:
         array = RankArray(leaf=path, copies={(0, 0, 0): value}, mesh=Mesh(), local=value.shape)
         self.records[path] = assembled(self.files, array, Sharding()).record
         return LeafAt(path)
+
+
+def _member(tree: Any, keys: Keys) -> Any:
+    """What lies at a place; None if nothing does."""
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree

@@ -11,12 +11,14 @@ from typing import Any
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.base import HuggingFaceModel
+from xla_ckpt.layouts.by_rank.arrays import Copies
+from xla_ckpt.layouts.by_rank.content import plain_file
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.folders import FolderFiles
+from xla_ckpt.layouts.by_rank.state import Stage
 from xla_ckpt.layouts.llama_manifest import model_alone, names_in_part
-from xla_ckpt.layouts.nxd.arrays import Copies
-from xla_ckpt.layouts.nxd.rank_files import Scan
-from xla_ckpt.layouts.nxd.scan import Around, plain_file
-from xla_ckpt.layouts.nxd.state import Stage
-from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata, parse_stage_metadata
+from xla_ckpt.layouts.optimum.metadata import METADATA_FILE, WITHOUT, Attention, StageMetadata
+from xla_ckpt.layouts.optimum.metadata_json import parse_stage_metadata
 from xla_ckpt.layouts.optimum.names import hugging_face
 from xla_ckpt.layouts.scanned import MAX_JSON
 from xla_ckpt.manifest.records import UnknownArray
@@ -24,7 +26,7 @@ from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.plan.rearrange import rearranged
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding
-from xla_ckpt.storage.base import read_whole
+from xla_ckpt.storage.base import Directory, read_whole
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -33,36 +35,39 @@ TRAINER_STATE = "trainer_state.json"
 """What the trainer knows of its progress: epoch, step, history of the log."""
 
 
-class Beside(Around):
-    """What optimum-neuron writes beside the rank files: metadata, the scheduler, the trainer's state.
+class OptimumFiles(FolderFiles):
+    """The rank files, and what optimum-neuron writes beside them: metadata, the scheduler, the trainer's state.
 
     Args:
-        adapter: Whether the files hold an adapter alone. Its metadata are about the model around it, too.
+        directory: The directory of the checkpoint.
+        below: Where in it the rank files lie.
+        adapter: Whether they hold an adapter alone. Its metadata are about the model around it, too.
     """
 
-    def __init__(self, *, adapter: bool) -> None:
+    def __init__(self, directory: Directory, below: str, *, adapter: bool) -> None:
+        super().__init__(directory, below)
         self.adapter = adapter
 
-    def hints(self, files: Scan, model: Mapping[int, Stage], mesh: Mesh, hints: Hints) -> Hints:
-        stages = metadata_of(files, mesh)
+    def hints(self, model: Mapping[int, Stage], mesh: Mesh, hints: Hints) -> Hints:
+        stages = metadata_of(self, mesh)
         if not stages:
             return hints
         if not self.adapter:
             for pp, stage in model.items():
                 _check_stored(stages[pp], stage)
-        described = _Description(files, stages, model, mesh, hints).hints()
+        described = _Description(self, stages, model, mesh, hints).hints()
         # What a rule says of the other arrays is kept. Of those that are described it has been compared, and it need
         # not be how the stored arrays were split.
         others = {name: hints.hint(name) for name in hints.arrays}
         sequence = [name for pp in sorted(model) for name in stages[pp].parameters]
         return replace(hints, arrays={**others, **described}, rules=(), sequence=list(dict.fromkeys(sequence)))
 
-    def parts(self, files: Scan) -> dict[str, Any]:
-        parts = super().parts(files)
-        if schema.SCHEDULER not in parts and files.below and f"{schema.SCHEDULER}.pt" in files.names:
-            parts[schema.SCHEDULER] = plain_file(files, f"{schema.SCHEDULER}.pt")
-        if schema.USER_CONTENT not in parts and files.below and TRAINER_STATE in files.names:
-            parts[schema.USER_CONTENT] = {"trainer_state": _json(files, TRAINER_STATE)}
+    def parts(self) -> dict[str, Any]:
+        parts = super().parts()
+        if schema.SCHEDULER not in parts and self.below and f"{schema.SCHEDULER}.pt" in self.names:
+            parts[schema.SCHEDULER] = plain_file(self, f"{schema.SCHEDULER}.pt")
+        if schema.USER_CONTENT not in parts and self.below and TRAINER_STATE in self.names:
+            parts[schema.USER_CONTENT] = {"trainer_state": _json(self, TRAINER_STATE)}
         return parts
 
 
@@ -72,7 +77,7 @@ def hugging_face_model(reader: TagReader, below: str) -> HuggingFaceModel | None
     Raises:
         CheckpointError: The metadata do not fit to what is stored, or nothing says how an array was split.
     """
-    files, manifest = Scan(reader.directory, below), reader.manifest
+    files, manifest = RankFiles(reader.directory, below), reader.manifest
     stages = metadata_of(files, Mesh.parse(manifest.mesh or ""))
     if not stages:
         return None
@@ -92,14 +97,14 @@ CONFIGS = ("config.json", "generation_config.json")
 """What the trainer writes beside the rank files of a model, and transformers looks for beside the model's files."""
 
 
-def _json(files: Scan, file: str) -> Any:
+def _json(files: RankFiles, file: str) -> Any:
     try:
         return json.loads(read_whole(files.directory, file, limit=MAX_JSON))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"a JSON file is damaged: {error}", file=file) from error
 
 
-def metadata_of(files: Scan, mesh: Mesh) -> Mapping[int, StageMetadata]:
+def metadata_of(files: RankFiles, mesh: Mesh) -> Mapping[int, StageMetadata]:
     """The metadata of each pipeline stage; none if the tag has none.
 
     Raises:
@@ -163,7 +168,7 @@ def _check_stored(metadata: StageMetadata, stage: Stage) -> None:
 class _Description:
     """What is known of the arrays of a tag, from its metadata and the program."""
 
-    files: Scan
+    files: RankFiles
     stages: Mapping[int, StageMetadata]
     model: Mapping[int, Stage]
     mesh: Mesh

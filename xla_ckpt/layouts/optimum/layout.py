@@ -12,22 +12,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import UsageError
-from xla_ckpt.layouts.base import HuggingFaceModel, Layout
-from xla_ckpt.layouts.foreign_tags import looked_up_again, merged_by_time
-from xla_ckpt.layouts.nxd import tags
-from xla_ckpt.layouts.nxd.tags import NxdTag
+from xla_ckpt.layouts.base import HuggingFaceModel
+from xla_ckpt.layouts.by_rank.layout import RankLayout
+from xla_ckpt.layouts.by_rank.tags import RankTag, marked_tag
+from xla_ckpt.layouts.foreign_tags import merged_by_time
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE
-from xla_ckpt.plan.hints import Hints
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.pool import READERS
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.roots import may_be_foreign
 
 if TYPE_CHECKING:
-    from xla_ckpt.layouts.optimum.around import Beside
+    from xla_ckpt.layouts.by_rank.files import RankFiles
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _ADAPTER = re.compile(r"adapter_.+")
@@ -35,105 +31,80 @@ _SHARDS = "shards"
 _ADAPTER_SHARDS = "adapter_shards"
 
 
-class OptimumNeuron(Layout):
+class OptimumNeuron(RankLayout):
     """optimum-neuron's layout: read, verified and converted from, and never written."""
 
     name = "optimum-neuron"
     origin = "optimum-neuron"
-    asks = True
     converts = False
 
-    def tags(self, store: Store) -> list[TagEntry]:
-        complete = [t for name in names_in(store) if (t := _found(store, name)) is not None and t.complete]
+    def tag_at(self, store: Store, name: str) -> RankTag | None:
+        """A checkpoint, or the rank files of one with metadata beside them."""
+        if not may_be_foreign(store, name):
+            return None
+        if _CHECKPOINT.fullmatch(name):
+            return _checkpoint(store, name)
+        if any(METADATA_FILE.fullmatch(file) for file in store.names(name)):
+            return marked_tag(store, name)
+        return None
+
+    def complete_tags(self, store: Store) -> list[RankTag]:
+        tags = super().complete_tags(store)
         # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
-        numbered = sorted((t for t in complete if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: _step(t.tag))
-        others = sorted((t for t in complete if not _CHECKPOINT.fullmatch(t.tag)), key=lambda t: (t.time, t.tag))
-        return [_entry(store, t) for t in merged_by_time(numbered, others, lambda t: t.time)]
+        numbered = sorted((t for t in tags if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: int(t.tag.split("-")[1]))
+        return merged_by_time(numbered, (t for t in tags if t not in numbered), lambda t: t.time)
 
-    def find(self, store: Store, tag: str) -> TagEntry | None:
-        checkpoint = _found(store, tag)
-        return None if checkpoint is None else _entry(store, checkpoint)
+    def entry_of(self, store: Store, tag: RankTag) -> TagEntry:
+        folders = _folders(_adapters(store, tag.tag))
+        return replace(tag.entry(), note=f"with {', '.join(folders)}" if folders else "")
 
-    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.nxd.scan import open_nxd
+    def opened_tag(self, store: Store, name: str) -> RankTag:
+        """See `RankLayout.opened_tag`.
 
-        tag = _existing(store, entry.tag)
-        return open_nxd(store, tag, hints, _beside(tag))
+        Raises:
+            UsageError: It has several adapters and no model, so that nobody can tell what is meant.
+        """
+        tag = super().opened_tag(store, name)
+        folders = _folders(_adapters(store, name)) if tag.below.endswith(f"{_ADAPTER_SHARDS}/") else []
+        if len(folders) > 1:
+            raise UsageError(
+                "this checkpoint holds several adapters",
+                path=store.path,
+                tag=name,
+                expected="one of them",
+                found=", ".join(folders),
+                hint=f"Name one by its own directory: path {store.path}/{name}/{folders[0]}, tag {_ADAPTER_SHARDS}.",
+            )
+        return tag
+
+    def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
+        from xla_ckpt.layouts.optimum.around import OptimumFiles
+
+        adapter = tag.tag == _ADAPTER_SHARDS or tag.below.endswith(f"{_ADAPTER_SHARDS}/")
+        return OptimumFiles(directory, tag.below, adapter=adapter)
 
     def as_hugging_face(self, store: Store, entry: TagEntry, reader: TagReader) -> HuggingFaceModel | None:
         from xla_ckpt.layouts.optimum.around import hugging_face_model
 
-        return hugging_face_model(reader, _existing(store, entry.tag).below)
-
-    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
-        from xla_ckpt.layouts.nxd.verify import verify_nxd
-
-        tag = _existing(store, entry.tag)
-        return verify_nxd(store, tag, workers, _beside(tag))
+        return hugging_face_model(reader, self.opened_tag(store, entry.tag).below)
 
 
-def _entry(store: Store, checkpoint: NxdTag) -> TagEntry:
-    """What a listing shows of a tag, and which adapters lie in it."""
-    folders = [adapter.below.split("/")[0] for adapter in _adapters(store, checkpoint.tag)]
-    return replace(checkpoint.entry(), note=f"with {', '.join(folders)}" if folders else "")
-
-
-def _beside(checkpoint: NxdTag) -> Beside:
-    from xla_ckpt.layouts.optimum.around import Beside
-
-    return Beside(adapter=checkpoint.tag == _ADAPTER_SHARDS or checkpoint.below.endswith(f"{_ADAPTER_SHARDS}/"))
-
-
-def _found(store: Store, tag: str) -> NxdTag | None:
-    """The tag of this name: a checkpoint, or the rank files of one with metadata beside them; None if it is none."""
-    if not may_be_foreign(store, tag):
-        return None
-    if _CHECKPOINT.fullmatch(tag):
-        return _checkpoint(store, tag)
-    if any(METADATA_FILE.fullmatch(name) for name in store.names(tag)):
-        return tags.marked_tag(store, tag)
-    return None
-
-
-def _checkpoint(store: Store, tag: str) -> NxdTag | None:
+def _checkpoint(store: Store, tag: str) -> RankTag | None:
     """A checkpoint of the trainer: its rank files, or those of its only adapter."""
-    if (shards := tags.marked_tag(store, tag, f"{_SHARDS}/")) is not None:
+    if (shards := marked_tag(store, tag, f"{_SHARDS}/")) is not None:
         return shards
     adapters = _adapters(store, tag)
     return adapters[0] if adapters else None
 
 
-def _adapters(store: Store, tag: str) -> list[NxdTag]:
+def _adapters(store: Store, tag: str) -> list[RankTag]:
     """The adapters of a checkpoint, by name."""
     adapters = (
-        tags.marked_tag(store, tag, f"{name}/{_ADAPTER_SHARDS}/")
-        for name in store.names(tag)
-        if _ADAPTER.fullmatch(name)
+        marked_tag(store, tag, f"{name}/{_ADAPTER_SHARDS}/") for name in store.names(tag) if _ADAPTER.fullmatch(name)
     )
     return [adapter for adapter in adapters if adapter is not None]
 
 
-def _existing(store: Store, tag: str) -> NxdTag:
-    """The tag of this name, which was there a moment ago.
-
-    Raises:
-        NoCheckpointError: It is gone.
-        UsageError: It has several adapters and no model, so that nobody can tell what is meant.
-    """
-    checkpoint = looked_up_again(_found, store, tag)
-    if checkpoint.below.endswith(f"{_ADAPTER_SHARDS}/"):
-        folders = [adapter.below.split("/")[0] for adapter in _adapters(store, tag)]
-        if len(folders) > 1:
-            raise UsageError(
-                "this checkpoint holds several adapters",
-                path=store.path,
-                tag=tag,
-                expected="one of them",
-                found=", ".join(folders),
-                hint=f"Name one by its own directory: path {store.path}/{tag}/{folders[0]}, tag {_ADAPTER_SHARDS}.",
-            )
-    return checkpoint
-
-
-def _step(tag: str) -> int:
-    return int(tag.rpartition("-")[2])
+def _folders(adapters: list[RankTag]) -> list[str]:
+    """What the folders of some adapters are called."""
+    return [adapter.below.split("/")[0] for adapter in adapters]

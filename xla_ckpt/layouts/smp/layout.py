@@ -8,60 +8,51 @@ beside this one, and loads torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.foreign_tags import looked_up_again
+from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
+from xla_ckpt.layouts.by_rank.layout import RankLayout
+from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.one_file.layout import SUFFIXES
 from xla_ckpt.layouts.smp import tags
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.hints import Hints
-from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.pool import READERS
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 
 if TYPE_CHECKING:
     from xla_ckpt.engine.writing import Writing
+    from xla_ckpt.layouts.by_rank.files import RankFiles
     from xla_ckpt.state.describe import Description
 
 
-class SageMaker(Layout):
+class SageMaker(RankLayout):
     """SMP's layout, in all forms of names that its versions have written."""
 
     name = "smp"
     origin = "SageMaker model parallel"
     may_hold_tags = True
-    asks = True
     saves = True
     pickles = True
 
     def wrote(self, manifest: Manifest) -> bool:
         return any(file.path == tags.JOB_CONFIG for file in manifest.files)
 
-    def tags(self, store: Store) -> list[TagEntry]:
-        return [tag.entry() for tag in tags.complete_smp_tags(store)]
+    def tag_at(self, store: Store, name: str) -> RankTag | None:
+        return tags.find_smp_tag(store, name)
 
-    def find(self, store: Store, tag: str) -> TagEntry | None:
-        entry = tags.find_smp_tag(store, tag)
-        return None if entry is None else entry.entry()
+    def complete_tags(self, store: Store) -> list[RankTag]:
+        return [*tags.complete_smp_tags(store)]
+
+    def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
+        from xla_ckpt.layouts.smp.scan import SmpFiles
+
+        return SmpFiles(directory, cast("tags.SmpTag", tag))
 
     def tag_of(self, entry: TagEntry) -> str:
         name = entry.tag.removesuffix(tags.ALL_PARTS)
         stem, dot, suffix = name.rpartition(".")
         name = stem if dot and f".{suffix}" in SUFFIXES else name
         return name.removesuffix(tags.PARTIAL) or entry.tag
-
-    def open(self, store: Store, entry: TagEntry, hints: Hints) -> TagReader:
-        from xla_ckpt.layouts.smp.scan import open_smp
-
-        return open_smp(store, looked_up_again(tags.find_smp_tag, store, entry.tag), hints)
-
-    def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
-        from xla_ckpt.layouts.smp.verify import verify_smp
-
-        return verify_smp(store, looked_up_again(tags.find_smp_tag, store, entry.tag), workers)
 
     def saved_over(self, store: Store, tag: str) -> str:
         return (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from xla_ckpt.layouts.nxd.rank_files import StoredTensor
+from xla_ckpt.layouts.by_rank.files import StoredTensor
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO
 from xla_ckpt.layouts.training_state import MAX_NESTING, MODEL_NAMES, SCHEDULER_NAMES, program_names
 from xla_ckpt.plan.hints import Hints

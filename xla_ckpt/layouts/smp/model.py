@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, FormatError
-from xla_ckpt.layouts.nxd.arrays import Copies, RankArray
-from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
-from xla_ckpt.layouts.nxd.state import ScannedState, Stage
+from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt
+from xla_ckpt.layouts.by_rank.state import ScannedState, Stage
 from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
 from xla_ckpt.layouts.training_state import program_names
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -42,7 +43,7 @@ class MergedModel:
     """Names of the parameters and buffers of each pipeline stage, in its order."""
 
 
-def merged_model(scan: Scan, models: Mapping[RankAt, Mapping[Any, Any]], hints: Hints) -> MergedModel:
+def merged_model(files: RankFiles, models: Mapping[RankAt, Mapping[Any, Any]], hints: Hints) -> MergedModel:
     """One stage of all. A name that only tp rank 0 has is one of a parameter that SMP keeps there alone.
 
     Raises:
@@ -69,7 +70,7 @@ def merged_model(scan: Scan, models: Mapping[RankAt, Mapping[Any, Any]], hints: 
             by_tp = {at.tp: members[name] for at, members in of_ranks.items() if name in members}
             if all(isinstance(value, StoredTensor) for value in by_tp.values()):
                 copies = {(0, 0, tp): value for tp, value in by_tp.items()}
-                _tell_other(scan, name, stage.copies.get(name), copies)
+                _tell_other(files, name, stage.copies.get(name), copies)
                 stage.copies[name] = copies
             else:
                 for tp, value in by_tp.items():
@@ -82,11 +83,11 @@ def _members(tree: Mapping[Any, Any], called: Mapping[str, str]) -> dict[str, An
     return {called[str(name)]: value for name, value in tree.items() if name not in STATE_DICT_MARKS}
 
 
-def _tell_other(scan: Scan, name: str, one: Copies | None, other: Copies) -> None:
+def _tell_other(files: RankFiles, name: str, one: Copies | None, other: Copies) -> None:
     """Log that two pipeline stages have a name, with different values: as with SMP, the last of them counts."""
     if one is None:
         return
-    if one.keys() != other.keys() or not all(scan.equal(one[key], other[key]) for key in one):
+    if one.keys() != other.keys() or not all(files.equal(one[key], other[key]) for key in one):
         logger.warning("%s is stored by several pipeline stages with different values: the last one counts", name)
 
 
@@ -200,19 +201,12 @@ class SmpState(ScannedState):
         dim = uneven_dim([tensor.shape for tensor in ordered]) if len(ordered) == array.mesh.tp else None
         if dim is None or len({tensor.dtype for tensor in ordered}) > 1:
             return None
-        first = ordered[0].shape
-        total = sum(tensor.shape[dim] for tensor in ordered)
+        whole = Box.whole(ordered[0].shape)
         shards: list[Shard] = []
         start = 0
         for tensor in ordered:
-            place = self.scan.place(tensor)
-            size = tensor.shape[dim]
-            box = Box(
-                tuple(start if d == dim else 0 for d in range(len(first))),
-                tuple(start + size if d == dim else n for d, n in enumerate(first)),
-            )
-            if box.size:
-                shards.append(Shard(box, self.scan.number(place.file), place.offset))
-            start += size
-        shape = tuple(total if d == dim else n for d, n in enumerate(first))
-        return array_record(ordered[0].dtype, shape, shards, _along(dim).spec)
+            place, stop = self.files.place(tensor), start + tensor.shape[dim]
+            if (box := whole.along(dim, start, stop)).size:
+                shards.append(Shard(box, self.files.number(place.file), place.offset))
+            start = stop
+        return array_record(ordered[0].dtype, whole.along(dim, 0, start).stop, shards, _along(dim).spec)

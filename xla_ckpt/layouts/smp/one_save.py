@@ -1,4 +1,4 @@
-"""Which files of a set belong together: what the notes beside them say of the saves that wrote them."""
+"""Which files of a set belong together: the notes beside them say of which save each is."""
 
 from __future__ import annotations
 
@@ -7,16 +7,32 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError, storage_errors
-from xla_ckpt.layouts.smp.parts import saves_beside, two_saves
-from xla_ckpt.layouts.smp.sidecar import RANK_AXES, SaveNote, directory_digest, matching
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError, storage_errors
+from xla_ckpt.layouts.smp.sidecar import (
+    MAX_NOTE,
+    RANK_AXES,
+    SaveNote,
+    directory_digest,
+    dump_notes,
+    note_name,
+    parse_notes,
+    renewed,
+)
 from xla_ckpt.layouts.smp.tags import ALL_PARTS, FileSet, Numbers, SmpTag, find_smp_tag
+from xla_ckpt.layouts.torch_save.whole_writing import renew_file, write_whole_file
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.base import Directory, Source, read_whole
 from xla_ckpt.storage.door import above
 
 logger = logging.getLogger(__name__)
+
+PerAxis = tuple[int, int, int]
+"""A number for each of `sidecar.RANK_AXES`."""
+
+_OTHER = "another program, which has written over it since"
+"""Names the save of a file that was written over since its note was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +40,19 @@ class SetPart:
     """One file of a set."""
 
     file: str
+    digest: str
+    """Digest of its zip's directory, which stands for all that is in it; empty if it is no whole zip."""
+
+    saves: tuple[SaveNote, ...]
+    """What is noted of it, and of earlier files of its name."""
+
     saved: SaveNote | None
     """What is noted of the file as it is; None if nothing is."""
-
-    noted: bool
-    """Whether there is a note, of this file or of an earlier one of its name."""
 
     @property
     def save(self) -> str | None:
         """What names its save; None if nobody knows it."""
-        return self.saved.save if self.saved is not None else "another program" if self.noted else None
+        return self.saved.save if self.saved is not None else _OTHER if self.saves else None
 
 
 def parts_at(prefix: str) -> dict[Numbers, SetPart]:
@@ -49,9 +68,9 @@ def parts_at(prefix: str) -> dict[Numbers, SetPart]:
         if tag is None:
             return {}
         with closing(store.open("", lock=False, links=True)) as directory:
-            parts = with_notes(directory, tag.sets[""])
+            parts = {n: noted_part(directory, file) for n, file in tag.sets[""].parts().items()}
     folder = "".join(prefix.rpartition("/")[:2])
-    return {n: SetPart(file=f"{folder}{p.file}", saved=p.saved, noted=p.noted) for n, p in of_one_save(parts).items()}
+    return {n: replace(part, file=f"{folder}{part.file}") for n, part in of_one_save(parts).items()}
 
 
 def less_others(directory: Directory, tag: SmpTag) -> SmpTag:
@@ -63,27 +82,35 @@ def less_others(directory: Directory, tag: SmpTag) -> SmpTag:
     files = tag.sets.get("")
     if files is None or len(files.forms) != 1:
         return tag
-    ((form, _),) = files.forms.items()
-    kept = {numbers: part.file for numbers, part in of_one_save(with_notes(directory, files)).items()}
-    return replace(tag, sets={"": FileSet(files.name, {form: kept})})
-
-
-def with_notes(directory: Directory, files: FileSet) -> dict[Numbers, SetPart]:
-    """The files of a set, and what is noted of them."""
-    return {numbers: noted_part(directory, file) for numbers, file in files.parts().items()}
+    ((form, by_numbers),) = files.forms.items()
+    parts = of_one_save({n: noted_part(directory, file) for n, file in by_numbers.items()})
+    return replace(tag, sets={"": FileSet(files.name, {form: {n: part.file for n, part in parts.items()}})})
 
 
 def noted_part(directory: Directory, file: str) -> SetPart:
     """A file of a set, and what is noted of it."""
-    saves = saves_beside(directory, file)
-    if not saves:
-        return SetPart(file=file, saved=None, noted=False)
+    saves, digest = saves_beside(directory, file), ""
     with closing(directory.open(file)) as source:
         try:
-            saved = matching(saves, source.size, directory_digest(Ahead(source, file, 0).take, source.size))
+            digest = directory_digest(Ahead(source, file, 0).take, source.size)
         except (ValueError, CorruptCheckpointError):
             saved = None  # no whole zip: who reads it says so
-    return SetPart(file=file, saved=saved, noted=True)
+        else:
+            saved = next((one for one in saves if (one.size, one.directory) == (source.size, digest)), None)
+    return SetPart(file=file, digest=digest, saves=saves, saved=saved)
+
+
+def saves_beside(directory: Directory, file: str) -> tuple[SaveNote, ...]:
+    """What the note beside a file says of the saves that wrote it; nothing where there is none, or a damaged one."""
+    name = note_name(file)
+    try:
+        return parse_notes(read_whole(directory, name, limit=MAX_NOTE, what="the note beside a file"))
+    except FileNotFoundError:
+        return ()
+    except (FormatError, UnsupportedVersionError) as error:
+        # The file itself is whole: its own CRC-32s are compared. Only which save it is of is unknown.
+        logger.warning("%s", error.at(file=name))
+        return ()
 
 
 def of_one_save(parts: Mapping[Numbers, SetPart]) -> dict[Numbers, SetPart]:
@@ -103,8 +130,7 @@ def of_one_save(parts: Mapping[Numbers, SetPart]) -> dict[Numbers, SetPart]:
         return dict(parts)
     whole = [name for name, of_save in saves.items() if is_whole(of_save)]
     if len(whole) != 1:
-        firsts = {name: min(of_save) for name, of_save in saves.items()}
-        raise two_saves("; ".join(f"{parts[first].file} of {name}" for name, first in firsts.items()))
+        raise two_saves("; ".join(f"{of_save[min(of_save)].file} of {name}" for name, of_save in saves.items()))
     left = sorted(part.file for numbers, part in parts.items() if numbers not in saves[whole[0]])
     logger.warning("%s: of another save, and left out", ", ".join(left))
     return saves[whole[0]]
@@ -118,3 +144,53 @@ def is_whole(parts: Mapping[Numbers, SetPart]) -> bool:
     sizes = [saved.sizes[axis] for axis in RANK_AXES[: len(next(iter(parts)))]]
     inside = all(number < size for numbers in parts for number, size in zip(numbers, sizes, strict=True))
     return inside and len(parts) == prod(sizes)
+
+
+def two_saves(signs: str, file: str | None = None) -> CorruptCheckpointError:
+    """The error for parts that were not written together."""
+    return CorruptCheckpointError(
+        "the parts are of two saves: together they are no state that the job ever had",
+        file=file,
+        expected="all parts of one save",
+        found=signs,
+        hint="A save was cut off while it wrote over an older one, or files were copied from two runs. Take another "
+        "checkpoint, or restore the parts of one save from a copy.",
+    )
+
+
+def write_part(
+    value: Any, path: str, save: str | None, *, rank: PerAxis, sizes: PerAxis, options: Mapping[str, Any]
+) -> None:
+    """`write_whole_file`, with a note beside the file, which is true of whichever file is there.
+
+    Args:
+        value: What is saved.
+        path: The file.
+        save: Names the save, the same on all ranks. None: nobody knows it, and nothing is noted.
+        rank: Which rank writes it.
+        sizes: Number of ranks.
+        options: For torch.save.
+
+    Raises:
+        CheckpointError: As `write_whole_file`.
+    """
+    store, name = above(path)
+
+    def note(file: Source) -> None:
+        with closing(store.open("", lock=False)) as directory:
+            known = saves_beside(directory, name)
+            present = noted_part(directory, name).saved if known and store.has(name) else None
+        if save is None:
+            if known:
+                renew_file(dump_notes(()), note_name(path))
+            return
+        fresh = SaveNote(
+            size=file.size,
+            directory=directory_digest(Ahead(file, path, 0).take, file.size),
+            save=save,
+            rank=dict(zip(RANK_AXES, rank, strict=True)),
+            sizes=dict(zip(RANK_AXES, sizes, strict=True)),
+        )
+        renew_file(dump_notes(renewed(known, present, fresh)), note_name(path))
+
+    write_whole_file(value, path, sealed=note, **options)

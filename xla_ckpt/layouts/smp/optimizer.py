@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.layouts.nxd.optimizer import NAMELESS
-from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
-from xla_ckpt.layouts.nxd.stage_numbers import names_of_stage
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt
+from xla_ckpt.layouts.by_rank.optimizer import NAMELESS
+from xla_ckpt.layouts.by_rank.stage_numbers import names_of_stage
 from xla_ckpt.layouts.parameter_numbers import BUFFERS, PARAM_NAMES, names_by_number
 from xla_ckpt.layouts.smp.model import MergedModel
 from xla_ckpt.layouts.smp.optimizer_rows import STORED_MASTERS, are_rows, of_rows
@@ -70,12 +71,12 @@ class Optimizers:
 
 
 def optimizers(
-    scan: Scan, parts: Mapping[RankAt, Mapping[Any, Any]], model: MergedModel, hints: Hints, *, noted: bool
+    files: RankFiles, parts: Mapping[RankAt, Mapping[Any, Any]], model: MergedModel, hints: Hints, *, noted: bool
 ) -> Optimizers:
     """The optimizers of all parts.
 
     Args:
-        scan: Where the files are.
+        files: Where the files are.
         parts: What each part holds of the optimizer.
         model: The model.
         hints: What the program says.
@@ -92,7 +93,7 @@ def optimizers(
     if are_rows(parts):
         return Optimizers(trees=of_rows(parts))
     lost = _lost_masters(shares)
-    united = None if is_flat(shares, model) else united_of(scan, shares)
+    united = None if is_flat(shares, model) else united_of(files, shares)
     if united is None:
         return Optimizers(problem=_FLAT, masters=lost)
     if any(numbers_of(united[at].groups) != numbers_of(united[RankAt(tp=at.tp)].groups) for at in united):

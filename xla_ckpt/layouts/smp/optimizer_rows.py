@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.nxd.rank_files import RankAt
+from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.smp.file_contents import NUMBERS
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
 from xla_ckpt.layouts.smp.model import ADDED_KEY, SHAPES

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, largest_shape
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
 from xla_ckpt.layouts.smp.model import MergedModel
+from xla_ckpt.layouts.smp.one_save import two_saves
 from xla_ckpt.layouts.smp.optimizer_rows import masters_by_number
-from xla_ckpt.layouts.smp.parts import two_saves
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import STEP
 
@@ -125,7 +126,7 @@ def largest(members: Any) -> tuple[int, ...] | None:
     return largest_shape(members, lambda value: (value.shape or None) if isinstance(value, StoredTensor) else None)
 
 
-def united_of(scan: Scan, shares: Mapping[RankAt, OptimizerShare]) -> dict[RankAt, OptimizerShare] | None:
+def united_of(files: RankFiles, shares: Mapping[RankAt, OptimizerShare]) -> dict[RankAt, OptimizerShare] | None:
     """Shares of ranks that differ in rdp only, as one; None if several have one parameter, with different states."""
     united: dict[RankAt, OptimizerShare] = {}
     states: dict[RankAt, dict[Any, Any]] = {}
@@ -134,17 +135,17 @@ def united_of(scan: Scan, shares: Mapping[RankAt, OptimizerShare]) -> dict[RankA
         state = states.setdefault(key, {})
         united.setdefault(key, OptimizerShare(state, share.groups, share.masters, share.numbered))
         for number, members in share.state.items():
-            if state.get(number) and members and not _same(scan, state[number], members):
+            if state.get(number) and members and not _same(files, state[number], members):
                 return None
             state[number] = state.get(number) or members
     return united
 
 
-def _same(scan: Scan, one: Any, other: Any) -> bool:
+def _same(files: RankFiles, one: Any, other: Any) -> bool:
     if isinstance(one, StoredTensor) and isinstance(other, StoredTensor):
-        return scan.equal(one, other)
+        return files.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(scan, one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(_same(files, one[key], other[key]) for key in one)
     return bool(one == other)
 
 

@@ -5,67 +5,68 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
-from itertools import product
+from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError, naming
-from xla_ckpt.layouts.nxd.rank_files import RankAt, StoredTensor, listed_names
+from xla_ckpt.errors import CorruptCheckpointError, naming
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, listed_names
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.smp.sidecar import MAX_NOTE, SaveNote, directory_digest, matching, note_name, parse_notes
-from xla_ckpt.layouts.smp.tags import FileSet
-from xla_ckpt.layouts.torch_save.restricted_pickle import attributes
+from xla_ckpt.layouts.smp.one_save import SetPart, noted_part, two_saves
+from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
+from xla_ckpt.layouts.torch_save.pickle_names import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
 from xla_ckpt.manifest.records import UnknownArray
-from xla_ckpt.storage.base import Directory, read_whole
+from xla_ckpt.storage.base import Directory
 
 logger = logging.getLogger(__name__)
 
 _MODULE = "smdistributed.modelparallel.torch.fp16.loss_scaler"
-SCALERS = {name: attributes(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
+SCALERS = {name: Attributes.of(name) for name in (f"{_MODULE}.LossScaler", f"{_MODULE}.DynamicLossScaler")}
 """What SMP's fp16 optimizer scales losses by: objects of its own classes, of plain numbers."""
 
-_OTHER = "another program, which has written over it since"
-
-NEVER_SAVED = "the parts of all ranks tp > 0 are missing"
-"""What the classic mistake is: ``if smp.dp_rank() == 0`` is true on tp rank 0 only, as SMP counts tp within dp."""
+FIRST = RankAt()
 
 
-class PartFiles:
-    """The files of a tag.
+class PartFiles(RankFiles):
+    """The files of a tag. The bytes of each storage are compared with its CRC-32 before anybody has them.
 
     Args:
         directory: The directory in which they lie.
-        files: Their names.
+        tag: The tag.
     """
 
-    def __init__(self, directory: Directory, files: tuple[str, ...]) -> None:
-        self.directory = SavedFiles(directory, files)
-        self._all = directory
+    def __init__(self, directory: Directory, tag: SmpTag) -> None:
+        self.saved = SavedFiles(directory, tag.files)
+        super().__init__(self.saved)
+        self.tag = tag
+        self.directory_of_all = directory
         self._trees: dict[str, Any] = {}
-        self.digests: dict[str, str] = {}
-        """File -> digest of its zip's directory, which stands for all that is in it."""
+        self.noted: dict[str, SetPart] = {}
+        """What is noted of each file that was read."""
 
-        self.saves: dict[str, str] = {}
-        """File -> the save that it is part of, where something says so."""
+    def rank_files(self) -> Mapping[str, RankAt]:
+        return dict.fromkeys(self.tag.files, RankAt())
 
-    def tree(self, file: str) -> Any:
+    def zips(self) -> list[str]:
+        return list(self.tag.files)
+
+    def tree(self, path: str, at: RankAt = FIRST) -> Any:
         """What a file holds: a `StoredTensor` for each tensor, and an `UntrustedObject` for what is read on trust only.
 
         Raises:
             CorruptCheckpointError: It is missing, cut off, damaged, or torch.save did not write it.
             UnsupportedStateError: It is of another byte order, or compressed.
         """
-        if file not in self._trees:
-            with naming(file=file), closing(self._opened(file)) as source:
-                ahead = Ahead(source, file, FEW_AHEAD)
-                archive = Zip(ahead, 0, source.size)
-                self.directory.storages[file] = archive.storages()
-                self.digests[file] = directory_digest(ahead.take, source.size)
-                self._note_save(file, source.size, self.digests[file])
-                walk = Walk(FileObjects(self.directory, file, archive.pickled), _stored)
-                self._trees[file] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
-        return self._trees[file]
+        if path not in self._trees:
+            with naming(file=path), closing(self._opened(path)) as source:
+                archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
+                self.saved.storages[path] = archive.storages()
+                self.noted[path] = noted_part(self.directory_of_all, path)
+                walk = Walk(FileObjects(self.saved, path, archive.pickled), _stored)
+                self._trees[path] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
+        return self._trees[path]
 
     def _opened(self, file: str) -> Any:
         try:
@@ -73,18 +74,11 @@ class PartFiles:
         except FileNotFoundError:
             raise CorruptCheckpointError("a part is missing", file=file) from None
 
-    def _note_save(self, file: str, nbytes: int, digest: str) -> None:
-        """Find out which save a file is part of."""
-        saves = saves_beside(self._all, file)
-        if saves:
-            saved = matching(saves, nbytes, digest)
-            self.saves[file] = _OTHER if saved is None else saved.save
-
     @property
     def one_save(self) -> bool:
         """Whether the notes beside all files that were read say that they are of one save."""
-        named = set(self.saves.values())
-        return self.saves.keys() == self._trees.keys() and len(named) == 1 and _OTHER not in named
+        saves = {part.saved and part.saved.save for part in self.noted.values()}
+        return None not in saves and len(saves) == 1
 
     def check_saves(self) -> None:
         """Check that all parts that were read are of one save, where notes beside them say so.
@@ -93,37 +87,13 @@ class PartFiles:
             CorruptCheckpointError: They are not.
         """
         file_of: dict[str, str] = {}
-        for file, save in sorted(self.saves.items()):
-            file_of.setdefault(save, file)
+        for file, part in sorted(self.noted.items()):
+            if part.save is not None:
+                file_of.setdefault(part.save, file)
         if len(file_of) > 1:
             raise two_saves(
                 "; ".join(f"{file} of {save}" for save, file in file_of.items()), next(iter(file_of.values()))
             )
-
-
-def saves_beside(directory: Directory, file: str) -> tuple[SaveNote, ...]:
-    """What the note beside a file says of the saves that wrote it; nothing where there is none, or a damaged one."""
-    name = note_name(file)
-    try:
-        return parse_notes(read_whole(directory, name, limit=MAX_NOTE, what="the note beside a file"))
-    except FileNotFoundError:
-        return ()
-    except (FormatError, UnsupportedVersionError) as error:
-        # The file itself is whole: its own CRC-32s are compared. Only which save it is of is unknown.
-        logger.warning("%s", error.at(file=name))
-        return ()
-
-
-def two_saves(signs: str, file: str | None = None) -> CorruptCheckpointError:
-    """The error for parts that were not written together."""
-    return CorruptCheckpointError(
-        "the parts are of two saves: together they are no state that the job ever had",
-        file=file,
-        expected="all parts of one save",
-        found=signs,
-        hint="A save was cut off while it wrote over an older one, or files were copied from two runs. Take another "
-        "checkpoint, or restore the parts of one save from a copy.",
-    )
 
 
 def _stored(at: TensorAt) -> StoredTensor | UnknownArray:
@@ -163,7 +133,12 @@ def placed(files: FileSet, degrees: Degrees | None) -> dict[RankAt, str]:
     for numbers, file in sorted(parts.items()):
         stage, *others = divmod(numbers[0], tp) if by_mp else numbers
         by_rank[RankAt(pp=stage, tp=others[0] if others else 0, dp=others[1] if len(others) > 1 else 0)] = file
-    _check_grid(files, by_rank, degrees, lambda at: _part(files, at, tp if by_mp else 0))
+
+    def name(at: RankAt) -> str:
+        """The name of the part of a rank: of a job with tp it has two numbers at least."""
+        return files.part((at.pp * tp + at.tp,) if by_mp else (at.pp, at.tp, at.dp)[: max(count, 2 if at.tp else 1)])
+
+    _check_grid(files, by_rank, degrees, name)
     return by_rank
 
 
@@ -173,51 +148,35 @@ def degrees_in(sets: Iterable[FileSet]) -> Degrees | None:
     return (1 + max(n[0] for n in numbers), 1 + max(n[1] for n in numbers)) if numbers else None
 
 
-def _part(files: FileSet, at: RankAt, by_mp: int) -> str:
-    """The name of the part of a rank. `by_mp`: the number of tp ranks, where names count all ranks; else 0."""
-    ((count, suffix),) = files.forms
-    numbers = (at.pp * by_mp + at.tp,) if by_mp else (at.pp, at.tp, at.dp)[:count]
-    if count == 1 and at.tp and not by_mp:
-        numbers = (at.pp, at.tp)
-    return f"{files.name}_{'_'.join(map(str, numbers))}{suffix}"
-
-
 def _check_grid(
-    files: FileSet, by_rank: Mapping[RankAt, Any], degrees: Degrees | None, name: Callable[[RankAt], str]
+    files: FileSet, by_rank: Mapping[RankAt, str], degrees: Degrees | None, name: Callable[[RankAt], str]
 ) -> None:
-    names = {axis: 1 + max(getattr(at, axis) for at in by_rank) for axis in ("pp", "tp", "dp")}
-    known = {"pp": 1, "tp": 1, "dp": 1} if degrees is None else {"pp": degrees[0], "tp": degrees[1], "dp": 1}
-    for axis in ("pp", "tp"):
-        if degrees is not None and names[axis] > known[axis]:
+    named = RankGrid.of(by_rank).sizes
+    pp, tp = (max(named.pp, degrees[0]), max(named.tp, degrees[1])) if degrees else (named.pp, named.tp)
+    for axis, known, there in zip(("pp", "tp"), degrees or (pp, tp), (named.pp, named.tp), strict=True):
+        if there > known:
             raise CorruptCheckpointError(
                 f"there are parts of more {axis} ranks than the job had that wrote them",
                 file=files.name,
-                expected=f"parts of pp {known['pp']}, tp {known['tp']}, as they say themselves",
-                found=f"{len(by_rank)} parts, of {axis} ranks up to {names[axis] - 1}",
+                expected="parts of pp {}, tp {}, as they say themselves".format(*degrees or ()),
+                found=f"{len(by_rank)} parts, of {axis} ranks up to {there - 1}",
                 hint="Parts of another save lie under the same name: move them away. Or the name of the set is "
                 "another one, which has a number at its end.",
             )
-    sizes = {axis: max(names[axis], known[axis]) for axis in names}
-    total = sizes["pp"] * sizes["tp"] * sizes["dp"]
-    if len(by_rank) == total:
+    grid = RankGrid(by_rank, replace(named, pp=pp, tp=tp))
+    if not (missing := grid.missing(files.name)):
         return
-    if total > 100 * len(by_rank) + 1000:  # a file with a number in the millions makes no list of all those before it
-        raise CorruptCheckpointError("the numbers of the parts make no grid", file=files.name, found=len(by_rank))
-    ranks = (RankAt(pp=pp, tp=tp, dp=dp) for pp, tp, dp in product(*(range(sizes[a]) for a in ("pp", "tp", "dp"))))
-    missing = [at for at in ranks if at not in by_rank]
+    total = grid.count
+    # The classic mistake: SMP counts tp within dp, so that `if smp.dp_rank() == 0` is true on tp rank 0 only.
+    never = tp > 1 and not any(at.tp for at in by_rank) and all(at.tp for at in missing)
     raise CorruptCheckpointError(
-        NEVER_SAVED if _never_saved(by_rank, missing, sizes["tp"]) else f"{len(missing)} of {total} parts are missing",
+        "the parts of all ranks tp > 0 are missing" if never else f"{len(missing)} of {total} parts are missing",
         file=name(missing[0]),
-        expected=f"{total} parts: pp {sizes['pp']}, tp {sizes['tp']}" + (f", rdp {sizes['dp']}" * (sizes["dp"] > 1)),
+        expected=f"{total} parts: pp {pp}, tp {tp}" + (f", rdp {named.dp}" * (named.dp > 1)),
         found=f"{len(by_rank)}; missing: {listed_names([name(at) for at in missing])}",
         hint="If they were there once, restore them from a copy. Else the job saved under `if smp.dp_rank() == 0`, "
         "which is true on tp rank 0 only, and what the other tp ranks held was never written: save under "
         "`if smp.rdp_rank() == 0`."
-        if _never_saved(by_rank, missing, sizes["tp"])
+        if never
         else "They were lost, or never written: restore them from a copy, or take another checkpoint.",
     )
-
-
-def _never_saved(by_rank: Mapping[RankAt, Any], missing: list[RankAt], tp: int) -> bool:
-    """Whether exactly the parts of all tp ranks but the first are missing."""
-    return tp > 1 and not any(at.tp for at in by_rank) and all(at.tp for at in missing)

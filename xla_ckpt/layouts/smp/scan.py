@@ -1,4 +1,4 @@
-"""Opening a set of SMP's files, or a directory of them: scanned into a `Manifest`, without a tensor being read."""
+"""What a set of SMP's files holds, or a directory of them. No tensor is read."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
-from xla_ckpt.layouts.nxd.copies import in_common
-from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan
-from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
-from xla_ckpt.layouts.scanned import directory_to_scan
+from xla_ckpt.layouts.by_rank.content import Content, content_of
+from xla_ckpt.layouts.by_rank.copies import in_common
+from xla_ckpt.layouts.by_rank.files import RankFiles
+from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.smp import members
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
 from xla_ckpt.layouts.smp.model import ADDED_KEY, SmpState, known_hints, merged_model
-from xla_ckpt.layouts.smp.one_save import less_others
+from xla_ckpt.layouts.smp.one_save import less_others, two_saves
 from xla_ckpt.layouts.smp.optimizer import Optimizers, optimizers
-from xla_ckpt.layouts.smp.parts import Degrees, PartFiles, degrees_in, placed, two_saves
+from xla_ckpt.layouts.smp.parts import Degrees, PartFiles, degrees_in, placed
 from xla_ckpt.layouts.smp.tags import (
     FP16_SET,
     JOB_CONFIG,
@@ -31,11 +30,10 @@ from xla_ckpt.layouts.smp.tags import (
     SmpTag,
 )
 from xla_ckpt.layouts.training_state import without_paths
-from xla_ckpt.layouts.untrusted import UntrustedObject
-from xla_ckpt.manifest.records import Manifest, UnknownArray
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import Directory
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import leaves
 
@@ -45,40 +43,29 @@ _COUNTER = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re
 """Names of numbers that all ranks count alike."""
 
 
-def open_smp(store: Store, tag: SmpTag, hints: Hints) -> TagReader:
-    """A reader of a set, or of a directory of sets, for the restore engine.
-
-    Raises:
-        CorruptCheckpointError: Parts are missing, damaged, of two saves, or do not add up.
-        UnsupportedStateError: Sharded data parallelism wrote them.
-        IncompatibleCheckpointError: The stored optimizer is not the one that is wanted.
-    """
-    if not tag.complete:
-        logger.warning("%s: its save may not have ended", tag.tag)
-    with directory_to_scan(store, tag.tag, lambda: open_set_directory(store, tag)) as directory:
-        tag = less_others(directory, tag)
-        parts = PartFiles(directory, tag.files)
-        manifest, objects = scan_smp(parts, tag, hints)
-        return TagReader(parts.directory, store.path, tag.tag, manifest, objects)
+_UNFINISHED = "{tag}: its save may not have ended, as neither newest nor a file says that it did"
 
 
-def open_set_directory(store: Store, tag: SmpTag) -> Directory:
-    """The directory in which the files lie."""
-    # A set that lies in a root among other things is not locked: nothing of this library's removes its files.
-    return store.open(tag.directory) if tag.directory else store.open("", lock=False, links=True)
+class SmpFiles(PartFiles):
+    """The files of a set, or of a directory of sets."""
 
+    def __init__(self, directory: Directory, tag: SmpTag) -> None:
+        super().__init__(directory, tag)
+        # A part of a set that is not there is missed when the parts are placed.
+        self.unfinished = (
+            "{tag}: its save may not have ended, neither newest nor a file says so" if tag.directory else ""
+        )
 
-def scan_smp(parts: PartFiles, tag: SmpTag, hints: Hints) -> tuple[Manifest, list[UntrustedObject]]:
-    """The manifest of a tag, and the objects that its skeleton numbers. For errors see `open_smp`."""
-    files = Scan(parts.directory)
-    stored = _of_set(parts, tag, hints) if "" in tag.sets else _of_directory(parts, tag)
-    parts.check_saves()
-    content = _content(files, stored, hints, noted=parts.one_save)
-    # All files, whatever this rank wants of them: by their digests ranks know that they have opened the same ones.
-    for file in tag.files:
-        number = files.number(file)
-        files.files[number] = replace(files.files[number], digest=int(parts.digests[file], 16))
-    return manifest_of(files, tag.tag, content, hints)
+    def content(self, hints: Hints) -> Content:
+        tag = self.tag = less_others(self.directory_of_all, self.tag)
+        stored = _of_set(self, tag, hints) if "" in tag.sets else _of_directory(self, tag)
+        self.check_saves()
+        content = _content(self, stored, hints, noted=self.one_save)
+        # All files, whatever this rank wants of them: by their digests ranks know that they have opened the same ones.
+        for file in tag.files:
+            number = self.number(file)
+            self.files[number] = replace(self.files[number], digest=int(self.noted[file].digest, 16))
+        return content
 
 
 class StoredParts:
@@ -176,7 +163,7 @@ def degrees_of(infos: list[Any]) -> Degrees | None:
     return next(iter(distinct), None)
 
 
-def _content(files: Scan, stored: StoredParts, wanted: Hints, *, noted: bool) -> Content:
+def _content(files: RankFiles, stored: StoredParts, wanted: Hints, *, noted: bool) -> Content:
     ranks = [*stored.models, *stored.optimizers, *stored.rest]
     if not ranks:
         raise CorruptCheckpointError("there is neither a model nor an optimizer")
@@ -199,7 +186,9 @@ def _content(files: Scan, stored: StoredParts, wanted: Hints, *, noted: bool) ->
     return content
 
 
-def _add_rest(files: Scan, stored: StoredParts, united: Optimizers, parts: dict[str, Any], *, first_rank: bool) -> None:
+def _add_rest(
+    files: RankFiles, stored: StoredParts, united: Optimizers, parts: dict[str, Any], *, first_rank: bool
+) -> None:
     """Add what is neither model nor optimizer: the program's own values, and what SMP's fp16 optimizer keeps."""
     extras: dict[str, Any] = dict(parts.get(schema.EXTRAS, {}))
     if stored.scheduler:
@@ -225,7 +214,9 @@ def _add_rest(files: Scan, stored: StoredParts, united: Optimizers, parts: dict[
         parts[schema.EXTRAS] = extras
 
 
-def _user_content(files: Scan, by_rank: Mapping[RankAt, Mapping[Any, Any]]) -> tuple[dict[Any, Any], dict[str, Any]]:
+def _user_content(
+    files: RankFiles, by_rank: Mapping[RankAt, Mapping[Any, Any]]
+) -> tuple[dict[Any, Any], dict[str, Any]]:
     """What all ranks stored alike, and what each has its own of.
 
     Raises:

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from xla_ckpt.errors import FormatError, UnsupportedVersionError
-from xla_ckpt.layouts.torch_save.zip_end import Take, directory_at
+from xla_ckpt.layouts.torch_save.zip_directory import Take, directory_at
 from xla_ckpt.manifest.digest import digest, to_hex
 
 NOTE_FORMAT = 1
-
-NOTE_SUFFIX = ".xla_ckpt.json"
 
 MAX_NOTE = 1 << 20
 """A larger file is not read (bytes): two entries take a few hundred."""
@@ -33,13 +31,16 @@ MAX_NOTE = 1 << 20
 RANK_AXES = ("pp", "tp", "rdp")
 """Keys of `rank` and `sizes`."""
 
+_KINDS = {"size": int, "directory": str, "save": str, "rank": dict, "sizes": dict}
+"""Fields of an entry."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveNote:
     """One save of a file.
 
     Raises (on construction):
-        FormatError: A coordinate is missing, or is none.
+        FormatError: A field is of another type, or a coordinate is missing, or is none.
     """
 
     size: int
@@ -58,15 +59,14 @@ class SaveNote:
     """Number of ranks along each axis."""
 
     def __post_init__(self) -> None:
-        for coordinates in (self.rank, self.sizes):
-            if set(coordinates) != set(RANK_AXES) or any(type(n) is not int or n < 0 for n in coordinates.values()):
-                raise FormatError(
-                    "the coordinates of a rank", expected=f"numbers for {RANK_AXES}", found=str(coordinates)[:200]
-                )
-        if any(self.rank[axis] >= self.sizes[axis] for axis in RANK_AXES):
-            raise FormatError(
-                "the coordinates of a rank", expected=f"less than {dict(self.sizes)}", found=dict(self.rank)
-            )
+        sound = (
+            all(type(getattr(self, field)) is kind for field, kind in _KINDS.items())
+            and set(self.rank) == set(self.sizes) == set(RANK_AXES)
+            and all(type(n) is int for n in (*self.rank.values(), *self.sizes.values()))
+            and all(0 <= self.rank[axis] < self.sizes[axis] for axis in RANK_AXES)
+        )
+        if not sound:
+            raise FormatError("an entry of the note beside a file is damaged", found=str(self)[:200])
 
 
 def note_name(file: str) -> str:
@@ -76,7 +76,7 @@ def note_name(file: str) -> str:
     'best_partial/.model_0_1.pt.xla_ckpt.json'
     """
     above, slash, base = file.rpartition("/")
-    return f"{above}{slash}.{base}{NOTE_SUFFIX}"
+    return f"{above}{slash}.{base}.xla_ckpt.json"
 
 
 def directory_digest(take: Take, nbytes: int) -> str:
@@ -99,24 +99,14 @@ def directory_digest(take: Take, nbytes: int) -> str:
 
 
 def dump_notes(saves: Sequence[SaveNote]) -> bytes:
-    """The bytes of a file: equal entries give equal bytes.
+    """The bytes of a file.
 
     >>> ranks = {"rank": {"pp": 0, "tp": 0, "rdp": 0}, "sizes": {"pp": 1, "tp": 1, "rdp": 1}}
     >>> one = SaveNote(size=4096, directory="0123456789abcdef", save="job-1", **ranks)
     >>> parse_notes(dump_notes([one])) == (one,)
     True
     """
-    entries = [
-        {
-            "size": one.size,
-            "directory": one.directory,
-            "save": one.save,
-            "rank": {axis: one.rank[axis] for axis in RANK_AXES},
-            "sizes": {axis: one.sizes[axis] for axis in RANK_AXES},
-        }
-        for one in saves
-    ]
-    return json.dumps({"format": NOTE_FORMAT, "saves": entries}).encode() + b"\n"
+    return json.dumps({"format": NOTE_FORMAT, "saves": [asdict(one) for one in saves]}).encode() + b"\n"
 
 
 def parse_notes(data: bytes) -> tuple[SaveNote, ...]:
@@ -135,21 +125,12 @@ def parse_notes(data: bytes) -> tuple[SaveNote, ...]:
         raise UnsupportedVersionError(
             "a newer version of this library wrote the note beside a file", expected=NOTE_FORMAT, found=version
         )
-    if version != NOTE_FORMAT or not isinstance(note.get("saves"), list):
+    entries: Any = note.get("saves") if version == NOTE_FORMAT else None
+    if not isinstance(entries, list) or not all(
+        isinstance(one, dict) and _KINDS.keys() <= one.keys() for one in entries
+    ):
         raise FormatError("the note beside a file is damaged", found=str(note)[:200])
-    return tuple(_entry(one) for one in note["saves"])
-
-
-def _entry(entry: Any) -> SaveNote:
-    kinds = {"size": int, "directory": str, "save": str, "rank": dict, "sizes": dict}
-    if not isinstance(entry, dict) or any(type(entry.get(key)) is not kind for key, kind in kinds.items()):
-        raise FormatError("an entry of the note beside a file is damaged", found=str(entry)[:200])
-    return SaveNote(**{key: entry[key] for key in kinds})
-
-
-def matching(saves: Iterable[SaveNote], nbytes: int, directory: str) -> SaveNote | None:
-    """The entry of a file that has so many bytes, and a directory of this digest; None if there is none."""
-    return next((one for one in saves if (one.size, one.directory) == (nbytes, directory)), None)
+    return tuple(SaveNote(**{field: one[field] for field in _KINDS}) for one in entries)
 
 
 def renewed(saves: Sequence[SaveNote], present: SaveNote | None, fresh: SaveNote) -> tuple[SaveNote, ...]:

@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.foreign_tags import merged_by_time, time_text
-from xla_ckpt.storage.base import Store
+from xla_ckpt.layouts.by_rank.grid import RankName
+from xla_ckpt.layouts.by_rank.tags import RankTag
+from xla_ckpt.layouts.foreign_tags import merged_by_time
+from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.roots import may_be_foreign
@@ -39,15 +40,15 @@ SCHEDULER_FILE = "scheduler.pt"
 MAX_NEWEST = 1 << 20
 """A longer list is not read to its end (bytes)."""
 
-_WITH_NUMBERS = {count: re.compile("(.+)" + count * r"_(\d{1,9})") for count in (1, 2, 3)}
-"""The name of a part with so many numbers in it."""
+_THREE_PT, _TWO_PT, _THREE, _TWO, _ONE = _FORMS = tuple(
+    RankName(f"{{set}}_{numbers}")
+    for numbers in ("{pp}_{tp}_{dp}.pt", "{pp}_{tp}.pt", "{pp}_{tp}_{dp}", "{pp}_{tp}", "{mp}")
+)
+"""The names of parts that versions of SMP have written. No version wrote one number with ``.pt``, which is how other
+programs number their files."""
 
-_FORMS = ((3, ".pt"), (2, ".pt"), (3, ""), (2, ""), (1, ""))
-"""The forms that versions of SMP have written: how many numbers, and what stands behind them. No version wrote one
-number with ``.pt``, which is how other programs number their files."""
-
-_OF_TAG = re.compile(r"(model|optimizer_states|fp16_states|optimizer)_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?\.pt")
-"""A file in a directory of `save_checkpoint`. Those of sharded data parallelism have one number only."""
+_SHARDS = RankName("{set}_{mp}.pt")
+"""But for files of sharded data parallelism in a directory of `save_checkpoint`."""
 
 MODEL_SET = "model"
 OPTIMIZER_SETS = ("optimizer", "optimizer_states")
@@ -65,6 +66,9 @@ _STARTS = (b"PK\3\4", b"\x80\2")
 Numbers = tuple[int, ...]
 """The numbers in the name of a part: ``(mp,)``, ``(pp, tp)`` or ``(pp, tp, rdp)``."""
 
+Forms = dict[RankName, dict[Numbers, str]]
+"""Files by what their names are like, and by the numbers in them."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileSet:
@@ -76,8 +80,7 @@ class FileSet:
     name: str
     """What the names of all parts begin with."""
 
-    forms: Mapping[tuple[int, str], Mapping[Numbers, str]]
-    """(how many numbers, what stands behind them) -> file names."""
+    forms: Forms
 
     @property
     def files(self) -> list[str]:
@@ -88,6 +91,11 @@ class FileSet:
     def complete(self) -> bool:
         """Whether there is one form, and no part of it is missing, as far as names tell."""
         return len(self.forms) == 1 and all(map(is_grid, self.forms.values()))
+
+    def part(self, numbers: Numbers) -> str:
+        """The name of a part, which need not be there."""
+        ((form, _),) = self.forms.items()
+        return f"{self.name}_{'_'.join(map(str, numbers))}{'.pt' * form.template.endswith('.pt')}"
 
     def parts(self) -> Mapping[Numbers, str]:
         """The parts, by their numbers.
@@ -108,11 +116,8 @@ class FileSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SmpTag:
+class SmpTag(RankTag):
     """A directory of `save_checkpoint`, or a set of files that `save` left."""
-
-    tag: str
-    """Its name in the root: that of the directory, or of the set."""
 
     directory: str
     """The directory in the root in which its files lie; empty for the root itself."""
@@ -123,24 +128,18 @@ class SmpTag:
     others: tuple[str, ...] = ()
     """Further files that belong to it."""
 
-    complete: bool
-    time: int
-    """Time stamp of its newest file (ns)."""
-
     @property
     def files(self) -> tuple[str, ...]:
         """All files, relative to the directory."""
         return tuple(sorted([*(file for file_set in self.sets.values() for file in file_set.files), *self.others]))
 
+    def opened(self, store: Store) -> Directory:
+        # A set that lies in a root among other things is not locked: nothing of this library's removes its files.
+        return store.open(self.directory) if self.directory else store.open("", lock=False, links=True)
+
     def entry(self) -> TagEntry:
-        """What a listing shows of it."""
-        return TagEntry(
-            tag=self.tag,
-            created=time_text(self.time),
-            directory=self.directory or self.tag,
-            complete=self.complete,
-            files=() if self.directory else self.files,
-        )
+        entry = RankTag.entry(self)
+        return entry if self.directory else replace(entry, files=self.files)
 
 
 def is_grid(numbers: Iterable[Numbers]) -> bool:
@@ -183,7 +182,7 @@ def complete_smp_tags(store: Store) -> list[SmpTag]:
     names = names_in(store)
     by_name = {name: tag for name in names if (tag := find_smp_tag(store, name)) is not None and tag.directory}
     # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
-    prefixes = listed_sets(name for name in names if not _OF_TAG.fullmatch(name) and not store.is_directory(name))
+    prefixes = listed_sets(name for name in names if not sets_in([name]) and not store.is_directory(name))
     by_name |= {tag.tag: tag for prefix in prefixes if (tag := _listed(store, prefix)) is not None}
     complete = {name: tag for name, tag in by_name.items() if tag.complete}
     ordered = [complete.pop(name) for name in order_of(newest_lines(store)) if name in complete]
@@ -222,10 +221,10 @@ def listed_sets(files: Iterable[str]) -> list[str]:
     """
     left = list(files)
     prefixes: list[str] = []
-    for count, suffix in ((2, ".pt"), (2, ""), (3, ".pt"), (1, "")):
+    for form in (_TWO_PT, _TWO, _THREE_PT, _ONE):
         sets: dict[str, dict[Numbers, str]] = {}
         for file in left:
-            if (part := part_of(file, count, suffix)) is not None:
+            if (part := part_of(file, form)) is not None:
                 sets.setdefault(part[0], {})[part[1]] = file
         for prefix, numbers in sets.items():
             if is_grid(numbers) and prefix not in prefixes:
@@ -234,37 +233,36 @@ def listed_sets(files: Iterable[str]) -> list[str]:
     return sorted(prefixes)
 
 
-def part_of(file: str, count: int, suffix: str) -> tuple[str, Numbers] | None:
-    """(name of the set, numbers) of a part with so many numbers in its name; None if it is none.
+def part_of(file: str, form: RankName) -> tuple[str, Numbers] | None:
+    """(name of the set, numbers) of a part with a name of this form; None if it is none.
 
-    >>> part_of("a.pt_0_12.pt", 2, ".pt"), part_of("a.pt_0_1.pt.tmp", 2, ".pt"), part_of(".a_0", 1, "")
+    >>> form = RankName("{set}_{pp}_{tp}.pt")
+    >>> part_of("a.pt_0_12.pt", form), part_of("a.pt_0_1.pt.tmp", form), part_of(".a_0_0.pt", form)
     (('a.pt', (0, 12)), None, None)
     """
-    if file.startswith(".") or _TEMPORARY in file or not file.endswith(suffix):
-        return None
-    match = _WITH_NUMBERS[count].fullmatch(file.removesuffix(suffix))
-    return None if match is None else (match[1], tuple(map(int, match.groups()[1:])))
+    return None if file.startswith(".") or _TEMPORARY in file else form.parts(file)
 
 
 def sets_in(files: Iterable[str]) -> dict[str, FileSet]:
     """The sets of a directory of `save_checkpoint`, by the part of the state."""
-    forms: dict[str, dict[tuple[int, str], dict[Numbers, str]]] = {}
+    sets: dict[str, Forms] = {}
     for file in files:
-        if (match := _OF_TAG.fullmatch(file)) is not None:
-            numbers = tuple(int(n) for n in match.groups()[1:] if n is not None)
-            forms.setdefault(match[1], {}).setdefault((len(numbers), ".pt"), {})[numbers] = file
-    return {kind: FileSet(kind, by_form) for kind, by_form in forms.items()}
+        for form in (_THREE_PT, _TWO_PT, _SHARDS):
+            part = form.parts(file)
+            if part is not None and part[0] in (MODEL_SET, *OPTIMIZER_SETS, FP16_SET):
+                sets.setdefault(part[0], {}).setdefault(form, {})[part[1]] = file
+    return {kind: FileSet(kind, forms) for kind, forms in sets.items()}
 
 
 def _set(store: Store, tag: str, prefix: str) -> SmpTag | None:
-    forms: dict[tuple[int, str], dict[Numbers, str]] = {}
+    forms: Forms = {}
     for name in store.names():
         if not name.startswith(f"{prefix}_") or store.is_directory(name):
             continue
-        for count, suffix in _FORMS:
-            part = part_of(name, count, suffix)
+        for form in _FORMS:
+            part = part_of(name, form)
             if part is not None and part[0] == prefix:
-                forms.setdefault((count, suffix), {})[part[1]] = name
+                forms.setdefault(form, {})[part[1]] = name
                 break
     if len(forms) > 1:
         # Parts of other sets, whose names begin with this one and a number: no part 0 of the first axis is among them.
@@ -305,7 +303,7 @@ def _is_directory_of_tag(tag: str, sets: Mapping[str, FileSet]) -> bool:
     if tag.endswith(PARTIAL):
         return bool(sets)
     known = [file_set for kind, file_set in sets.items() if kind in (MODEL_SET, OPTIMIZER_SETS[-1])]
-    return any(count > 1 for file_set in known for count, _ in file_set.forms)
+    return any(form is not _SHARDS for file_set in known for form in file_set.forms)
 
 
 def _time(store: Store, below: str, files: Sequence[str]) -> int:

@@ -128,14 +128,9 @@ def files_of(state: RankState, job: StoredJob, mesh: Mesh, rank: int, known: Giv
         if has_masters(state):
             masters = masters_file(state, job, known.fp16)
             plans += laying.shared(f"fp16_states_{numbers}.pt", masters, schema.OPTIMIZER, sharing)
-    if rank == 0:
-        everybody = tuple(mesh.sizes)
-        for part in (schema.SCHEDULER, schema.USER_CONTENT):
-            if part in state.parts:
-                plans.append(laying.whole(f"{part}.pt", state.parts[part], part, everybody))
-        settings = config_file(known.config, mesh, zero1=state.zero1)
-        plans.append(laying.whole(JOB_CONFIG, settings, schema.in_extras(stem(JOB_CONFIG)), everybody))
-    return plans
+    settings = config_file(known.config, mesh, zero1=state.zero1)
+    config = laying.shared(JOB_CONFIG, settings, schema.in_extras(stem(JOB_CONFIG)), tuple(mesh.sizes))
+    return [*plans, *laying.common(state), *config]
 
 
 def smp_rewriting(stored: StoredState, to: Topology, name: str) -> Rewriting:

@@ -10,6 +10,7 @@ import struct
 import types
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,15 +18,13 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
-from xla_ckpt.files.torch_file import CENTRAL_ENTRY, LARGE
-from xla_ckpt.layouts.torch_save.restricted_pickle import TensorView, loads, replaced
-from xla_ckpt.layouts.torch_save.zip_end import directory_at
+from xla_ckpt.files.torch_file import LOCAL_ENTRY
+from xla_ckpt.layouts.torch_save.pickle_names import TensorView
+from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced
+from xla_ckpt.layouts.torch_save.zip_directory import records_of
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
 from xla_ckpt.storage.base import Directory, Source
-
-_LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Signature, length of the name, length of the extra field."""
 
 _EDGE = 4096
 """Bytes at either end of a zip in which its directory and its pickle lie, as a rule."""
@@ -36,8 +35,7 @@ FEW_AHEAD = 4096
 AHEAD = 64 * 1024
 """Bytes that are read at once from a file of many zips: most of them are small, or lie beside one that is."""
 
-FEW_BYTES = 1 << 30
-SHARED_BYTES = 16
+FEW_BYTES, SHARED_BYTES = 1 << 30, 16
 """All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
 storage, and one may repeat the elements of its storage: a small file could ask for any amount of memory."""
 
@@ -115,19 +113,6 @@ class Ahead:
         return self._held[at : at + nbytes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
-    """A record of a zip, as the zip's directory has it."""
-
-    header: int
-    """Offset of its local header in the zip."""
-
-    nbytes: int
-    crc: int
-    plain: bool
-    """Whether its bytes stand there as they are: neither compressed nor encrypted."""
-
-
 def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
     """What a file of torch.save holds, with a `TensorAt` for every tensor; `reference` of the number of each reference.
 
@@ -136,11 +121,8 @@ def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None
         UntrustedObjectError: It names anything but tensors, containers and plain values.
         UnsupportedStateError: A tensor is not contiguous, or of another byte order.
     """
-    source = _opened(directory, file)
-    try:
+    with closing(_opened(directory, file)) as source:
         return Zip(Ahead(source, file, _EDGE), 0, source.size).value(reference)
-    finally:
-        source.close()
 
 
 def check_zip(directory: Directory, file: str) -> int:
@@ -149,12 +131,9 @@ def check_zip(directory: Directory, file: str) -> int:
     Raises:
         CorruptCheckpointError: It is missing, cut off, or a record is not what was written.
     """
-    source = _opened(directory, file)
-    try:
+    with closing(_opened(directory, file)) as source:
         Zip(Ahead(source, file, _EDGE), 0, source.size).check()
         return source.size
-    finally:
-        source.close()
 
 
 def _opened(directory: Directory, file: str) -> Source:
@@ -192,7 +171,7 @@ class Zip:
         edge = min(nbytes, _EDGE)
         self._tail = self._head[head - edge :] if head == nbytes else ahead.take(start + nbytes - edge, edge)
         try:
-            self.records = self._directory()
+            self.records = records_of(self._bytes, nbytes)
         except (struct.error, ValueError, IndexError) as error:
             raise self._broken(str(error)) from error
         self._places: dict[str, tuple[int, int, int]] = {}
@@ -292,34 +271,6 @@ class Zip:
             return self._tail[at : at + nbytes]
         return self.ahead.take(self.start + offset, nbytes)
 
-    def _directory(self) -> dict[str, _Record]:
-        """The records by name.
-
-        Raises:
-            ValueError: There is no directory of a zip at its end.
-        """
-        where = directory_at(self._bytes, self.nbytes)
-        data = bytes(self._bytes(where.offset, where.nbytes))
-        records: dict[str, _Record] = {}
-        at = 0
-        for _ in range(where.records):
-            entry = CENTRAL_ENTRY.unpack_from(data, at)
-            signature, _, _, flags, method, _, _, crc, packed, nbytes, named, extra, comment, *_, header = entry
-            if signature != b"PK\1\2":
-                raise ValueError("its directory is damaged")
-            at += CENTRAL_ENTRY.size
-            name = data[at : at + named].decode()
-            if LARGE in (packed, nbytes, header):
-                nbytes, packed, header = _large(data[at + named : at + named + extra], nbytes, packed, header)
-            if name in records:
-                raise ValueError(f"it has two records {name}")
-            plain = method == 0 and not flags & 1 and packed == nbytes
-            records[name] = _Record(header, packed, crc, plain)
-            at += named + extra + comment
-        if at > len(data):
-            raise ValueError("its directory is cut off")
-        return records
-
     @cached_property
     def prefix(self) -> str:
         """What the names of all records begin with."""
@@ -351,8 +302,8 @@ class Zip:
         """(offset of the first byte in the file, bytes as they stand there, CRC-32) of a record."""
         record = self.records[name]
         try:
-            head = self._bytes(record.header, _LOCAL_HEADER.size)
-            signature, named, extra = _LOCAL_HEADER.unpack(head)
+            head = self._bytes(record.header, LOCAL_ENTRY.size)
+            signature, *_, named, extra = LOCAL_ENTRY.unpack(head)
             start = record.header + len(head) + named + extra
             if signature != b"PK\3\4" or start + record.nbytes > self.nbytes:
                 raise ValueError("no record is there")
@@ -392,23 +343,6 @@ class Zip:
             crc=crc if alone and (crc or not size) else None,
             strides=None if ordered else view.strides,
         )
-
-
-def _large(extra: bytes, nbytes: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Sizes and offset of an entry, of which some are in its extra field.
-
-    Raises:
-        ValueError: They are not there.
-    """
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            values = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
-            fields = [values.pop(0) if value == LARGE else value for value in (nbytes, packed, header)]
-            return fields[0], fields[1], fields[2]
-        at += 4 + size
-    raise ValueError("a size is missing in its directory")
 
 
 def _is_contiguous(shape: tuple[int, ...], steps: tuple[int, ...]) -> bool:

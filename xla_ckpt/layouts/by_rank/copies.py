@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.layouts.nxd.arrays import HINT, Copies, RankArray
-from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor, listed_names
+from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
+from xla_ckpt.layouts.by_rank.splits import HINT
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
 from xla_ckpt.sharding.mesh import Mesh
@@ -16,7 +18,7 @@ _RANKS = ("ep", "tp")
 
 
 def chosen_copy(
-    scan: Scan, array: RankArray, split: Sequence[str], hints: Hints, *, alone: bool
+    files: RankFiles, array: RankArray, split: Sequence[str], hints: Hints, *, alone: bool
 ) -> tuple[Copies, bool] | UnknownArray:
     """The copies that an array is read from, and whether they are only those of the rank that loads.
 
@@ -25,7 +27,7 @@ def chosen_copy(
     array is unknown.
 
     Args:
-        scan: Where the files are.
+        files: Where the files are.
         array: All that is stored of the array.
         split: Mesh axes along which it is split. Along all others the copies have to be equal.
         hints: What the targets of the load say.
@@ -36,7 +38,7 @@ def chosen_copy(
     """
     copies, mesh = array.copies, array.mesh
     at = _places(array)
-    pairs = _different(scan, copies, at, split)
+    pairs = _different(files, copies, at, split)
     if not pairs:
         return copies, False
     if alone and (hints.mesh.tp, hints.mesh.ep) == (mesh.tp, mesh.ep):
@@ -56,16 +58,16 @@ def chosen_copy(
     )
 
 
-def differ(scan: Scan, array: RankArray, split: Sequence[str]) -> bool:
+def differ(files: RankFiles, array: RankArray, split: Sequence[str]) -> bool:
     """Whether copies of one part are not equal; the arguments are those of `chosen_copy`.
 
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
-    return bool(_different(scan, array.copies, _places(array), split))
+    return bool(_different(files, array.copies, _places(array), split))
 
 
-def mixed_adapters(scan: Scan, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
+def mixed_adapters(files: RankFiles, copies: Copies, mesh: Mesh, hint: ArrayHint) -> UnknownArray | None:
     """Why adapters of queries, keys and values cannot be read that `LoraModel` has joined; None if they can.
 
     It puts the rows of all ranks one behind the other in each file, and of more than one copy of the keys it keeps as
@@ -83,7 +85,7 @@ def mixed_adapters(scan: Scan, copies: Copies, mesh: Mesh, hint: ArrayHint) -> U
         what_is_stored = "the rows of each rank one behind the other, and not all queries first"
     else:
         parted = any(s.copies < mesh.tp for s in split.sections)
-        spoilt = parted and not scan.zero(first) and all(scan.same(first, other) for other in others)
+        spoilt = parted and not files.zero(first) and all(files.same(first, other) for other in others)
         what_is_stored = "the same rows in the files of all ranks, which are those of the first ones"
     if not spoilt:
         return None
@@ -105,7 +107,7 @@ _Key = tuple[int, int, int]
 
 
 def _different(
-    scan: Scan, copies: Copies, at: Mapping[_Key, Mapping[str, int]], split: Sequence[str]
+    files: RankFiles, copies: Copies, at: Mapping[_Key, Mapping[str, int]], split: Sequence[str]
 ) -> list[tuple[_Key, _Key]]:
     """Pairs of copies of one part whose bytes are not the same: the first copy of the part, and the other one.
 
@@ -118,7 +120,7 @@ def _different(
         one = first.setdefault(part, key)
         if one == key or (copies[one].shape, copies[one].dtype) != (copies[key].shape, copies[key].dtype):
             continue
-        if not scan.same(copies[one], copies[key]):
+        if not files.same(copies[one], copies[key]):
             pairs.append((one, key))
     return pairs
 
@@ -127,44 +129,44 @@ _ABSENT = object()
 """Stands for a member that a rank does not have."""
 
 
-def in_common(scan: Scan, by_rank: Mapping[RankAt, Any], key: Any) -> Any:
+def in_common(files: RankFiles, by_rank: Mapping[RankAt, Any], key: Any) -> Any:
     """What all ranks have under a key, with an `UnknownArray` for each part of it that is not the same on all of them.
 
     It is for what is no tensor of a parameter's, and so has no place in a larger array: plain values, and containers
     with tensors in them. Without the comparison every rank would get those of the first.
 
     Args:
-        scan: Where the files are.
+        files: Where the files are.
         by_rank: The members of each rank.
         key: The key of the member.
 
     Raises:
         CorruptCheckpointError: A file is missing, or holds another tensor.
     """
-    return _in_common(scan, {at: members.get(key, _ABSENT) for at, members in by_rank.items()})
+    return _in_common(files, {at: members.get(key, _ABSENT) for at, members in by_rank.items()})
 
 
-def _in_common(scan: Scan, values: Mapping[RankAt, Any]) -> Any:
+def _in_common(files: RankFiles, values: Mapping[RankAt, Any]) -> Any:
     one = min(values)
     first = values[one]
-    others = [at for at in values if not _alike(scan, first, values[at])]
+    others = [at for at in values if not _alike(files, first, values[at])]
     if others:
         return _differing(one, sorted(others), list(values))
     if isinstance(first, Mapping):
-        return {k: _in_common(scan, {at: value[k] for at, value in values.items()}) for k in first}
+        return {k: _in_common(files, {at: value[k] for at, value in values.items()}) for k in first}
     if type(first) in (list, tuple):
-        return type(first)(_in_common(scan, {at: v[i] for at, v in values.items()}) for i in range(len(first)))
+        return type(first)(_in_common(files, {at: v[i] for at, v in values.items()}) for i in range(len(first)))
     return first
 
 
-def _alike(scan: Scan, one: Any, other: Any) -> bool:
+def _alike(files: RankFiles, one: Any, other: Any) -> bool:
     """Whether two values are the same; of two containers, whether they have the same members."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
     if isinstance(one, StoredTensor):
-        return scan.equal(one, other)
+        return files.equal(one, other)
     if isinstance(one, Mapping):
         return bool(one.keys() == other.keys())
     if type(one) in (list, tuple):

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.layouts.by_rank.stages import in_stage
-from xla_ckpt.layouts.nxd.rank_files import StoredTensor
+from xla_ckpt.layouts.by_rank.files import StoredTensor
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, names_by_number
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers_to_names import only_names
@@ -153,3 +152,26 @@ def _present(name: str, hints: Hints, model: Mapping[str, Any] | None) -> str:
             if other in model:
                 return other
     return name
+
+
+def in_stage(names: Sequence[str], called: Mapping[str, str], order: Mapping[str, int]) -> list[str]:
+    """The parameters of a group that a pipeline stage has, in the order of the stage's own optimizer.
+
+    Args:
+        names: Names of the group's parameters.
+        called: The name under which the stage has each of its parameters: a shared one may have another name there.
+        order: Place of each name in the model.
+
+    >>> in_stage(["embed", "b", "c"], {"embed": "head", "c": "c"}, {"embed": 0, "b": 1, "c": 2, "head": 3})
+    ['c', 'embed']
+    """
+    of_stage = [name for name in names if called.get(name) == name]
+    for name in names:
+        other = called.get(name, name)
+        if other == name:
+            continue
+        # The optimizer of the stage found this parameter at the place of its other name.
+        place = order.get(other, len(order))
+        at = next((i for i, n in enumerate(of_stage) if order.get(n, -1) > place), len(of_stage))
+        of_stage.insert(at, name)
+    return of_stage

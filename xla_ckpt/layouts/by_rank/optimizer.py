@@ -1,4 +1,4 @@
-"""Optimizers of neuronx-distributed's rank files, as one tree with records in place of tensors."""
+"""The optimizers in rank files, as one tree with records in place of tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError, naming
-from xla_ckpt.layouts.nxd.arrays import RankArray, check_zero1_rows, resolve, with_stored_shape
-from xla_ckpt.layouts.nxd.copies import in_common
-from xla_ckpt.layouts.nxd.rank_files import RankAt, StoredTensor
-from xla_ckpt.layouts.nxd.stage_numbers import names_of_stage, with_ties
-from xla_ckpt.layouts.nxd.state import ScannedState, Stage, Trees
+from xla_ckpt.layouts.by_rank.arrays import RankArray, check_zero1_rows, with_stored_shape
+from xla_ckpt.layouts.by_rank.copies import in_common
+from xla_ckpt.layouts.by_rank.files import StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt
+from xla_ckpt.layouts.by_rank.splits import resolve
+from xla_ckpt.layouts.by_rank.stage_numbers import names_of_stage, with_ties
+from xla_ckpt.layouts.by_rank.state import ScannedState, Stage, Trees
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
@@ -155,7 +157,7 @@ class _StageOptimizer:
                     hint="Load the tag without the model: then parameters are numbered.",
                 )
             if name not in states:
-                states[name] = in_common(self.of.scan, own, name)
+                states[name] = in_common(self.of.files, own, name)
 
     def _state(self, number: int, name: Any, by_rank: Mapping[RankAt, Any]) -> dict[str, Any]:
         """The state of one parameter, from that of all ranks."""
@@ -166,7 +168,7 @@ class _StageOptimizer:
             if copies and len(copies) == sum(what in members for members in with_state.values()):
                 state[what] = self._array(schema.state(name, what), number, name, copies)
             else:
-                state[what] = in_common(self.of.scan, with_state, what)
+                state[what] = in_common(self.of.files, with_state, what)
         return state
 
     def _array(

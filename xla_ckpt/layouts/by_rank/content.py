@@ -1,4 +1,4 @@
-"""Opening a tag of neuronx-distributed: scanned into a `Manifest`, without a byte of its tensors being read."""
+"""What the rank files of a tag hold together: a model, an optimizer, and their manifest. No tensor is read."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError
-from xla_ckpt.layouts.nxd.optimizer import optimizer_of
-from xla_ckpt.layouts.nxd.rank_files import RankAt, RankFiles, Scan, StoredTensor, listed_names
-from xla_ckpt.layouts.nxd.state import Missing, ScannedState, Stage, Trees, stages, trees
-from xla_ckpt.layouts.nxd.tags import NxdTag
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, scanned_manifest
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
+from xla_ckpt.layouts.by_rank.optimizer import optimizer_of
+from xla_ckpt.layouts.by_rank.state import Missing, ScannedState, Trees
+from xla_ckpt.layouts.scanned import flattened, foreign_head, scanned_manifest
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -22,7 +21,7 @@ from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.storage.base import Store, read_whole
+from xla_ckpt.storage.base import read_whole
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.nested import Keys, leaves, replaced_leaves
 
@@ -39,48 +38,7 @@ _NAMELESS = UnknownArray(
 )
 
 
-class Around:
-    """What lies around the files of the ranks, and is known of the arrays in them."""
-
-    def hints(self, files: Scan, model: Mapping[int, Stage], mesh: Mesh, hints: Hints) -> Hints:
-        """What is known of the arrays: here only what the program says that wants them.
-
-        Args:
-            files: The tag's directory.
-            model: What the ranks hold of the model, by pipeline stage.
-            mesh: How the ranks were arranged that wrote it.
-            hints: What the program says.
-
-        Raises:
-            CheckpointError: What the tag says of them is damaged, or is not about this tag.
-        """
-        return hints
-
-    def parts(self, files: Scan) -> dict[str, Any]:
-        """The parts of the state that have a file of their own.
-
-        Raises:
-            CorruptCheckpointError: One of them is damaged.
-        """
-        return {
-            part: plain_file(files, file)
-            for part in (schema.SCHEDULER, schema.USER_CONTENT)
-            if (file := f"{files.below}{part}.pt") in files.names
-        }
-
-    def of_model(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain values of the model that are in no rank file.
-
-        Args:
-            model: What is in the rank files.
-
-        Raises:
-            CorruptCheckpointError: They are damaged.
-        """
-        return {}
-
-
-def plain_file(files: Scan, file: str) -> Any:
+def plain_file(files: RankFiles, file: str) -> Any:
     """What a file of plain values holds; an `UntrustedObject` if it names classes of the program.
 
     Raises:
@@ -92,32 +50,7 @@ def plain_file(files: Scan, file: str) -> Any:
         return whole_file_on_trust(file, error.problem, lambda: read_whole(files.directory, file))
 
 
-AS_NXD = Around()
-"""What neuronx-distributed writes around its rank files."""
-
-
-def open_nxd(store: Store, tag: NxdTag, hints: Hints, around: Around = AS_NXD) -> TagReader:
-    """A reader of a tag, for the restore engine.
-
-    Raises:
-        CorruptCheckpointError: Files are missing, damaged, or do not add up.
-        UntrustedObjectError: A file names a class that is neither a tensor nor a plain value.
-        IncompatibleCheckpointError: The stored optimizer is not the one that is wanted.
-    """
-    if not tag.complete:
-        logger.warning("tag %s has no done marker: its save may not have ended", tag.tag)
-    with directory_to_scan(store, tag.tag, lambda: store.open(tag.tag)) as directory:
-        manifest, objects = scan_nxd(Scan(directory, tag.below), tag, hints, around)
-        return TagReader(directory, store.path, tag.tag, manifest, objects)
-
-
-def scan_nxd(files: Scan, tag: NxdTag, hints: Hints, around: Around = AS_NXD) -> tuple[Manifest, list[UntrustedObject]]:
-    """The manifest of a tag, and the objects that its skeleton numbers."""
-    content = _legacy(files, hints) if tag.legacy else _current(files, hints, around)
-    return manifest_of(files, tag.tag, content, hints)
-
-
-def manifest_of(files: Scan, tag: str, content: Content, hints: Hints) -> tuple[Manifest, list[UntrustedObject]]:
+def manifest_of(files: RankFiles, tag: str, content: Content, hints: Hints) -> tuple[Manifest, list[UntrustedObject]]:
     """The manifest of what the files of a tag hold, and the objects that its skeleton numbers.
 
     Raises:
@@ -169,68 +102,6 @@ class Content:
 
     apart: Mapping[str, str]
     """Names of the model that should be tied to another one, with that one, and that hold other values."""
-
-
-def _current(files: Scan, hints: Hints, around: Around) -> Content:
-    """A tag of the present layout."""
-    if hints.optimizer:
-        files.check_optimizer()
-    grids = files.rank_files()
-    model = stages(trees(files, grids["model"], dp=0)) if "model" in grids else {}
-    hints = around.hints(files, model, _mesh(grids), hints)
-    content = _content(files, hints, grids, model, lambda: trees(files, grids["optim"]))
-    if model:
-        content.parts[schema.MODEL] |= around.of_model(content.parts[schema.MODEL])
-    content.parts.update(around.parts(files))
-    return content
-
-
-def _legacy(files: Scan, hints: Hints) -> Content:
-    """A tag of the older layout, in which a rank has one file for all parts."""
-    grid = files.legacy_files()
-    by_rank = trees(files, grid)
-    first = by_rank[min(by_rank)]
-    if "model" not in first and all(isinstance(v, StoredTensor) for v in first.values()):
-        # Nothing but tensors: the program saved a bare state dict of its model.
-        by_rank = {at: {"model": tree} for at, tree in by_rank.items()}
-        first = by_rank[min(by_rank)]
-    # All dp ranks have the same model, and the same optimizer if ZeRO-1 did not deal it out.
-    models = {
-        at: tree["model"] for at, tree in by_rank.items() if at.dp == 0 and isinstance(tree.get("model"), Mapping)
-    }
-    optim = {at: tree["optimizer"] for at, tree in by_rank.items() if isinstance(tree.get("optimizer"), Mapping)}
-    if optim and "base_state" not in optim[min(optim)]:
-        optim = {at: tree for at, tree in optim.items() if at.dp == 0}
-    grids = {"model": grid}
-    if optim:
-        grids["optim"] = grid
-    elif hints.optimizer and (beside := files.legacy_optimizer()) is not None:
-        optim = trees(files, beside)
-        grids["optim"] = beside
-    content = _content(files, hints, grids, stages(models), lambda: optim)
-    others = {k: v for k, v in first.items() if k not in ("model", "optimizer")}
-    if "scheduler" in others:
-        content.parts[schema.SCHEDULER] = others.pop("scheduler")
-    if others:
-        content.parts[schema.USER_CONTENT] = others
-    return content
-
-
-def _mesh(grids: Mapping[str, RankFiles]) -> Mesh:
-    """How the ranks were arranged, as far as the files show it."""
-    sizes = [g.sizes for g in grids.values()] or [RankAt(pp=1, dp=1, ep=1, tp=1)]
-    pp, dp, ep, tp = (max(getattr(s, axis) for s in sizes) for axis in ("pp", "dp", "ep", "tp"))
-    # Without ZeRO-1 there are no files for dp ranks but the first: there were at least as many as ep ranks.
-    return Mesh(pp=pp, dp=dp if dp % ep == 0 else ep, ep=ep, tp=tp)
-
-
-def _content(
-    files: Scan, hints: Hints, grids: Mapping[str, RankFiles], model: Mapping[int, Stage], optim: Callable[[], Trees]
-) -> Content:
-    """Model and optimizer, with a record or an `UnknownArray` for each tensor."""
-    mesh = _mesh(grids)
-    state = ScannedState(files, hints, model, Mesh(dp=mesh.ep, ep=mesh.ep, tp=mesh.tp))
-    return content_of(state, grids["optim"].sizes if "optim" in grids else None, optim, mesh)
 
 
 def content_of(state: ScannedState, optimizers: RankAt | None, optim: Callable[[], Trees], mesh: Mesh) -> Content:
@@ -296,7 +167,7 @@ def _weights(name: str, stored: Any, masters: Mapping[str, Any], hints: Hints) -
     return stored
 
 
-def _plain(files: Scan, value: Any) -> Any:
+def _plain(files: RankFiles, value: Any) -> Any:
     """A value that belongs to no rank in particular, with a record for each tensor: all ranks have those whole.
 
     Mappings without tensors stay as they are, with their classes.

@@ -1,7 +1,4 @@
-"""Models of neuronx-distributed's rank files, as one tree with records in place of tensors.
-
-Optimizers are in `xla_ckpt.layouts.nxd.optimizer`.
-"""
+"""The models in rank files, as one tree with records in place of tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.nxd.arrays import (
-    Copies,
-    RankArray,
-    assembled,
-    declared,
-    record_of_copies,
-    resolve,
-    with_stored_shape,
-)
-from xla_ckpt.layouts.nxd.copies import chosen_copy, differ, in_common, mixed_adapters
-from xla_ckpt.layouts.nxd.rank_files import RankAt, RankFiles, Scan, StoredTensor
+from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray, assembled, record_of_copies, with_stored_shape
+from xla_ckpt.layouts.by_rank.copies import chosen_copy, differ, in_common, mixed_adapters
+from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
+from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid
+from xla_ckpt.layouts.by_rank.splits import declared, resolve
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
@@ -43,12 +34,12 @@ class Stage:
     """What is no tensor on each rank: a module's extra state."""
 
 
-def trees(scan: Scan, files: RankFiles, *, dp: int | None = None) -> dict[RankAt, Any]:
-    """What the files hold; only those of one dp rank, if one is named."""
+def trees(files: RankFiles, grid: RankGrid, *, dp: int | None = None) -> dict[RankAt, Any]:
+    """What the files of a grid hold; only those of one dp rank, if one is named."""
     contents = {}
-    for at, path in sorted(files.paths.items()):
+    for at, path in sorted(grid.paths.items()):
         if dp is None or at.dp == dp:
-            contents[at] = scan.tree(path, at)
+            contents[at] = files.tree(path, at)
             if not isinstance(contents[at], Mapping):
                 raise CorruptCheckpointError("a rank file holds no dict", file=path, found=type(contents[at]).__name__)
     return contents
@@ -84,8 +75,8 @@ def stages(models: Trees) -> dict[int, Stage]:
 class ScannedState:
     """Builds the parts of one tag."""
 
-    def __init__(self, scan: Scan, hints: Hints, model: Mapping[int, Stage], mesh: Mesh) -> None:
-        self.scan = scan
+    def __init__(self, files: RankFiles, hints: Hints, model: Mapping[int, Stage], mesh: Mesh) -> None:
+        self.files = files
         self.hints = hints
         self.stages = model
         self.mesh = mesh
@@ -102,7 +93,7 @@ class ScannedState:
                 if name not in members:
                     members[name] = self._parameter(schema.weight(name), name, copies)
             names = dict.fromkeys(name for plain in stage.plain.values() for name in plain)
-            members = {**{name: in_common(self.scan, stage.plain, name) for name in names}, **members}
+            members = {**{name: in_common(self.files, stage.plain, name) for name in names}, **members}
         return members
 
     def ties(self) -> tuple[dict[str, str], dict[str, str]]:
@@ -141,12 +132,12 @@ class ScannedState:
             b = other[key]
             if (a.shape, a.dtype, self._is_missing(a)) != (b.shape, b.dtype, self._is_missing(b)):
                 return False
-            if not self._is_missing(a) and not self.scan.same(a, b):
+            if not self._is_missing(a) and not self.files.same(a, b):
                 return False
         return True
 
     def _is_missing(self, tensor: StoredTensor) -> bool:
-        return tensor.at is None and tensor.file not in self.scan.names
+        return tensor.at is None and tensor.file not in self.files.names
 
     def _parameter(self, leaf: str, name: str, copies: Copies) -> ArrayRecord | UnknownArray | Missing:
         """What stands for a parameter of the model.
@@ -159,12 +150,12 @@ class ScannedState:
         if lost:
             # A job may leave out all files of its tensors on purpose (avoid_saving_lower_precision_weights): then not
             # even their folder is there.
-            if all(h.at is None and h.file.rpartition("/")[0] not in self.scan.folders for h in copies.values()):
+            if all(h.at is None and h.file.rpartition("/")[0] not in self.files.folders for h in copies.values()):
                 return Missing(first)
             raise CorruptCheckpointError("a file is missing", leaf=leaf, file=lost[0])
         sharding = resolve(name, first.shape, self.mesh, first.expert, self.hints.hint(name))
         if schema.ADAPTER in name and isinstance(sharding, Sharding):
-            sharding = mixed_adapters(self.scan, copies, self.mesh, self.hints.hint(name)) or sharding
+            sharding = mixed_adapters(self.files, copies, self.mesh, self.hints.hint(name)) or sharding
         if isinstance(sharding, UnknownArray):
             return with_stored_shape(sharding, copies)
         array = RankArray(leaf=leaf, copies=copies, mesh=self.mesh, local=first.shape)
@@ -189,18 +180,18 @@ class ScannedState:
         # count for a state of another shape, which may not be split like the parameter.
         if not declared(array.local, hint) or len(split.axes) < len(sharding.axes):
             alone = hint.alone and _global_shape(sharding, array) == hint.shape
-            choice = chosen_copy(self.scan, array, axes, self.hints, alone=alone)
+            choice = chosen_copy(self.files, array, axes, self.hints, alone=alone)
             if isinstance(choice, UnknownArray):
                 return with_stored_shape(choice, array.copies)
             copies, own = choice
             array = replace(array, copies=copies)
         if split.copies and not hint.ruled:
-            compared = record_of_copies(self.scan, array, split)
+            compared = record_of_copies(self.files, array, split)
             return compared if isinstance(compared, ArrayRecord) else with_stored_shape(compared, array.copies)
-        parts = assembled(self.scan, array, split)
+        parts = assembled(self.files, array, split)
         # A rule is taken at its word, and the first copies count. That others differ is told, and recorded.
         divergent = (
-            hint.ruled and not own and (differ(self.scan, array, axes) or parts.different(self.scan) is not None)
+            hint.ruled and not own and (differ(self.files, array, axes) or parts.different(self.files) is not None)
         )
         return parts.record.changed(own=own, divergent=divergent) if own or divergent else parts.record
 

@@ -1,0 +1,139 @@
+"""Files of which each rank has one: how they are called, as data, and whether all of them are there. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from xla_ckpt.errors import CorruptCheckpointError
+
+LISTED = 6
+"""How many names an error lists before it says how many more there are."""
+
+_PLACE = re.compile(r"\\{(\w+)(:02)?\\}")
+"""A place of a template, as `re.escape` leaves it."""
+
+
+@dataclass(kw_only=True, frozen=True, slots=True, order=True)
+class RankAt:
+    """Where a rank file stands: the coordinates of the rank that wrote it."""
+
+    pp: int = 0
+    dp: int = 0
+    ep: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class RankName:
+    """How the files of ranks are called.
+
+    Args:
+        template: A name with ``{tp}``, or ``{tp:02}`` for at least two digits, in the place of each number, and
+            ``{set}`` for whatever stands there.
+
+    >>> RankName("tp_rank_{tp:02}.pt").at("tp_rank_01.pt"), RankName("{set}_{pp}").parts("a_1_2")
+    (RankAt(pp=0, dp=0, ep=0, tp=1), ('a_1', (2,)))
+    """
+
+    template: str
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        def place(match: re.Match[str]) -> str:
+            digits = ".+" if match[1] == "set" else r"\d{2,}" if match[2] else r"\d{1,9}"
+            return f"(?P<{match[1]}>{digits})"
+
+        return re.compile(_PLACE.sub(place, re.escape(self.template)))
+
+    def at(self, name: str) -> RankAt | None:
+        """Whose file this is; None if it is none of a rank."""
+        match = self._pattern.fullmatch(name)
+        return None if match is None else RankAt(**{axis: int(number) for axis, number in match.groupdict().items()})
+
+    def parts(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """(name of the set, numbers in the order of the template) of a file of a set; None if it is none."""
+        match = self._pattern.fullmatch(name)
+        return None if match is None else (match["set"], tuple(map(int, match.groups()[1:])))
+
+    def of(self, at: RankAt) -> str:
+        """The name of a rank's file."""
+        return self.template.format(pp=at.pp, dp=at.dp, ep=at.ep, tp=at.tp)
+
+
+def placed_by(names: Iterable[str], forms: Sequence[RankName], below: str = "") -> dict[RankAt, str]:
+    """Those of some files that are called in one of these forms, below a path, by the rank whose they are."""
+    return {
+        at: name
+        for name in names
+        if name.startswith(below)
+        if (at := next(filter(None, (form.at(name.removeprefix(below)) for form in forms)), None)) is not None
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RankGrid:
+    """The files of one kind (``model``, ``optim``), by where they stand: a full grid, if none is missing."""
+
+    paths: Mapping[RankAt, str]
+    sizes: RankAt
+    """Number of files along each axis."""
+
+    @classmethod
+    def of(cls, paths: Mapping[RankAt, str]) -> RankGrid:
+        """As large as the numbers in the names say."""
+        pp, dp, ep, tp = (1 + max(getattr(at, axis) for at in paths) for axis in ("pp", "dp", "ep", "tp"))
+        return cls(paths, RankAt(pp=pp, dp=dp, ep=ep, tp=tp))
+
+    @property
+    def count(self) -> int:
+        """How many files there have to be."""
+        return self.sizes.pp * self.sizes.dp * self.sizes.ep * self.sizes.tp
+
+    def missing(self, kind: str) -> list[RankAt]:
+        """The ranks that have no file.
+
+        Raises:
+            CorruptCheckpointError: They are so many that the numbers in the names are none of ranks.
+        """
+        count, size = self.count, self.sizes
+        if len(self.paths) == count:
+            return []
+        # A single file with a number in the millions must not make a list of all those before it.
+        if count > 100 * len(self.paths) + 1000:
+            raise CorruptCheckpointError("the numbers of the parts make no grid", file=kind, found=len(self.paths))
+        places = product(range(size.pp), range(size.dp), range(size.ep), range(size.tp))
+        ranks = (RankAt(pp=pp, dp=dp, ep=ep, tp=tp) for pp, dp, ep, tp in places)
+        return [at for at in ranks if at not in self.paths]
+
+    def check(self, kind: str) -> None:
+        """Check that every rank has its file.
+
+        Raises:
+            CorruptCheckpointError: Some are missing.
+        """
+        if missing := self.missing(kind):
+            size = self.sizes
+            raise CorruptCheckpointError(
+                f"{len(missing)} of {self.count} rank files are missing in {kind}",
+                file=kind,
+                expected=f"all of pp {size.pp}, dp {size.dp}, ep {size.ep}, tp {size.tp}",
+                found="none for " + listed_names([f"(dp {m.dp}, ep {m.ep}, tp {m.tp}, pp {m.pp})" for m in missing]),
+                hint=_LOST_EXPERTS if size.ep > 1 else _LOST,
+            )
+
+
+_LOST = "They were lost, or never written: take another tag."
+_LOST_EXPERTS = (
+    "They were lost, or never written: neuronx-distributed leaves out the optimizer of expert-parallel ranks from 1 on "
+    "unless use_xser is set."
+)
+
+
+def listed_names(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,184 @@
+"""How an array was split over the ranks that have parts of it: what a program, a tag, or shapes say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from xla_ckpt.manifest.records import UnknownArray
+from xla_ckpt.plan.hints import ArrayHint
+from xla_ckpt.plan.stored_shardings import without_axes
+from xla_ckpt.sharding.mesh import Mesh
+from xla_ckpt.sharding.sections import global_size
+from xla_ckpt.sharding.sharding import Sharding, Split, number_of_parts
+
+_FUSED = re.compile(r"qkv|gate_up|up_gate|query_key_value|dense_h_to_4h|w_pack|c_attn|\bkv_proj", re.IGNORECASE)
+_KEYS = re.compile(r"(weight|bias)_[kv]$|(^|\.)[kv]_proj\.|(^|\.)(key|value)s?(_proj)?\.")
+"""Keys and values, of which several ranks may hold the same. Of any other array a shape that does not fit is one."""
+
+_SEPARATE = re.compile(r"(weight|bias)_[qkv]$")
+"""Parts of neuronx-distributed's `GQAQKVColumnParallelLinear`, whose name only looks fused."""
+
+HINT = (
+    "Give a model whose parameters have tensor_model_parallel, partition_dim and partition_stride, or a rule such as "
+    "shardings=[(r'up_proj', ('tp', None)), (r'norm', None)]; on the command line --like, --config or --sharding, "
+    "as in --sharding norm _ for what is not split. A "
+    "stride, as in (('tp', 3), None), is for fused parts of equal size. Queries, keys and values of different sizes "
+    "are sections: (('tp', [4096, 1024, 1024]), None), or [4096, '1024x4', '1024x4'] where 4 ranks hold the same keys "
+    "and values."
+)
+
+
+def declared(local: tuple[int, ...], hint: ArrayHint) -> bool:
+    """Whether a rule, attributes or the tag say how an array was split. A shape alone says only how it may have been.
+
+    Attributes also stay on weights that every rank has whole. So they say nothing about a tensor that already has the
+    wanted shape.
+    """
+    return hint.sharding is not None and (hint.ruled or hint.told or hint.shape != local)
+
+
+def resolve(
+    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, hint: ArrayHint
+) -> Sharding | UnknownArray:
+    """How an array was split of which each rank of `mesh` has a tensor of the shape `local`.
+
+    Of sections that several ranks held alike (keys and values) the shapes say how many ranks did. Which of them did is
+    found out by `readings`.
+    """
+    if hint.problem is not None:
+        return hint.problem
+    if hint.sharding is not None and declared(local, hint):
+        sharding = hint.sharding if hint.ruled else _over_experts(hint.sharding, local, mesh, expert, hint.shape)
+        if not hint.ruled and not hint.told:
+            sharding = _with_copies(name, sharding, local, mesh, hint)
+        return _true_size(sharding, local, hint)
+    if mesh.tp == mesh.ep == 1 or not local or hint.shape == local:
+        return Sharding()
+    if hint.shape is None:
+        return _unknown("nothing says what the whole is")
+    return _inferred(name, local, mesh, expert, hint.shape)
+
+
+def _over_experts(
+    sharding: Sharding, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...] | None
+) -> Sharding:
+    """The same for what the files say of experts: parameters of a job without expert parallelism do not say it."""
+    if expert is False:  # ranks that hold different experts hold the same of it
+        return without_axes(sharding, ("ep", "dp"))
+    dims = sharding.over(len(local))
+    if mesh.ep == 1 or not dims or dims[0] is not None or "ep" in sharding.axes:
+        return sharding
+    if expert or (wanted is not None and wanted[:1] == (local[0] * mesh.ep,)):
+        return replace(sharding, dims=(Split(("ep",)), *dims[1:]))
+    return sharding
+
+
+def _fits(split: Split, n: int, ranks: int, total: int) -> bool:
+    """Whether each rank has `n` of `total` elements with the copies that the program has."""
+    try:
+        return global_size(n, ranks, split.sections) == total
+    except ValueError:
+        return False
+
+
+def _with_copies(name: str, sharding: Sharding, local: tuple[int, ...], mesh: Mesh, hint: ArrayHint) -> Sharding:
+    """The same for the number of copies that the job had which wrote the tensors; the program may want another one."""
+    if hint.shape is None or len(hint.shape) != len(local) or hint.padded:
+        return sharding
+    dims = list(sharding.over(len(local)))
+    for dim, split in enumerate(dims):
+        if split is None or (split.plain and not _KEYS.search(name)):
+            continue
+        ranks = number_of_parts(split.axes, mesh.sizes)
+        if not _fits(split, local[dim], ranks, hint.shape[dim]):
+            dims[dim] = _with_counted_copies(split, local[dim], ranks, hint.shape[dim])
+    return replace(sharding, dims=tuple(dims))
+
+
+def _with_counted_copies(split: Split, n: int, ranks: int, total: int) -> Split:
+    """The same with so many copies of keys and values that each rank has `n` of `total` elements.
+
+    Queries are held once, and keys and values behind them in equal numbers of copies. Where no number fits, the split
+    stays as it is, and what does not fit is told.
+    """
+    queries, keys = split.sections[:1], split.sections[1:]
+    if not keys:
+        queries, keys = (), queries  # a single section is one of keys or values, and nothing else has to be counted
+    rows = sum(section.size or 0 for section in queries)
+    if total <= rows or (queries and rows == 0):
+        return split
+    copies, remainder = divmod(n * ranks - rows, total - rows)
+    if remainder or copies < 1 or ranks % copies:
+        return split
+    held_once = (replace(section, copies=1, adjacent=False) for section in queries)
+    copied = (replace(section, copies=copies, adjacent=section.adjacent and copies > 1) for section in keys)
+    return Split(split.axes, (*held_once, *copied))
+
+
+def readings(sharding: Sharding, mesh: Mesh) -> list[Sharding]:
+    """The ways in which ranks may have held copies of sections: repeated as a whole, or on neighbouring ranks.
+
+    Where all ranks of an axis hold the same, both are one.
+    """
+    candidates = []
+    for adjacent in (False, True):
+        dims: list[Split | None] = []
+        for split in sharding.dims:
+            if split is None or not split.copies:
+                dims.append(split)
+                continue
+            ranks = number_of_parts(split.axes, mesh.sizes)
+            sections = (replace(s, adjacent=adjacent and 1 < s.copies < ranks) for s in split.sections)
+            dims.append(Split(split.axes, tuple(sections)))
+        candidate = replace(sharding, dims=tuple(dims))
+        if candidate not in candidates:
+            candidates.append(candidate)
+    # The order of the job that loads is the likelier one: it is looked at first.
+    return sorted(candidates, key=lambda candidate: candidate != sharding)
+
+
+def _inferred(
+    name: str, local: tuple[int, ...], mesh: Mesh, expert: bool | None, wanted: tuple[int, ...]
+) -> Sharding | UnknownArray:
+    """How an array was split, from the shape that each rank has and the shape that is wanted.
+
+    It counts as known only if a single split over ep and tp makes one shape of the other. A guess would put the parts
+    together in a wrong order, without an error.
+    """
+    if len(wanted) != len(local):
+        return Sharding()  # no split makes these shapes fit, and the load says so
+    # Experts are always stacked along the first dim, and no layer splits one dim over both.
+    of_ep: list[int | None] = [0] if expert else [None] if expert is False or mesh.ep == 1 else [None, 0]
+    of_tp: list[int | None] = [None] if mesh.tp == 1 else [None, *range(len(local))]
+    candidates = [
+        Sharding(tuple(Split(("ep",)) if d == ep else Split(("tp",)) if d == tp else None for d in range(len(local))))
+        for ep in of_ep
+        for tp in of_tp
+        if ep is None or ep != tp
+    ]
+    fitting = [sharding for sharding in candidates if sharding.place(local, mesh, 0).shape == wanted]
+    if not fitting:
+        return _unknown(
+            f"no split over {mesh.tp} tp (and {mesh.ep} ep) ranks makes the wanted shape of theirs", str(list(wanted))
+        )
+    if len(fitting) > 1:
+        return _unknown(f"{list(local)} of each rank makes {list(wanted)} in {len(fitting)} ways")
+    # The shape of a fused projection does not show whether a rank has one block of it, or one of each of its parts.
+    if "tp" in fitting[0].axes and _FUSED.search(name) and not _SEPARATE.search(name):
+        return _unknown("by its name it is fused, and nothing says in how many strided blocks each rank has it")
+    return fitting[0]
+
+
+def _unknown(why: str, expected: str | None = None) -> UnknownArray:
+    return UnknownArray(
+        problem=f"it is ambiguous how this array was split over the ranks: {why}", hint=HINT, expected=expected
+    )
+
+
+def _true_size(sharding: Sharding, local: tuple[int, ...], hint: ArrayHint) -> Sharding:
+    """The sharding with the global size of each split dim, where the program says that local tensors are padded."""
+    if not hint.padded or hint.shape is None or len(hint.shape) != len(local):
+        return sharding
+    dims = sharding.over(len(local))
+    return replace(sharding, shape=tuple(n if s is not None else None for n, s in zip(hint.shape, dims, strict=True)))
