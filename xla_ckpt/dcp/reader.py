@@ -20,16 +20,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.futures import Future
@@ -45,13 +36,12 @@ from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.read import check_reads, read_into
 from xla_ckpt.errors import (
     ChangedTagError,
-    CorruptCheckpointError,
     IncompatibleCheckpointError,
     UsageError,
     naming,
     storage_errors,
 )
-from xla_ckpt.layouts.dcp.metadata import Contents, DcpTensor
+from xla_ckpt.layouts.dcp.stock import stock_metadata
 from xla_ckpt.lightweight import lightweight
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
@@ -147,7 +137,9 @@ class StorageReader(Named, StockReader):
         except BaseException as error:
             self._failure = error
             raise
-        return _described(self._opened.contents, self._path, self.load_id)
+        opened = self._opened.contents
+        about = StorageMeta(checkpoint_id=self._path, save_id=opened.save_id, load_id=self.load_id)
+        return dataclasses.replace(stock_metadata(opened), storage_meta=about)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._failure is not None:
@@ -433,39 +425,3 @@ def _want(item: ReadItem) -> Want:
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
     stop = tuple(a + n for a, n in zip(start, item.lengths, strict=True))
     return Want(item.storage_index.fqn, Box(start, stop), 0)
-
-
-def _described(contents: Contents, path: str, load_id: str) -> Metadata:
-    """What a checkpoint holds, in DCP's own classes."""
-    described: dict[str, Any] = {}
-    stored: dict[MetadataIndex, Any] = {}
-    for key, tensor in contents.tensors.items():
-        described[key] = _tensor(key, tensor)
-        for number, chunk in enumerate(tensor.chunks):
-            if chunk.at is not None:
-                index = MetadataIndex(key, chunk.box.start, number)
-                stored[index] = _StorageInfo(
-                    chunk.at.file, chunk.at.offset, chunk.at.nbytes, chunk.at.transforms or None
-                )
-    for key, span in contents.objects.items():
-        described[key] = BytesStorageMetadata()
-        stored[MetadataIndex(key)] = _StorageInfo(span.file, span.offset, span.nbytes, span.transforms or None)
-    for key in contents.undescribed:
-        described[key] = BytesStorageMetadata()  # a planner that wants it hears why it is not read, when it is
-    return Metadata(
-        state_dict_metadata=described,
-        planner_data=dict(contents.paths),
-        storage_data=stored,
-        storage_meta=StorageMeta(checkpoint_id=path, save_id=contents.save_id, load_id=load_id),
-    )
-
-
-def _tensor(key: str, tensor: DcpTensor) -> TensorStorageMetadata:
-    dtype = torch_dtype(tensor.dtype)
-    if dtype is None:
-        raise CorruptCheckpointError(f"torch has no element type {tensor.dtype.name}", leaf=key)
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=dtype),
-        size=torch.Size(tensor.shape),
-        chunks=[ChunkStorageMetadata(torch.Size(c.box.start), torch.Size(c.box.shape)) for c in tensor.chunks],
-    )

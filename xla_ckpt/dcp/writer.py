@@ -52,8 +52,8 @@ from xla_ckpt.job.process_group import REACH, communicator
 from xla_ckpt.job.verdict import Deadline, Round, as_checkpoint_error
 from xla_ckpt.layouts.dcp.chunks import chunk_of
 from xla_ckpt.layouts.dcp.digests import DIGESTS, dump_digests, record_of
-from xla_ckpt.layouts.dcp.index import pickled
 from xla_ckpt.layouts.dcp.metadata import MAX_STEPS, METADATA
+from xla_ckpt.layouts.dcp.stock import pickled
 from xla_ckpt.manifest.digest import block_size, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.options import SaveOptions
