@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from xla_ckpt.arrays.torch_host import torch_dtype
@@ -23,10 +21,11 @@ from xla_ckpt.errors import (
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged, strided_shards
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, Span
 from xla_ckpt.layouts.scanned import foreign_head
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
+from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip, check_crc32
 from xla_ckpt.manifest.arrays import Arrays, array_record
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import above
 from xla_ckpt.storage.pool import BUFFER_BYTES, READERS, threads, work_off
@@ -136,7 +135,7 @@ class Opened:
         dtype = torch_dtype(at.dtype)
         if dtype is None:
             raise UnsupportedStateError(f"torch has no element type {at.dtype.name}", file=at.file)
-        count = int(np.prod(at.shape, dtype=np.int64))
+        count = Box.whole(at.shape).size
         if not count:
             return torch.empty(at.shape, dtype=dtype)
         steps = at.strides
@@ -203,30 +202,12 @@ class Places:
 
         def check(one: tuple[str, TensorAt], buffer: memoryview) -> None:
             key, at = one
-            source, crc = self.opened.held(at.file).source, 0
-            nbytes = int(np.prod(at.shape, dtype=np.int64)) * at.dtype.itemsize
-            for low in range(0, nbytes, len(buffer)):
-                part = buffer[: min(len(buffer), nbytes - low)]
-                if source.read_into(part, at.offset + low) < len(part):
-                    raise CorruptCheckpointError(
-                        "the file ends too early", leaf=key, file=at.file, path=self.opened.path
-                    )
-                crc = zlib.crc32(part, crc)
-            if crc != at.crc:
-                raise CorruptCheckpointError(
-                    "stored bytes are damaged: they are not what the CRC-32 of their zip says",
-                    leaf=key,
-                    file=at.file,
-                    path=self.opened.path,
-                    expected=f"{at.crc:08x}",
-                    found=f"{crc:08x}",
-                    hint=DAMAGED,
-                )
+            nbytes = Box.whole(at.shape).size * at.dtype.itemsize
+            with naming(leaf=key, path=self.opened.path, hint=DAMAGED):
+                check_crc32(self.opened.held(at.file).source, at.file, "a tensor", at.offset, nbytes, at.crc, buffer)
 
-        work_off(
-            chunks, check, workers=min(threads(READERS, 2), len(chunks)) or 1, buffer_bytes=BUFFER_BYTES,
-            name="xla_ckpt-crc",
-        )  # fmt: skip
+        workers = min(threads(READERS, 2), len(chunks)) or 1
+        work_off(chunks, check, workers=workers, buffer_bytes=BUFFER_BYTES, name="xla_ckpt-crc")
 
     def close(self) -> None:
         """Release the files that were opened for it."""

@@ -157,6 +157,31 @@ def check_zip(directory: Directory, file: str) -> int:
         source.close()
 
 
+def check_crc32(
+    source: Source, file: str, what: str, start: int, nbytes: int, crc: int | None, buffer: memoryview | None = None
+) -> None:
+    """Read bytes of a file, through `buffer` if there is one, and compare them with their CRC-32, if it is known.
+
+    Raises:
+        CorruptCheckpointError: The file ends before them, or they are not what was written.
+    """
+    if buffer is None:
+        buffer = memoryview(bytearray(min(_CHUNK, nbytes)))
+    actual = 0
+    for at in range(0, nbytes, len(buffer) or 1):
+        part = buffer[: min(len(buffer), nbytes - at)]
+        if source.read_into(part, start + at) < len(part):
+            raise CorruptCheckpointError(f"the file ends inside of {what}", file=file)
+        actual = zlib.crc32(part, actual)
+    if crc is not None and actual != crc:
+        raise CorruptCheckpointError(
+            f"{what} is not what its CRC-32 says: stored bytes are damaged",
+            file=file,
+            expected=f"{crc:08x}",
+            found=f"{actual:08x}",
+        )
+
+
 def _opened(directory: Directory, file: str) -> Source:
     try:
         return directory.open(file)
@@ -260,15 +285,9 @@ class Zip:
         buffer = memoryview(bytearray(_CHUNK))
         for name, record in self.records.items():
             start, size, crc = self._record(name)
-            actual = 0
-            for at in range(0, size, _CHUNK):
-                part = buffer[: min(_CHUNK, size - at)]
-                if self.ahead.source.read_into(part, start + at) < len(part):
-                    raise CorruptCheckpointError("the file ends inside of a record", file=self.file)
-                actual = zlib.crc32(part, actual)
             # torch writes 0 where it was told to leave CRC-32s out.
-            if crc and actual != crc and record.plain:
-                raise CorruptCheckpointError(f"the record {name} is not what its CRC-32 says", file=self.file)
+            known = crc if crc and record.plain else None
+            check_crc32(self.ahead.source, self.file, f"the record {name}", start, size, known, buffer)
 
     def _broken(self, why: str) -> CorruptCheckpointError:
         zipped = bytes(self._head[:2]) == b"PK"
