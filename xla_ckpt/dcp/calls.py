@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 from torch.distributed.checkpoint.utils import _api_bc_check
 
 from xla_ckpt.dcp.failures import one_error
-from xla_ckpt.dcp.groups import Ranks
+from xla_ckpt.dcp.groups import CallRanks
 from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
@@ -92,7 +92,7 @@ def save(
     _check(state_dict, path, no_dist)
     wait_for(path)
     with one_error("saving", SaveError, path):
-        ranks = Ranks.of(process_group, "call", no_dist=no_dist)
+        ranks = CallRanks.of(process_group, "call", no_dist=no_dist)
         ranks.check_same(_saving(path, writer))
     states, problem = states_of(state_dict, ranks.rank, SaveError)
     planner = planner if problem is None else FailingSave(problem)
@@ -146,7 +146,7 @@ def async_save(
     _check(state_dict, path, no_dist)
     wait_for(path)
     with one_error("saving", SaveError, path):
-        ranks = Ranks.of(process_group, "background", no_dist=no_dist)
+        ranks = CallRanks.of(process_group, "background", no_dist=no_dist)
     states, problem = states_of(state_dict, ranks.rank, SaveError)
     staged: Any = {}
     if problem is None:
@@ -219,7 +219,7 @@ def load(
     _check(state_dict, path, no_dist)
     wait_for(path)
     with one_error("loading", LoadError, path):
-        ranks = Ranks.of(process_group, "call", no_dist=no_dist)
+        ranks = CallRanks.of(process_group, "call", no_dist=no_dist)
         ranks.check_same(Call.of("dcp.load", path or "", trust_pickle=trust_pickle))
     states, problem = states_of(dict(sorted(state_dict.items())), ranks.rank, LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
@@ -255,7 +255,7 @@ def _saving(path: str | None, writer: StockWriter) -> Call:
 
 
 def _save(
-    states: dict[str, Any], writer: StockWriter, planner: SavePlanner | None, ranks: Ranks, use_collectives: bool
+    states: dict[str, Any], writer: StockWriter, planner: SavePlanner | None, ranks: CallRanks, use_collectives: bool
 ) -> Metadata:
     try:
         with one_error("saving", SaveError, _path_of(writer)), _planning(writer):

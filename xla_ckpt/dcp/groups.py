@@ -24,7 +24,7 @@ def is_distributed(no_dist: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class CallRanks:
     """The ranks of one call of DCP's."""
 
     group: Any
@@ -35,7 +35,7 @@ class Ranks:
     world: int
 
     @classmethod
-    def of(cls, process_group: Any, purpose: Purpose, *, no_dist: bool) -> Ranks:
+    def of(cls, process_group: Any, purpose: Purpose, *, no_dist: bool) -> CallRanks:
         """Those of `process_group` (None: all); this process alone, if it has no others, or wants none."""
         if not is_distributed(no_dist):
             return cls(None, no_dist, 0, 1)

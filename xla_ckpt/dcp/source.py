@@ -18,9 +18,10 @@ from xla_ckpt.errors import (
     UntrustedObjectError,
     naming,
 )
-from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged, strided_shards
+from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, Span
 from xla_ckpt.layouts.scanned import foreign_head
+from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip, check_crc32
 from xla_ckpt.manifest.arrays import Arrays, array_record
 from xla_ckpt.manifest.records import Manifest
@@ -185,7 +186,7 @@ class Places:
                         at = files.tensor_at(opened.held(chunk.at.file), chunk.at, tensor.dtype, chunk.box)
                     if not files.digested:
                         unverified.append((key, at))
-                    shards += strided_shards(at, chunk.box, number(at.file))
+                    shards += shards_at(at, chunk.box, number(at.file))
                 arrays[key] = array_record(tensor.dtype, tensor.shape, shards)
         manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(files.records))
         root, _, name = opened.path.rpartition("/")
