@@ -125,7 +125,7 @@ class StorageReader(Named, StockReader):
         except BaseException as error:
             self._failure = error
             raise
-        opened = self._opened.contents
+        opened = self._opened.stored
         about = StorageMeta(checkpoint_id=self._path, save_id=opened.save_id, load_id=self.load_id)
         return dataclasses.replace(stock_metadata(opened), storage_meta=about)
 
@@ -141,7 +141,7 @@ class StorageReader(Named, StockReader):
             starts.setdefault(item.storage_index.fqn, set()).add(tuple(item.storage_index.offset or ()))
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
             with collector_paused():
-                self._places = places = opened.places(starts)
+                self._places = places = Places.of(opened, starts)
                 wants, slots, slabs = list[Want](), list[memoryview](), Slabs()
                 if self.read_once:
                     self._kept, wants, slots = memory_for(opened, tensors, slabs)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +18,7 @@ from xla_ckpt.errors import (
     naming,
 )
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
-from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, Span
+from xla_ckpt.layouts.dcp.metadata import METADATA, DcpTensor
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip, check_crc32
@@ -37,26 +36,30 @@ Start = tuple[int, ...]
 """The first element of a chunk: its name among the chunks of its key."""
 
 
-@dataclass(slots=True)
-class Opened:
-    """An open checkpoint."""
+class Opened(DcpFiles):
+    """An open checkpoint.
 
-    files: DcpFiles
-    path: str
-    contents: Contents
-    _ahead: dict[str, Ahead] = field(default_factory=dict)
+    Raises (on construction):
+        NoCheckpointError: There is none in the directory.
+        CorruptCheckpointError: It is damaged, or contradicts itself.
+        UntrustedObjectError: Its metadata names something else than DCP's own classes. Nothing of it has run.
+    """
+
+    def __init__(self, directory: Directory, path: str) -> None:
+        super().__init__(directory)
+        self.path = path
+        stored = self.contents()
+        if stored is None:
+            raise NoCheckpointError("there is no checkpoint of DCP's", hint=_other_than_dcp(self.names))
+        self.stored = stored
+        self._ahead: dict[str, Ahead] = {}
 
     def close(self) -> None:
         """Release all files, and the directory."""
         for ahead in self._ahead.values():
             ahead.source.close()
         self._ahead.clear()
-        self.files.directory.close()
-
-    @property
-    def identity(self) -> str:
-        """See `DcpFiles`."""
-        return self.files.identity
+        self.directory.close()
 
     def tensor(self, key: str) -> DcpTensor:
         """What is stored of a tensor.
@@ -66,9 +69,9 @@ class Opened:
             IncompatibleCheckpointError: It cannot be described.
         """
         self._check_described(key)
-        if key not in self.contents.tensors:
+        if key not in self.stored.tensors:
             raise CorruptCheckpointError("the checkpoint has no such tensor", leaf=key, path=self.path)
-        return self.contents.tensors[key]
+        return self.stored.tensors[key]
 
     def value(self, key: str, *, trust: bool) -> bytes:
         """A value that is no tensor, as bytes that `torch.load` takes.
@@ -82,38 +85,30 @@ class Opened:
             IncompatibleCheckpointError: It is a tensor that cannot be described.
         """
         self._check_described(key)
-        span = self.contents.objects.get(key)
+        span = self.stored.objects.get(key)
         if span is None:
             raise CorruptCheckpointError("the checkpoint has no such value", leaf=key, path=self.path)
         with naming(leaf=key, file=span.file, path=self.path):
             check_unchanged(span)
             ahead = self.held(span.file)
-            if self.files.digested:
-                self.files.check_value(ahead, span)
+            if self.digested:
+                self.check_value(ahead, span)
             else:
                 Zip(ahead, span.offset, span.nbytes).check()
             if trust:
                 return bytes(ahead.take(span.offset, span.nbytes))
             buffer = io.BytesIO()
             try:
-                torch.save(self._loaded(span), buffer)
+                zipped = Zip(ahead, span.offset, span.nbytes)
+                torch.save(zipped.value(strided=True, tensor=self._tensor_of_value), buffer)
             except UntrustedObjectError as error:
                 error.hint = "Pass trust_pickle=True if you trust whoever wrote this checkpoint."
                 raise
             return buffer.getvalue()
 
     def _check_described(self, key: str) -> None:
-        if key in self.contents.undescribed:
-            raise self.contents.undescribed[key].error(key).at(file=METADATA, path=self.path)
-
-    def places(self, wanted: Mapping[str, Iterable[Start]]) -> Places:
-        """Where these chunks are, by key.
-
-        Raises:
-            CorruptCheckpointError: They are not where the metadata says, or the chunks of a key are not all of it.
-            UnsupportedStateError: They are stored in a way that is not read here.
-        """
-        return Places.of(self, wanted)
+        if key in self.stored.undescribed:
+            raise self.stored.undescribed[key].error(key).at(file=METADATA, path=self.path)
 
     def held(self, file: str) -> Ahead:
         """A file, opened once.
@@ -124,14 +119,10 @@ class Opened:
         """
         if file not in self._ahead:
             with naming(path=self.path):
-                self._ahead[file] = Ahead(self.files.open(file), file)
+                self._ahead[file] = Ahead(self.open(file), file)
         return self._ahead[file]
 
-    def _loaded(self, span: Span) -> Any:
-        """A value, read by a parser that runs nothing."""
-        return Zip(self.held(span.file), span.offset, span.nbytes).value(strided=True, tensor=self.stored)
-
-    def stored(self, at: TensorAt) -> torch.Tensor:
+    def _tensor_of_value(self, at: TensorAt) -> torch.Tensor:
         """A tensor that lies in a file, as a new one in C order."""
         dtype = torch_dtype(at.dtype)
         if dtype is None:
@@ -162,11 +153,15 @@ class Places:
 
     @classmethod
     def of(cls, opened: Opened, wanted: Mapping[str, Iterable[Start]]) -> Places:
-        """See `Opened.places`."""
-        files = opened.files
+        """Where these chunks are, by key.
+
+        Raises:
+            CorruptCheckpointError: They are not where the metadata says, or the chunks of a key are not all of it.
+            UnsupportedStateError: They are stored in a way that is not read here.
+        """
 
         def number(file: str) -> int:
-            return files.number(file, opened.held(file).size)
+            return opened.number(file, opened.held(file).size)
 
         arrays, unverified = {}, []
         for key, starts in wanted.items():
@@ -183,14 +178,14 @@ class Places:
                         continue
                     with naming(file=chunk.at.file):
                         check_unchanged(chunk.at)
-                        at = files.tensor_at(opened.held(chunk.at.file), chunk.at, tensor.dtype, chunk.box)
-                    if not files.digested:
+                        at = opened.tensor_at(opened.held(chunk.at.file), chunk.at, tensor.dtype, chunk.box)
+                    if not opened.digested:
                         unverified.append((key, at))
                     shards += shards_at(at, chunk.box, number(at.file))
                 arrays[key] = array_record(tensor.dtype, tensor.shape, shards)
-        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(files.records))
+        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(opened.records))
         root, _, name = opened.path.rpartition("/")
-        tag = TagReader(files.directory, root, name, manifest, foreign_objects=())
+        tag = TagReader(opened.directory, root, name, manifest, foreign_objects=())
         return cls(opened, tag, unverified)
 
     def check_crcs(self) -> None:
@@ -227,7 +222,7 @@ def open_source(path: str) -> Opened:
     store, name = above(path, follow=True)
     directory = _found(store, name)
     try:
-        return _opened(directory, path)
+        return Opened(directory, path)
     except BaseException:
         directory.close()
         raise
@@ -249,14 +244,6 @@ def _beside(store: Store) -> str | None:
     except OSError:
         return None
     return f"Checkpoints beside it: {', '.join(checkpoints[-10:])}." if checkpoints else None
-
-
-def _opened(directory: Directory, path: str) -> Opened:
-    files = DcpFiles(directory)
-    contents = files.contents()
-    if contents is None:
-        raise NoCheckpointError("there is no checkpoint of DCP's", hint=_other_than_dcp(files.names))
-    return Opened(files, path, contents)
 
 
 def _other_than_dcp(names: frozenset[str]) -> str:

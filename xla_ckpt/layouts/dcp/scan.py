@@ -20,7 +20,7 @@ from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, KeyPath
 from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, kind_of_scanned, scanned_manifest
 from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.layouts.training_state import nested, training_state
@@ -201,8 +201,8 @@ def _manifest_of(
     flat = flattened(parts, _kind)
     arrays = {leaf: _inside(leaf, array, files) for leaf, array in flat.arrays.items()}
     ranks = {match[1] for record in files.records if (match := _OF_RANK.fullmatch(record.path))}
-    head = foreign_head(entry.tag, entry.created)
-    return scanned_manifest(head, replace(flat, arrays=arrays), files.records, world=len(ranks) or 1)
+    flat = replace(flat, arrays=arrays)
+    return scanned_manifest(entry.tag, flat, files.records, created=entry.created, world=len(ranks) or 1)
 
 
 def _inside(leaf: str, array: Any, files: DcpFiles) -> Any:

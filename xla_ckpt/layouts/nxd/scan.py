@@ -13,7 +13,7 @@ from xla_ckpt.layouts.nxd.optimizer import optimizer_of
 from xla_ckpt.layouts.nxd.rank_files import RankAt, RankFiles, Scan, StoredTensor, listed_names
 from xla_ckpt.layouts.nxd.state import Missing, ScannedState, Stage, Trees, stages, trees
 from xla_ckpt.layouts.nxd.tags import NxdTag
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, scanned_manifest
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -127,9 +127,7 @@ def manifest_of(files: Scan, tag: str, content: Content, hints: Hints) -> tuple[
     own = [leaf for leaf, record in flat.arrays.items() if isinstance(record, ArrayRecord) and record.own]
     _report(tag, own, content.apart, hints)
     mesh = content.mesh
-    return scanned_manifest(
-        foreign_head(tag), flat, files.files, mesh=str(mesh), world=mesh.size, left_out=content.left_out
-    )
+    return scanned_manifest(tag, flat, files.files, mesh=str(mesh), world=mesh.size, left_out=content.left_out)
 
 
 def _report(tag: str, own: list[str], apart: Mapping[str, str], hints: Hints) -> None:

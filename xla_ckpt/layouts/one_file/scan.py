@@ -11,7 +11,7 @@ from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, kind_of_scanned, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
 from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
@@ -63,8 +63,7 @@ def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, lis
             "(model=, optimizer=; --like)",
             file,
         )
-    flat = flattened(members.tree)
-    return scanned_manifest(foreign_head(file), flat, [FileRecord(path=file, size=size, head=0, digest=0)])
+    return scanned_manifest(file, flattened(members.tree), [FileRecord(path=file, size=size, head=0, digest=0)])
 
 
 def _is_array(value: Any) -> bool:
