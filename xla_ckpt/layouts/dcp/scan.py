@@ -17,13 +17,14 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError, naming
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, KeyPath, Span
+from xla_ckpt.layouts.dcp.nested import nested
 from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
 from xla_ckpt.layouts.scanned import directory_to_scan, flattened, kind_of_scanned, scanned_manifest
 from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
-from xla_ckpt.layouts.training_state import nested, training_state
+from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import Manifest, UnknownArray

@@ -17,7 +17,7 @@ from xla_ckpt.layouts.dcp.files import DcpFiles
 from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.layouts.dcp.tags import SHARD, safetensors_shards
 from xla_ckpt.layouts.hugging_face import quantized, scanned_file
-from xla_ckpt.layouts.training_state import program_names
+from xla_ckpt.layouts.places import program_names
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard

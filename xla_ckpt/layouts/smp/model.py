@@ -11,8 +11,8 @@ from xla_ckpt.errors import CorruptCheckpointError, FormatError
 from xla_ckpt.layouts.nxd.arrays import Copies, RankArray
 from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan, StoredTensor
 from xla_ckpt.layouts.nxd.state import ScannedState, Stage
+from xla_ckpt.layouts.places import program_names
 from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
-from xla_ckpt.layouts.training_state import program_names
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard

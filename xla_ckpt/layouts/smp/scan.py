@@ -13,6 +13,7 @@ from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
 from xla_ckpt.layouts.nxd.copies import in_common
 from xla_ckpt.layouts.nxd.rank_files import RankAt, Scan
 from xla_ckpt.layouts.nxd.scan import Content, content_of, manifest_of
+from xla_ckpt.layouts.places import without_paths
 from xla_ckpt.layouts.scanned import directory_to_scan
 from xla_ckpt.layouts.smp import members
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
@@ -30,14 +31,13 @@ from xla_ckpt.layouts.smp.tags import (
     USER_CONTENT_FILE,
     SmpTag,
 )
-from xla_ckpt.layouts.training_state import without_paths
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.records import Manifest, UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.nested import leaves
+from xla_ckpt.tree.nested import Keys, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ def _of_set(parts: PartFiles, tag: SmpTag, hints: Hints) -> StoredParts:
     )
     ranks = placed(files, stored.degrees)
 
-    def member(path: members.MemberPath | None) -> dict[RankAt, Mapping[Any, Any]]:
+    def member(path: Keys | None) -> dict[RankAt, Mapping[Any, Any]]:
         return {} if path is None else {at: members.at(trees[file], path, file) for at, file in ranks.items()}
 
     stored.models = {at: tree for at, tree in member(where.model).items() if not at.dp}
