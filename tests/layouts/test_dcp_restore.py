@@ -10,7 +10,7 @@ import torch
 
 import xla_ckpt
 from tests.layouts.stock_dcp import STOCK, Stock, differences, same, stock
-from xla_ckpt.layouts.dcp.nested import nested
+from xla_ckpt.layouts.dcp.keys import nested
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.plan.hints import Hints
 

@@ -27,10 +27,10 @@ from xla_ckpt.dcp.failures import one_error
 from xla_ckpt.dcp.groups import CallRanks
 from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
 from xla_ckpt.dcp.named import Named
-from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
 from xla_ckpt.dcp.states import FailingLoad, FailingSave, install, reads_once, states_of
+from xla_ckpt.dcp.states import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json, naming

@@ -32,7 +32,7 @@ from xla_ckpt.errors import (
     naming,
     storage_errors,
 )
-from xla_ckpt.layouts.dcp.stock import stock_metadata
+from xla_ckpt.layouts.dcp.index import stock_metadata
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.snapshot.memory import Slabs
 from xla_ckpt.state.guard import GUARD

@@ -1,4 +1,4 @@
-"""State dicts that DCP's calls are given: the states of the `Stateful` objects in them, taken and handed back."""
+"""State dicts that DCP's calls are given, the states of `Stateful` objects in them, and the planners for both."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -76,8 +78,8 @@ def reads_once(value: Any) -> bool:
     return on_devices > on_host or on_devices + on_host <= STAGED_BYTES
 
 
-class FailingSave(DefaultSavePlanner):
-    """Has all ranks of a save raise an error that this one met before it."""
+class _Failing:
+    """Has all ranks of a call raise an error that this one met before it."""
 
     def __init__(self, problem: CheckpointError) -> None:
         super().__init__()
@@ -87,12 +89,25 @@ class FailingSave(DefaultSavePlanner):
         raise self.problem
 
 
-class FailingLoad(DefaultLoadPlanner):
-    """Likewise, of a load."""
+class FailingSave(_Failing, DefaultSavePlanner):
+    """Of a save."""
 
-    def __init__(self, problem: CheckpointError) -> None:
-        super().__init__()
-        self.problem = problem
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise self.problem
+class FailingLoad(_Failing, DefaultLoadPlanner):
+    """Of a load."""
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's `DefaultLoadPlanner`, on ranks that have nothing of some tensors, too.
+
+    FSDP1 has such ranks, if a tensor has fewer rows than there are ranks. DCP's own planner leaves these tensors out of
+    the state, takes the checkpoint for one of torch 2.3, since it has more keys, and fails on the optimizer's groups.
+    """
+
+    def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner(state_dict, *args, **kwargs)
+        if self.flatten_state_dict:
+            flat, mappings = flatten_state_dict(state_dict)
+            for key, value in flat.items():
+                if key not in self.state_dict and isinstance(value, ShardedTensor):
+                    self.state_dict[key], self.mappings[key] = value, mappings[key]

@@ -39,7 +39,10 @@ def with_names(parts: dict[str, Any], hints: Hints, shape: Shape, *, guess: bool
     names, guessed = _names(optimizer, parts.get(schema.MODEL), hints, shape, guess=guess)
     if names is None:
         return parts, False
-    return {**parts, schema.OPTIMIZER: _named(optimizer, names)}, guessed
+    named = renamed_parameters(optimizer, names)
+    for group in named[schema.GROUPS]:
+        group.pop(PARAM_NAMES, None)
+    return {**parts, schema.OPTIMIZER: named}, guessed
 
 
 def _has_numbers(optimizer: Mapping[str, Any]) -> bool:
@@ -149,14 +152,19 @@ def names_by_number(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[N
     }
 
 
-def _named(optimizer: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state by the names of its parameters."""
-    state = {names.get(key, key) if type(key) is int else key: value for key, value in optimizer[schema.STATE].items()}
+def renamed_parameters(optimizer: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names for its parameters, where `called` has one.
+
+    >>> renamed_parameters({"state": {0: 1.0}, "param_groups": [{"params": [0]}]}, {0: "w"})
+    {'state': {'w': 1.0}, 'param_groups': [{'params': ['w']}]}
+    """
+    members = {
+        member: {called.get(key, key): value for key, value in optimizer[member].items()}
+        for member in (schema.STATE, schema.MASTER)
+        if isinstance(optimizer.get(member), Mapping)
+    }
     groups = [
-        {
-            **{key: value for key, value in group.items() if key != PARAM_NAMES},
-            schema.PARAMS: [names[number] for number in group[schema.PARAMS]],
-        }
+        {**group, schema.PARAMS: [called.get(name, name) for name in group[schema.PARAMS]]}
         for group in optimizer[schema.GROUPS]
     ]
-    return {**optimizer, schema.STATE: state, schema.GROUPS: groups}
+    return {**optimizer, **members, schema.GROUPS: groups}

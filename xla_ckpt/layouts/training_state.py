@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from xla_ckpt.layouts.parameter_numbers import renamed_parameters
 from xla_ckpt.layouts.places import (
     MODEL_NAMES,
     SCHEDULER_NAMES,
@@ -57,7 +58,8 @@ def training_state(tree: Mapping[str, Any], hints: Hints, is_array: Callable[[An
     if isinstance(model, UnknownArray):
         parts[schema.MODEL] = model
     elif model is not None:
-        parts[schema.MODEL] = _renamed(model.members, program_names(model.members, hints.arrays))
+        called = program_names(model.members, hints.arrays)
+        parts[schema.MODEL] = {called.get(name, name): value for name, value in model.members.items()}
         taken |= model.taken
     if isinstance(optimizer, UnknownArray):
         parts[schema.OPTIMIZER] = optimizer
@@ -131,17 +133,13 @@ def _chosen(
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     candidates = list(optimizers)
+    names = {o.path: {canonical(str(name)) for name in _parameters(o.members)} for o in optimizers}
     if hints.groups is not None:
         wanted = {canonical(str(name)) for group in hints.groups for name in group}
-        candidates = [
-            o for o in optimizers if {canonical(str(name)) for name in _parameters(o.members)} == wanted
-        ] or candidates
+        candidates = [o for o in optimizers if names[o.path] == wanted] or candidates
     if len(candidates) > 1 and isinstance(model, DictAt):
         beside = [o for o in candidates if o.path[:-1] == model.path[:-1]]
-        names_of_model = {canonical(str(name)) for name in model.members}
-        of_model = [
-            o for o in candidates if {canonical(str(name)) for name in _parameters(o.members)} <= names_of_model
-        ]
+        of_model = [o for o in candidates if names[o.path] <= {canonical(str(name)) for name in model.members}]
         candidates = next((some for some in (beside, of_model) if len(some) == 1), candidates)
     if len(candidates) == 1:
         return candidates[0]
@@ -160,8 +158,8 @@ def _listed(places: Sequence[DictAt]) -> str:
 def _optimizer(members: Mapping[str, Any], model: Sequence[str], hints: Hints) -> dict[str, Any]:
     """The state of an optimizer by the names of the program, nested."""
     tree = _of_shards(members) if _is_nested(members) else _unflattened(members, model)
-    groups, state = tree[schema.GROUPS], tree.get(schema.STATE, {})
-    stored = [name for group in groups for name in group[schema.PARAMS]]
+    state = tree.setdefault(schema.STATE, {})
+    stored = [name for group in tree[schema.GROUPS] for name in group[schema.PARAMS]]
     if stored and all(type(name) is int for name in stored):
         # DCP writes all keys as strings.
         numbers = {str(name): name for name in stored if name not in state}
@@ -173,13 +171,7 @@ def _optimizer(members: Mapping[str, Any], model: Sequence[str], hints: Hints) -
         n: program_name if first.get(program_name) in taken else first.get(program_name, program_name)
         for n, program_name in called.items()
     }
-    return {
-        **tree,
-        schema.STATE: {called.get(name, name): value for name, value in state.items()},
-        schema.GROUPS: [
-            {**group, schema.PARAMS: [called.get(name, name) for name in group[schema.PARAMS]]} for group in groups
-        ],
-    }
+    return renamed_parameters(tree, called)
 
 
 def _of_shards(members: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,10 +288,6 @@ def _joined(members: Mapping[str, Any], wanted: set[str]) -> dict[str, Any]:
                 continue
         joined[key] = value
     return joined
-
-
-def _renamed(members: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
-    return {called.get(name, name): value for name, value in members.items()}
 
 
 # Schedulers.

@@ -16,8 +16,8 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError, naming
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
+from xla_ckpt.layouts.dcp.keys import nested
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, KeyPath, Span
-from xla_ckpt.layouts.dcp.nested import nested
 from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
