@@ -39,7 +39,7 @@ def with_names(parts: dict[str, Any], hints: Hints, shape: Shape, *, guess: bool
     names, guessed = _names(optimizer, parts.get(schema.MODEL), hints, shape, guess=guess)
     if names is None:
         return parts, False
-    named = renamed_parameters(optimizer, names)
+    named = schema.renamed_parameters(optimizer, names)
     for group in named[schema.GROUPS]:
         group.pop(PARAM_NAMES, None)
     return {**parts, schema.OPTIMIZER: named}, guessed
@@ -150,21 +150,3 @@ def names_by_number(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[N
         for some, called in zip(numbers, names, strict=True)
         for number, name in zip(some, called, strict=True)
     }
-
-
-def renamed_parameters(optimizer: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names for its parameters, where `called` has one.
-
-    >>> renamed_parameters({"state": {0: 1.0}, "param_groups": [{"params": [0]}]}, {0: "w"})
-    {'state': {'w': 1.0}, 'param_groups': [{'params': ['w']}]}
-    """
-    members = {
-        member: {called.get(key, key): value for key, value in optimizer[member].items()}
-        for member in (schema.STATE, schema.MASTER)
-        if isinstance(optimizer.get(member), Mapping)
-    }
-    groups = [
-        {**group, schema.PARAMS: [called.get(name, name) for name in group[schema.PARAMS]]}
-        for group in optimizer[schema.GROUPS]
-    ]
-    return {**optimizer, **members, schema.GROUPS: groups}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from xla_ckpt.layouts.parameter_numbers import renamed_parameters
 from xla_ckpt.layouts.places import (
     MODEL_NAMES,
     SCHEDULER_NAMES,
@@ -171,7 +170,7 @@ def _optimizer(members: Mapping[str, Any], model: Sequence[str], hints: Hints) -
         n: program_name if first.get(program_name) in taken else first.get(program_name, program_name)
         for n, program_name in called.items()
     }
-    return renamed_parameters(tree, called)
+    return schema.renamed_parameters(tree, called)
 
 
 def _of_shards(members: Mapping[str, Any]) -> dict[str, Any]:

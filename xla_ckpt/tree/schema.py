@@ -272,3 +272,19 @@ def lora_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     {'r': 8, 'target_modules': ['q', 'v']}
     """
     return {k: sorted(v, key=str) if isinstance(v, set | list) else v for k, v in config.items()}
+
+
+def renamed_parameters(optimizer: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names for its parameters, where `called` has one.
+
+    >>> renamed_parameters({"state": {0: 1.0}, "param_groups": [{"params": [0]}]}, {0: "w"})
+    {'state': {'w': 1.0}, 'param_groups': [{'params': ['w']}]}
+    """
+    members = {
+        # A key of its own may be equal to a number, as 1.0 is to 1, and mean no parameter.
+        member: {called.get(k, k) if type(k) in (int, str) else k: value for k, value in optimizer[member].items()}
+        for member in (STATE, MASTER)
+        if isinstance(optimizer.get(member), Mapping)
+    }
+    groups = [{**group, PARAMS: [called.get(name, name) for name in group[PARAMS]]} for group in optimizer[GROUPS]]
+    return {**optimizer, **members, GROUPS: groups}

@@ -13,7 +13,6 @@ from xla_ckpt.errors import IncompatibleCheckpointError, UnsupportedStateError
 from xla_ckpt.files.distcp import STEM
 from xla_ckpt.files.torch_file import TorchFile
 from xla_ckpt.layouts.base import StoredState
-from xla_ckpt.layouts.parameter_numbers import renamed_parameters
 from xla_ckpt.layouts.torch_save.pickle_writer import InFile, LeafAt, dumps
 from xla_ckpt.plan.file_plan import Entry, FilePlan
 from xla_ckpt.sharding.box import Box
@@ -91,7 +90,7 @@ def _with_torch_numbers(optimizer: Any) -> Any:
     names = list(dict.fromkeys(name for group in groups for name in group[schema.PARAMS]))
     if not names or not all(isinstance(name, str) and name.startswith("#") for name in names):
         return optimizer
-    return renamed_parameters(optimizer, {name: i for i, name in enumerate(names)})
+    return schema.renamed_parameters(optimizer, {name: i for i, name in enumerate(names)})
 
 
 def _tell_unsafe(pickled: bytes) -> None:
