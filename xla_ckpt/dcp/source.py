@@ -17,18 +17,19 @@ from xla_ckpt.errors import (
     UntrustedObjectError,
     naming,
 )
+from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
 from xla_ckpt.layouts.dcp.metadata import METADATA, DcpTensor
 from xla_ckpt.layouts.scanned import foreign_head
 from xla_ckpt.layouts.torch_save.strided import shards_at
-from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip, check_crc32
+from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest.arrays import Arrays, array_record
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import above
-from xla_ckpt.storage.pool import BUFFER_BYTES, READERS, threads, work_off
+from xla_ckpt.storage.pool import READERS, threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.roots import root_of
 
@@ -196,14 +197,15 @@ class Places:
         """
         chunks = [(key, at) for key, at in self.unverified if at.crc is not None]
 
-        def check(one: tuple[str, TensorAt], buffer: memoryview) -> None:
+        def check(one: tuple[str, TensorAt], _: memoryview) -> None:
             key, at = one
             nbytes = Box.whole(at.shape).size * at.dtype.itemsize
             with naming(leaf=key, path=self.opened.path, hint=DAMAGED):
-                check_crc32(self.opened.held(at.file).source, at.file, "a tensor", at.offset, nbytes, at.crc, buffer)
+                read_into = self.opened.held(at.file).source.read_into
+                check_crc32(read_into, at.file, "a tensor", at.offset, nbytes, at.crc)
 
         workers = min(threads(READERS, 2), len(chunks)) or 1
-        work_off(chunks, check, workers=workers, buffer_bytes=BUFFER_BYTES, name="xla_ckpt-crc")
+        work_off(chunks, check, workers=workers, buffer_bytes=0, name="xla_ckpt-crc")
 
     def close(self) -> None:
         """Release the files that were opened for it."""

@@ -11,7 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from xla_ckpt.errors import UsageError, naming
-from xla_ckpt.layouts.torch_save.zip_reader import StorageAt, check_crc32
+from xla_ckpt.files.crc32 import check_crc32
+from xla_ckpt.layouts.torch_save.zip_reader import StorageAt
 from xla_ckpt.storage.base import Directory, Sink, Source
 
 
@@ -84,9 +85,9 @@ class _Compared:
             if storage.offset + storage.nbytes > offset:
                 with self._locks[number]:  # the others that want something of it wait for its verdict
                     if not self._sound[number]:
+                        read_into, record = self._source.read_into, f"the record data/{storage.key}"
                         with naming(hint="Restore the file from a copy."):
-                            what = f"the record data/{storage.key}"
-                            check_crc32(self._source, self._file, what, storage.offset, storage.nbytes, storage.crc)
+                            check_crc32(read_into, self._file, record, storage.offset, storage.nbytes, storage.crc)
                         self._sound[number] = True
         return self._source.read_into(buffer, offset)
 

@@ -17,6 +17,7 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import CENTRAL_ENTRY, LARGE
 from xla_ckpt.layouts.torch_save.restricted_pickle import TensorView, loads, replaced
 from xla_ckpt.layouts.torch_save.zip_end import directory_at
@@ -40,9 +41,6 @@ FEW_BYTES = 1 << 30
 SHARED_BYTES = 16
 """All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
 storage, and one may repeat the elements of its storage: a small file could ask for any amount of memory."""
-
-_CHUNK = 1 << 20
-"""Bytes that are compared with a CRC-32 at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,31 +155,6 @@ def check_zip(directory: Directory, file: str) -> int:
         source.close()
 
 
-def check_crc32(
-    source: Source, file: str, what: str, start: int, nbytes: int, crc: int | None, buffer: memoryview | None = None
-) -> None:
-    """Read bytes of a file, through `buffer` if there is one, and compare them with their CRC-32, if it is known.
-
-    Raises:
-        CorruptCheckpointError: The file ends before them, or they are not what was written.
-    """
-    if buffer is None:
-        buffer = memoryview(bytearray(min(_CHUNK, nbytes)))
-    actual = 0
-    for at in range(0, nbytes, len(buffer) or 1):
-        part = buffer[: min(len(buffer), nbytes - at)]
-        if source.read_into(part, start + at) < len(part):
-            raise CorruptCheckpointError(f"the file ends inside of {what}", file=file)
-        actual = zlib.crc32(part, actual)
-    if crc is not None and actual != crc:
-        raise CorruptCheckpointError(
-            f"{what} is not what its CRC-32 says: stored bytes are damaged",
-            file=file,
-            expected=f"{crc:08x}",
-            found=f"{actual:08x}",
-        )
-
-
 def _opened(directory: Directory, file: str) -> Source:
     try:
         return directory.open(file)
@@ -282,12 +255,11 @@ class Zip:
         Raises:
             CorruptCheckpointError: A record is not what was written.
         """
-        buffer = memoryview(bytearray(_CHUNK))
         for name, record in self.records.items():
             start, size, crc = self._record(name)
             # torch writes 0 where it was told to leave CRC-32s out.
             known = crc if crc and record.plain else None
-            check_crc32(self.ahead.source, self.file, f"the record {name}", start, size, known, buffer)
+            check_crc32(self.ahead.source.read_into, self.file, f"the record {name}", start, size, known)
 
     def _broken(self, why: str) -> CorruptCheckpointError:
         zipped = bytes(self._head[:2]) == b"PK"
