@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from xla_ckpt.dcp.memory import in_host_memory
 from xla_ckpt.dcp.named import Named
 from xla_ckpt.dcp.orders import OF_REPORT, WriteOrder, WriteReport, report_of, result_of
 from xla_ckpt.dcp.overwriting import check_target
 from xla_ckpt.dcp.replicas import Held, Place, compare, replicas_of
-from xla_ckpt.dcp.written import is_tensor, planned, samples_of, values_of, write_values
+from xla_ckpt.dcp.written import is_tensor, planned, tensors_of, write_values
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
@@ -243,19 +242,17 @@ class StorageWriter(Named, StockWriter):
             draft = order.draft
             self._fate = _round(order.fate, order.world)
         with collector_paused():
-            tensors = [*filter(is_tensor, plan.items)]
-            objects = [*filterfalse(is_tensor, plan.items)]
-            values = values_of(tensors, planner)
-            shards = in_host_memory(values)
+            tensors = tensors_of(plan.items, planner)
             samples: dict[Place, Held] = {}
             if order.world > 1:
                 final = {item.index for item in plan.items}
-                dropped = [item for item in self._planned if is_tensor(item) and item.index not in final]
-                samples = samples_of([*zip(tensors, values, shards, strict=True)], dropped, planner)
+                dropped = tensors_of([item for item in self._planned if item.index not in final], planner)
+                samples = dict(tensor.sampled(written=True) for tensor in tensors)
+                samples |= dict(tensor.sampled(written=False) for tensor in dropped)
             stem = f"{order.rank + 1:05d}-of-{order.world:05d}"
-            files, results = planned(tensors, values, shards, stem)
+            files, results = planned(tensors, stem)
         self.planned()
-        memory = {(str(i), 0): shard.data for i, shard in enumerate(shards)}
+        memory = {(str(i), 0): tensor.shard.data for i, tensor in enumerate(tensors)}
         crew = Crew(workers=self.num_workers, phases=self.phases or Phases())
         owns_draft = self._draft is not None
         with storage_errors("saving", rank=order.rank, path=self._path):
@@ -263,7 +260,7 @@ class StorageWriter(Named, StockWriter):
             try:
                 records = list(write_files(directory, files, memory, crew).files)
                 self.nbytes, self.files = files.nbytes, len(records)
-                written, record = write_values(directory, stem, objects, planner)
+                written, record = write_values(directory, stem, [*filterfalse(is_tensor, plan.items)], planner)
                 directory.sync()
             finally:
                 if not owns_draft:

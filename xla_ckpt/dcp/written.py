@@ -6,6 +6,7 @@ import io
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from xla_ckpt.dcp.replicas import Held, Place, may_differ
 from xla_ckpt.errors import UnsupportedStateError, naming
 from xla_ckpt.files.distcp import Chunk, Distcp
 from xla_ckpt.layouts.dcp.chunks import chunk_of
-from xla_ckpt.manifest.digest import block_size, digest
+from xla_ckpt.manifest.digest import BlockDigester, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import FilePlan, RegionSource
 from xla_ckpt.plan.save_plan import SavePlan as FilePlans
@@ -29,22 +30,48 @@ from xla_ckpt.snapshot.sample import sample
 from xla_ckpt.snapshot.shards import HostShard
 from xla_ckpt.storage.base import Directory, write_small
 
-KeyedTensors = Sequence[tuple[str, torch.Tensor]]
-"""(key, tensor) of each of some items."""
-
 
 def is_tensor(item: WriteItem) -> bool:
     """Whether an item is a tensor, or a part of one."""
     return item.type != WriteItemType.BYTE_IO
 
 
-def values_of(items: Sequence[WriteItem], planner: SavePlanner) -> KeyedTensors:
-    """The tensors of items, as the planner gives them.
+@dataclass(frozen=True, slots=True)
+class TensorItem:
+    """An item of a plan that is a tensor, and what this rank has of it."""
+
+    item: WriteItem
+    value: torch.Tensor
+    shard: HostShard
+    """Its bytes."""
+
+    @property
+    def chunk(self) -> Chunk:
+        """The region of a file that it is."""
+        assert self.item.tensor_data is not None
+        stored, key = self.item.tensor_data.chunk, self.item.index.fqn
+        stop = tuple(low + n for low, n in zip(stored.offsets, stored.sizes, strict=True))
+        with naming(leaf=key):
+            return chunk_of(key, dtype_of(self.value), Box(tuple(stored.offsets), stop))
+
+    def sampled(self, *, written: bool) -> tuple[Place, Held]:
+        """A sample of it, and the place that it is of."""
+        key, shape = self.item.index.fqn, tuple(self.value.shape)
+        loose = may_differ(key, self.value.dtype is torch.uint8, shape)
+        described = _description(self.value.dtype, shape)
+        return (key, tuple(self.item.index.offset or ())), Held(described, sample([self.shard.data]), written, loose)
+
+
+def tensors_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[TensorItem]:
+    """What this rank has of the tensors among some items, as the planner gives them.
 
     Raises:
         UnsupportedStateError: One is not what the planner told the other ranks of.
     """
-    return [(item.index.fqn, _resolved(item, planner)) for item in items]
+    tensors = [*filter(is_tensor, items)]
+    values = [(item.index.fqn, _resolved(item, planner)) for item in tensors]
+    shards = in_host_memory(values)
+    return [TensorItem(item, value, shard) for item, (_, value), shard in zip(tensors, values, shards, strict=True)]
 
 
 def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -66,49 +93,30 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     return value.detach()
 
 
-def planned(
-    items: Sequence[WriteItem], values: KeyedTensors, shards: Sequence[HostShard], stem: str
-) -> tuple[FilePlans, list[WriteResult]]:
-    """The files of some tensors, and where each will lie. The leaf of a region is the number of its item."""
+def planned(tensors: Sequence[TensorItem], stem: str) -> tuple[FilePlans, list[WriteResult]]:
+    """The files of some tensors, and where each will lie. The leaf of a region is the number of its tensor."""
     # Readers of safetensors know one region of a name in a file: a second one goes to a further file.
     again: Counter[str] = Counter()
-    by_file: dict[int, list[int]] = {}
-    for i, (key, _) in enumerate(values):
-        by_file.setdefault(again[key], []).append(i)
+    by_file: dict[int, list[tuple[int, TensorItem]]] = {}
+    for i, tensor in enumerate(tensors):
+        key = tensor.item.index.fqn
+        by_file.setdefault(again[key], []).append((i, tensor))
         again[key] += 1
     plans, results = [], []
     for number, members in sorted(by_file.items()):
         name = f"{stem}-{number + 1}" if number else stem
-        codec = Distcp(f"~{name}", tuple(_chunk(items[i], values[i][1]) for i in members))
-        sources = tuple(RegionSource(leaf=str(i), shard=0, offset=0, nbytes=len(shards[i].data)) for i in members)
+        codec = Distcp(f"~{name}", tuple(tensor.chunk for _, tensor in members))
+        sources = tuple(RegionSource(leaf=str(i), shard=0, offset=0, nbytes=len(t.shard.data)) for i, t in members)
         plans.append(FilePlan(path=f"{name}.safetensors", codec=codec, sources=sources))
         results += [
-            _result(items[i].index, plans[-1].path, offset, nbytes)
-            for i, (offset, nbytes) in zip(members, codec.spans, strict=True)
+            _result(tensor.item.index, plans[-1].path, offset, nbytes)
+            for (_, tensor), (offset, nbytes) in zip(members, codec.spans, strict=True)
         ]
     return FilePlans(tuple(plans)), results
 
 
-def _chunk(item: WriteItem, value: torch.Tensor) -> Chunk:
-    assert item.tensor_data is not None
-    stored = item.tensor_data.chunk
-    stop = tuple(low + n for low, n in zip(stored.offsets, stored.sizes, strict=True))
-    with naming(leaf=item.index.fqn):
-        return chunk_of(item.index.fqn, dtype_of(value), Box(tuple(stored.offsets), stop))
-
-
-def _place_of(item: WriteItem) -> Place:
-    return item.index.fqn, tuple(item.index.offset or ())
-
-
 def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-def _described(item: WriteItem, value: torch.Tensor, shard: HostShard, written: bool) -> Held:
-    shape = tuple(value.shape)
-    loose = may_differ(item.index.fqn, value.dtype is torch.uint8, shape)
-    return Held(_description(value.dtype, shape), sample([shard.data]), written, loose)
 
 
 def write_values(
@@ -134,8 +142,9 @@ def write_values(
         results.append(_result(item.index, path, len(data), len(text)))
         if text:
             regions.append((len(data), len(text)))
-            step = block_size(len(text))
-            digests += [digest(text[at : at + step]) for at in range(0, len(text), step)]
+            digester = BlockDigester(len(text))
+            digester.update(memoryview(text))
+            digests += digester.digests
         data += text
     write_small(directory, path, bytes(data))
     record = FileRecord(
@@ -146,16 +155,3 @@ def write_values(
 
 def _result(index: MetadataIndex, path: str, offset: int, nbytes: int) -> WriteResult:
     return WriteResult(index=index, size_in_bytes=nbytes, storage_data=_StorageInfo(path, offset, nbytes))
-
-
-def samples_of(
-    writing: Sequence[tuple[WriteItem, tuple[str, torch.Tensor], HostShard]],
-    dropped: Sequence[WriteItem],
-    planner: SavePlanner,
-) -> dict[Place, Held]:
-    """Samples of what a rank writes, and of what it planned to, and another rank does (`dropped`)."""
-    values = values_of(dropped, planner)
-    samples = {_place_of(item): _described(item, value, shard, True) for item, (_, value), shard in writing}
-    for item, (_, value), shard in zip(dropped, values, in_host_memory(values), strict=True):
-        samples[_place_of(item)] = _described(item, value, shard, False)
-    return samples
