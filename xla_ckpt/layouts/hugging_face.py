@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import closing
 
@@ -25,6 +24,7 @@ from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.json_object import json_object
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest file, unless a single array is larger: Hugging Face's own default."""
@@ -150,11 +150,8 @@ def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None
     if single in directory.files():
         return {single: None}
     with naming(file=WEIGHT_INDEX):
-        try:
-            content = json.loads(read_whole(directory, WEIGHT_INDEX, limit=MAX_INDEX, what="the index"))
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"the index is no JSON: {error}") from error
-        places = content.get("weight_map") if isinstance(content, dict) else None
+        data = read_whole(directory, WEIGHT_INDEX, limit=MAX_INDEX, what="the index")
+        places = json_object(data, "the index").get("weight_map")
         if not isinstance(places, dict) or not places:
             raise FormatError("the index has no weight_map")
         names_by_file: dict[str, set[str] | None] = {}

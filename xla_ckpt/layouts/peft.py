@@ -27,6 +27,7 @@ from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.json_object import json_object
 
 ARRAYS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,7 +62,7 @@ class Peft(HuggingFace):
     def scanned(self, directory: Directory, tag: str) -> Manifest:
         with naming(file=ADAPTER_CONFIG):
             config = (
-                lora_config(parsed(read_whole(directory, ADAPTER_CONFIG, limit=MAX_JSON)))
+                parsed_config(read_whole(directory, ADAPTER_CONFIG, limit=MAX_JSON))
                 if ADAPTER_CONFIG in directory.files()
                 else None
             )
@@ -78,28 +79,14 @@ class Peft(HuggingFace):
         return Rewriting([(_with_prefix(file),)], marks={ADAPTER_CONFIG: text.encode()})
 
 
-def parsed(text: bytes) -> Mapping[str, Any]:
-    """A configuration of adapters.
-
-    Raises:
-        FormatError: It is no JSON object.
-    """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the configuration of the adapters is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise FormatError("the configuration of the adapters is no JSON object", found=type(content).__name__)
-    return content
-
-
-def lora_config(content: Mapping[str, Any]) -> dict[str, Any]:
+def parsed_config(text: bytes) -> dict[str, Any]:
     """PEFT's configuration, or neuronx-distributed's own, in the latter's words.
 
     Raises:
         UnsupportedStateError: They are no such adapters.
         FormatError: It is damaged.
     """
+    content = json_object(text, "the configuration of the adapters")
     kind = content.get("peft_type", "LORA")
     other = next((k for k in _BEYOND if content.get(k)), None)
     if kind != "LORA" or other is not None:

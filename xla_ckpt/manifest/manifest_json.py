@@ -28,6 +28,7 @@ from xla_ckpt.manifest.digest import block_count, digest, pack_digests, sealed, 
 from xla_ckpt.manifest.records import FORMAT_VERSION, FileRecord, Head, Manifest
 from xla_ckpt.sharding.box import MAX_DIMS, Box
 from xla_ckpt.sharding.grid import Grid
+from xla_ckpt.tree.json_object import json_object
 
 HEAD_BYTES = 4096
 """The first line of a manifest is shorter than this."""
@@ -140,7 +141,7 @@ def parse_head(start: bytes) -> Head:
     first = start[: end.start()]
     if to_hex(digest(first)) != end.group(1).decode():
         raise CorruptCheckpointError("the first line of the manifest is damaged: its digest does not match")
-    raw = _loads(first + b"}")
+    raw = json_object(first + b"}", "the manifest")
     if raw.get("format") != "xla_ckpt":
         raise FormatError("this is no manifest of xla_ckpt", found=str(raw.get("format"))[:40])
     version = _get(raw, "version", int)
@@ -174,7 +175,7 @@ def parse(data: bytes) -> Manifest:
     """
     head = parse_head(data[:HEAD_BYTES])
     body = unsealed(data, "the manifest")
-    raw = _loads(body + b"}")
+    raw = json_object(body + b"}", "the manifest")
     budget = min(MAX_CELLS, FEW_CELLS + CELLS_PER_BYTE * len(data))
     if head.version == 1:
         arrays = _parse_arrays_1(_get(raw, "arrays", dict), budget)
@@ -365,16 +366,6 @@ def _is_word(value: Any) -> bool:
 def _as_list(cuts: Any) -> Any:
     """The cuts along a dim. Those of a box without elements are two equal values, which `pack_ints` writes as one."""
     return [cuts, cuts] if type(cuts) is int else cuts
-
-
-def _loads(data: bytes) -> dict[str, Any]:
-    try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("the manifest is no JSON") from error
-    if not isinstance(raw, dict):
-        raise FormatError("the manifest is no JSON object")
-    return raw
 
 
 def _get(raw: Any, name: str, kind: type) -> Any:

@@ -22,6 +22,7 @@ from xla_ckpt.layouts.dcp.metadata import METADATA
 from xla_ckpt.manifest.digest import digest, sealed, unsealed
 from xla_ckpt.manifest.manifest_json import file_json, parse_file
 from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.tree.json_object import json_object
 
 DIGESTS = "xla_ckpt_digests.json"
 """Name of the file."""
@@ -80,12 +81,9 @@ def parse_digests(data: bytes) -> Digests:
         CorruptCheckpointError: They are damaged, or make no sense.
         UnsupportedVersionError: A newer version of this library wrote them.
     """
+    what = "the list of digests"
     with naming(file=DIGESTS):
-        body = unsealed(data, "the list of digests")
-    try:
-        raw = json.loads(body + b"}")
-    except (ValueError, RecursionError) as error:
-        raise FormatError("the digests are no JSON", file=DIGESTS) from error
+        raw = json_object(unsealed(data, what) + b"}", what)
     match raw:
         case {"format": str(name), "version": int(version), "files": list(entries)} if name == DIGESTS_FORMAT:
             if version > DIGESTS_VERSION:

@@ -7,7 +7,7 @@ from typing import Any
 
 from xla_ckpt.errors import naming
 from xla_ckpt.layouts.nxd.scan import Around
-from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, lora_config, parsed
+from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, parsed_config
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tree import schema
 
@@ -26,4 +26,4 @@ class BesideRoot(Around):
         if schema.LORA_CONFIG in model or not has_adapters or not self.store.has(ADAPTER_CONFIG):
             return {}
         with naming(file=ADAPTER_CONFIG):
-            return {schema.LORA_CONFIG: lora_config(parsed(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG)))}
+            return {schema.LORA_CONFIG: parsed_config(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG))}
