@@ -22,10 +22,11 @@ from torch.futures import Future
 
 from xla_ckpt.dcp.fillings import Destination, Kept, by_destination, fillings, memory_for, want_of
 from xla_ckpt.dcp.named import Named
-from xla_ckpt.dcp.source import Opened, Places, open_source
+from xla_ckpt.dcp.source import Opened, open_source
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.read import check_reads, read_into
+from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import (
     ChangedTagError,
     UsageError,
@@ -64,7 +65,7 @@ class StorageReader(Named, StockReader):
     # Stock's base class has no `__init__`, so classes that programs derive from it do not call one.
     read_once: bool | None = None
     _opened: Opened | None = None
-    _places: Places | None = None
+    _tag: TagReader | None = None
     _failure: BaseException | None = None
     overwriting: Callable[[], None] | None = None
     """Called when every byte that this rank needs is verified, and no tensor of the program is changed yet."""
@@ -96,9 +97,9 @@ class StorageReader(Named, StockReader):
         """Release the directory. A load does it when it is done."""
         self._values: dict[str, bytes] = {}
         self._kept: dict[Destination, Kept] = {}
-        if self._places is not None:
-            self._places.close()
-            self._places = None
+        if self._tag is not None:
+            self._tag.close_files()
+            self._tag = None
         if self._opened is not None:
             self._opened.close()
             self._opened = None
@@ -141,18 +142,18 @@ class StorageReader(Named, StockReader):
             starts.setdefault(item.storage_index.fqn, set()).add(tuple(item.storage_index.offset or ()))
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
             with collector_paused():
-                self._places = places = Places.of(opened, starts)
+                self._tag = tag = opened.locate(starts)
                 wants, slots, slabs = list[Want](), list[memoryview](), Slabs()
                 if self.read_once:
                     self._kept, wants, slots = memory_for(opened, tensors, slabs)
                 others = [items for destination, items in tensors.items() if destination not in self._kept]
                 checked = dict.fromkeys(map(want_of, chain.from_iterable(others)))
-                read = plan_restore(places.tag.manifest, wants)
-                seen = plan_restore(places.tag.manifest, list(checked))
+                read = plan_restore(tag.manifest, wants)
+                seen = plan_restore(tag.manifest, list(checked))
             self.planned()
-            read_into(places.tag, read, slots, self._crew, slabs=slabs)
-            check_reads(places.tag, seen, self._crew)
-            places.check_crcs()
+            read_into(tag, read, slots, self._crew, slabs=slabs)
+            check_reads(tag, seen, self._crew)
+            opened.check_crcs()
             self._values = {
                 item.storage_index.fqn: opened.value(item.storage_index.fqn, trust=self.trust_pickle)
                 for item in plan.items
@@ -172,21 +173,21 @@ class StorageReader(Named, StockReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        places = self._places
-        assert places is not None, "prepare_local_plan comes first"
         GUARD.wait()  # a save of this library may not have copied yet what is overwritten now
         if self.overwriting is not None:
             self.overwriting()
         with undisturbed():
-            self._overwrite(places, plan, planner)
+            self._overwrite(plan, planner)
         self.close()
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _overwrite(self, places: Places, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def _overwrite(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        tag = self._tag
+        assert tag is not None, "prepare_local_plan comes first"
         with collector_paused():
-            filled = fillings(places.opened, by_destination(plan.items), self._kept, planner)
+            filled = fillings(self._ready(), by_destination(plan.items), self._kept, planner)
             slabs = Slabs()
             wants: list[Want] = []
             slots: list[memoryview] = []
@@ -198,8 +199,8 @@ class StorageReader(Named, StockReader):
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, io.BytesIO(self._values[item.storage_index.fqn]))
         with storage_errors("reading a checkpoint", path=self._path), naming(path=self._path):
-            planned = plan_restore(places.tag.manifest, wants)
-            read_into(places.tag, planned, slots, self._crew, slabs=slabs)
+            planned = plan_restore(tag.manifest, wants)
+            read_into(tag, planned, slots, self._crew, slabs=slabs)
             with torch.no_grad(), collector_paused():
                 for filling in filled:
                     filling.finish(planner)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -54,6 +53,8 @@ class Opened(DcpFiles):
             raise NoCheckpointError("there is no checkpoint of DCP's", hint=_other_than_dcp(self.names))
         self.stored = stored
         self._ahead: dict[str, Ahead] = {}
+        self._unverified: list[tuple[str, TensorAt]] = []
+        """(key, chunk) of the chunks that were located and have no digests: their zips may have CRC-32s."""
 
     def close(self) -> None:
         """Release all files, and the directory."""
@@ -140,21 +141,8 @@ class Opened(DcpFiles):
         flat = torch.frombuffer(data, dtype=dtype)
         return flat.reshape(at.shape) if steps is None else flat.as_strided(at.shape, steps).contiguous()
 
-
-@dataclass(slots=True)
-class Places:
-    """Where some chunks are."""
-
-    opened: Opened
-    tag: TagReader
-    """Reads their files. The leaf paths of its manifest are the keys."""
-
-    unverified: Sequence[tuple[str, TensorAt]]
-    """(key, chunk) of those that have no digests: their zips may have CRC-32s."""
-
-    @classmethod
-    def of(cls, opened: Opened, wanted: Mapping[str, Iterable[Start]]) -> Places:
-        """Where these chunks are, by key.
+    def locate(self, wanted: Mapping[str, Iterable[Start]]) -> TagReader:
+        """What reads these chunks, by key: the leaf paths of its manifest are the keys.
 
         Raises:
             CorruptCheckpointError: They are not where the metadata says, or the chunks of a key are not all of it.
@@ -162,14 +150,14 @@ class Places:
         """
 
         def number(file: str) -> int:
-            return opened.number(file, opened.held(file).size)
+            return self.number(file, self.held(file).size)
 
-        arrays, unverified = {}, []
+        arrays = {}
         for key, starts in wanted.items():
-            tensor = opened.tensor(key)
+            tensor = self.tensor(key)
             asked = set(starts)
             shards: list[Shard] = []
-            with naming(leaf=key, path=opened.path):
+            with naming(leaf=key, path=self.path):
                 for chunk in tensor.chunks:
                     if chunk.at is None or not chunk.box.size:
                         continue
@@ -179,15 +167,14 @@ class Places:
                         continue
                     with naming(file=chunk.at.file):
                         check_unchanged(chunk.at)
-                        at = opened.tensor_at(opened.held(chunk.at.file), chunk.at, tensor.dtype, chunk.box)
-                    if not opened.digested:
-                        unverified.append((key, at))
+                        at = self.tensor_at(self.held(chunk.at.file), chunk.at, tensor.dtype, chunk.box)
+                    if not self.digested:
+                        self._unverified.append((key, at))
                     shards += shards_at(at, chunk.box, number(at.file))
                 arrays[key] = array_record(tensor.dtype, tensor.shape, shards)
-        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(opened.records))
-        root, _, name = opened.path.rpartition("/")
-        tag = TagReader(opened.directory, root, name, manifest, foreign_objects=())
-        return cls(opened, tag, unverified)
+        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(self.records))
+        root, _, name = self.path.rpartition("/")
+        return TagReader(self.directory, root, name, manifest, foreign_objects=())
 
     def check_crcs(self) -> None:
         """Compare the chunks without digests with the CRC-32s of their zips, as far as these have any.
@@ -195,21 +182,17 @@ class Places:
         Raises:
             CorruptCheckpointError: A chunk is not what was saved.
         """
-        chunks = [(key, at) for key, at in self.unverified if at.crc is not None]
+        chunks = [(key, at) for key, at in self._unverified if at.crc is not None]
 
         def check(one: tuple[str, TensorAt], _: memoryview) -> None:
             key, at = one
             nbytes = Box.whole(at.shape).size * at.dtype.itemsize
-            with naming(leaf=key, path=self.opened.path, hint=DAMAGED):
-                read_into = self.opened.held(at.file).source.read_into
+            with naming(leaf=key, path=self.path, hint=DAMAGED):
+                read_into = self.held(at.file).source.read_into
                 check_crc32(read_into, at.file, "a tensor", at.offset, nbytes, at.crc)
 
         workers = min(threads(READERS, 2), len(chunks)) or 1
         work_off(chunks, check, workers=workers, buffer_bytes=0, name="xla_ckpt-crc")
-
-    def close(self) -> None:
-        """Release the files that were opened for it."""
-        self.tag.close_files()
 
 
 def open_source(path: str) -> Opened:
