@@ -47,10 +47,8 @@ def with_names(parts: dict[str, Any], hints: Hints, shape: Shape, *, guess: bool
 
 def _has_numbers(optimizer: Mapping[str, Any]) -> bool:
     """Whether an optimizer's state is torch's own, in which parameters have numbers."""
-    groups = optimizer.get(schema.GROUPS)
-    if not isinstance(groups, list) or not isinstance(optimizer.get(schema.STATE), dict):
-        return False
-    if not all(isinstance(group, dict) and isinstance(group.get(schema.PARAMS), list) for group in groups):
+    groups = schema.groups_of(optimizer)
+    if groups is None or not isinstance(optimizer.get(schema.STATE), dict):
         return False
     numbers = [number for group in groups for number in group[schema.PARAMS]]
     return bool(numbers) and all(type(number) is int for number in numbers)

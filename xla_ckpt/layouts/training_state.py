@@ -103,17 +103,10 @@ def _optimizers(tree: Mapping[str, Any]) -> Iterator[DictAt]:
 
 
 def _is_nested(members: Mapping[str, Any]) -> bool:
-    groups, state = members.get(schema.GROUPS), members.get(schema.STATE, {})
-    return (
-        isinstance(groups, list)
-        and bool(groups)
-        and all(isinstance(group, dict) and _are_names(group.get(schema.PARAMS)) for group in groups)
-        and isinstance(state, dict)
-    )
-
-
-def _are_names(params: Any) -> bool:
-    return isinstance(params, list) and all(type(name) in (str, int) for name in params)
+    groups = schema.groups_of(members)
+    if not groups or not isinstance(members.get(schema.STATE, {}), dict):
+        return False
+    return all(type(name) in (str, int) for group in groups for name in group[schema.PARAMS])
 
 
 def _parameters(optimizer: Mapping[str, Any]) -> list[Any]:

@@ -33,21 +33,19 @@ def replaced_leaves(
     >>> replaced_leaves({"a": [1, (2,)]}, lambda keys, leaf: f"{keys}: {leaf}")
     {'a': ["('a', 0): 1", ("('a', 1, 0): 2",)]}
     """
+    named = classes and isinstance(value, tuple) and hasattr(value, "_fields")
+    is_container = named or isinstance(value, Mapping) or type(value) in (list, tuple)
+    if not is_container or (is_leaf is not None and is_leaf(value)):
+        return change(keys, value)
 
     def again(member: Any, key: Any) -> Any:
         return replaced_leaves(member, change, (*keys, key), is_leaf=is_leaf, classes=classes)
 
-    kind = type(value)
-    if is_leaf is not None and is_leaf(value):
-        return change(keys, value)
     if isinstance(value, Mapping):
         members = {key: again(member, key) for key, member in value.items()}
-        return _like(value, members) if classes and kind is not dict else members
-    if kind is list or kind is tuple:
-        return kind([again(member, i) for i, member in enumerate(value)])
-    if classes and isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*(again(member, i) for i, member in enumerate(value)))
-    return change(keys, value)
+        return _like(value, members) if classes and type(value) is not dict else members
+    items = [again(member, i) for i, member in enumerate(value)]
+    return type(value)(*items) if named else type(value)(items)
 
 
 def _like(value: Mapping[Any, Any], members: dict[Any, Any]) -> Any:

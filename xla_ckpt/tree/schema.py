@@ -274,6 +274,18 @@ def lora_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: sorted(v, key=str) if isinstance(v, set | list) else v for k, v in config.items()}
 
 
+def groups_of(optimizer: Any) -> list[Any] | None:
+    """The groups of an optimizer's state, if they lie there as torch's own `state_dict` has them; else None.
+
+    >>> groups_of({"param_groups": [{"params": [0]}]}), groups_of({"param_groups": 1})
+    ([{'params': [0]}], None)
+    """
+    groups = optimizer.get(GROUPS) if isinstance(optimizer, Mapping) else None
+    if not isinstance(groups, list):
+        return None
+    return groups if all(isinstance(g, Mapping) and isinstance(g.get(PARAMS), list) for g in groups) else None
+
+
 def renamed_parameters(optimizer: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, Any]:
     """An optimizer's state with other names for its parameters, where `called` has one.
 
