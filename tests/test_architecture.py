@@ -28,7 +28,7 @@ FOREIGN = {
     "xla_ckpt/integrations/accelerate.py": {"step"},  # a key of our own
     "xla_ckpt/integrations/lightning.py": {"optimizer", "scheduler", "step"},  # beginnings of names of extras, a key
     "xla_ckpt/integrations/transformers.py": {"model", "optimizer"},  # arguments of the Trainer's events
-    "xla_ckpt/layouts/training_state.py": {"model", "scheduler"},  # what programs call them
+    "xla_ckpt/layouts/places.py": {"model", "scheduler"},  # what programs call them
     "xla_ckpt/layouts/dcp/shards.py": {"model"},  # a part of names of files
     # Folders of neuronx-distributed's tags, and keys of its files.
     "xla_ckpt/layouts/nxd/convert_zero.py": {"model"},
@@ -157,6 +157,7 @@ NAMES_IT = {  # where code names neuronx-distributed or its layouts, and why
     "layouts/by_rank/folders.py": "the folders of its tags, which optimum-neuron's have, too",
     "layouts/by_rank/grid.py": "a hint at the files that it leaves out",
     "layouts/llama_manifest.py": "hints at the names of its examples",
+    "layouts/llama_heads.py": "hints at the names of its examples",
     "layouts/llama_names.py": "likewise",
     "layouts/peft.py": "errors say what its adapters cannot be, and where it leaves their configuration",
     "layouts/registry.py": "the list of layouts",

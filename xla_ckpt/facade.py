@@ -2,6 +2,7 @@
 
 - How arrays are placed over ranks: `Sharding`, `Section`, `LocalArray`, rules, what a parameter says of itself, the
   mesh that was set up (`current_mesh`), and what stands for a model in a save (`ModelView`, `NamesOnly`).
+- The values in nested containers: `leaves`, `replaced_leaves`, `changed_tensors`.
 - Files of torch.save: `load_whole_file`, `read_whole_file`, `write_whole_file`, `renew_file`;
   parts of a set of SMP's (`write_part`, `parts_at`); ZeRO-1 files (`convert_zero_checkpoints`).
 - What SMP's files are called, and what their entries are: the names in capital letters.
@@ -49,6 +50,7 @@ from xla_ckpt.state.attributes import declared_sharding
 from xla_ckpt.state.wrappers import ModelView, NamesOnly
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tree.nested import leaves, replaced_leaves
 
 __all__ = [
     "ALL_PARTS",
@@ -91,6 +93,7 @@ __all__ = [
     "hosted",
     "is_whole",
     "launcher_has_store",
+    "leaves",
     "load_whole_file",
     "oldest_beyond",
     "parse_rules",
@@ -100,6 +103,7 @@ __all__ = [
     "read_whole_file",
     "remove_directory",
     "renew_file",
+    "replaced_leaves",
     "root_at",
     "storage_errors",
     "whole",

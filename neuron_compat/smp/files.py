@@ -42,6 +42,7 @@ from xla_ckpt.facade import (
     SCALERS,
     TP,
     SetPart,
+    changed_tensors,
     is_whole,
     load_whole_file,
     parts_at,
@@ -286,7 +287,7 @@ def as_stored(value: Any, source: Any, *, fits: bool, depth: int = 0) -> Any:
         return value
     partial = value.get(IS_PARTIAL) is True
     if partial and not fits:
-        value = _without_tensors(value)
+        value = changed_tensors(value, lambda tensor: tensor.to("meta"))  # no elements in memory
     made = {key: as_stored(held, source, fits=fits, depth=depth + 1) for key, held in value.items()}
     if depth > 1 and not partial:
         return made
@@ -294,14 +295,3 @@ def as_stored(value: Any, source: Any, *, fits: bool, depth: int = 0) -> Any:
     if (versions := getattr(value, "_metadata", None)) is not None:  # those of the modules, which torch writes
         stored._metadata = versions  # type: ignore[attr-defined]
     return stored
-
-
-def _without_tensors(value: Any) -> Any:
-    """The same containers, with tensors that have no elements in memory."""
-    if isinstance(value, torch.Tensor):
-        return value.to("meta")
-    if isinstance(value, dict):
-        return {key: _without_tensors(held) for key, held in value.items()}
-    if isinstance(value, list):
-        return [_without_tensors(held) for held in value]
-    return value

@@ -12,7 +12,7 @@ from neuron_compat.smp.entries import PARTIAL, Entry
 from neuron_compat.smp.errors import SMPUnsupportedError
 from neuron_compat.smp.gathering import Part, collected, guard
 from neuron_compat.smp.meeting import together
-from xla_ckpt.facade import LocalArray, hosted, whole
+from xla_ckpt.facade import LocalArray, changed_tensors, hosted, whole
 
 MASTERS = "fp32_from_fp16"
 MASTER_NAMES = "fp32_from_fp16_names"
@@ -57,19 +57,9 @@ def named_groups(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[di
 def on_cpu(value: Any) -> Any:
     """The same dicts, lists and tuples with their tensors on the CPU, brought there in one batch."""
     tensors: list[torch.Tensor] = []
-    _mapped(value, tensors.append)
+    changed_tensors(value, tensors.append)
     moved = iter(hosted(tensors))
-    return _mapped(value, lambda _: next(moved))
-
-
-def _mapped(value: Any, one: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return one(value)
-    if isinstance(value, dict):
-        return {k: _mapped(v, one) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(v, one) for v in value)
-    return value
+    return changed_tensors(value, lambda _: next(moved))
 
 
 def own_masters(optimizer: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from xla_ckpt.facade import leaves
+
 
 class Source(Protocol):
     """The whole set of files that a partial state was read from."""
@@ -18,13 +20,7 @@ class Source(Protocol):
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in dicts, lists and tuples, in their order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in _tensors(v)]
-    return []
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class StoredState(dict[Any, Any]):

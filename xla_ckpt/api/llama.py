@@ -11,7 +11,8 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError, storage_errors
 from xla_ckpt.layouts.base import ModelNames
 from xla_ckpt.layouts.llama_config import CONFIG, MAX_CONFIG, LlamaConfig, parse_config
-from xla_ckpt.layouts.llama_manifest import KeyCopies, to_hugging_face, unsaid_order
+from xla_ckpt.layouts.llama_heads import KeyCopies, unsaid_order
+from xla_ckpt.layouts.llama_manifest import to_hugging_face
 from xla_ckpt.layouts.llama_names import Form, Projection
 from xla_ckpt.layouts.registry import as_hugging_face, find_foreign
 from xla_ckpt.options import ConvertOptions

@@ -11,7 +11,8 @@ from xla_ckpt.api.llama import KnownModel
 from xla_ckpt.api.tags import chosen_tag, located
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import naming
-from xla_ckpt.layouts.llama_manifest import check_shapes, llama_hints
+from xla_ckpt.layouts.llama_manifest import check_shapes
+from xla_ckpt.layouts.llama_names import llama_hints
 from xla_ckpt.layouts.registry import find_foreign, open_tag
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.hints import Hints

@@ -8,38 +8,32 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager as StockStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader as StockReader
 from torch.distributed.checkpoint.storage import StorageWriter as StockWriter
 from torch.distributed.checkpoint.utils import _api_bc_check
 
-from xla_ckpt.arrays.registry import local_lanes
 from xla_ckpt.dcp.failures import one_error
-from xla_ckpt.dcp.groups import check_same, is_distributed, meeting, timeout_of
+from xla_ckpt.dcp.groups import CallRanks
 from xla_ckpt.dcp.in_flight import DcpSave, in_background, wait_for
 from xla_ckpt.dcp.named import Named
-from xla_ckpt.dcp.planner import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.reader import StorageReader
 from xla_ckpt.dcp.stager import AsyncStager
-from xla_ckpt.dcp.tensor import GlobalTensor
+from xla_ckpt.dcp.states import FailingLoad, FailingSave, install, reads_once, states_of
+from xla_ckpt.dcp.states import LoadPlanner as OurLoadPlanner
 from xla_ckpt.dcp.writer import StorageWriter
 from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.engine.restore import STAGED_BYTES
-from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json
+from xla_ckpt.errors import CheckpointError, LoadError, SaveError, UsageError, from_json, naming
 from xla_ckpt.job.call import Call
 from xla_ckpt.job.process_group import check_can_meet
 from xla_ckpt.job.verdict import LEAD, as_checkpoint_error
@@ -97,25 +91,13 @@ def save(
     path = _path_of(writer)
     _check(state_dict, path, no_dist)
     wait_for(path)
-    group = None
     with one_error("saving", SaveError, path):
-        if is_distributed(no_dist):
-            group = meeting(process_group, "call")
-            check_same(_saving(path, writer), group)
-    states, problem = _states(state_dict, _rank(group, no_dist), SaveError)
-
-    def work() -> Metadata:
-        return _save(
-            states,
-            writer,
-            planner=planner if problem is None else _FailingSave(problem),
-            group=group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
-
-    rank, world = _rank(group, no_dist), _world(group, no_dist)
-    return DcpSave(path=path, writer=writer, rank=rank, world=world, save=work).run()[0]
+        ranks = CallRanks.of(process_group, "call", no_dist=no_dist)
+        ranks.check_same(_saving(path, writer))
+    states, problem = states_of(state_dict, ranks.rank, SaveError)
+    planner = planner if problem is None else FailingSave(problem)
+    work = functools.partial(_save, states, writer, planner, ranks, use_collectives)
+    return DcpSave(path=path, writer=writer, rank=ranks.rank, world=ranks.world, save=work).run()[0]
 
 
 @taking_values(options=SaveOptions)
@@ -163,10 +145,9 @@ def async_save(
     path = _path_of(writer)
     _check(state_dict, path, no_dist)
     wait_for(path)
-    distributed = is_distributed(no_dist)
     with one_error("saving", SaveError, path):
-        group = meeting(process_group, "background") if distributed else None
-    states, problem = _states(state_dict, _rank(group, no_dist), SaveError)
+        ranks = CallRanks.of(process_group, "background", no_dist=no_dist)
+    states, problem = states_of(state_dict, ranks.rank, SaveError)
     staged: Any = {}
     if problem is None:
         try:
@@ -177,26 +158,18 @@ def async_save(
                 stager.synchronize_staging()
         except Exception as error:
             # The other ranks have begun the save: it takes place, and all of them hear of the error.
-            problem = as_checkpoint_error(error, "staging", _rank(group, no_dist), path=path)
-    if problem is not None and _world(group, no_dist) == 1:
+            problem = as_checkpoint_error(error, "staging", ranks.rank, path=path)
+    if problem is not None and ranks.world == 1:
         raise problem
 
     def work() -> Metadata:
         ready = staged.result() if isinstance(staged, Future) else staged
-        if distributed:
-            with one_error("saving", SaveError, path):
-                check_same(_saving(path, writer), group)
-        return _save(
-            ready,
-            writer,
-            planner=planner if problem is None else _FailingSave(problem),
-            group=group,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
+        with one_error("saving", SaveError, path):
+            ranks.check_same(_saving(path, writer))
+        return _save(ready, writer, planner if problem is None else FailingSave(problem), ranks, use_collectives)
 
-    rank, world, stall = _rank(group, no_dist), _world(group, no_dist), time.perf_counter() - began
-    done = in_background(DcpSave(path=path, writer=writer, rank=rank, world=world, save=work, stall=stall))
+    stall = time.perf_counter() - began
+    done = in_background(DcpSave(path=path, writer=writer, rank=ranks.rank, world=ranks.world, save=work, stall=stall))
     if not isinstance(staged, Future):
         return done
     staging: Future[None] = Future()
@@ -245,15 +218,12 @@ def load(
     path = _path_of(reader)
     _check(state_dict, path, no_dist)
     wait_for(path)
-    distributed = is_distributed(no_dist)
-    group = None
     with one_error("loading", LoadError, path):
-        if distributed:
-            group = meeting(process_group, "call")
-            check_same(Call.of("dcp.load", path or "", trust_pickle=trust_pickle), group)
-    states, problem = _states(dict(sorted(state_dict.items())), _rank(group, no_dist), LoadError)
+        ranks = CallRanks.of(process_group, "call", no_dist=no_dist)
+        ranks.check_same(Call.of("dcp.load", path or "", trust_pickle=trust_pickle))
+    states, problem = states_of(dict(sorted(state_dict.items())), ranks.rank, LoadError)
     if isinstance(reader, StorageReader) and reader.read_once is None:
-        reader.read_once = _reads_once(states)
+        reader.read_once = reads_once(states)
     # From the first tensor that is overwritten to the last value, no signal handler of the program comes between.
     with one_error("loading", LoadError, path), Undisturbed() as calm, _planning(reader):
         if isinstance(reader, StorageReader):
@@ -262,22 +232,19 @@ def load(
             state_dict_loader.load(
                 states,
                 storage_reader=reader,
-                planner=(planner or OurLoadPlanner()) if problem is None else _FailingLoad(problem),
-                process_group=group,
+                planner=(planner or OurLoadPlanner()) if problem is None else FailingLoad(problem),
+                process_group=ranks.group,
                 no_dist=no_dist,
             )
         finally:
             if isinstance(reader, StorageReader):
                 reader.close()
-        own_problem = _install(state_dict, states, _rank(group, no_dist))
-        if _world(group, no_dist) > 1:
-            problems: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(problems, None if own_problem is None else own_problem.to_json(), group)
-            first = next((p for p in problems if p is not None), None)
-            if first is not None:
-                raise from_json(first) from own_problem
-        elif own_problem is not None:
+        own_problem = install(state_dict, states, ranks.rank)
+        problems = ranks.gathered(None if own_problem is None else own_problem.to_json())
+        if own_problem is not None and ranks.world == 1:
             raise own_problem
+        if (first := next((p for p in problems if p is not None), None)) is not None:
+            raise from_json(first) from own_problem
 
 
 def _saving(path: str | None, writer: StockWriter) -> Call:
@@ -288,13 +255,7 @@ def _saving(path: str | None, writer: StockWriter) -> Call:
 
 
 def _save(
-    states: dict[str, Any],
-    writer: StockWriter,
-    *,
-    planner: SavePlanner | None,
-    group: Any,
-    no_dist: bool,
-    use_collectives: bool,
+    states: dict[str, Any], writer: StockWriter, planner: SavePlanner | None, ranks: CallRanks, use_collectives: bool
 ) -> Metadata:
     try:
         with one_error("saving", SaveError, _path_of(writer)), _planning(writer):
@@ -302,16 +263,15 @@ def _save(
                 states,
                 storage_writer=writer,
                 planner=planner,
-                process_group=group,
-                no_dist=no_dist,
+                process_group=ranks.group,
+                no_dist=ranks.no_dist,
                 use_collectives=use_collectives,
             )
             return metadata
     except CheckpointError as error:
         if isinstance(error, CheckpointException) or not isinstance(writer, StorageWriter):
             raise  # DCP has told all ranks
-        seconds = timeout_of(group).total_seconds() if is_distributed(no_dist) else 0.0
-        writer.ended(error, seconds * (1 - LEAD))
+        writer.ended(error, ranks.seconds * (1 - LEAD))
         with closing(StorageReader(writer.checkpoint_id)) as reader:
             return reader.read_metadata()
     finally:
@@ -329,88 +289,6 @@ def _planning(storage: StockReader | StockWriter) -> Iterator[None]:
         yield
 
 
-class _FailingSave(DefaultSavePlanner):
-    """Has all ranks of a save raise an error that this one met before it."""
-
-    def __init__(self, problem: CheckpointError) -> None:
-        super().__init__()
-        self.problem = problem
-
-    def set_up_planner(self, *_: Any, storage_meta: Any = None, **__: Any) -> None:  # DCP looks for it
-        raise self.problem
-
-
-class _FailingLoad(DefaultLoadPlanner):
-    """Likewise, of a load."""
-
-    def __init__(self, problem: CheckpointError) -> None:
-        super().__init__()
-        self.problem = problem
-
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        raise self.problem
-
-
-def _states(
-    state_dict: Mapping[str, Any], rank: int, kind: type[CheckpointError]
-) -> tuple[dict[str, Any], CheckpointError | None]:
-    """The state dict with the states of `Stateful` objects in their places; or the error of one of them."""
-    states: dict[str, Any] = {}
-    for key, value in state_dict.items():
-        try:
-            states[key] = value.state_dict() if _is_stateful(value) else value
-        except Exception as error:
-            # Code of the program's may raise anything. All ranks have to hear of it.
-            return {}, as_checkpoint_error(error, f"{type(value).__name__}.state_dict()", rank, kind, leaf=key)
-    return states, None
-
-
-def _is_stateful(value: Any) -> TypeGuard[Stateful]:
-    """Whether a value has a state of its own. To look for the methods of a protocol takes 10 us for each tensor."""
-    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
-
-
-def _install(state_dict: dict[str, Any], states: Mapping[str, Any], rank: int) -> CheckpointError | None:
-    """Give `Stateful` objects what was loaded, and replace everything else; the error of one of them."""
-    for key in sorted(state_dict):
-        value = state_dict[key]
-        if not _is_stateful(value):
-            state_dict[key] = states[key]
-            continue
-        try:
-            value.load_state_dict(states[key])
-        except Exception as error:
-            # As above.
-            doing = f"{type(value).__name__}.load_state_dict()"
-            return as_checkpoint_error(error, doing, rank, LoadError, leaf=key)
-    return None
-
-
-def _reads_once(value: Any) -> bool:
-    """Whether a state is read once, into other memory: a small one, and one of which most is on accelerators."""
-    if local_lanes() > 1:
-        return False  # of an SPMD tensor a process needs parts only
-    on_host = on_devices = 0
-    todo = [value]
-    while todo:
-        member = todo.pop()
-        if isinstance(member, GlobalTensor):
-            todo += [part for _, part in member.regions]
-        elif type(member).__name__ == "ShardedTensor":
-            todo += [shard.tensor for shard in member.local_shards()]
-        elif isinstance(member, torch.Tensor):
-            nbytes = member.numel() * member.element_size()
-            if member.device.type == "cpu":
-                on_host += nbytes
-            else:
-                on_devices += nbytes
-        elif isinstance(member, Mapping):
-            todo += member.values()
-        elif isinstance(member, list | tuple):
-            todo += member
-    return on_devices > on_host or on_devices + on_host <= STAGED_BYTES
-
-
 def _writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: SaveOptions | None) -> StockWriter:
     if writer is None:
         return StorageWriter(_required(checkpoint_id), options=options)
@@ -420,9 +298,8 @@ def _writer(writer: StockWriter | None, checkpoint_id: CheckpointId, options: Sa
 def _given(storage: _Storage, checkpoint_id: CheckpointId) -> _Storage:
     """A writer or reader of the program's, for this directory."""
     if isinstance(storage, str) or hasattr(storage, "__fspath__"):
-        raise UsageError("a path stands in the place of a writer or reader", found=str(storage),
-            hint="Pass it by its name: checkpoint_id=.",
-        )  # fmt: skip
+        hint = "Pass it by its name: checkpoint_id=."
+        raise UsageError("a path stands in the place of a writer or reader", found=str(storage), hint=hint)
     if checkpoint_id is not None:
         storage.reset(checkpoint_id)
     return storage
@@ -447,14 +324,6 @@ def _path_of(storage: Any) -> str | None:
         return None
 
 
-def _rank(group: Any, no_dist: bool) -> int:
-    return dist.get_rank(group) if is_distributed(no_dist) else 0
-
-
-def _world(group: Any, no_dist: bool) -> int:
-    return dist.get_world_size(group) if is_distributed(no_dist) else 1
-
-
 def _check(state_dict: Any, path: str | None, no_dist: bool) -> None:
     """Refuse what is no state dict, and calls of ranks that cannot meet.
 
@@ -468,13 +337,9 @@ def _check(state_dict: Any, path: str | None, no_dist: bool) -> None:
             path=path,
             hint="The state dict comes first, and the path of the directory is checkpoint_id=.",
         )
-    if no_dist:
-        return
-    try:
-        check_can_meet()
-    except UsageError as error:
-        error.at(path=path)
-        raise
+    if not no_dist:
+        with naming(path=path):
+            check_can_meet()
 
 
 def _pass_on(to: Future[None], staged: Future[Any]) -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import io
-import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
 
 from xla_ckpt.arrays.torch_host import torch_dtype
@@ -20,16 +16,19 @@ from xla_ckpt.errors import (
     UntrustedObjectError,
     naming,
 )
-from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged, strided_shards
-from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, Span
+from xla_ckpt.files.crc32 import check_crc32
+from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
+from xla_ckpt.layouts.dcp.metadata import METADATA, DcpTensor
 from xla_ckpt.layouts.scanned import foreign_head
+from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest.arrays import Arrays, array_record
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.manifest.shards import Shard
+from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.door import above
-from xla_ckpt.storage.pool import BUFFER_BYTES, READERS, threads, work_off
+from xla_ckpt.storage.pool import READERS, threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.roots import root_of
 
@@ -37,26 +36,32 @@ Start = tuple[int, ...]
 """The first element of a chunk: its name among the chunks of its key."""
 
 
-@dataclass(slots=True)
-class Opened:
-    """An open checkpoint."""
+class Opened(DcpFiles):
+    """An open checkpoint.
 
-    files: DcpFiles
-    path: str
-    contents: Contents
-    _ahead: dict[str, Ahead] = field(default_factory=dict)
+    Raises (on construction):
+        NoCheckpointError: There is none in the directory.
+        CorruptCheckpointError: It is damaged, or contradicts itself.
+        UntrustedObjectError: Its metadata names something else than DCP's own classes. Nothing of it has run.
+    """
+
+    def __init__(self, directory: Directory, path: str) -> None:
+        super().__init__(directory)
+        self.path = path
+        stored = self.contents()
+        if stored is None:
+            raise NoCheckpointError("there is no checkpoint of DCP's", hint=_other_than_dcp(self.names))
+        self.stored = stored
+        self._ahead: dict[str, Ahead] = {}
+        self._unverified: list[tuple[str, TensorAt]] = []
+        """(key, chunk) of the chunks that were located and have no digests: their zips may have CRC-32s."""
 
     def close(self) -> None:
         """Release all files, and the directory."""
         for ahead in self._ahead.values():
             ahead.source.close()
         self._ahead.clear()
-        self.files.directory.close()
-
-    @property
-    def identity(self) -> str:
-        """See `DcpFiles`."""
-        return self.files.identity
+        self.directory.close()
 
     def tensor(self, key: str) -> DcpTensor:
         """What is stored of a tensor.
@@ -66,9 +71,9 @@ class Opened:
             IncompatibleCheckpointError: It cannot be described.
         """
         self._check_described(key)
-        if key not in self.contents.tensors:
+        if key not in self.stored.tensors:
             raise CorruptCheckpointError("the checkpoint has no such tensor", leaf=key, path=self.path)
-        return self.contents.tensors[key]
+        return self.stored.tensors[key]
 
     def value(self, key: str, *, trust: bool) -> bytes:
         """A value that is no tensor, as bytes that `torch.load` takes.
@@ -82,38 +87,30 @@ class Opened:
             IncompatibleCheckpointError: It is a tensor that cannot be described.
         """
         self._check_described(key)
-        span = self.contents.objects.get(key)
+        span = self.stored.objects.get(key)
         if span is None:
             raise CorruptCheckpointError("the checkpoint has no such value", leaf=key, path=self.path)
         with naming(leaf=key, file=span.file, path=self.path):
             check_unchanged(span)
             ahead = self.held(span.file)
-            if self.files.digested:
-                self.files.check_value(ahead, span)
+            if self.digested:
+                self.check_value(ahead, span)
             else:
                 Zip(ahead, span.offset, span.nbytes).check()
             if trust:
                 return bytes(ahead.take(span.offset, span.nbytes))
             buffer = io.BytesIO()
             try:
-                torch.save(self._loaded(span), buffer)
+                zipped = Zip(ahead, span.offset, span.nbytes)
+                torch.save(zipped.value(strided=True, tensor=self._tensor_of_value), buffer)
             except UntrustedObjectError as error:
                 error.hint = "Pass trust_pickle=True if you trust whoever wrote this checkpoint."
                 raise
             return buffer.getvalue()
 
     def _check_described(self, key: str) -> None:
-        if key in self.contents.undescribed:
-            raise self.contents.undescribed[key].error(key).at(file=METADATA, path=self.path)
-
-    def places(self, wanted: Mapping[str, Iterable[Start]]) -> Places:
-        """Where these chunks are, by key.
-
-        Raises:
-            CorruptCheckpointError: They are not where the metadata says, or the chunks of a key are not all of it.
-            UnsupportedStateError: They are stored in a way that is not read here.
-        """
-        return Places.of(self, wanted)
+        if key in self.stored.undescribed:
+            raise self.stored.undescribed[key].error(key).at(file=METADATA, path=self.path)
 
     def held(self, file: str) -> Ahead:
         """A file, opened once.
@@ -124,19 +121,15 @@ class Opened:
         """
         if file not in self._ahead:
             with naming(path=self.path):
-                self._ahead[file] = Ahead(self.files.open(file), file)
+                self._ahead[file] = Ahead(self.open(file), file)
         return self._ahead[file]
 
-    def _loaded(self, span: Span) -> Any:
-        """A value, read by a parser that runs nothing."""
-        return Zip(self.held(span.file), span.offset, span.nbytes).value(strided=True, tensor=self.stored)
-
-    def stored(self, at: TensorAt) -> torch.Tensor:
+    def _tensor_of_value(self, at: TensorAt) -> torch.Tensor:
         """A tensor that lies in a file, as a new one in C order."""
         dtype = torch_dtype(at.dtype)
         if dtype is None:
             raise UnsupportedStateError(f"torch has no element type {at.dtype.name}", file=at.file)
-        count = int(np.prod(at.shape, dtype=np.int64))
+        count = Box.whole(at.shape).size
         if not count:
             return torch.empty(at.shape, dtype=dtype)
         steps = at.strides
@@ -148,32 +141,23 @@ class Opened:
         flat = torch.frombuffer(data, dtype=dtype)
         return flat.reshape(at.shape) if steps is None else flat.as_strided(at.shape, steps).contiguous()
 
+    def locate(self, wanted: Mapping[str, Iterable[Start]]) -> TagReader:
+        """What reads these chunks, by key: the leaf paths of its manifest are the keys.
 
-@dataclass(slots=True)
-class Places:
-    """Where some chunks are."""
-
-    opened: Opened
-    tag: TagReader
-    """Reads their files. The leaf paths of its manifest are the keys."""
-
-    unverified: Sequence[tuple[str, TensorAt]]
-    """(key, chunk) of those that have no digests: their zips may have CRC-32s."""
-
-    @classmethod
-    def of(cls, opened: Opened, wanted: Mapping[str, Iterable[Start]]) -> Places:
-        """See `Opened.places`."""
-        files = opened.files
+        Raises:
+            CorruptCheckpointError: They are not where the metadata says, or the chunks of a key are not all of it.
+            UnsupportedStateError: They are stored in a way that is not read here.
+        """
 
         def number(file: str) -> int:
-            return files.number(file, opened.held(file).size)
+            return self.number(file, self.held(file).size)
 
-        arrays, unverified = {}, []
+        arrays = {}
         for key, starts in wanted.items():
-            tensor = opened.tensor(key)
+            tensor = self.tensor(key)
             asked = set(starts)
             shards: list[Shard] = []
-            with naming(leaf=key, path=opened.path):
+            with naming(leaf=key, path=self.path):
                 for chunk in tensor.chunks:
                     if chunk.at is None or not chunk.box.size:
                         continue
@@ -183,15 +167,14 @@ class Places:
                         continue
                     with naming(file=chunk.at.file):
                         check_unchanged(chunk.at)
-                        at = files.tensor_at(opened.held(chunk.at.file), chunk.at, tensor.dtype, chunk.box)
-                    if not files.digested:
-                        unverified.append((key, at))
-                    shards += strided_shards(at, chunk.box, number(at.file))
+                        at = self.tensor_at(self.held(chunk.at.file), chunk.at, tensor.dtype, chunk.box)
+                    if not self.digested:
+                        self._unverified.append((key, at))
+                    shards += shards_at(at, chunk.box, number(at.file))
                 arrays[key] = array_record(tensor.dtype, tensor.shape, shards)
-        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(files.records))
-        root, _, name = opened.path.rpartition("/")
-        tag = TagReader(files.directory, root, name, manifest, foreign_objects=())
-        return cls(opened, tag, unverified)
+        manifest = Manifest(head=foreign_head(""), skeleton=None, arrays=Arrays.of(arrays), files=tuple(self.records))
+        root, _, name = self.path.rpartition("/")
+        return TagReader(self.directory, root, name, manifest, foreign_objects=())
 
     def check_crcs(self) -> None:
         """Compare the chunks without digests with the CRC-32s of their zips, as far as these have any.
@@ -199,38 +182,17 @@ class Places:
         Raises:
             CorruptCheckpointError: A chunk is not what was saved.
         """
-        chunks = [(key, at) for key, at in self.unverified if at.crc is not None]
+        chunks = [(key, at) for key, at in self._unverified if at.crc is not None]
 
-        def check(one: tuple[str, TensorAt], buffer: memoryview) -> None:
+        def check(one: tuple[str, TensorAt], _: memoryview) -> None:
             key, at = one
-            source, crc = self.opened.held(at.file).source, 0
-            nbytes = int(np.prod(at.shape, dtype=np.int64)) * at.dtype.itemsize
-            for low in range(0, nbytes, len(buffer)):
-                part = buffer[: min(len(buffer), nbytes - low)]
-                if source.read_into(part, at.offset + low) < len(part):
-                    raise CorruptCheckpointError(
-                        "the file ends too early", leaf=key, file=at.file, path=self.opened.path
-                    )
-                crc = zlib.crc32(part, crc)
-            if crc != at.crc:
-                raise CorruptCheckpointError(
-                    "stored bytes are damaged: they are not what the CRC-32 of their zip says",
-                    leaf=key,
-                    file=at.file,
-                    path=self.opened.path,
-                    expected=f"{at.crc:08x}",
-                    found=f"{crc:08x}",
-                    hint=DAMAGED,
-                )
+            nbytes = Box.whole(at.shape).size * at.dtype.itemsize
+            with naming(leaf=key, path=self.path, hint=DAMAGED):
+                read_into = self.held(at.file).source.read_into
+                check_crc32(read_into, at.file, "a tensor", at.offset, nbytes, at.crc)
 
-        work_off(
-            chunks, check, workers=min(threads(READERS, 2), len(chunks)) or 1, buffer_bytes=BUFFER_BYTES,
-            name="xla_ckpt-crc",
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """Release the files that were opened for it."""
-        self.tag.close_files()
+        workers = min(threads(READERS, 2), len(chunks)) or 1
+        work_off(chunks, check, workers=workers, buffer_bytes=0, name="xla_ckpt-crc")
 
 
 def open_source(path: str) -> Opened:
@@ -245,7 +207,7 @@ def open_source(path: str) -> Opened:
     store, name = above(path, follow=True)
     directory = _found(store, name)
     try:
-        return _opened(directory, path)
+        return Opened(directory, path)
     except BaseException:
         directory.close()
         raise
@@ -267,14 +229,6 @@ def _beside(store: Store) -> str | None:
     except OSError:
         return None
     return f"Checkpoints beside it: {', '.join(checkpoints[-10:])}." if checkpoints else None
-
-
-def _opened(directory: Directory, path: str) -> Opened:
-    files = DcpFiles(directory)
-    contents = files.contents()
-    if contents is None:
-        raise NoCheckpointError("there is no checkpoint of DCP's", hint=_other_than_dcp(files.names))
-    return Opened(files, path, contents)
 
 
 def _other_than_dcp(names: frozenset[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from xla_ckpt.errors import UnsupportedStateError
 from xla_ckpt.snapshot.copying import copy_all
 from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, allocate
 from xla_ckpt.snapshot.shards import HostShard
-from xla_ckpt.tree import path as paths
+from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 
 class AsyncStager(StockStager):
@@ -42,15 +42,26 @@ class AsyncStager(StockStager):
             UnsupportedStateError: A tensor cannot be stored, or a value cannot be copied.
         """
         with collector_paused():
-            tensors: dict[int, tuple[str, torch.Tensor]] = {}
-            members: Members = {}
-            _visit(state_dict, "", members, lambda key, value: tensors.setdefault(id(value), (key, value)))
+            slots: dict[int, _Slot] = {}
             pieces: list[_Piece] = []
-            apart = functools.partial(_taken_apart, pieces, Adapters())
-            rebuild = {number: apart(key, value) for number, (key, value) in tensors.items()}
+            taken_apart = functools.partial(_taken_apart, pieces, Adapters())
+            copies: dict[int, Any] = {}
+            """What `copy.deepcopy` remembers: a value that is there twice stays one."""
+
+            def apart(keys: Keys, leaf: Any) -> Any:
+                if isinstance(leaf, torch.Tensor):
+                    if id(leaf) not in slots:
+                        slots[id(leaf)] = _Slot(leaf, taken_apart(".".join(map(str, keys)), leaf))
+                    return slots[id(leaf)]
+                if isinstance(leaf, list | tuple) and not isinstance(leaf, torch.Size):  # of another class
+                    return replaced_leaves([*leaf] if isinstance(leaf, list) else (*leaf,), apart, keys, classes=True)
+                return _copied(leaf, keys, copies)
+
+            staged = replaced_leaves(state_dict, apart, classes=True)
             frozen = _frozen(pieces)
-            rebuilt = {number: build(frozen) for number, build in rebuild.items()}
-            return _visit(state_dict, "", members, lambda _, value: rebuilt[id(value)], copies={})
+            for slot in slots.values():
+                slot.tensor = slot.build(frozen)
+            return replaced_leaves(staged, lambda _, v: v.tensor if isinstance(v, _Slot) else v, classes=True)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` returns when everything is frozen."""
@@ -59,67 +70,24 @@ class AsyncStager(StockStager):
         """Nothing to release: what is staged is freed with the save that holds it."""
 
 
-Members = dict[int, list[tuple[Any, Any]]]
-"""What each mapping had when it was first looked at: one that makes its values anew gives others the next time."""
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """Stands for a tensor until all are frozen."""
+
+    tensor: torch.Tensor
+    build: Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def _visit(
-    value: Any,
-    key: str,
-    known: Members,
-    tensor: Callable[[str, torch.Tensor], Any],
-    copies: dict[int, Any] | None = None,
-) -> Any:
-    """Call `tensor` for each tensor; with `copies`, the same containers with its answers, and copies of other values.
-
-    `copies` is the memory of `copy.deepcopy`: what is there twice stays one.
-    """
-    if isinstance(value, torch.Tensor):
-        return tensor(key, value)
-    if isinstance(value, Mapping):
-        if id(value) not in known:
-            known[id(value)] = list(value.items())
-        members = {
-            k: _visit(v, paths.join(key, str(k)) if key else str(k), known, tensor, copies) for k, v in known[id(value)]
-        }
-        return members if type(value) is dict or copies is None else _like(value, members)
-    if isinstance(value, list | tuple):
-        items = [_visit(v, f"{key}.{i}", known, tensor, copies) for i, v in enumerate(value)]
-        return items if isinstance(value, list) else _tuple(value, items)
-    if copies is None:
-        return value
+def _copied(value: Any, keys: Keys, copies: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, copies)
     except Exception as error:
         # It runs code of the value's own, which may raise anything.
         raise UnsupportedStateError(
             f"a {type(value).__name__} cannot be copied: {error}",
-            leaf=key,
+            leaf=".".join(map(str, keys)),
             hint="Give plain values, tensors, or its state_dict(); or save it with dcp.save, which copies nothing.",
         ) from error
-
-
-def _like(value: Mapping[Any, Any], members: dict[Any, Any]) -> Any:
-    """A dict of the class of `value` with these members; a plain dict in place of any other mapping.
-
-    A copy of another mapping may share its members with the program's, which would be overwritten.
-    """
-    if not isinstance(value, dict):
-        return members
-    try:
-        duplicate = copy.copy(value)
-        for key, member in members.items():
-            duplicate[key] = member  # `update` of a Counter adds
-    except Exception:
-        # It is code of the program's own. DCP walks into any mapping, so a plain dict is stored alike.
-        return members
-    return members if duplicate is value else duplicate
-
-
-def _tuple(value: tuple[Any, ...], items: list[Any]) -> Any:
-    if isinstance(value, torch.Size):
-        return value
-    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
 
 
 @dataclass(frozen=True, slots=True)

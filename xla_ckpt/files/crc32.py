@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+
+from xla_ckpt.errors import CorruptCheckpointError
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
@@ -48,3 +50,32 @@ def _power(n: int) -> int:
         square = _times(square, square)
         n >>= 1
     return result
+
+
+ReadInto = Callable[[memoryview, int], int]
+"""Fills memory from an offset of a file on, and returns how many bytes there were."""
+
+_CHUNK = 1 << 20
+"""Bytes that are read at a time."""
+
+
+def check_crc32(read_into: ReadInto, file: str, what: str, start: int, nbytes: int, crc: int | None) -> None:
+    """Read bytes of a file, and compare them with their CRC-32, if it is known.
+
+    Raises:
+        CorruptCheckpointError: The file ends before them, or they are not what was written.
+    """
+    buffer = memoryview(bytearray(min(_CHUNK, nbytes)))
+    actual = 0
+    for at in range(0, nbytes, len(buffer) or 1):
+        part = buffer[: min(len(buffer), nbytes - at)]
+        if read_into(part, start + at) < len(part):
+            raise CorruptCheckpointError(f"the file ends inside of {what}", file=file)
+        actual = zlib.crc32(part, actual)
+    if crc is not None and actual != crc:
+        raise CorruptCheckpointError(
+            f"{what} is not what its CRC-32 says: stored bytes are damaged",
+            file=file,
+            expected=f"{crc:08x}",
+            found=f"{actual:08x}",
+        )

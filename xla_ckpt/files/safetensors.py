@@ -23,6 +23,7 @@ from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.digest import BlockTable
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.sharding.box import MAX_DIMS, Box
+from xla_ckpt.tree.json_object import json_object
 
 REGION_ALIGNMENT = 4096
 """Data of a payload file begins at a multiple of this (bytes): what direct I/O and memory maps want."""
@@ -218,12 +219,7 @@ def plain_tensors(head: bytes, size: int) -> list[PlainTensor]:
         FormatError: The header is broken, or does not fit to the file.
         UnsupportedStateError: An element type is not known.
     """
-    try:
-        entries = json.loads(head[8:], object_pairs_hook=_distinct)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the header of a safetensors file is no JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise FormatError("the header of a safetensors file is no JSON object", found=type(entries).__name__)
+    entries = json_object(head[8:], "the header of a safetensors file", pairs=_distinct)
     tensors = []
     for name, entry in entries.items():
         if name != "__metadata__":

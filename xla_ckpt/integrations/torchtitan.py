@@ -20,7 +20,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 import xla_ckpt.dcp as dcp
 from xla_ckpt.api.tags import list_tags
-from xla_ckpt.dcp.planner import LoadPlanner
+from xla_ckpt.dcp.states import LoadPlanner
 from xla_ckpt.errors import UsageError
 from xla_ckpt.state.rng import RNGState
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import closing
 
@@ -10,10 +9,10 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
-from xla_ckpt.files.safetensors import header_bytes, plain_tensors
+from xla_ckpt.files.safetensors import PlainTensor, header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.scanned import directory_to_scan, foreign_head
-from xla_ckpt.manifest.arrays import ArrayRecord, Arrays, array_record
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
+from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
 from xla_ckpt.manifest.shards import Shard
@@ -25,6 +24,7 @@ from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.json_object import json_object
 
 MAX_FILE_BYTES = 5_000_000_000
 """Largest file, unless a single array is larger: Hugging Face's own default."""
@@ -61,7 +61,8 @@ class HuggingFace(Layout):
         Raises:
             CheckpointError: It is damaged.
         """
-        return scan_hugging_face(directory, tag)
+        arrays, files = scanned_model(directory)
+        return scanned_manifest(tag, flattened({schema.MODEL: arrays}), files)[0]
 
     def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         report = super().verify(store, entry, workers)
@@ -89,26 +90,24 @@ def model_files(stored: StoredState, *, part: str, max_file_bytes: int, dtype: D
     return Rewriting([tuple(files)], marks={WEIGHT_INDEX: index(files)} if len(files) > 1 else {})
 
 
-def scan_hugging_face(directory: Directory, tag: str, single: str = SINGLE) -> Manifest:
-    """The manifest of a directory of Hugging Face's. No array is read.
+def scanned_model(
+    directory: Directory, single: str = SINGLE
+) -> tuple[dict[str, ArrayRecord | UnknownArray], list[FileRecord]]:
+    """The arrays in a directory of Hugging Face's by name, and its files. No array is read.
 
     Args:
         directory: The directory.
-        tag: What it is called.
         single: Name of the only file, where there is no index.
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or the index is not true of the files.
         UnsupportedStateError: An element type is not known.
     """
-    names_by_file = _files_of(directory, single)
     arrays: dict[str, ArrayRecord] = {}
     files: list[FileRecord] = []
-    for number, (file, wanted) in enumerate(names_by_file.items()):
-        with naming(file=file):
-            size, head = read_header(directory, file)
-            tensors = plain_tensors(head, size)
-        files.append(FileRecord(path=file, size=size, head=len(head), digest=digest(head)))
+    for number, (file, wanted) in enumerate(_files_of(directory, single).items()):
+        record, _, tensors = scanned_file(directory, file)
+        files.append(record)
         names = {tensor.name for tensor in tensors}
         if wanted is not None and names != wanted:
             raise CorruptCheckpointError(
@@ -120,14 +119,7 @@ def scan_hugging_face(directory: Directory, tag: str, single: str = SINGLE) -> M
         for tensor in tensors:
             shards = [Shard(Box.whole(tensor.shape), number, tensor.offset)]
             arrays[tensor.name] = array_record(tensor.dtype, tensor.shape, shards)
-    unknown = quantized(arrays)
-    return Manifest(
-        head=foreign_head(tag),
-        skeleton={schema.MODEL: {name: {"$array": "torch"} for name in arrays}},
-        arrays=Arrays.of({schema.weight(name): record for name, record in arrays.items() if name not in unknown}),
-        files=tuple(files),
-        unknown={schema.weight(name): array for name, array in unknown.items()},
-    )
+    return arrays | quantized(arrays), files
 
 
 _SCALES = "_scale_inv"
@@ -158,11 +150,8 @@ def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None
     if single in directory.files():
         return {single: None}
     with naming(file=WEIGHT_INDEX):
-        try:
-            content = json.loads(read_whole(directory, WEIGHT_INDEX, limit=MAX_INDEX, what="the index"))
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"the index is no JSON: {error}") from error
-        places = content.get("weight_map") if isinstance(content, dict) else None
+        data = read_whole(directory, WEIGHT_INDEX, limit=MAX_INDEX, what="the index")
+        places = json_object(data, "the index").get("weight_map")
         if not isinstance(places, dict) or not places:
             raise FormatError("the index has no weight_map")
         names_by_file: dict[str, set[str] | None] = {}
@@ -175,20 +164,22 @@ def _files_of(directory: Directory, single: str) -> Mapping[str, set[str] | None
         return dict(sorted(names_by_file.items()))
 
 
-def read_header(directory: Directory, file: str) -> tuple[int, bytes]:
-    """(bytes of a file, its header).
+def scanned_file(directory: Directory, file: str) -> tuple[FileRecord, bytes, list[PlainTensor]]:
+    """A file of safetensors: its record, its header, and what it holds.
 
     Raises:
-        CorruptCheckpointError: It is missing, or has no whole header.
+        CorruptCheckpointError: It is missing or damaged.
+        UnsupportedStateError: An element type is not known.
     """
     try:
         source = directory.open(file)
     except FileNotFoundError:
         raise CorruptCheckpointError("a file of the index is missing", file=file) from None
-    with closing(source):
+    with closing(source), naming(file=file):
         start = bytearray(min(8, source.size))
         got = source.read_into(memoryview(start), 0)
         head = bytearray(header_bytes(bytes(start[:got]), source.size))
         if source.read_into(memoryview(head), 0) < len(head):
-            raise CorruptCheckpointError("a file ends inside of its header", file=file)
-        return source.size, bytes(head)
+            raise CorruptCheckpointError("a file ends inside of its header")
+        record = FileRecord(path=file, size=source.size, head=len(head), digest=digest(head))
+        return record, bytes(head), plain_tensors(bytes(head), source.size)

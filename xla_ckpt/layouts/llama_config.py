@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.tree.json_object import json_object
 
 CONFIG = "config.json"
 """Its name in a directory of Hugging Face's."""
@@ -73,10 +74,8 @@ def parse_config(content: Any, file: str | None = None) -> LlamaConfig:
         UsageError: It is no JSON object, a size is missing or impossible, or the heads do not divide.
     """
     if isinstance(content, bytes):
-        try:
-            content = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"a config.json is no JSON: {error}", path=file) from error
+        with naming(path=file):
+            content = json_object(content, "a config.json", UsageError)
     if not isinstance(content, Mapping):
         raise UsageError("a config.json holds a JSON object", path=file, found=type(content).__name__)
     read = _Sizes(content, file)

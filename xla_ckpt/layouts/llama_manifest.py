@@ -10,6 +10,7 @@ from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.layouts.llama_config import LlamaConfig
+from xla_ckpt.layouts.llama_heads import KeyCopies, check_heads, check_layers, no_copies, stored_form, unsaid_order
 from xla_ckpt.layouts.llama_names import (
     EMBEDDING,
     HEAD,
@@ -27,26 +28,13 @@ from xla_ckpt.layouts.llama_names import (
 )
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.plan.rearrange import Excerpt, Rearranged, rearranged
 from xla_ckpt.plan.stored_shardings import sharding_of
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.sharding.sections import Section
 from xla_ckpt.sharding.sharding import Sharding, Split
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyCopies:
-    """What the caller says about keys and values that several ranks hold."""
-
-    count: int | None = None
-    """How many ranks hold each head: neuronx-distributed's `kv_size_multiplier`; None if the caller does not say."""
-
-    adjacent: bool | None = None
-    """Whether neighbouring ranks hold the same, as on trn2; None if the caller does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +92,7 @@ def to_hugging_face(manifest: Manifest, part: str, config: LlamaConfig, copies: 
     leaves = names_in_part(manifest, part)
     for name, leaf in leaves.items():
         check_shape(name, _record(leaf, manifest).shape, config, leaf)
-    form = _form(leaves, manifest, config, copies)
+    form = stored_form(leaves, manifest, config, copies)
     links_by_name: dict[str, list[ArrayLink]] = {}
     for name in leaves:
         _, called = hf_names(name)
@@ -168,13 +156,13 @@ def reordered(manifest: Manifest, config: LlamaConfig, copies: KeyCopies, mesh: 
         UsageError: The copies do not fit the heads, or the ranks.
     """
     leaves = names_in_part(manifest, schema.MODEL)
-    old = _form(leaves, manifest, config, KeyCopies())
+    old = stored_form(leaves, manifest, config, KeyCopies())
     count = copies.count or 1
     if count > 1 and copies.adjacent is None:
         raise unsaid_order(count)
     new = replace(old, copies=count, adjacent=count > 1 and bool(copies.adjacent))
     if new.copies > 1 and old.projection not in (Projection.LINEAR, Projection.FUSED):
-        raise _no_copies(new.copies)
+        raise no_copies(new.copies)
     check_heads(config, new, mesh)
     check_layers(leaves, config)
     moves = _moves(config, old, new)
@@ -246,171 +234,10 @@ def _respelled(leaf: str, record: ArrayRecord, sharding: Sharding, manifest: Man
     return Sharding(tuple(dims)).spec
 
 
-def check_heads(config: LlamaConfig, form: Form, mesh: Mesh) -> None:
-    """Compare heads and copies with a job: every rank has whole heads, and keys for its queries.
-
-    Raises:
-        UsageError: They do not fit.
-    """
-    ranks, copies = mesh.tp, form.copies
-    if ranks % copies:
-        raise UsageError(
-            "the copies of keys and values do not divide the tensor-parallel ranks",
-            expected=f"a kv_size_multiplier that divides tp={ranks}",
-            found=copies,
-        )
-    if config.heads % ranks:
-        raise UsageError(
-            "the attention heads do not divide over the tensor-parallel ranks",
-            expected=config.heads,
-            found=f"tp={ranks}",
-        )
-    if config.kv_heads * copies % ranks:
-        raise UsageError(
-            "the key-value heads do not divide over the tensor-parallel ranks",
-            expected=f"{config.kv_heads} heads, each held by {ranks // config.kv_heads or 1} of {ranks} ranks",
-            found=f"a kv_size_multiplier of {copies}",
-            hint=f"Give LlamaJob(kv_size_multiplier={ranks // config.kv_heads}) (--kv-size-multiplier)."
-            if ranks % config.kv_heads == 0
-            else "Choose another tp.",
-        )
-
-
 def _record(leaf: str, manifest: Manifest) -> ArrayRecord:
     record = manifest.array(leaf)
     assert record is not None, leaf
     return record
-
-
-def _form(leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig, copies: KeyCopies) -> Form:
-    """In which form the projections are stored, and how often keys and values are held, which orders the heads.
-
-    Raises:
-        IncompatibleCheckpointError: Layers have different forms, or nothing says the order.
-        UsageError: What the caller says contradicts the checkpoint.
-    """
-    forms = {projection: name for name in leaves if (projection := hf_names(name)[0]) is not None}
-    if len(forms) > 1:
-        raise IncompatibleCheckpointError(
-            "the model has its projections in different forms",
-            leaf=leaves[next(iter(forms.values()))],
-            found=" and ".join(forms.values()),
-        )
-    projection = next(iter(forms), Projection.SEPARATE)
-    if projection is Projection.STRIDED and config.group > 1:
-        raise IncompatibleCheckpointError(
-            "queries, keys and values of different sizes in one array of this name may be arranged in several ways",
-            leaf=leaves[forms[projection]],
-            expected=f"as many key-value heads as attention heads in {forms[projection]}",
-            found=f"{config.heads} heads and {config.kv_heads} key-value heads",
-        )
-    if projection in (Projection.SEPARATE, Projection.STRIDED):
-        if copies.count not in (None, 1):
-            raise _no_copies(copies.count)
-        return Form(projection=projection)
-    stored = _stored_copies(leaves, manifest, config)
-    count = copies.count if stored is None else stored[0]
-    adjacent = copies.adjacent if stored is None or stored[1] is None else stored[1]
-    if stored is not None and (copies.count not in (None, count) or copies.adjacent not in (None, adjacent)):
-        raise UsageError(
-            "the checkpoint says otherwise how often keys and values are held",
-            expected=_called(count, adjacent),
-            found=_called(copies.count, copies.adjacent),
-        )
-    ranks = Mesh.parse(manifest.mesh or "").tp
-    if stored is not None and ranks > 1 and (config.heads % ranks or config.kv_heads * (count or 1) % ranks):
-        raise IncompatibleCheckpointError(
-            "the heads of config.json do not divide over the ranks that saved this",
-            leaf=leaves[forms[projection]],
-            expected=f"heads, and key-value heads with {count} copies, that divide over tp={ranks}",
-            found=f"{config.heads} heads and {config.kv_heads} key-value heads",
-            hint="Give the config.json of the model in this checkpoint.",
-        )
-    if count is None and config.group > 1:
-        raise IncompatibleCheckpointError(
-            "nothing says in which order the attention heads are stored",
-            leaf=leaves[forms[projection]],
-            expected="the kv_size_multiplier of the job that neuronx-distributed's names come from",
-            hint="Give LlamaJob(kv_size_multiplier=...) (--kv-size-multiplier): 1 if no rank held a copy of another "
-            "rank's keys. For a larger one trn2 is another order than trn1: LlamaJob(hardware=...) (--hardware).",
-        )
-    if (count or 1) > 1 and adjacent is None:
-        raise unsaid_order(count)
-    return Form(projection=projection, copies=count or 1, adjacent=bool(adjacent))
-
-
-def unsaid_order(count: int | None) -> UsageError:
-    """The error for copies of which nobody says which ranks hold the same."""
-    return UsageError(
-        "copies of keys and values are arranged otherwise on trn1 than on trn2",
-        expected="LlamaJob(hardware=...) (--hardware): trn1 or trn2, of the job that has them",
-        found=f"a kv_size_multiplier of {count}",
-    )
-
-
-def check_layers(leaves: Mapping[str, str], config: LlamaConfig) -> None:
-    """Check that every layer of the configuration has its queries and its output projection there, and no other has.
-
-    Raises:
-        IncompatibleCheckpointError: It has not: they would stay in another order without a word.
-    """
-    names = [name for name in leaves if query_dim(name) is not None and name.endswith(("weight", "_q", "_qkv"))]
-    for dim, what in ((0, "queries"), (1, "output projections")):
-        count = sum(query_dim(name) == dim and "weight" in name.rpartition(".")[2] for name in names)
-        if count != config.layers:
-            raise IncompatibleCheckpointError(
-                f"the {what} of the layers of config.json are not all there under the names of neuronx-distributed's "
-                "Llama examples",
-                leaf=schema.MODEL,
-                expected=f"{config.layers}, called like model.layers.0.self_attn.qkv_proj.weight_q and o_proj.weight",
-                found=count,
-            )
-
-
-def _called(count: int | None, adjacent: bool | None) -> str:
-    """Copies as a caller names them."""
-    hardware = "" if adjacent is None else ", trn2" if adjacent else ", trn1"
-    return f"{'any' if count is None else count} kv_size_multiplier{hardware}"
-
-
-def _no_copies(count: int | None) -> UsageError:
-    return UsageError(
-        "copies of keys and values are stored as qkv_proj.weight_qkv, or weight_q, weight_k and weight_v",
-        expected="a kv_size_multiplier of 1",
-        found=count,
-    )
-
-
-def _stored_copies(
-    leaves: Mapping[str, str], manifest: Manifest, config: LlamaConfig
-) -> tuple[int, bool | None] | None:
-    """How many ranks held each head of keys, and whether neighbours did; None for what the checkpoint does not say.
-
-    Raises:
-        IncompatibleCheckpointError: Layers have different numbers.
-    """
-    counts: dict[tuple[int, bool | None], str] = {}
-    ranks = Mesh.parse(manifest.mesh or "").tp
-    # The files of a job show how many of its ranks held the same. In a tag of ours sections do, which a layer named. A
-    # split without them says nothing: another kind of job may have loaded the model of one with copies.
-    of_job = manifest.head.sequence == 0
-    for name, leaf in leaves.items():
-        projection, called = hf_names(name)
-        if projection is None or not any(".k_proj." in hf or ".v_proj." in hf for hf in called):
-            continue
-        split = next(iter(sharding_of(leaf, manifest, ()).dims), None)
-        last = split.sections[-1] if split is not None else Section(copies=ranks)
-        if of_job or (split is not None and (last.size is not None or last.copies > 1)):
-            # Where all ranks hold all keys, the files of a job do not show how it repeats them.
-            shown = last.adjacent or last.copies == 1 or last.copies != ranks or config.kv_heads == 1
-            counts.setdefault((last.copies, last.adjacent if shown else None), leaf)
-    if len(counts) > 1:
-        raise IncompatibleCheckpointError(
-            "the layers have keys and values in different numbers of copies",
-            leaf=next(iter(counts.values())),
-            found=", ".join(f"{count} of {leaf}" for (count, _), leaf in counts.items()),
-        )
-    return next(iter(counts), None)
 
 
 def _check_sections(name: str, leaf: str, parts: Sequence[str], manifest: Manifest, config: LlamaConfig) -> None:
@@ -495,40 +322,3 @@ def model_alone(manifest: Manifest, arrays: Mapping[str, ArrayRecord], shared: M
         objects=(),
         unknown={},
     )
-
-
-def llama_hints(config: LlamaConfig) -> dict[str, ArrayHint]:
-    """What a configuration says about each array that such a model may have, by its name.
-
-    Most shapes show how an array was split. Of fused ones, and of keys and values, it is said. How many ranks held the
-    same keys and values, and which ones, is found out from the files.
-    """
-    names = [EMBEDDING, HEAD, "model.norm.weight"]
-    buffers = ["model.rotary_emb.inv_freq"]
-    for i in range(config.layers):
-        names += [f"model.layers.{i}.{name}" for name in _OF_LAYER]
-        buffers.append(f"model.layers.{i}.self_attn.rotary_emb.inv_freq")
-    # Their shape is not in the configuration, and every rank has them whole.
-    hints = {name: ArrayHint(sharding=Sharding(), ruled=True) for name in buffers}
-    for name in names:
-        shape = shape_of(name, config)
-        projection, called = hf_names(name)
-        form = Form(projection=projection or Projection.SEPARATE)
-        said = len(called) > 1 or projection is Projection.LINEAR
-        hints[name] = ArrayHint(shape=shape, sharding=split_of(name, config, form) if said else None)
-    return hints
-
-
-_OF_LAYER = (
-    "input_layernorm.weight",
-    "post_attention_layernorm.weight",
-    *(
-        f"{at}.{kind}"
-        for at in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn.qkv_proj")
-        for kind in ("weight", "bias")
-    ),
-    *(f"self_attn.qkv_proj.{kind}_{what}" for kind in ("weight", "bias") for what in ("qkv", "q", "k", "v")),
-    *(f"mlp.{at}_proj.{kind}" for at in ("gate", "up", "gate_up", "down") for kind in ("weight", "bias")),
-    "self_attn.q_norm.weight",
-    "self_attn.k_norm.weight",
-)

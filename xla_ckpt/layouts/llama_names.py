@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.layouts.llama_config import LlamaConfig
+from xla_ckpt.plan.hints import ArrayHint
 from xla_ckpt.sharding.sharding import Sharding
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -162,32 +163,38 @@ def hf_names(name: str) -> tuple[Projection | None, list[str]]:
     return None, [] if _BUFFER.fullmatch(name) else [name]
 
 
-_SHAPES: tuple[tuple[re.Pattern[str], tuple[str, ...]], ...] = tuple(
-    (re.compile(pattern), tuple(dims.split()))
-    for pattern, dims in (
-        (r"model\.embed_tokens\.weight|lm_head\.weight", "vocab hidden"),
-        (r"model\.norm\.weight|.*\.(?:input|post_attention)_layernorm\.weight", "hidden"),
-        (r".*self_attn\.(?:q_proj\.weight|qkv_proj\.weight_q)", "q hidden"),
-        (r".*self_attn\.(?:q_proj\.bias|qkv_proj\.bias_q)", "q"),
-        (r".*self_attn\.(?:[kv]_proj\.weight|qkv_proj\.weight_[kv])", "kv hidden"),
-        (r".*self_attn\.(?:[kv]_proj\.bias|qkv_proj\.bias_[kv])", "kv"),
-        (r".*self_attn\.qkv_proj\.weight(?:_qkv)?", "qkv hidden"),
-        (r".*self_attn\.qkv_proj\.bias(?:_qkv)?", "qkv"),
-        (r".*self_attn\.o_proj\.weight", "hidden q"),
-        (r".*self_attn\.[qk]_norm\.weight", "head"),
-        (r".*mlp\.(?:gate|up)_proj\.weight", "intermediate hidden"),
-        (r".*mlp\.(?:gate|up)_proj\.bias", "intermediate"),
-        (r".*mlp\.gate_up_proj\.weight", "gate_up hidden"),
-        (r".*mlp\.gate_up_proj\.bias", "gate_up"),
-        (r".*mlp\.down_proj\.weight", "hidden intermediate"),
-        (r".*(?:o|down)_proj\.bias", "hidden"),
-    )
-)
-"""The dims of each array of a Llama-like model, in either of the two ways to name them."""
+_OF_MODEL = {EMBEDDING: ("vocab", "hidden"), HEAD: ("vocab", "hidden"), "model.norm.weight": ("hidden",)}
+
+_PROJECTIONS = {
+    "self_attn.q_proj": ("q", "hidden"),
+    "self_attn.k_proj": ("kv", "hidden"),
+    "self_attn.v_proj": ("kv", "hidden"),
+    "self_attn.o_proj": ("hidden", "q"),
+    "mlp.gate_proj": ("intermediate", "hidden"),
+    "mlp.up_proj": ("intermediate", "hidden"),
+    "mlp.down_proj": ("hidden", "intermediate"),
+}
+"""Hugging Face's projections: the rows of the weight, which are those of the bias, and its columns."""
+
+_NORMS = {"input_layernorm.weight": ("hidden",), "post_attention_layernorm.weight": ("hidden",)}
+
+_OF_LAYER: dict[str, tuple[str, ...]] = {
+    **_NORMS,
+    **{f"self_attn.{what}_norm.weight": ("head",) for what in "qk"},
+    **{f"{at}.weight": dims for at, dims in _PROJECTIONS.items()},
+    **{f"{at}.bias": dims[:1] for at, dims in _PROJECTIONS.items()},
+}
+for _suffix, _rows in (("", "qkv"), ("_qkv", "qkv"), ("_q", "q"), ("_k", "kv"), ("_v", "kv")):
+    _OF_LAYER[f"self_attn.qkv_proj.weight{_suffix}"] = (_rows, "hidden")
+    _OF_LAYER[f"self_attn.qkv_proj.bias{_suffix}"] = (_rows,)
+_OF_LAYER |= {"mlp.gate_up_proj.weight": ("gate_up", "hidden"), "mlp.gate_up_proj.bias": ("gate_up",)}
+"""The dims of each array of a layer, in either of the two ways to name them."""
 
 
 def _dims(name: str) -> tuple[str, ...] | None:
-    return next((dims for pattern, dims in _SHAPES if pattern.fullmatch(name)), None)
+    parts = name.split(".")
+    known = (_OF_LAYER.get(".".join(parts[-3:])), _OF_LAYER.get(".".join(parts[-2:])))
+    return _OF_MODEL.get(name) or known[0] or known[1]
 
 
 def split_of(name: str, config: LlamaConfig, form: Form) -> Sharding:
@@ -241,23 +248,12 @@ def check_shape(name: str, shape: tuple[int, ...], config: LlamaConfig, leaf: st
 def required(config: LlamaConfig) -> Iterator[str]:
     """Hugging Face's names of the arrays that such a model has in any case."""
     yield EMBEDDING
-    biases = {
-        "q_proj": config.attention_bias,
-        "k_proj": config.attention_bias,
-        "v_proj": config.attention_bias,
-        "o_proj": config.attention_bias,
-        "gate_proj": config.mlp_bias,
-        "up_proj": config.mlp_bias,
-        "down_proj": config.mlp_bias,
-    }
     for i in range(config.layers):
-        for layer, bias in biases.items():
-            at = f"model.layers.{i}.{'self_attn' if layer[0] in 'qkvo' else 'mlp'}.{layer}"
-            yield f"{at}.weight"
-            if bias:
-                yield f"{at}.bias"
-        yield f"model.layers.{i}.input_layernorm.weight"
-        yield f"model.layers.{i}.post_attention_layernorm.weight"
+        for at in _PROJECTIONS:
+            yield f"model.layers.{i}.{at}.weight"
+            if config.attention_bias if at.startswith("self_attn") else config.mlp_bias:
+                yield f"model.layers.{i}.{at}.bias"
+        yield from (f"model.layers.{i}.{norm}" for norm in _NORMS)
     yield "model.norm.weight"
     if not config.tied:
         yield HEAD
@@ -297,3 +293,21 @@ def check_names(names: Iterable[str], config: LlamaConfig) -> None:
                 leaf=name,
                 expected="attention_bias false" if attention else "mlp_bias false",
             )
+
+
+def llama_hints(config: LlamaConfig) -> dict[str, ArrayHint]:
+    """What a configuration says about each array that such a model may have, by its name.
+
+    Most shapes show how an array was split. Of fused ones, and of keys and values, it is said. How many ranks held the
+    same keys and values, and which ones, is found out from the files.
+    """
+    # The shape of buffers is not in the configuration, and every rank has them whole.
+    buffers = ["model.rotary_emb.inv_freq"]
+    buffers += [f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(config.layers)]
+    hints = {name: ArrayHint(sharding=Sharding(), ruled=True) for name in buffers}
+    for name in (*_OF_MODEL, *(f"model.layers.{i}.{name}" for i in range(config.layers) for name in _OF_LAYER)):
+        projection, called = hf_names(name)
+        form = Form(projection=projection or Projection.SEPARATE)
+        said = len(called) > 1 or projection is Projection.LINEAR
+        hints[name] = ArrayHint(shape=shape_of(name, config), sharding=split_of(name, config, form) if said else None)
+    return hints

@@ -14,7 +14,7 @@ N = TypeVar("N")
 Shape = Callable[[Any], tuple[int, ...] | None]
 """The shape of an array of real numbers; None for any other value."""
 
-BUFFERS = ("running_mean", "running_var")
+_BUFFERS = ("running_mean", "running_var")
 """What torch calls arrays of its modules that have the shapes of parameters, and are none."""
 
 PARAM_NAMES = "param_names"
@@ -39,15 +39,16 @@ def with_names(parts: dict[str, Any], hints: Hints, shape: Shape, *, guess: bool
     names, guessed = _names(optimizer, parts.get(schema.MODEL), hints, shape, guess=guess)
     if names is None:
         return parts, False
-    return {**parts, schema.OPTIMIZER: _named(optimizer, names)}, guessed
+    named = schema.renamed_parameters(optimizer, names)
+    for group in named[schema.GROUPS]:
+        group.pop(PARAM_NAMES, None)
+    return {**parts, schema.OPTIMIZER: named}, guessed
 
 
 def _has_numbers(optimizer: Mapping[str, Any]) -> bool:
     """Whether an optimizer's state is torch's own, in which parameters have numbers."""
-    groups = optimizer.get(schema.GROUPS)
-    if not isinstance(groups, list) or not isinstance(optimizer.get(schema.STATE), dict):
-        return False
-    if not all(isinstance(group, dict) and isinstance(group.get(schema.PARAMS), list) for group in groups):
+    groups = schema.groups_of(optimizer)
+    if groups is None or not isinstance(optimizer.get(schema.STATE), dict):
         return False
     numbers = [number for group in groups for number in group[schema.PARAMS]]
     return bool(numbers) and all(type(number) is int for number in numbers)
@@ -60,9 +61,8 @@ def _names(
     groups: list[Mapping[str, Any]] = optimizer[schema.GROUPS]
     stored = [group[schema.PARAMS] for group in groups]
     sizes = [len(numbers) for numbers in stored]
-    names_of_groups: list[Any] = [group.get(PARAM_NAMES) for group in groups]
-    if all(isinstance(names, list) and len(names) == size for names, size in zip(names_of_groups, sizes, strict=True)):
-        return names_by_number(stored, names_of_groups), False
+    if (names := names_in_groups(groups)) is not None:
+        return names, False
     if hints.groups is not None:
         wanted = [list(names) for names in hints.groups]
         # Without a model the names are places, which are no better than numbers.
@@ -79,14 +79,34 @@ def _names(
         return None, False
     shapes = {number: largest_shape(state, shape) for number, state in optimizer[schema.STATE].items()}
     shapes_by_name = {name: own for name, value in _first_names(model).items() if (own := shape(value)) is not None}
-    for parameters in (
-        shapes_by_name,
-        {name: own for name, own in shapes_by_name.items() if not name.endswith(BUFFERS)},
-    ):
-        by_number = only_names(stored, shapes, parameters)
-        if by_number is not None:
-            return by_number, True
-    return None, False
+    by_order = names_by_order(stored, shapes, shapes_by_name)
+    return by_order, by_order is not None
+
+
+def names_in_groups(groups: Sequence[Mapping[str, Any]]) -> dict[int, Any] | None:
+    """The name of each number, where the groups say it: torch writes names for optimizers that were given them."""
+    names: list[Any] = [group.get(PARAM_NAMES) or [] for group in groups]
+    numbers = [group[schema.PARAMS] for group in groups]
+    named = all(isinstance(n, list) and len(n) == len(own) for n, own in zip(names, numbers, strict=True))
+    return names_by_number(numbers, names) if named else None
+
+
+def names_by_order(
+    numbers: Sequence[Sequence[int]],
+    shapes: Mapping[int, tuple[int, ...] | None],
+    *models: Mapping[str, tuple[int, ...]],
+) -> dict[int, str] | None:
+    """The name of each number, if the order and the shapes of a model's parameters leave only one choice.
+
+    Args:
+        numbers: The numbers of each group.
+        shapes: The shape of each number, where known.
+        models: The shapes of what may be parameters, in the order of the model: the likeliest first. Of the last of
+            them buffers are left out, if nothing else fits.
+    """
+    without_buffers = {name: shape for name, shape in models[-1].items() if not name.endswith(_BUFFERS)}
+    ways = (only_names(numbers, shapes, model) for model in (*models, without_buffers))
+    return next((names for names in ways if names is not None), None)
 
 
 def _may_be(state: Any, wanted: tuple[int, ...] | None, shape: Shape) -> bool:
@@ -128,16 +148,3 @@ def names_by_number(numbers: Sequence[Sequence[int]], names: Sequence[Sequence[N
         for some, called in zip(numbers, names, strict=True)
         for number, name in zip(some, called, strict=True)
     }
-
-
-def _named(optimizer: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state by the names of its parameters."""
-    state = {names.get(key, key) if type(key) is int else key: value for key, value in optimizer[schema.STATE].items()}
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key != PARAM_NAMES},
-            schema.PARAMS: [names[number] for number in group[schema.PARAMS]],
-        }
-        for group in optimizer[schema.GROUPS]
-    ]
-    return {**optimizer, schema.STATE: state, schema.GROUPS: groups}

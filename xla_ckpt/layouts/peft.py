@@ -16,8 +16,8 @@ from typing import Any
 from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, naming
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.hugging_face import HuggingFace, scan_hugging_face
-from xla_ckpt.layouts.scanned import MAX_JSON
+from xla_ckpt.layouts.hugging_face import HuggingFace, scanned_model
+from xla_ckpt.layouts.scanned import MAX_JSON, flattened, scanned_manifest
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
@@ -27,6 +27,7 @@ from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.json_object import json_object
 
 ARRAYS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,11 +62,15 @@ class Peft(HuggingFace):
     def scanned(self, directory: Directory, tag: str) -> Manifest:
         with naming(file=ADAPTER_CONFIG):
             config = (
-                lora_config(parsed(read_whole(directory, ADAPTER_CONFIG, limit=MAX_JSON)))
+                parsed_config(read_whole(directory, ADAPTER_CONFIG, limit=MAX_JSON))
                 if ADAPTER_CONFIG in directory.files()
                 else None
             )
-        return _without_prefix(scan_hugging_face(directory, tag, ARRAYS), config)
+        arrays, files = scanned_model(directory, ARRAYS)
+        # Under the names of the model that the adapters are for, and the configuration beside them.
+        model: dict[str, Any] = {name.removeprefix(_PREFIX): array for name, array in arrays.items()}
+        model |= {} if config is None else {schema.LORA_CONFIG: config}
+        return scanned_manifest(tag, flattened({schema.MODEL: model}), files)[0]
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         config = adapter_config(stored.tree(schema.MODEL, lambda leaf, kind: None))
@@ -74,28 +79,14 @@ class Peft(HuggingFace):
         return Rewriting([(_with_prefix(file),)], marks={ADAPTER_CONFIG: text.encode()})
 
 
-def parsed(text: bytes) -> Mapping[str, Any]:
-    """A configuration of adapters.
-
-    Raises:
-        FormatError: It is no JSON object.
-    """
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"the configuration of the adapters is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise FormatError("the configuration of the adapters is no JSON object", found=type(content).__name__)
-    return content
-
-
-def lora_config(content: Mapping[str, Any]) -> dict[str, Any]:
+def parsed_config(text: bytes) -> dict[str, Any]:
     """PEFT's configuration, or neuronx-distributed's own, in the latter's words.
 
     Raises:
         UnsupportedStateError: They are no such adapters.
         FormatError: It is damaged.
     """
+    content = json_object(text, "the configuration of the adapters")
     kind = content.get("peft_type", "LORA")
     other = next((k for k in _BEYOND if content.get(k)), None)
     if kind != "LORA" or other is not None:
@@ -182,13 +173,3 @@ def _belongs(name: str, config: Mapping[str, Any]) -> bool:
     if config.get("bias") == "all" and "bias" in name:
         return True
     return any(module in name for module in config.get("modules_to_save") or ())
-
-
-def _without_prefix(manifest: Manifest, config: Mapping[str, Any] | None) -> Manifest:
-    """The arrays under the names of the model that the adapters are for, and the configuration beside them."""
-    names = {leaf: schema.below_member(leaf).removeprefix(_PREFIX) for leaf in manifest.arrays}
-    skeleton: dict[str, Any] = {name: {"$array": "torch"} for name in map(paths.unescape, names.values())}
-    if config is not None:
-        skeleton[schema.LORA_CONFIG] = dict(config)
-    arrays = {schema.weight(paths.unescape(name)): manifest.arrays[leaf] for leaf, name in names.items()}
-    return replace(manifest, arrays=Arrays.of(arrays), skeleton={schema.MODEL: skeleton})

@@ -53,10 +53,11 @@ def flattened(state: Any, kind: Callable[[Any], str | None] = kind_of_scanned) -
 
 
 def scanned_manifest(
-    head: Head,
+    tag: str,
     flat: Flat,
     files: Sequence[FileRecord],
     *,
+    created: str = "",
     mesh: str | None = None,
     world: int = 1,
     left_out: tuple[str, ...] = (),
@@ -77,7 +78,7 @@ def scanned_manifest(
     first: dict[int, str] = {}
     aliases = {leaf: same for leaf, record in arrays.items() if (same := first.setdefault(id(record), leaf)) != leaf}
     manifest = Manifest(
-        head=head,
+        head=foreign_head(tag, created),
         skeleton=flat.skeleton,
         arrays=Arrays.of({leaf: record for leaf, record in arrays.items() if leaf not in aliases}),
         aliases=aliases,

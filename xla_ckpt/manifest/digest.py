@@ -1,4 +1,4 @@
-"""DigestColumn: which bytes are covered by which number.
+"""Digests: which bytes are covered by which number.
 
 The bytes of every stored region are cut into blocks, from the region's own start, and each block has an XXH3-64 digest.
 Blocks grow with the region, so that a region has at most 64 of them up to 256 MiB: a reader that needs a part of it
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from xla_ckpt.errors import FormatError
+from xla_ckpt.errors import CorruptCheckpointError, FormatError
 from xla_ckpt.sharding.corners import Ints
 
 MIN_BLOCK = 4 * 1024
@@ -181,6 +182,33 @@ class JoinedDigest:
 def to_hex(value: int) -> str:
     """A digest as 16 hexadecimal digits."""
     return f"{value:016x}"
+
+
+_SEAL = re.compile(rb',\n"digest":"([0-9a-f]{16})"}\n\Z')
+
+
+def sealed(body: bytes) -> bytes:
+    """A JSON object whose last member is the digest of all bytes before it; `body` is what comes before that member.
+
+    >>> unsealed(sealed(b'{"a":1'), "the text")
+    b'{"a":1'
+    """
+    return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+
+
+def unsealed(data: bytes, what: str) -> bytes:
+    """What comes before the digest in such an object, compared with it.
+
+    Raises:
+        CorruptCheckpointError: It is not there, or another one.
+    """
+    seal = _SEAL.search(data, max(len(data) - 64, 0))
+    if seal is None:
+        raise CorruptCheckpointError(f"{what} is cut off: it does not end with its digest")
+    body = data[: seal.start()]
+    if to_hex(digest(body)) != seal.group(1).decode():
+        raise CorruptCheckpointError(f"{what} is damaged: its digest does not match")
+    return body
 
 
 def pack_digests(digests: Sequence[int]) -> str:

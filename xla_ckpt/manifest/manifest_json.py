@@ -24,10 +24,11 @@ from xla_ckpt import dtypes
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError, UnsupportedVersionError
 from xla_ckpt.manifest import intseq
 from xla_ckpt.manifest.arrays import ArrayForm, ArrayRecord, Arrays, form_of
-from xla_ckpt.manifest.digest import block_count, digest, pack_digests, to_hex, unpack_digests
+from xla_ckpt.manifest.digest import block_count, digest, pack_digests, sealed, to_hex, unpack_digests, unsealed
 from xla_ckpt.manifest.records import FORMAT_VERSION, FileRecord, Head, Manifest
 from xla_ckpt.sharding.box import MAX_DIMS, Box
 from xla_ckpt.sharding.grid import Grid
+from xla_ckpt.tree.json_object import json_object
 
 HEAD_BYTES = 4096
 """The first line of a manifest is shorter than this."""
@@ -41,7 +42,6 @@ CELLS_PER_BYTE = 32
 stand for, and to load a shard takes time. With a rank's shard of each array there are at most a few of a byte."""
 
 _HEAD_END = re.compile(rb',"head":"([0-9a-f]{16})",\n')
-_TAIL = re.compile(rb',\n"digest":"([0-9a-f]{16})"}\n\Z')
 
 
 def _dump(value: Any) -> bytes:
@@ -61,7 +61,7 @@ def dump(manifest: Manifest) -> bytes:
     }
     lines = [_first_line(replace(manifest.head, version=FORMAT_VERSION))]
     lines += [_dump(name) + b":" + _dump(value) for name, value in members.items()]
-    return _ended(b",\n".join(lines))
+    return sealed(b",\n".join(lines))
 
 
 def _first_line(head: Head) -> bytes:
@@ -79,11 +79,6 @@ def _first_line(head: Head) -> bytes:
     return first + b',"head":"' + to_hex(digest(first)).encode() + b'"'
 
 
-def _ended(body: bytes) -> bytes:
-    """A manifest, from all that is before its last line."""
-    return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
-
-
 def with_pin(data: bytes, pinned: bool) -> bytes:
     """The bytes of the same manifest with another pin. All but the first and the last line stay as they are.
 
@@ -92,8 +87,8 @@ def with_pin(data: bytes, pinned: bool) -> bytes:
         UnsupportedVersionError: A newer version wrote it.
     """
     head = parse_head(data[:HEAD_BYTES])
-    _, _, others = _body(data).partition(b",\n")
-    return _ended(_first_line(replace(head, pinned=pinned)) + b",\n" + others)
+    _, _, others = unsealed(data, "the manifest").partition(b",\n")
+    return sealed(_first_line(replace(head, pinned=pinned)) + b",\n" + others)
 
 
 def digests_of(data: bytes) -> frozenset[int]:
@@ -146,7 +141,7 @@ def parse_head(start: bytes) -> Head:
     first = start[: end.start()]
     if to_hex(digest(first)) != end.group(1).decode():
         raise CorruptCheckpointError("the first line of the manifest is damaged: its digest does not match")
-    raw = _loads(first + b"}")
+    raw = json_object(first + b"}", "the manifest")
     if raw.get("format") != "xla_ckpt":
         raise FormatError("this is no manifest of xla_ckpt", found=str(raw.get("format"))[:40])
     version = _get(raw, "version", int)
@@ -171,17 +166,6 @@ def parse_head(start: bytes) -> Head:
     )
 
 
-def _body(data: bytes) -> bytes:
-    """All of a manifest before its last line, compared with the digest there."""
-    tail = _TAIL.search(data[-64:])
-    if tail is None:
-        raise CorruptCheckpointError("the manifest is cut off: it does not end with its digest")
-    body = data[: len(data) - 64 + tail.start()] if len(data) > 64 else data[: tail.start()]
-    if to_hex(digest(body)) != tail.group(1).decode():
-        raise CorruptCheckpointError("the manifest is damaged: its digest does not match")
-    return body
-
-
 def parse(data: bytes) -> Manifest:
     """The manifest in these bytes.
 
@@ -190,8 +174,8 @@ def parse(data: bytes) -> Manifest:
         UnsupportedVersionError: Written by a newer version.
     """
     head = parse_head(data[:HEAD_BYTES])
-    body = _body(data)
-    raw = _loads(body + b"}")
+    body = unsealed(data, "the manifest")
+    raw = json_object(body + b"}", "the manifest")
     budget = min(MAX_CELLS, FEW_CELLS + CELLS_PER_BYTE * len(data))
     if head.version == 1:
         arrays = _parse_arrays_1(_get(raw, "arrays", dict), budget)
@@ -382,16 +366,6 @@ def _is_word(value: Any) -> bool:
 def _as_list(cuts: Any) -> Any:
     """The cuts along a dim. Those of a box without elements are two equal values, which `pack_ints` writes as one."""
     return [cuts, cuts] if type(cuts) is int else cuts
-
-
-def _loads(data: bytes) -> dict[str, Any]:
-    try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError("the manifest is no JSON") from error
-    if not isinstance(raw, dict):
-        raise FormatError("the manifest is no JSON object")
-    return raw
 
 
 def _get(raw: Any, name: str, kind: type) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError
-from xla_ckpt.manifest.digest import digest, pack_digests, to_hex, unpack_digests
+from xla_ckpt.errors import FormatError, UnsupportedVersionError
+from xla_ckpt.manifest.digest import pack_digests, sealed, to_hex, unpack_digests, unsealed
 
 FORMAT, VERSION = "xla_ckpt.parity", 1
 
@@ -61,7 +61,7 @@ class ParityIndex:
             },
             separators=(",", ":"),
         )[:-1].encode("ascii")
-        return text + f',\n"digest":"{to_hex(digest(text))}"}}\n'.encode("ascii")
+        return sealed(text)
 
 
 def parse(data: bytes) -> ParityIndex:
@@ -72,9 +72,7 @@ def parse(data: bytes) -> ParityIndex:
         FormatError: No version of this library writes it.
         UnsupportedVersionError: A newer version wrote it.
     """
-    text, separator, end = data.rpartition(b',\n"digest":')
-    if not separator or end != f'"{to_hex(digest(text))}"}}\n'.encode("ascii"):
-        raise CorruptCheckpointError("the index of the parity is damaged")
+    text = unsealed(data, "the index of the parity")
     try:
         raw: dict[str, Any] = json.loads(text + b"}")
         if raw["format"] == FORMAT and raw["version"] > VERSION:

@@ -70,17 +70,11 @@ def tree_of(optimizer: Any, names: Names) -> Any:
     if not is_by_name(optimizer, packed):
         return packed
     called = names_in_order(optimizer, names)
-    groups = [
-        {
-            **{k: v for k, v in g.items() if k not in ("params", "param_names")},
-            "params": [called[i] for i in g["params"]],
-        }
-        for g in packed[schema.GROUPS]
-    ]
     for holder in zero1.bases_of(optimizer) if zero1.is_zero1(optimizer) else [optimizer]:
         _check_shared(holder, called)
-    state = {called[i] if type(i) is int else i: v for i, v in packed[schema.STATE].items()}
-    tree = {**packed, schema.STATE: state, schema.GROUPS: groups}
+    tree = schema.renamed_parameters(packed, dict(enumerate(called)))
+    for group in tree[schema.GROUPS]:
+        group.pop("param_names", None)
     if zero1.is_zero1(optimizer) and zero1.keeps_master(optimizer):
         shards = zero1.parameter_shards(optimizer)
         order = parameters_in_order(optimizer)

@@ -62,10 +62,7 @@ def hints_of_tree(like: Any, shardings: StateShardings) -> Hints:
         return hints_of(None, {}, shardings)
     model, optimizer = like.get(schema.MODEL), like.get(schema.OPTIMIZER)
     hints = hints_of(model if isinstance(model, Mapping) else None, optimizer, shardings)
-    groups = optimizer.get(schema.GROUPS) if isinstance(optimizer, Mapping) else None
-    if isinstance(groups, list) and all(
-        isinstance(g, Mapping) and isinstance(g.get(schema.PARAMS), list) for g in groups
-    ):
+    if (groups := schema.groups_of(optimizer)) is not None:
         return replace(hints, groups=[[str(n) for n in g[schema.PARAMS]] for g in groups])
     return hints
 

@@ -27,24 +27,42 @@ def replaced_leaves(
         change: Gets the keys that lead to a leaf, and the leaf.
         keys: Those that lead to `value`.
         is_leaf: Says which further values are leaves; a container for which it is false is none.
-        classes: Copy dicts of all classes, `collections.Counter` among them. Otherwise all mappings become dicts.
+        classes: Keep the classes of dicts and of named tuples. Otherwise all mappings become dicts, and named tuples
+            are leaves.
 
     >>> replaced_leaves({"a": [1, (2,)]}, lambda keys, leaf: f"{keys}: {leaf}")
     {'a': ["('a', 0): 1", ("('a', 1, 0): 2",)]}
     """
-    kind = type(value)
-    if is_leaf is not None and is_leaf(value):
+    named = classes and isinstance(value, tuple) and hasattr(value, "_fields")
+    is_container = named or isinstance(value, Mapping) or type(value) in (list, tuple)
+    if not is_container or (is_leaf is not None and is_leaf(value)):
         return change(keys, value)
+
+    def again(member: Any, key: Any) -> Any:
+        return replaced_leaves(member, change, (*keys, key), is_leaf=is_leaf, classes=classes)
+
     if isinstance(value, Mapping):
-        members = copy.copy(value) if classes and isinstance(value, dict) else {}
-        for key, member in value.items():  # `update` of a Counter would add
-            members[key] = replaced_leaves(member, change, (*keys, key), is_leaf=is_leaf, classes=classes)
+        members = {key: again(member, key) for key, member in value.items()}
+        return _like(value, members) if classes and type(value) is not dict else members
+    items = [again(member, i) for i, member in enumerate(value)]
+    return type(value)(*items) if named else type(value)(items)
+
+
+def _like(value: Mapping[Any, Any], members: dict[Any, Any]) -> Any:
+    """A dict of the class of `value` with these members; a plain dict in place of any other mapping.
+
+    A copy of another mapping may share its members with the program's, which would be overwritten.
+    """
+    if not isinstance(value, dict):
         return members
-    if kind is list or kind is tuple:
-        return kind(
-            [replaced_leaves(v, change, (*keys, i), is_leaf=is_leaf, classes=classes) for i, v in enumerate(value)]
-        )
-    return change(keys, value)
+    try:
+        duplicate = copy.copy(value)
+        for key, member in members.items():
+            duplicate[key] = member  # `update` of a Counter would add
+    except Exception:
+        # It is code of the program's own, and a plain dict holds the same.
+        return members
+    return members if duplicate is value else duplicate
 
 
 def in_dicts_and_lists(value: Any) -> Any:

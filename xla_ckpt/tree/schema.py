@@ -272,3 +272,31 @@ def lora_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     {'r': 8, 'target_modules': ['q', 'v']}
     """
     return {k: sorted(v, key=str) if isinstance(v, set | list) else v for k, v in config.items()}
+
+
+def groups_of(optimizer: Any) -> list[Any] | None:
+    """The groups of an optimizer's state, if they lie there as torch's own `state_dict` has them; else None.
+
+    >>> groups_of({"param_groups": [{"params": [0]}]}), groups_of({"param_groups": 1})
+    ([{'params': [0]}], None)
+    """
+    groups = optimizer.get(GROUPS) if isinstance(optimizer, Mapping) else None
+    if not isinstance(groups, list):
+        return None
+    return groups if all(isinstance(g, Mapping) and isinstance(g.get(PARAMS), list) for g in groups) else None
+
+
+def renamed_parameters(optimizer: Mapping[str, Any], called: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names for its parameters, where `called` has one.
+
+    >>> renamed_parameters({"state": {0: 1.0}, "param_groups": [{"params": [0]}]}, {0: "w"})
+    {'state': {'w': 1.0}, 'param_groups': [{'params': ['w']}]}
+    """
+    members = {
+        # A key of its own may be equal to a number, as 1.0 is to 1, and mean no parameter.
+        member: {called.get(k, k) if type(k) in (int, str) else k: value for k, value in optimizer[member].items()}
+        for member in (STATE, MASTER)
+        if isinstance(optimizer.get(member), Mapping)
+    }
+    groups = [{**group, PARAMS: [called.get(name, name) for name in group[PARAMS]]} for group in optimizer[GROUPS]]
+    return {**optimizer, **members, GROUPS: groups}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from neuron_compat.smp.errors import InvalidStepOutputError, TensorSplitError
+from xla_ckpt.facade import replaced_leaves
 
 logger = logging.getLogger(__name__)
 
@@ -102,21 +103,11 @@ def mapped(value: Any, one: Callable[[torch.Tensor], Any]) -> Any:
 
 def _mapped(value: Any, one: Callable[[Any], Any]) -> Any:
     """The same dicts, lists and tuples with `one` of everything else in them."""
-    if isinstance(value, dict):
-        made = {key: _mapped(inner, one) for key, inner in value.items()}
-        return made if type(value) is dict else _like(value, made)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(inner, one) for inner in value))
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(inner, one) for inner in value)
-    return one(value)
+    return replaced_leaves(value, lambda _, leaf: one(leaf), is_leaf=_is_other_mapping, classes=True)
 
 
-def _like(value: Any, made: dict[Any, Any]) -> Any:
-    """A dict of another class, such as a tokenizer's batch, with other values."""
-    again = value.copy()
-    again.update(made)
-    return again
+def _is_other_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) and not isinstance(value, dict)
 
 
 def leaves(value: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
 from xla_ckpt.layouts.by_rank.optimizer import optimizer_of
 from xla_ckpt.layouts.by_rank.state import Missing, ScannedState, Trees
-from xla_ckpt.layouts.scanned import flattened, foreign_head, scanned_manifest
+from xla_ckpt.layouts.scanned import flattened, scanned_manifest
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
@@ -60,9 +60,7 @@ def manifest_of(files: RankFiles, tag: str, content: Content, hints: Hints) -> t
     own = [leaf for leaf, record in flat.arrays.items() if isinstance(record, ArrayRecord) and record.own]
     _report(tag, own, content.apart, hints)
     mesh = content.mesh
-    return scanned_manifest(
-        foreign_head(tag), flat, files.files, mesh=str(mesh), world=mesh.size, left_out=content.left_out
-    )
+    return scanned_manifest(tag, flat, files.files, mesh=str(mesh), world=mesh.size, left_out=content.left_out)
 
 
 def _report(tag: str, own: list[str], apart: Mapping[str, str], hints: Hints) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from xla_ckpt.errors import IncompatibleCheckpointError
 from xla_ckpt.layouts.by_rank.files import StoredTensor
-from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, names_by_number
+from xla_ckpt.layouts.parameter_numbers import names_by_number, names_in_groups
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.plan.numbers_to_names import only_names
 from xla_ckpt.tree import schema
@@ -39,9 +39,8 @@ def names_of_stage(
     Raises:
         IncompatibleCheckpointError: Numbers or shapes differ.
     """
-    if all(len(g.get(PARAM_NAMES, ())) == len(g["params"]) for g in groups):
-        # torch names them for optimizers that were made with named parameters.
-        return names_by_number([g["params"] for g in groups], [g[PARAM_NAMES] for g in groups])
+    if (names := names_in_groups(groups)) is not None:
+        return names
     stored = [g["params"] for g in groups]
     if hints.groups is None and hints.sequence:
         local_shapes = {name: next(iter(copies.values())).shape for name, copies in (model or {}).items()}

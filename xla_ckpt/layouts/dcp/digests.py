@@ -14,15 +14,15 @@ them, so that digests of an older save cannot be taken for those of this one. `d
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError
+from xla_ckpt.errors import FormatError, UnsupportedVersionError, naming
 from xla_ckpt.layouts.dcp.metadata import METADATA
-from xla_ckpt.manifest.digest import digest, to_hex
+from xla_ckpt.manifest.digest import digest, sealed, unsealed
 from xla_ckpt.manifest.manifest_json import file_json, parse_file
 from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.tree.json_object import json_object
 
 DIGESTS = "xla_ckpt_digests.json"
 """Name of the file."""
@@ -32,8 +32,6 @@ DIGESTS_VERSION = 1
 
 MAX_DIGESTS = 1 << 30
 """A larger file is not read (bytes)."""
-
-_TAIL = re.compile(rb',\n"digest":"([0-9a-f]{16})"}\n\Z')
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ def dump_digests(files: Sequence[FileRecord]) -> bytes:
     digests = Digests(tuple(files))
     lines = ",".join(json.dumps(file_json(record), separators=(",", ":")) for record in digests.files)
     body = f'{{"format":"{DIGESTS_FORMAT}","version":{DIGESTS_VERSION},\n"files":[{lines}]'.encode()
-    return body + b',\n"digest":"' + to_hex(digest(body)).encode() + b'"}\n'
+    return sealed(body)
 
 
 def parse_digests(data: bytes) -> Digests:
@@ -83,16 +81,9 @@ def parse_digests(data: bytes) -> Digests:
         CorruptCheckpointError: They are damaged, or make no sense.
         UnsupportedVersionError: A newer version of this library wrote them.
     """
-    tail = _TAIL.search(data, max(len(data) - 64, 0))
-    if tail is None:
-        raise CorruptCheckpointError("the digests are cut off: the file does not end with its own digest", file=DIGESTS)
-    body = data[: tail.start()]
-    if to_hex(digest(body)) != tail.group(1).decode():
-        raise CorruptCheckpointError("the digests are damaged: the file's own digest does not match", file=DIGESTS)
-    try:
-        raw = json.loads(body + b"}")
-    except (ValueError, RecursionError) as error:
-        raise FormatError("the digests are no JSON", file=DIGESTS) from error
+    what = "the list of digests"
+    with naming(file=DIGESTS):
+        raw = json_object(unsealed(data, what) + b"}", what)
     match raw:
         case {"format": str(name), "version": int(version), "files": list(entries)} if name == DIGESTS_FORMAT:
             if version > DIGESTS_VERSION:

@@ -8,21 +8,29 @@ the elements lie.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import MAX_MANIFEST, absent, head_of
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError, naming
-from xla_ckpt.layouts.dcp import digests, strided
+from xla_ckpt.layouts.dcp import digests
 from xla_ckpt.layouts.dcp.digests import DIGESTS, MAX_DIGESTS
-from xla_ckpt.layouts.dcp.metadata import MAX_METADATA, METADATA, Contents, Span, merged_contents, parse_metadata
+from xla_ckpt.layouts.dcp.metadata import (
+    MAX_METADATA,
+    METADATA,
+    Contents,
+    DcpChunk,
+    DcpTensor,
+    KeyPath,
+    Span,
+    parse_metadata,
+)
 from xla_ckpt.layouts.dcp.tags import ranks_metadata
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockDigester, BlockTable, digest, to_hex
-from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.manifest.shards import Shard
+from xla_ckpt.manifest.records import FileRecord, UnknownArray
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Source, read_whole
 from xla_ckpt.tags.entry import MANIFEST
@@ -69,7 +77,7 @@ class DcpFiles:
         if data is None:
             of_ranks = ((name, self.small(name, MAX_METADATA)) for name in ranks_metadata(self.names))
             parts = [self._parsed(name, part) for name, part in of_ranks if part is not None]
-            return merged_contents(parts) if parts else None
+            return _merged(parts) if parts else None
         self._find_digests()
         contents = self._parsed(METADATA, data)
         # The metadata of two saves of one program may be equal. Their digests are not, unless all bytes are.
@@ -221,6 +229,37 @@ class DcpFiles:
         return offset
 
 
+def _merged(parts: Sequence[Contents]) -> Contents:
+    """What all ranks stored that did not tell each other: the chunks of all, and what several have of the first.
+
+    Raises:
+        CorruptCheckpointError: A tensor has not the same type and shape on all ranks that have it.
+    """
+    tensors: dict[str, dict[Box, DcpChunk]] = {}
+    first: dict[str, DcpTensor] = {}
+    objects: dict[str, Span] = {}
+    paths: dict[str, KeyPath] = {}
+    undescribed: dict[str, UnknownArray] = {}
+    for part in parts:
+        for key, tensor in part.tensors.items():
+            known = first.setdefault(key, tensor)
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                raise CorruptCheckpointError(
+                    "the ranks have stored different tensors under one key",
+                    leaf=key,
+                    expected=f"{known.dtype.name} {list(known.shape)}",
+                    found=f"{tensor.dtype.name} {list(tensor.shape)}",
+                )
+            chunks = tensors.setdefault(key, {})
+            for chunk in tensor.chunks:
+                chunks.setdefault(chunk.box, chunk)
+        objects = {**part.objects, **objects}
+        paths = {**part.paths, **paths}
+        undescribed = {**part.undescribed, **undescribed}
+    whole = {key: DcpTensor(t.dtype, t.shape, tuple(tensors[key].values())) for key, t in first.items()}
+    return Contents(whole, objects, paths, undescribed)
+
+
 def check_unchanged(span: Span) -> None:
     """Refuse what an extension of DCP has changed.
 
@@ -233,13 +272,3 @@ def check_unchanged(span: Span) -> None:
             file=span.file,
             hint="Load the directory with torch.distributed.checkpoint, and save it anew without _extensions=.",
         )
-
-
-def strided_shards(at: TensorAt, box: Box, number: int) -> Iterator[Shard]:
-    """A tensor of a zip as shards: one, unless it is not in C order."""
-    if at.strides is None:
-        yield Shard(box, number, at.offset)
-        return
-    with naming(file=at.file):
-        for part, first in strided.boxes(at.shape, at.strides, box.start):
-            yield Shard(part, number, at.offset + first * at.dtype.itemsize)

@@ -9,9 +9,12 @@ import copyreg
 import dataclasses
 import io
 import pickle
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as stock
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.layouts.dcp.chunks import around, object_zip, value_zip
@@ -48,7 +51,7 @@ def index_files(reader: TagReader, *, trust: bool, flat: bool) -> dict[str, byte
             objects[item.key] = Span(OBJECTS, len(text), len(zipped))
             text += zipped
     contents = Contents(tensors, objects, {item.key: item.path for item in values})
-    return {**({OBJECTS: bytes(text)} if objects else {}), METADATA: dump_metadata(contents)}
+    return {**({OBJECTS: bytes(text)} if objects else {}), METADATA: pickled(stock_metadata(contents))}
 
 
 def _tensor(record: ArrayRecord, manifest: Manifest) -> DcpTensor:
@@ -76,31 +79,39 @@ def _no_array(path: str, kind: str) -> Any:  # noqa: ARG001  # what an `Unflatte
     raise AssertionError(f"{path}: an array inside of a value that was taken to have none")
 
 
-def dump_metadata(contents: Contents) -> bytes:
-    """The bytes of ``.metadata``, which stock DCP of any torch from 2.3 on reads, whichever is installed."""
-    import torch
-    from torch.distributed.checkpoint import metadata as stock
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+# DCP's own classes, and their pickle, which stock DCP of any torch from 2.3 on reads.
 
-    def where(span: Span) -> Any:
-        return _StorageInfo(span.file, span.offset, span.nbytes)
 
+def stock_metadata(contents: Contents) -> stock.Metadata:
+    """What a directory holds, as DCP describes it."""
     described: dict[str, Any] = {}
-    stored: dict[Any, Any] = {}
+    stored: dict[stock.MetadataIndex, Any] = {}
     for key, tensor in contents.tensors.items():
-        described[key] = stock.TensorStorageMetadata(
-            properties=stock.TensorProperties(dtype=getattr(torch, tensor.dtype.name)),
-            size=torch.Size(tensor.shape),
-            chunks=[stock.ChunkStorageMetadata(*_offsets_and_sizes(chunk.box)) for chunk in tensor.chunks],
-        )
+        described[key] = _described(tensor)
         for number, chunk in enumerate(tensor.chunks):
             if chunk.at is not None:
-                stored[stock.MetadataIndex(key, torch.Size(chunk.box.start), number)] = where(chunk.at)
+                stored[stock.MetadataIndex(key, torch.Size(chunk.box.start), number)] = _place(chunk.at)
     for key, span in contents.objects.items():
         described[key] = stock.BytesStorageMetadata()
-        stored[stock.MetadataIndex(key)] = where(span)
-    paths: Mapping[str, Any] = dict(contents.paths)
-    return pickled(stock.Metadata(state_dict_metadata=described, planner_data=paths, storage_data=stored))
+        stored[stock.MetadataIndex(key)] = _place(span)
+    for key in contents.undescribed:
+        described[key] = stock.BytesStorageMetadata()  # a planner that wants it hears why it is not read, when it is
+    return stock.Metadata(state_dict_metadata=described, planner_data=dict(contents.paths), storage_data=stored)
+
+
+def _described(tensor: DcpTensor) -> stock.TensorStorageMetadata:
+    return stock.TensorStorageMetadata(
+        properties=stock.TensorProperties(dtype=getattr(torch, tensor.dtype.name)),
+        size=torch.Size(tensor.shape),
+        chunks=[
+            stock.ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape))
+            for chunk in tensor.chunks
+        ],
+    )
+
+
+def _place(span: Span) -> Any:
+    return _StorageInfo(span.file, span.offset, span.nbytes, span.transforms or None)
 
 
 def pickled(metadata: Any) -> bytes:
@@ -108,14 +119,13 @@ def pickled(metadata: Any) -> bytes:
 
     Torch 2.15 pickles a sixth member of `TensorProperties`, the strides, and older ones fail on it. No torch needs it.
     """
-    from torch.distributed.checkpoint.metadata import TensorProperties
 
-    def properties(value: TensorProperties) -> Any:
-        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[no-untyped-call, attr-defined]
+    def properties(value: stock.TensorProperties) -> Any:
+        return copyreg.__newobj__, (stock.TensorProperties,), value.__getstate__()[:5]  # type: ignore[no-untyped-call, attr-defined]
 
     text = io.BytesIO()
     pickler = pickle.Pickler(text)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: properties}
+    pickler.dispatch_table = {**copyreg.dispatch_table, stock.TensorProperties: properties}
     pickler.dump(_shared(metadata))
     return text.getvalue()
 
@@ -125,8 +135,6 @@ def _shared(metadata: Any) -> Any:
 
     A pickle says each object once: that of 20,000 small tensors has 1.2 million opcodes in place of 2.1 million.
     """
-    from torch.distributed.checkpoint import metadata as stock
-
     known: dict[Any, Any] = {}
 
     def once(value: Any, *facts: Any) -> Any:
@@ -144,9 +152,3 @@ def _shared(metadata: Any) -> Any:
 
     described = {key: tensor(entry) for key, entry in metadata.state_dict_metadata.items()}
     return dataclasses.replace(metadata, state_dict_metadata=described)
-
-
-def _offsets_and_sizes(box: Box) -> tuple[Any, Any]:
-    import torch
-
-    return torch.Size(box.start), torch.Size(box.shape)

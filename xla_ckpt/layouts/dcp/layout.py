@@ -27,7 +27,7 @@ from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST, TagEntry
 
 if TYPE_CHECKING:
-    from xla_ckpt.layouts.dcp.filing import DcpFiling
+    from xla_ckpt.layouts.dcp.chunks import DcpFiling
     from xla_ckpt.state.describe import Description
 
 
@@ -89,7 +89,7 @@ class Dcp(Layout):
         return DcpWriting(description, self.flat).checked()
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
-        from xla_ckpt.layouts.dcp.filing import filing_of
+        from xla_ckpt.layouts.dcp.chunks import filing_of
         from xla_ckpt.layouts.dcp.index import index_files
 
         filing = filing_of(stored.manifest.skeleton, flat=self.flat)
@@ -127,7 +127,7 @@ class DcpWriting:
 
     @cached_property
     def _filing(self) -> DcpFiling:
-        from xla_ckpt.layouts.dcp.filing import filing_of
+        from xla_ckpt.layouts.dcp.chunks import filing_of
 
         return filing_of(self.description.structure, flat=self.flat)
 

@@ -6,7 +6,7 @@ each class that torch puts there has a value without any behaviour in its place,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,37 +183,6 @@ def parse_metadata(data: bytes, file: str = METADATA) -> Contents:
 
     with naming(file=file):
         return _Parser(loads(data, file, _NAMES), len(data)).contents()
-
-
-def merged_contents(parts: Sequence[Contents]) -> Contents:
-    """What all ranks stored that did not tell each other: the chunks of all, and what several have of the first.
-
-    Raises:
-        CorruptCheckpointError: A tensor has not the same type and shape on all ranks that have it.
-    """
-    tensors: dict[str, dict[Box, DcpChunk]] = {}
-    first: dict[str, DcpTensor] = {}
-    objects: dict[str, Span] = {}
-    paths: dict[str, KeyPath] = {}
-    undescribed: dict[str, UnknownArray] = {}
-    for part in parts:
-        for key, tensor in part.tensors.items():
-            known = first.setdefault(key, tensor)
-            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
-                raise CorruptCheckpointError(
-                    "the ranks have stored different tensors under one key",
-                    leaf=key,
-                    expected=f"{known.dtype.name} {list(known.shape)}",
-                    found=f"{tensor.dtype.name} {list(tensor.shape)}",
-                )
-            chunks = tensors.setdefault(key, {})
-            for chunk in tensor.chunks:
-                chunks.setdefault(chunk.box, chunk)
-        objects = {**part.objects, **objects}
-        paths = {**part.paths, **paths}
-        undescribed = {**part.undescribed, **undescribed}
-    whole = {key: DcpTensor(t.dtype, t.shape, tuple(tensors[key].values())) for key, t in first.items()}
-    return Contents(whole, objects, paths, undescribed)
 
 
 class _Parser:

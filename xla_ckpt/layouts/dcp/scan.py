@@ -15,14 +15,16 @@ from typing import Any
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError, naming
-from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged, strided_shards
+from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
+from xla_ckpt.layouts.dcp.keys import nested
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, KeyPath, Span
 from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
 from xla_ckpt.layouts.parameter_numbers import with_names
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import Ahead, TensorAt, Zip
-from xla_ckpt.layouts.training_state import nested, training_state
+from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.layouts.untrusted import UntrustedObject, whole_file_on_trust
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import Manifest, UnknownArray
@@ -153,7 +155,7 @@ def _chunk(files: DcpFiles, ahead: Ahead, item: SpanOf, number: int) -> Iterator
     assert item.box is not None
     assert item.dtype is not None
     if item.box.size or not files.digested:  # digests know only of bytes
-        yield from strided_shards(files.tensor_at(ahead, item.span, item.dtype, item.box), item.box, number)
+        yield from shards_at(files.tensor_at(ahead, item.span, item.dtype, item.box), item.box, number)
 
 
 def _value(files: DcpFiles, ahead: Ahead, span: Span) -> Any:
@@ -200,8 +202,8 @@ def _manifest_of(
     flat = flattened(parts, _kind)
     arrays = {leaf: _inside(leaf, array, files) for leaf, array in flat.arrays.items()}
     ranks = {match[1] for record in files.records if (match := _OF_RANK.fullmatch(record.path))}
-    head = foreign_head(entry.tag, entry.created)
-    return scanned_manifest(head, replace(flat, arrays=arrays), files.records, world=len(ranks) or 1)
+    flat = replace(flat, arrays=arrays)
+    return scanned_manifest(entry.tag, flat, files.records, created=entry.created, world=len(ranks) or 1)
 
 
 def _inside(leaf: str, array: Any, files: DcpFiles) -> Any:
@@ -209,5 +211,5 @@ def _inside(leaf: str, array: Any, files: DcpFiles) -> Any:
     if not isinstance(array, TensorAt):
         return array
     with naming(leaf=leaf, file=array.file):
-        shards = strided_shards(array, Box.whole(array.shape), files.number_inside(array.file))
+        shards = shards_at(array, Box.whole(array.shape), files.number_inside(array.file))
         return array_record(array.dtype, array.shape, [*shards])

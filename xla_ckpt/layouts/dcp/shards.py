@@ -12,15 +12,14 @@ from itertools import count
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
-from xla_ckpt.files.safetensors import plain_tensors, told_offsets
+from xla_ckpt.files.safetensors import told_offsets
 from xla_ckpt.layouts.dcp.files import DcpFiles
 from xla_ckpt.layouts.dcp.metadata import KeyPath
 from xla_ckpt.layouts.dcp.tags import SHARD, safetensors_shards
-from xla_ckpt.layouts.hugging_face import quantized, read_header
-from xla_ckpt.layouts.training_state import program_names
+from xla_ckpt.layouts.hugging_face import quantized, scanned_file
+from xla_ckpt.layouts.places import program_names
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
-from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import FileRecord, UnknownArray
+from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
@@ -41,10 +40,9 @@ def sharded_arrays(files: DcpFiles, hints: Hints) -> list[tuple[KeyPath, ArrayRe
     parts: dict[str, tuple[DType, list[Shard]]] = {}
     for name in names:
         with naming(file=name):
-            size, head = read_header(files.directory, name)
-            starts = told_offsets(head)
-            number = files.add(FileRecord(path=name, size=size, head=len(head), digest=digest(head)))
-            for tensor in plain_tensors(head, size):
+            record, head, tensors = scanned_file(files.directory, name)
+            starts, number = told_offsets(head), files.add(record)
+            for tensor in tensors:
                 start = starts.get(tensor.name, (0,) * len(tensor.shape))
                 dtype, shards = parts.setdefault(tensor.name, (tensor.dtype, []))
                 if len(start) != len(tensor.shape) or dtype != tensor.dtype:

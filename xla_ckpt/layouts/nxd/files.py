@@ -13,7 +13,7 @@ from xla_ckpt.layouts.by_rank.folders import MODEL, OPTIM, FolderFiles, content_
 from xla_ckpt.layouts.by_rank.grid import RankGrid, RankName, placed_by
 from xla_ckpt.layouts.by_rank.state import stages, trees
 from xla_ckpt.layouts.nxd.layout import OLDER, OLDER_FOLDERS
-from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, lora_config, parsed
+from xla_ckpt.layouts.peft import ADAPTER_CONFIG, MAX_ADAPTER_CONFIG, parsed_config
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tree import schema
@@ -35,7 +35,7 @@ class NxdFiles(FolderFiles):
         if schema.LORA_CONFIG in model or not has_adapters or not self.store.has(ADAPTER_CONFIG):
             return {}
         with naming(file=ADAPTER_CONFIG):
-            return {schema.LORA_CONFIG: lora_config(parsed(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG)))}
+            return {schema.LORA_CONFIG: parsed_config(self.store.start_of(ADAPTER_CONFIG, MAX_ADAPTER_CONFIG))}
 
 
 _OPTIMIZER = RankName("optim.dp_rank_{dp:02}.tp_rank_{tp:02}")

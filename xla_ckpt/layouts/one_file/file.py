@@ -7,16 +7,13 @@ it is wanted for the first time, compared, and read again for whoever wants it, 
 from __future__ import annotations
 
 import threading
-import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from xla_ckpt.errors import CorruptCheckpointError, UsageError
+from xla_ckpt.errors import UsageError, naming
+from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.layouts.torch_save.zip_reader import StorageAt
 from xla_ckpt.storage.base import Directory, Sink, Source
-
-_CHUNK = 1 << 20
-"""Bytes that are compared at a time."""
 
 
 class SavedFiles:
@@ -88,29 +85,14 @@ class _Compared:
             if storage.offset + storage.nbytes > offset:
                 with self._locks[number]:  # the others that want something of it wait for its verdict
                     if not self._sound[number]:
-                        self._compare(storage)
+                        read_into, record = self._source.read_into, f"the record data/{storage.key}"
+                        with naming(hint="Restore the file from a copy."):
+                            check_crc32(read_into, self._file, record, storage.offset, storage.nbytes, storage.crc)
                         self._sound[number] = True
         return self._source.read_into(buffer, offset)
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
         return self.read_into(buffer, offset)  # the comparison has just read it: it is in the page cache
-
-    def _compare(self, storage: StorageAt) -> None:
-        buffer = memoryview(bytearray(min(_CHUNK, storage.nbytes)))
-        crc = 0
-        for at in range(0, storage.nbytes, _CHUNK):
-            part = buffer[: min(_CHUNK, storage.nbytes - at)]
-            if self._source.read_into(part, storage.offset + at) < len(part):
-                raise CorruptCheckpointError("the file ends inside of a tensor", file=self._file)
-            crc = zlib.crc32(part, crc)
-        if crc != storage.crc:
-            raise CorruptCheckpointError(
-                f"the record data/{storage.key} is not what its CRC-32 says: stored bytes are damaged",
-                file=self._file,
-                expected=f"{storage.crc:08x}",
-                found=f"{crc:08x}",
-                hint="Restore the file from a copy.",
-            )
 
     def close(self) -> None:
         self._source.close()

@@ -21,13 +21,6 @@ _LISTED = {"optimizer_states": "optimizer_states", "lr_schedulers": "lr_schedule
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
-    """Stands for a dict that is a value of its own: its keys are no text, or its class is another one."""
-
-    members: Mapping[Any, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class FileMembers:
     """What a file holds."""
 
@@ -50,10 +43,9 @@ def file_members(tree: Any, hints: Hints, is_array: Callable[[Any], bool], shape
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         return FileMembers(tree)
     tree = _without_marks(tree, is_array)
-    parts = training_state({k: _hidden(v) for k, v in _unlisted(tree).items()}, hints, is_array)
+    parts = training_state(_unlisted(tree), hints, is_array)
     if tree.keys() <= set(schema.MEMBERS):
         parts = _as_ours(tree, parts)
-    parts = {name: _shown(value) for name, value in parts.items()}
     return FileMembers(*with_names(parts, hints, shape, guess=True))
 
 
@@ -92,20 +84,3 @@ def _unlisted(tree: dict[str, Any]) -> dict[str, Any]:
             del state[name]
             state[called] = listed[0]
     return state
-
-
-def _hidden(value: Any) -> Any:
-    """A value in which every dict has text for keys, but for the states of an optimizer, which may be numbered."""
-    if type(value) is not dict:
-        return _Kept(value) if isinstance(value, dict) else value
-    if not all(isinstance(key, str) for key in value):
-        return _Kept(value)
-    states = schema.STATE if schema.GROUPS in value else None
-    return {key: member if key == states else _hidden(member) for key, member in value.items()}
-
-
-def _shown(value: Any) -> Any:
-    """Undo `_hidden`."""
-    if isinstance(value, _Kept):
-        return value.members
-    return {key: _shown(member) for key, member in value.items()} if type(value) is dict else value

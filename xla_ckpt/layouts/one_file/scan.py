@@ -8,17 +8,16 @@ from typing import Any
 
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import UnsupportedStateError, naming
-from xla_ckpt.layouts.dcp import strided
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.members import file_members
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, foreign_head, kind_of_scanned, scanned_manifest
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened, kind_of_scanned, scanned_manifest
 from xla_ckpt.layouts.smp.marks import job_of_part
+from xla_ckpt.layouts.torch_save.strided import shards_at
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
-from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Store
@@ -64,8 +63,7 @@ def _scan(directory: SavedFiles, file: str, hints: Hints) -> tuple[Manifest, lis
             "(model=, optimizer=; --like)",
             file,
         )
-    flat = flattened(members.tree)
-    return scanned_manifest(foreign_head(file), flat, [FileRecord(path=file, size=size, head=0, digest=0)])
+    return scanned_manifest(file, flattened(members.tree), [FileRecord(path=file, size=size, head=0, digest=0)])
 
 
 def _is_array(value: Any) -> bool:
@@ -96,10 +94,8 @@ class _Records:
 
 
 def _record(at: TensorAt) -> ArrayRecord | UnknownArray:
-    if at.strides is None:
-        return array_record(at.dtype, at.shape, [Shard(Box.whole(at.shape), 0, at.offset)])
     try:
-        parts = list(strided.boxes(at.shape, at.strides, (0,) * len(at.shape)))
+        return array_record(at.dtype, at.shape, [*shards_at(at, Box.whole(at.shape), 0)])
     except UnsupportedStateError as error:
         # The rest of the file is good: only who wants this array hears of it.
         return UnknownArray(
@@ -111,5 +107,3 @@ def _record(at: TensorAt) -> ArrayRecord | UnknownArray:
             shape=at.shape,
             tensors=1,
         )
-    shards = [Shard(box, 0, at.offset + first * at.dtype.itemsize) for box, first in parts]
-    return array_record(at.dtype, at.shape, shards)

@@ -84,20 +84,13 @@ def _with_torch_numbers(optimizer: Any) -> Any:
 
     Without a model they are called by their places (``#0.3``), which mean nothing to torch.
     """
-    groups = optimizer.get(schema.GROUPS) if isinstance(optimizer, Mapping) else None
-    if not isinstance(groups, list) or not isinstance(optimizer.get(schema.STATE), Mapping):
+    groups = schema.groups_of(optimizer)
+    if groups is None or not isinstance(optimizer.get(schema.STATE), Mapping):
         return optimizer
     names = list(dict.fromkeys(name for group in groups for name in group[schema.PARAMS]))
     if not names or not all(isinstance(name, str) and name.startswith("#") for name in names):
         return optimizer
-    number = {name: i for i, name in enumerate(names)}
-    changed = {
-        member: {number.get(name, name): value for name, value in optimizer[member].items()}
-        for member in (schema.STATE, schema.MASTER)
-        if member in optimizer
-    }
-    numbered = [{**group, schema.PARAMS: [number[name] for name in group[schema.PARAMS]]} for group in groups]
-    return {**optimizer, **changed, schema.GROUPS: numbered}
+    return schema.renamed_parameters(optimizer, {name: i for i, name in enumerate(names)})
 
 
 def _tell_unsafe(pickled: bytes) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from xla_ckpt.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from xla_ckpt.layouts.by_rank.files import StoredTensor
+from xla_ckpt.layouts.places import MODEL_NAMES, SCHEDULER_NAMES, DictAt, best, is_below, places_in, program_names
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO
-from xla_ckpt.layouts.training_state import MAX_NESTING, MODEL_NAMES, SCHEDULER_NAMES, program_names
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.tree import schema
+from xla_ckpt.tree.nested import Keys
 
 MASTERS = "fp32_from_fp16"
 """Key of the master weights of a job in half precision, by group."""
@@ -19,19 +20,17 @@ MASTERS = "fp32_from_fp16"
 INNER = "optimizer_state_dict"
 """Key beside it of the state of the optimizer itself."""
 
-MemberPath = tuple[str, ...]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
     """Where the members of a training state lie in what a program saved; None for what is not there."""
 
-    model: MemberPath | None = None
-    optimizer: MemberPath | None = None
-    scheduler: MemberPath | None = None
+    model: Keys | None = None
+    optimizer: Keys | None = None
+    scheduler: Keys | None = None
 
     @property
-    def paths(self) -> list[MemberPath]:
+    def paths(self) -> list[Keys]:
         """All of them."""
         return [path for path in (self.model, self.optimizer, self.scheduler) if path is not None]
 
@@ -42,15 +41,14 @@ def where_is(tree: Mapping[Any, Any], hints: Hints) -> Where:
     Raises:
         IncompatibleCheckpointError: There are several models, and nothing says which one is meant.
     """
-    places = list(_dicts(tree, ()))
-    optimizers = [path for path, content in places if is_optimizer(content)]
-    apart = [(path, content) for path, content in places if not any(_is_below(path, other) for other in optimizers)]
-    model = _model(apart, hints)
-    optimizer = _nearest(optimizers, model, hints)
-    scheduler = next(
-        (path for path, _ in apart if path and path[-1] in SCHEDULER_NAMES and not _is_below(path, model)), None
-    )
-    return Where(model=model, optimizer=optimizer, scheduler=scheduler)
+    places = [*places_in(tree, closed=lambda members: is_optimizer(members) or _is_told(members))]
+    optimizers = [place.path for place in places if is_optimizer(place.members)]
+    apart = [place for place in places if not is_below(place.path, optimizers)]
+    place = _model(apart, hints)
+    model = None if place is None else place.path
+    beside = [path for at in apart if (path := at.path) and (place is None or not is_below(path, [place.path]))]
+    scheduler = next((path for path in beside if path[-1] in SCHEDULER_NAMES), None)
+    return Where(model=model, optimizer=_nearest(optimizers, model, hints), scheduler=scheduler)
 
 
 def is_optimizer(value: Mapping[Any, Any]) -> bool:
@@ -60,7 +58,7 @@ def is_optimizer(value: Mapping[Any, Any]) -> bool:
     return isinstance(value.get(schema.GROUPS), list) and isinstance(value.get(schema.STATE), dict | list)
 
 
-def at(tree: Any, path: MemberPath, file: str) -> Mapping[Any, Any]:
+def at(tree: Any, path: Keys, file: str) -> Mapping[Any, Any]:
     """The dict at a path.
 
     Raises:
@@ -78,15 +76,6 @@ def at(tree: Any, path: MemberPath, file: str) -> Mapping[Any, Any]:
     return tree
 
 
-def _dicts(tree: Mapping[Any, Any], path: MemberPath) -> Iterator[tuple[MemberPath, Mapping[Any, Any]]]:
-    """The dicts in a dict, and itself, those further up first. What is a member has none in it."""
-    yield path, tree
-    if len(path) < MAX_NESTING and not is_optimizer(tree) and not _is_told(tree):
-        for key, value in tree.items():
-            if isinstance(value, Mapping) and isinstance(key, str):
-                yield from _dicts(value, (*path, key))
-
-
 def _is_told(content: Mapping[Any, Any]) -> bool:
     """Whether SMP itself has marked this as a model."""
     return (IS_PARTIAL in content or LOAD_INFO in content) and not is_optimizer(content)
@@ -98,37 +87,31 @@ def _has_tensors(content: Mapping[Any, Any]) -> bool:
     )
 
 
-def _is_below(path: MemberPath, other: MemberPath | None) -> bool:
-    return other is not None and path[: len(other)] == other
-
-
-def _model(places: Sequence[tuple[MemberPath, Mapping[Any, Any]]], hints: Hints) -> MemberPath | None:
-    marked = [(path, content) for path, content in places if _is_told(content)]
-    candidates = marked or [(path, content) for path, content in places if _has_tensors(content)]
-    if len(candidates) > 1 and hints.arrays:
-        scores = [len(program_names(content, hints.arrays)) for _, content in candidates]
-        best = max(scores)
-        candidates = [place for place, n in zip(candidates, scores, strict=True) if n == best] if best else candidates
+def _model(places: Sequence[DictAt], hints: Hints) -> DictAt | None:
+    marked = [place for place in places if _is_told(place.members)]
+    candidates = marked or [place for place in places if _has_tensors(place.members)]
     if len(candidates) > 1:
-        ranks = [_rank(path) for path, _ in candidates]
-        candidates = [place for place, n in zip(candidates, ranks, strict=True) if n == min(ranks)]
+        candidates = best(candidates, lambda place: len(program_names(place.members, hints.arrays))) or candidates
+    if len(candidates) > 1:
+        candidates = best(candidates, _likely) or candidates
     if len(candidates) > 1 and marked:
         raise IncompatibleCheckpointError(
             "several models are stored, and nothing says which one is meant",
             leaf=schema.MODEL,
-            found=", ".join(".".join(path) for path, _ in candidates),
+            found=", ".join(".".join(place.path) for place in candidates),
             hint="Give the model: its names say so.",
         )
     # Without a mark, dicts of tensors beside each other may be anything: nothing is taken for a model by chance.
-    return candidates[0][0] if len(candidates) == 1 else None
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _rank(path: MemberPath) -> int:
-    """How likely a model is called so: the smaller, the likelier."""
-    return MODEL_NAMES.index(path[-1]) if path and path[-1] in MODEL_NAMES else len(MODEL_NAMES)
+def _likely(place: DictAt) -> int:
+    """How likely a model is called so."""
+    name = place.path[-1] if place.path else ""
+    return len(MODEL_NAMES) - MODEL_NAMES.index(name) if name in MODEL_NAMES else 0
 
 
-def _nearest(optimizers: Sequence[MemberPath], model: MemberPath | None, hints: Hints) -> MemberPath | None:
+def _nearest(optimizers: Sequence[Keys], model: Keys | None, hints: Hints) -> Keys | None:
     """The optimizer that is meant: of several that which lies beside the model."""
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None

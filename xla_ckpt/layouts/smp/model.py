@@ -12,8 +12,8 @@ from xla_ckpt.layouts.by_rank.arrays import Copies, RankArray
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.state import ScannedState, Stage
+from xla_ckpt.layouts.places import program_names
 from xla_ckpt.layouts.smp.marks import STATE_DICT_MARKS
-from xla_ckpt.layouts.training_state import program_names
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.manifest.shards import Shard

@@ -12,7 +12,7 @@ from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.by_rank.optimizer import NAMELESS
 from xla_ckpt.layouts.by_rank.stage_numbers import names_of_stage
-from xla_ckpt.layouts.parameter_numbers import BUFFERS, PARAM_NAMES, names_by_number
+from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, names_by_order, names_in_groups
 from xla_ckpt.layouts.smp.model import MergedModel
 from xla_ckpt.layouts.smp.optimizer_rows import STORED_MASTERS, are_rows, of_rows
 from xla_ckpt.layouts.smp.optimizer_shares import (
@@ -27,7 +27,6 @@ from xla_ckpt.layouts.smp.optimizer_shares import (
 )
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
-from xla_ckpt.plan.numbers_to_names import only_names
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -129,8 +128,8 @@ def _names(united: Mapping[RankAt, OptimizerShare], model: MergedModel, hints: H
     """
     groups = united[RankAt()].groups
     stored = [number for numbers in numbers_of(groups) for number in numbers]
-    if all(len(group.get(PARAM_NAMES) or ()) == len(group[schema.PARAMS]) for group in groups):
-        return names_by_number(numbers_of(groups), [list(map(str, group[PARAM_NAMES])) for group in groups])
+    if (names := names_in_groups(groups)) is not None:
+        return {number: str(name) for number, name in names.items()}
     guessed = _guessed(united, model)
     if guessed is not None and set(guessed) != set(stored):
         guessed = None
@@ -178,10 +177,7 @@ def _guessed(united: Mapping[RankAt, OptimizerShare], model: MergedModel) -> dic
         shapes = {n: largest(share.state[n]) for group in numbers for n in group}
         parameters = _parameters(model, at.pp)
         stepped = {name: shape for name, shape in parameters.items() if shape in shapes.values()}
-        for names in (parameters, stepped, {n: shape for n, shape in stepped.items() if not n.endswith(BUFFERS)}):
-            named = only_names(numbers, shapes, names)
-            if named is not None:
-                break
+        named = names_by_order(numbers, shapes, parameters, stepped)
         if named is None:
             return None
         guessed |= named

@@ -13,6 +13,7 @@ from xla_ckpt.layouts.by_rank.content import Content, content_of
 from xla_ckpt.layouts.by_rank.copies import in_common
 from xla_ckpt.layouts.by_rank.files import RankFiles
 from xla_ckpt.layouts.by_rank.grid import RankAt
+from xla_ckpt.layouts.places import without_paths
 from xla_ckpt.layouts.smp import members
 from xla_ckpt.layouts.smp.marks import IS_PARTIAL, LOAD_INFO, PP, TP, ZERO_2D
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
@@ -29,13 +30,12 @@ from xla_ckpt.layouts.smp.tags import (
     USER_CONTENT_FILE,
     SmpTag,
 )
-from xla_ckpt.layouts.training_state import without_paths
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.nested import leaves
+from xla_ckpt.tree.nested import Keys, leaves
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _of_set(parts: PartFiles, tag: SmpTag, hints: Hints) -> StoredParts:
     )
     ranks = placed(files, stored.degrees)
 
-    def member(path: members.MemberPath | None) -> dict[RankAt, Mapping[Any, Any]]:
+    def member(path: Keys | None) -> dict[RankAt, Mapping[Any, Any]]:
         return {} if path is None else {at: members.at(trees[file], path, file) for at, file in ranks.items()}
 
     stored.models = {at: tree for at, tree in member(where.model).items() if not at.dp}

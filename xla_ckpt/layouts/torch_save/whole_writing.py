@@ -77,15 +77,7 @@ def xla_tensors(tree: Any) -> list[torch.Tensor]:
 
 def changed_tensors(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The same containers, named tuples included, with `change` of each tensor in them."""
-
-    def one(_: Any, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return change(leaf)
-        if isinstance(leaf, tuple) and hasattr(leaf, "_fields"):
-            return type(leaf)(*(changed_tensors(member, change) for member in leaf))
-        return leaf
-
-    return replaced_leaves(tree, one, classes=True)
+    return replaced_leaves(tree, lambda _, leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf, classes=True)
 
 
 def on_host(tree: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, UnsupportedStateError
+from xla_ckpt.files.crc32 import check_crc32
 from xla_ckpt.files.torch_file import LOCAL_ENTRY
 from xla_ckpt.layouts.torch_save.pickle_names import TensorView
 from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced
@@ -38,9 +39,6 @@ AHEAD = 64 * 1024
 FEW_BYTES, SHARED_BYTES = 1 << 30, 16
 """All tensors of a file may have so many bytes, and so many more for each byte of it. Several of them may share a
 storage, and one may repeat the elements of its storage: a small file could ask for any amount of memory."""
-
-_CHUNK = 1 << 20
-"""Bytes that are compared with a CRC-32 at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,18 +234,11 @@ class Zip:
         Raises:
             CorruptCheckpointError: A record is not what was written.
         """
-        buffer = memoryview(bytearray(_CHUNK))
         for name, record in self.records.items():
             start, size, crc = self._record(name)
-            actual = 0
-            for at in range(0, size, _CHUNK):
-                part = buffer[: min(_CHUNK, size - at)]
-                if self.ahead.source.read_into(part, start + at) < len(part):
-                    raise CorruptCheckpointError("the file ends inside of a record", file=self.file)
-                actual = zlib.crc32(part, actual)
             # torch writes 0 where it was told to leave CRC-32s out.
-            if crc and actual != crc and record.plain:
-                raise CorruptCheckpointError(f"the record {name} is not what its CRC-32 says", file=self.file)
+            known = crc if crc and record.plain else None
+            check_crc32(self.ahead.source.read_into, self.file, f"the record {name}", start, size, known)
 
     def _broken(self, why: str) -> CorruptCheckpointError:
         zipped = bytes(self._head[:2]) == b"PK"

@@ -1,4 +1,4 @@
-"""Tensors that do not lie in C order (transposed, channels last), as boxes whose elements do. Pure."""
+"""Tensors of files of torch.save as shards: those that do not lie in C order (transposed, channels last), as many."""
 
 from __future__ import annotations
 
@@ -6,11 +6,32 @@ from collections.abc import Iterator
 from itertools import product
 from math import prod
 
-from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.errors import UnsupportedStateError, naming
+from xla_ckpt.layouts.torch_save.zip_reader import TensorAt
+from xla_ckpt.manifest.shards import Shard
 from xla_ckpt.sharding.box import Box
 
 MAX_BOXES = 1 << 16
 """Boxes of one tensor. Each is a read of its own: a tensor that falls into more of them would be read for hours."""
+
+
+def shards_at(at: TensorAt, box: Box, number: int) -> Iterator[Shard]:
+    """A tensor as shards: one, unless it is not in C order.
+
+    Args:
+        at: The tensor.
+        box: What it is of its array.
+        number: Of its file.
+
+    Raises:
+        UnsupportedStateError: They would be more than `MAX_BOXES`.
+    """
+    if at.strides is None:
+        yield Shard(box, number, at.offset)
+        return
+    with naming(file=at.file):
+        for part, first in boxes(at.shape, at.strides, box.start):
+            yield Shard(part, number, at.offset + first * at.dtype.itemsize)
 
 
 def boxes(shape: tuple[int, ...], steps: tuple[int, ...], origin: tuple[int, ...]) -> Iterator[tuple[Box, int]]:

@@ -1,0 +1,120 @@
+"""Where something lies in what a program nested, and what the same parameter is called there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from xla_ckpt.tree.nested import Keys
+
+MODEL_NAMES = ("model", "model_state_dict", "model_state", "state_dict", "module", "net")
+"""What a model's state dict is called, the likeliest first."""
+
+SCHEDULER_NAMES = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict")
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Steps of a name that stand for a wrapper around the module: DistributedDataParallel, torch.compile, FSDP."""
+
+MAX_NESTING = 3
+"""How deep in a state dict a model or an optimizer is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DictAt:
+    """A dict somewhere in a state."""
+
+    path: Keys
+    members: Mapping[str, Any]
+    keys: tuple[str, ...] | None = None
+    """Which members of the dict there are meant; None: all of them."""
+
+    @property
+    def taken(self) -> set[Keys]:
+        """The paths of what is meant."""
+        return {self.path} if self.keys is None else {(*self.path, key) for key in self.keys}
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return ".".join(map(str, self.path)) or "the state itself"
+
+
+def places_in(
+    tree: Mapping[str, Any], path: Keys = (), *, closed: Callable[[Mapping[str, Any]], bool] = lambda _: False
+) -> Iterator[DictAt]:
+    """The dicts in a state, those further up first within their branch. Those with other keys than texts are values.
+
+    Nothing is looked for in what is `closed`.
+    """
+    yield DictAt(path, tree)
+    if len(path) < MAX_NESTING and not closed(tree):
+        for key, value in tree.items():
+            if has_names(value):
+                yield from places_in(value, (*path, key), closed=closed)
+
+
+def is_below(path: Keys, others: Collection[Keys]) -> bool:
+    """Whether a path is one of others, or lies below one."""
+    return any(path[:n] in others for n in range(len(path) + 1))
+
+
+def has_names(value: Any) -> bool:
+    """Whether a value is a container of a state: a dict whose keys are all texts."""
+    return isinstance(value, dict) and all(type(key) is str for key in value)
+
+
+def without_paths(tree: Mapping[Any, Any], paths: Collection[Sequence[Any]]) -> dict[Any, Any]:
+    """What lies in a tree of dicts beside some members, whose paths these are; dicts that are empty then are left out.
+
+    >>> without_paths({"a": {"b": 1, "c": 2}, "d": {"e": 3}, "f": {}}, [("a", "b"), ("d", "e")])
+    {'a': {'c': 2}, 'f': {}}
+    """
+    below: dict[Any, list[Sequence[Any]]] = {}
+    for path in paths:
+        below.setdefault(path[0], []).append(path[1:])
+    others: dict[Any, Any] = {}
+    for key, value in tree.items():
+        if key not in below or not isinstance(value, Mapping):
+            if key not in below or all(below[key]):
+                others[key] = value
+        elif all(below[key]) and (members := without_paths(value, below[key])):
+            others[key] = members
+    return others
+
+
+def best(places: Sequence[DictAt], score: Callable[[DictAt], int]) -> list[DictAt]:
+    """Those that score highest, none of which is nothing."""
+    scores = [score(place) for place in places]
+    highest = max(scores, default=0)
+    return [place for place, n in zip(places, scores, strict=True) if n == highest and highest]
+
+
+def canonical(name: str) -> str:
+    """A name without the wrappers around the modules.
+
+    >>> canonical("module._orig_mod.layers.0.weight")
+    'layers.0.weight'
+    """
+    return ".".join(step for step in name.split(".") if step not in WRAPPERS) if "mod" in name else name
+
+
+def program_names(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, str]:
+    """Stored name -> the program's name of the same parameter.
+
+    Names that are equal are the same; so are those that are without wrappers, if only one of either side is.
+    """
+    same = {name: name for name in stored if name in wanted}
+    stored_by_canonical = _unique(name for name in stored if name not in same)
+    by_canonical = _unique(name for name in wanted if name not in same)
+    return same | {
+        stored_by_canonical[bare]: by_canonical[bare] for bare in stored_by_canonical if bare in by_canonical
+    }
+
+
+def _unique(names: Iterable[str]) -> dict[str, str]:
+    """Canonical name -> name, where there is only one."""
+    ordered = sorted(names, key=canonical)
+    groups = ((bare, list(some)) for bare, some in groupby(ordered, key=canonical))
+    return {bare: some[0] for bare, some in groups if len(some) == 1}
