@@ -15,7 +15,11 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.helper import FromNursery, InThread
 from tests.nursery import end_all
+from xla_ckpt.tags import orbax_commit
+
+orbax_commit.Program = FromNursery  # type: ignore[misc]  # one that imports orbax anew would take two seconds
 
 settings.register_profile("fast", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -37,9 +41,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def commits_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """orbax commits within this process, where what a test puts in place of a function concerns it, too."""
-    from tests.helper import InThread
-    from xla_ckpt.tags import orbax_commit
-
     orbax_commit.COMMITTER._end()
     monkeypatch.setattr(orbax_commit, "Program", InThread)
     yield
