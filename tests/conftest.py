@@ -7,8 +7,12 @@ import os
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 # Else each process that a test starts compiles this library anew, which takes longer than importing it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Most of the time of a small XLA test goes into compiling; what is saved and loaded does not depend on it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most of the time of a small XLA test goes into compiling; what is saved and loaded does not depend on how it is done.
+# Code for each fused operation, made in several modules at a time, takes four times as long as code for plain ones.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
 
 from collections.abc import Iterator
 
