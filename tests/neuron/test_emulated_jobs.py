@@ -68,6 +68,7 @@ def run_script(text: str, folder: Path, ranks: int) -> None:
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
 
 
+@pytest.mark.slow
 def test_the_program_and_the_test_of_the_document_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = (ROOT / "docs" / "testing-on-cpus.md").read_text()
     for name, text in re.findall(r"^```python (\S+)\n(.*?)^```", document, re.MULTILINE | re.DOTALL):
