@@ -180,7 +180,8 @@ def _as_bytes(error: Exception) -> bytes:
     return data
 
 
-def _import_all(modules: Sequence[str]) -> None:
+def import_all(modules: Sequence[str]) -> None:
+    """Import modules, and all of a package of ours that is among them."""
     for name in modules:
         importlib.import_module(name)
     # What the library loads on first use would be compiled anew in every process, where no bytecode is kept.
@@ -209,7 +210,7 @@ def _parts(package: str) -> list[str]:
 def main(descriptor: int, modules: Sequence[str]) -> None:
     """Be a nursery."""
     MODULES.extend(modules)
-    _import_all(modules)
+    import_all(modules)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch's, which take its operators apart one by one when the process ends
     gc.collect()
