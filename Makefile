@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-latest test-objects test-trainers check bench bench-short bench-check
+.PHONY: help setup demo test test-all test-latest test-objects test-trainers check bench bench-short bench-check
 .PHONY: crash crash-ranks interrupts fuzz soak docs lock clean
 
 help:           ## say what there is
@@ -40,18 +40,21 @@ $(READY) $(LATEST)/.ready: pyproject.toml
 demo: $(READY)  ## train, kill -9 in mid-save, resume, compare
 	$(BIN)/python examples/kill_and_resume.py
 
-test: $(READY)  ## all tests
+test: $(READY)  ## all tests but those that are marked as slow
+	$(BIN)/python -m pytest -n auto --dist worksteal -q -m "not slow"
+
+test-all: $(READY) ## all tests
 	$(BIN)/python -m pytest -n auto --dist worksteal -q
 
 test-latest: $(LATEST)/.ready ## the tests on the newest torch, in .venv-latest, without torch_xla
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal -q $(ONLY)
 
-$(TRAINERS)/.ready: tests/trainers/requirements.txt $(READY)
+$(TRAINERS)/.ready: tests/integrations/requirements.txt $(READY)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(TRAINERS) --no-deps --require-hashes -r $<
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers, with the trainers themselves
-	$(LATEST)/bin/python -m pytest -q tests/trainers
+	$(LATEST)/bin/python -m pytest -q tests/integrations
 
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .

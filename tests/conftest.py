@@ -7,15 +7,23 @@ import os
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 # Else each process that a test starts compiles this library anew, which takes longer than importing it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Most of the time of a small XLA test goes into compiling; what is saved and loaded does not depend on it.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Most of the time of a small XLA test goes into compiling; what is saved and loaded does not depend on how it is done.
+# Code for each fused operation, made in several modules at a time, takes four times as long as code for plain ones.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
 
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.helper import FromNursery, InThread
 from tests.nursery import end_all
+from xla_ckpt.tags import orbax_commit
+
+orbax_commit.Program = FromNursery  # type: ignore[misc]  # one that imports orbax anew would take two seconds
 
 settings.register_profile("fast", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("thorough", deadline=None, max_examples=2000)
@@ -37,9 +45,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def commits_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """orbax commits within this process, where what a test puts in place of a function concerns it, too."""
-    from tests.helper import InThread
-    from xla_ckpt.tags import orbax_commit
-
     orbax_commit.COMMITTER._end()
     monkeypatch.setattr(orbax_commit, "Program", InThread)
     yield

@@ -60,59 +60,52 @@ class InFork(Program):
         self._process = process
 
 
-class Prepared(Program):
-    """It was forked with this process, from one that has imported orbax, and waits: to import it anew takes seconds."""
-
-    waiting: tuple[int, socket.socket, int] | None = None
-    """The process for which it waits, the channel to it, and its own number."""
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Fork it. No thread runs yet."""
-        from xla_ckpt.tags import orbax_commit, orbax_process
-
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            os.setsid()
-            os.closerange(theirs.fileno() + 1, 1 << 10)
-            for descriptor in range(3):  # who reads what the program prints does not wait for this process
-                os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
-            Path("/proc/self/comm").write_text("orbax_process")
-            try:
-                if theirs.recv(1):
-                    orbax_process.be_alone()
-                    orbax_process.serve(theirs, orbax_process.committer())
-            finally:
-                os._exit(0)
-        theirs.close()
-        cls.waiting = os.getpid(), ours, pid
-        orbax_commit.Program = cls  # type: ignore[attr-defined]
-
-    @classmethod
-    def dismiss(cls) -> None:
-        """Have it end, if it waits: this process is to start one as every program does."""
-        from xla_ckpt.tags import orbax_commit
-
-        waiting, cls.waiting = cls.waiting, None
-        orbax_commit.Program = Program  # type: ignore[attr-defined]
-        if waiting is not None:
-            waiting[1].close()
-            os.waitpid(waiting[2], 0)
+class FromNursery(Program):
+    """It is born where the tests' processes are: there orbax has been imported, which takes seconds."""
 
     def start(self) -> None:
-        """Wake it up; where there is none any more, start a process as every program does."""
-        waiting, Prepared.waiting = Prepared.waiting, None
-        if waiting is None or waiting[0] != os.getpid():
-            super().start()
-            return
-        self._channel.close()
+        from tests.nursery import bear_committer
+
+        process: Any = _Told(*bear_committer(self._theirs, self._output))
         self._theirs.close()
-        _, self._channel, pid = waiting
-        process: Any = _Forked(pid)
         self._process = process
-        self._channel.send(b"!")
+
+    def end(self) -> None:
+        super().end()
+        if isinstance(told := self._process, _Told):
+            told.line.close()
+
+
+def commit(channel: socket.socket) -> None:
+    """Be such a process."""
+    from xla_ckpt.tags import orbax_process
+
+    os.setsid()
+    Path("/proc/self/comm").write_text("orbax_process")
+    orbax_process.be_alone()
+    with channel:
+        orbax_process.serve(channel, orbax_process.committer())
+
+
+class _Told:
+    """As much of a `Popen` as is needed, of a process whose end is told on a line."""
+
+    def __init__(self, pid: int, line: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.line = line
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self.line.settimeout(timeout)
+            try:
+                self.returncode = int(self.line.recv(100))
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("a process of a nursery", timeout or 0.0) from None
+        return self.returncode
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 class _Forked:
@@ -148,7 +141,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def _is_helper(process: Path) -> bool:
-    return b"orbax_process" in (process / "cmdline").read_bytes() + (process / "comm").read_bytes()
+    while not (command := (process / "cmdline").read_bytes()) and is_alive(int(process.name)):
+        os.sched_yield()  # for a moment, a process that has just been started has no arguments
+    return b"orbax_process" in command + (process / "comm").read_bytes()
 
 
 def _children(pid: int) -> list[int]:

@@ -2,41 +2,27 @@
 
 A rank is a process of its own, as under torchrun; only its imports, which take longer than most tests do, lie before.
 There are two such nurseries, and the second has torch_xla: a process without it must not seem to use it.
-Nothing else is done before the fork: no thread runs, no device is open.
-
-    python -m tests.nursery FD MODULE ...    is such a process; it ends when the test process does.
+`tests/nursed.py` is what runs in them.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
 import functools
-import gc
 import importlib
 import json
 import os
 import pickle
-import pkgutil
-import random
-import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
-import traceback
-import types
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, Literal
 
-from tests.helper import Prepared
 from tests.runs import ROOT, environment
 from tests.xla import HAS_XLA
 
@@ -51,7 +37,7 @@ WITH_XLA = (
 TRAINERS = ("transformers", "lightning", "torchtitan")
 """What modules of xla_ckpt.integrations import: programs that use them have imported it anyway."""
 
-_MESSAGE = 1 << 17
+MESSAGE = 1 << 17
 
 End = Literal["as python", "soon", "at once"]
 _SECONDS_TO_END = 10
@@ -94,11 +80,16 @@ class Call:
         return function_of(self.module, self.function)(*pickle.loads(self.args))
 
 
+@dataclass(frozen=True)
+class Commits:
+    """Doing what orbax's process does for another process, which has the other end of a channel."""
+
+
 def function_of(module: str, name: str) -> Callable[..., Any]:
     """A function, in a process that is to call it."""
     had = "torch_xla" in sys.modules
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    if not had and "torch_xla" in sys.modules and _MODULES:
+    if not had and "torch_xla" in sys.modules and MODULES:
         # It would take two seconds in every process, and the test would not see what works without.
         raise ProcessError(
             f"{module} imports torch_xla: say xla=True, or import it inside of the functions that use it"
@@ -106,8 +97,11 @@ def function_of(module: str, name: str) -> Callable[..., Any]:
     return found
 
 
-_MODULES: list[str] = []
+MODULES: list[str] = []
 """What the nursery that this process was born in has imported."""
+
+DOOR: socket.socket | None = None
+"""To the nursery that this process was born in."""
 
 
 class Born:
@@ -136,7 +130,7 @@ class Born:
         if self.returncode is None:
             self._line.settimeout(timeout)
             try:
-                said = self._line.recv(_MESSAGE)
+                said = self._line.recv(MESSAGE)
             except TimeoutError:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0) from None
             if not said:
@@ -219,8 +213,37 @@ def bear_elsewhere(python: str, call: Call, env: Mapping[str, str]) -> Born:
     return _nursery(LIGHT, python).bear(_request(call, env, None, "soon"), live=False)
 
 
+def bear_committer(channel: socket.socket, output: IO[bytes]) -> tuple[int, socket.socket]:
+    """Start a process in which orbax commits: its number, and the line on which its end is told.
+
+    It is born where this process was, or where those without torch_xla are. Raises OSError if nobody bears it.
+    """
+    printed = output.fileno()
+    request = _request(Commits(), None, None, "at once")
+    line, pid = _ask(DOOR or _nursery(LIGHT).door, request, printed, printed, channel.fileno())
+    if pid is None:
+        raise ConnectionResetError("the nursery has ended")
+    return pid, line
+
+
+def _ask(door: socket.socket, request: bytes, out: int, err: int, outcome: int) -> tuple[socket.socket, int | None]:
+    """Have a process forked: the line on which its end is told, and its number; None if the nursery has ended."""
+    mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    said = b""
+    try:
+        with its:
+            socket.send_fds(door, [request], [its.fileno(), out, err, outcome])
+        said = mine.recv(MESSAGE)
+    except ConnectionError:
+        pass
+    finally:
+        if not said:
+            mine.close()
+    return mine, int(json.loads(said)) if said else None
+
+
 def _request(
-    what: Program | Call, env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None, end: End
+    what: Program | Call | Commits, env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None, end: End
 ) -> bytes:
     place = {"env": environment() if env is None else dict(env), "cwd": str(cwd or os.getcwd())}
     return pickle.dumps({"what": what, **place, "end": end})
@@ -231,18 +254,18 @@ class _Nursery:
 
     def __init__(self, modules: tuple[str, ...], python: str = sys.executable) -> None:
         self._modules = modules
-        self._door, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.door, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._over: str | None = None
         with its:
-            command = [python, "-m", "tests.nursery", str(its.fileno()), *modules]
+            command = [python, "-m", "tests.nursed", str(its.fileno()), *modules]
             env = environment({"OMP_NUM_THREADS": "1"})
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=[its.fileno()], env=env, cwd=ROOT, stderr=self._errors.fileno()
                 )
             except OSError:  # there is no such interpreter
-                self._door.close()
+                self.door.close()
                 self._errors.close()
                 raise
 
@@ -250,7 +273,6 @@ class _Nursery:
         """Have a process forked."""
         if self._over is not None:
             raise NurseryError(self._over)
-        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         out, err = (tempfile.TemporaryFile("w+", errors="replace") for _ in range(2))  # noqa: SIM115
         outcome = tempfile.TemporaryFile("w+b")  # noqa: SIM115
         printed = out.fileno()
@@ -258,22 +280,18 @@ class _Nursery:
             out.close()
             end, printed = os.pipe()
             out = open(end, errors="replace")  # noqa: SIM115
-        said = b""
+        pid = None
         try:
-            with its:
-                socket.send_fds(self._door, [request], [its.fileno(), printed, err.fileno(), outcome.fileno()])
-            said = mine.recv(_MESSAGE)
-        except ConnectionError:  # it has ended; what follows says why
-            pass
+            line, pid = _ask(self.door, request, printed, err.fileno(), outcome.fileno())
         finally:
             if live:
                 os.close(printed)
-            if not said:
-                for file in (mine, out, err, outcome):
+            if pid is None:
+                for file in (out, err, outcome):
                     file.close()
-        if not said:
+        if pid is None:
             raise NurseryError(self._why())
-        return Born(mine, int(json.loads(said)), out, err, outcome)
+        return Born(line, pid, out, err, outcome)
 
     def _why(self) -> str:
         """What keeps it from forking; if it has ended it is not asked again."""
@@ -285,7 +303,7 @@ class _Nursery:
             f"the process from which the tests fork others has ended with exit code {code}. "
             f"It imports {', '.join(self._modules)}.\n{self._printed()}"
         )
-        self._door.close()
+        self.door.close()
         self._errors.close()
         return self._over
 
@@ -297,146 +315,3 @@ class _Nursery:
 @functools.cache
 def _nursery(modules: tuple[str, ...], python: str = sys.executable) -> _Nursery:
     return _Nursery(modules, python)
-
-
-# --- in the nursery ------------------------------------------------------------------------------------------------
-
-
-def _serve(door: socket.socket) -> dict[str, Any] | None:
-    """Fork for every request; returns the request in the process that has to run it, None when all is over."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(door, _MESSAGE, 4)
-        if not message:
-            return None
-        if os.fork() == 0:
-            door.close()
-            return _nursed(message, *descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _nursed(message: bytes, line: int, out: int, err: int, outcome: int) -> dict[str, Any]:
-    """Fork once more: one process runs the program, and its parent tells its end."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()
-    if pid:
-        for descriptor in (out, err, outcome):
-            os.close(descriptor)
-        with socket.socket(fileno=line) as told:
-            told.send(json.dumps(pid).encode())
-            _, status = os.waitpid(pid, 0)
-            told.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
-        os._exit(0)
-    os.close(line)
-    os.dup2(out, 1)
-    os.dup2(err, 2)
-    os.close(out)
-    os.close(err)
-    return {**pickle.loads(message), "outcome": outcome}
-
-
-def _run(request: dict[str, Any]) -> None:
-    """Do what was asked for, and end."""
-    os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
-    random.seed()
-    importlib.import_module("numpy").random.seed()
-    faulthandler.enable()  # SIGABRT shows where a program hangs
-    what = request["what"]
-    Prepared.prepare()
-    if request["end"] == "as python":
-        gc.unfreeze()  # triton's bindings complain of what is never collected
-        _do(what, request["outcome"])
-        return
-    try:
-        _do(what, request["outcome"])
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    if request["end"] == "soon":
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _do(what: Program | Call, outcome: int) -> None:
-    if isinstance(what, Call):
-        with open(outcome, "wb") as file:
-            try:
-                file.write(pickle.dumps(("value", what())))
-            except Exception as error:
-                file.write(_as_bytes(error))
-                raise
-        return
-    os.close(outcome)
-    sys.argv = [what.name, *what.args]
-    if os.path.dirname(what.name):
-        sys.path.insert(0, os.path.dirname(os.path.abspath(what.name)))
-    main = types.ModuleType("__main__")
-    main.__dict__["__file__"] = what.name
-    sys.modules["__main__"] = main
-    exec(compile(what.code, what.name, "exec"), main.__dict__)
-
-
-def _as_bytes(error: Exception) -> bytes:
-    """An exception in a form that can travel; some cannot be pickled, and some cannot be unpickled."""
-    try:
-        data = pickle.dumps(("error", error))
-        pickle.loads(data)
-    except Exception:  # whatever its own methods raise
-        return pickle.dumps(("error", ProcessError(f"{type(error).__name__}: {error}")))
-    return data
-
-
-def _import_all(modules: Sequence[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
-    # What the library loads on first use would be compiled anew in every process, where no bytecode is kept.
-    for package in ("xla_ckpt", "neuron_compat"):
-        if package in modules:
-            for name in _parts(package):
-                importlib.import_module(name)
-    assert ("torch_xla" in modules) == ("torch_xla" in sys.modules)
-    assert threading.active_count() == 1, "a process with threads must not fork"
-
-
-def _parts(package: str) -> list[str]:
-    """The modules of a package, without those that cannot be imported, or load what its users can do without."""
-    found = []
-    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
-        file = Path(str(info.module_finder.path), info.name.rpartition(".")[2] + ".py")  # type: ignore[union-attr]
-        text = file.read_text() if file.exists() else ""  # a package's file has another name
-        if "\nabsent(__name__" in text:
-            continue  # to import it is an error
-        needs = re.findall(rf"^(?:import|from) (torch_xla|orbax|{'|'.join(TRAINERS)})", text, re.MULTILINE)
-        if not {"orbax", *TRAINERS} & {*needs} and ("torch_xla" not in needs or "torch_xla" in sys.modules):
-            found.append(info.name)
-    return found
-
-
-def main(descriptor: int, modules: Sequence[str]) -> None:
-    """Be a nursery."""
-    _MODULES.extend(modules)
-    _import_all(modules)
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch's, which take its operators apart one by one when the process ends
-    gc.collect()
-    gc.freeze()
-    with socket.socket(fileno=descriptor) as door:
-        request = _serve(door)
-    if request is not None:
-        _run(request)
-
-
-if __name__ == "__main__":
-    # The module of this name, and not this one, is what requests refer to.
-    importlib.import_module("tests.nursery").main(int(sys.argv[1]), sys.argv[2:])

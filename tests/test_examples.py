@@ -43,6 +43,7 @@ def as_users_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 @pytest.mark.usefixtures("as_users_compile")
 def test_killed_in_mid_save_and_resumed_bit_for_bit(
@@ -55,6 +56,7 @@ def test_killed_in_mid_save_and_resumed_bit_for_bit(
     assert "half written" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.xla
 @pytest.mark.usefixtures("as_users_compile")
 def test_saving_does_not_change_the_training(tmp_path: Path) -> None:

@@ -207,10 +207,11 @@ def result_of(line: str) -> Result:
 
 def ready(*, xla: bool) -> None:
     """Import what the forks need. A process with threads must not fork."""
-    from tests.nursery import LIGHT, _import_all
+    from tests.nursed import import_all
+    from tests.nursery import LIGHT
 
     crash = [f"tests.crash.{name}" for name in ("operations", "injection", "power", "peers", "scenes")]
-    _import_all(
+    import_all(
         (
             *LIGHT,
             *(("torch_xla",) if xla else ()),

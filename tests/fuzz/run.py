@@ -37,9 +37,10 @@ BATCH = 300
 
 def ready() -> None:
     """Import what the workers need. A process with threads must not fork."""
-    from tests.nursery import LIGHT, _import_all
+    from tests.nursed import import_all
+    from tests.nursery import LIGHT
 
-    _import_all((*LIGHT, "xla_ckpt.dcp", "orbax.checkpoint", "xla_ckpt.cli.render", "rich.console", "tests.fuzz.probes",
+    import_all((*LIGHT, "xla_ckpt.dcp", "orbax.checkpoint", "xla_ckpt.cli.render", "rich.console", "tests.fuzz.probes",
                  "xla_ckpt.cli.facts", "xla_ckpt.api.convert", "xla_ckpt.tags.orbax_process"))  # fmt: skip
     from tests.helper import InFork
     from xla_ckpt.tags import orbax_commit

@@ -81,8 +81,8 @@ def goes_on(rank: int, root: str, pp: int, tp: int, config: dict[str, Any] | Non
     return found
 
 
-PAIRS: list[tuple[Degrees, Degrees]] = [
-    ((1, 2, 2), (1, 1, 1)),
+PAIRS = [
+    pytest.param((1, 2, 2), (1, 1, 1), marks=pytest.mark.slow),
     ((4, 1, 1), (2, 2, 1)),
 ]
 

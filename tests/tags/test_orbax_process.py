@@ -20,10 +20,11 @@ BEGUN = """
     import os, signal, sys, threading
     import torch
     import xla_ckpt
-    from tests.helper import Prepared, helpers_of
+    from tests.helper import helpers_of
+    from xla_ckpt.storage.program import Program
     from xla_ckpt.tags import orbax_commit
 
-    Prepared.dismiss()
+    orbax_commit.Program = Program
     tree, root = {"w": torch.ones(3)}, sys.argv[1]
 
     def put(tag, number=1, timeout=60, **keywords):
@@ -40,7 +41,7 @@ def program(code: str) -> str:
 
 
 def begin(code: str, *args: object) -> Born:
-    """Run a program in a fork of a process that has imported torch and orbax; its helper imports orbax anew."""
+    """Run a program in a fork of a process that has imported torch; its helper imports orbax, as everywhere."""
     return bear(nursery.Program(program(code), tuple(map(str, args))), live=True)
 
 

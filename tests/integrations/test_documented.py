@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.environment import TRAINERS, needs
 from tests.nursery import Program, bear
 from tests.runs import ROOT, environment
 from tests.test_documents import BLOCK
-from tests.trainers.environment import TRAINERS, needs
 
 SECTIONS = re.split(r"^## ", (ROOT / "docs/trainers.md").read_text(), flags=re.MULTILINE)[1:]
 BLOCKS = {section.split("\n")[0]: "\n".join(found) for section in SECTIONS if (found := BLOCK.findall(section))}

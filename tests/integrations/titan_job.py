@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.trainers import environment  # noqa: F401  # makes the trainers importable
+from tests.integrations import environment  # noqa: F401  # makes the trainers importable
 
 
 class Position:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import xla_ckpt
+from tests.integrations import hf_job, lightning_job
+from tests.integrations.environment import needs
 from tests.jobs import run_alone
 from tests.nursery import ProcessError
-from tests.trainers import hf_job, lightning_job
-from tests.trainers.environment import needs
 
 KILLED = "exit code -9"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.trainers import environment  # noqa: F401  # makes the trainers importable
+from tests.integrations import environment  # noqa: F401  # makes the trainers importable
 
 
 def losses(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.integrations import lightning_job, titan_job
+from tests.integrations.environment import needs
 from tests.jobs import run_alone, run_on_ranks
-from tests.trainers import lightning_job, titan_job
-from tests.trainers.environment import needs
 
 
 def trainer(folder: Path, callbacks: list[Any], **arguments: Any) -> Any:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.integrations import titan_job
+from tests.integrations.environment import needs
 from tests.jobs import run_on_ranks
-from tests.trainers import titan_job
-from tests.trainers.environment import needs
 
 pytestmark = needs("torchtitan", "torch.distributed._local_tensor")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.trainers import environment  # noqa: F401  # makes the trainers importable
+from tests.integrations import environment  # noqa: F401  # makes the trainers importable
 
 
 def rows() -> TensorDataset:
