@@ -128,9 +128,9 @@ class Fork:
         )
 
 
-def forked(work: Callable[[], Any], printed: Path) -> tuple[int, Any]:
+def forked(work: Callable[[], Any], printed: Path, seconds: float = SECONDS) -> tuple[int, Any]:
     """Call a function in a fork of this process, and wait for it (see `Fork.wait`)."""
-    return Fork.of(work, printed).wait()
+    return Fork.of(work, printed).wait(seconds)
 
 
 def perform(

@@ -54,6 +54,10 @@ NEEDS_SPACE = frozenset("create truncate-open write fsync fallocate rename excha
 """Calls that a full disk can refuse; shim.c says it, too."""
 
 
+REPLAY_SECONDS = 600.0
+"""For all states that losses of power may leave of one operation, on a busy machine."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One fault, and what became of it."""
@@ -129,8 +133,8 @@ def run_operation(name: str, folder: Path, share: float) -> Iterator[Result]:
         raise RuntimeError(f"{name} does not work without a fault: {whole.problems} {whole.ends}")
     if operation.ranks == 1:
         lost = functools.partial(lose_power, operation, start, work / "root", whole.calls, folder / "states", share)
-        code, told = forked(lambda: asdict(lost()), printed)
-        if code:
+        code, told = forked(lambda: asdict(lost()), printed, seconds=REPLAY_SECONDS)
+        if code or "error" in told:
             raise RuntimeError(f"{name} cannot be replayed\n{printed.read_text()}")
         yield PowerLost(name, **told)
     faults = [(call, kind) for call in whole.calls if call.number >= 0 for kind in faults_at(call)]

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from xla_ckpt.snapshot.memory import HUGE_BYTES, MEMORY_ALIGNMENT, PageRegion, Slabs, huge_pages
+from xla_ckpt.snapshot.memory import MEMORY_ALIGNMENT, PageRegion, Slabs, huge_pages
+from xla_ckpt.storage.pool import HUGE_BYTES
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from xla_ckpt.storage.pool import HUGE_BYTES
+
 MEMORY_ALIGNMENT = 64
 """What XLA asks of memory that it adopts (bytes)."""
-
-HUGE_BYTES = 2 * 1024 * 1024
-"""From this size on, memory comes in mappings of its own, with huge pages where the system has them."""
 
 SLAB_BYTES = 4 * 1024 * 1024
 """Smaller requests share slabs of this size."""

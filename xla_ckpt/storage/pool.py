@@ -27,7 +27,7 @@ def threads(wanted: int, at_least: int) -> int:
 
 
 HUGE_BYTES = 2 * 1024 * 1024
-"""Bytes of a huge page."""
+"""Bytes of a huge page. From this size on memory comes in mappings of its own, of huge pages where there are any."""
 
 BUFFER_BYTES = 8 * 1024 * 1024
 """Default buffer of one worker: large enough to keep a disk busy, small enough to have several."""

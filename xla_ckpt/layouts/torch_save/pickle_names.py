@@ -1,7 +1,7 @@
 """What stands for a name in a pickle: a function of this file for each, or a class whose objects run nothing.
 
 A pickle can give a state to whatever it has, and pickle then sets attributes: also those of a function or of a class
-that stands for a name, which the next file would find changed. So each of them refuses a state: see `sealed`.
+that stands for a name, which the next file would find changed. So each of them refuses a state: see `stateless`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STORAGES = {
 _NUMPY_SCALAR = re.compile(r"[biufc]\d{1,2}")
 
 
-def sealed(kind: type[T]) -> type[T]:
+def stateless(kind: type[T]) -> type[T]:
     """A class whose objects refuse the state that a pickle gives them. Outermost: dataclasses make their own."""
 
     def refuse(self: object, _: Any) -> None:
@@ -52,7 +52,7 @@ def sealed(kind: type[T]) -> type[T]:
     return kind
 
 
-@sealed
+@stateless
 @dataclass(frozen=True, slots=True)
 class StorageType:
     """The type of a storage: its element type, or None for bytes."""
@@ -60,7 +60,7 @@ class StorageType:
     dtype: str | None
 
 
-@sealed
+@stateless
 @dataclass(frozen=True, slots=True)
 class Storage:
     """A storage that a pickle names: a record of its zip."""
@@ -71,7 +71,7 @@ class Storage:
     """Elements; bytes where there is no element type."""
 
 
-@sealed
+@stateless
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorView:
     """A tensor as a pickle describes it: elements of a storage."""
@@ -142,7 +142,7 @@ class Attributes(_Called):
         vars(self).update(_only(dict, state))
 
 
-@sealed
+@stateless
 class Function:
     """A function of this library that a pickle may call."""
 
@@ -159,7 +159,7 @@ class Function:
 _SIZED = (list, tuple, dict, set, frozenset, str, bytes, bytearray)
 
 
-@sealed
+@stateless
 class Factory:
     """A type that a pickle may name and not call: the factory of a defaultdict, the class of a tensor."""
 
