@@ -11,7 +11,7 @@ from xla_ckpt.engine.verify import VerifyReport
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
 from xla_ckpt.files.safetensors import PlainTensor, header_bytes, plain_tensors
 from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, StoredState, Topology
-from xla_ckpt.layouts.scanned import directory_to_scan, flattened, scanned_manifest
+from xla_ckpt.layouts.scanned import directory_to_scan, flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
 from xla_ckpt.manifest.records import FileRecord, Manifest, UnknownArray
@@ -62,7 +62,7 @@ class HuggingFace(Layout):
             CheckpointError: It is damaged.
         """
         arrays, files = scanned_model(directory)
-        return scanned_manifest(tag, flattened({schema.MODEL: arrays}), files)[0]
+        return scanned_manifest(tag, flattened_model(arrays), files)[0]
 
     def verify(self, store: Store, entry: TagEntry, workers: int = READERS) -> VerifyReport:
         report = super().verify(store, entry, workers)

@@ -17,7 +17,7 @@ from xla_ckpt.errors import FormatError, UnsupportedStateError, UsageError, nami
 from xla_ckpt.files.safetensors import Safetensors
 from xla_ckpt.layouts.base import ModelNames, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.hugging_face import HuggingFace, scanned_model
-from xla_ckpt.layouts.scanned import MAX_JSON, flattened, scanned_manifest
+from xla_ckpt.layouts.scanned import MAX_JSON, flattened_model, scanned_manifest
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.export_plan import plan_export
@@ -70,7 +70,7 @@ class Peft(HuggingFace):
         # Under the names of the model that the adapters are for, and the configuration beside them.
         model: dict[str, Any] = {name.removeprefix(_PREFIX): array for name, array in arrays.items()}
         model |= {} if config is None else {schema.LORA_CONFIG: config}
-        return scanned_manifest(tag, flattened({schema.MODEL: model}), files)[0]
+        return scanned_manifest(tag, flattened_model(model), files)[0]
 
     def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
         config = adapter_config(stored.tree(schema.MODEL, lambda leaf, kind: None))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,8 @@ from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest, UnknownArray
 from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.tree import schema
+from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.flatten import Flat, flatten
 
 
@@ -43,6 +45,11 @@ def foreign_head(tag: str, created: str = "") -> Head:
 def kind_of_scanned(value: Any) -> str | None:
     """What a scanned state is flattened by: its arrays are records, or unknown."""
     return "torch" if isinstance(value, ArrayRecord | UnknownArray) else None
+
+
+def flattened_model(members: Mapping[str, Any]) -> Flat:
+    """A scanned model, whose members are arrays and what JSON has, without its arrays. This needs no framework."""
+    return flatten({schema.MODEL: members}, kind_of_scanned, ValueCodec())
 
 
 def flattened(state: Any, kind: Callable[[Any], str | None] = kind_of_scanned) -> Flat:
