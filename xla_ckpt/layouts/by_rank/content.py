@@ -10,7 +10,7 @@ from typing import Any
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, listed_names
-from xla_ckpt.layouts.by_rank.optimizer import optimizer_of
+from xla_ckpt.layouts.by_rank.optimizer import NAMELESS, optimizer_of
 from xla_ckpt.layouts.by_rank.state import Missing, ScannedState, Trees
 from xla_ckpt.layouts.scanned import flattened, scanned_manifest
 from xla_ckpt.layouts.torch_save.zip_reader import TensorAt, read
@@ -30,11 +30,6 @@ logger = logging.getLogger(__name__)
 _ONLY_MASTERS = UnknownArray(
     problem="this weight was not saved; at most its master weight was, which the optimizer numbers",
     hint="Load with model= and optimizer= together.",
-)
-_NAMELESS = UnknownArray(
-    problem="the stored optimizers of the pipeline stages number their parameters, and nothing says what the numbers "
-    "mean",
-    hint="Load with model= and optimizer=: their names and groups say so.",
 )
 
 
@@ -123,7 +118,7 @@ def content_of(state: ScannedState, optimizers: RankAt | None, optim: Callable[[
         if not wanted.optimizer:
             parts[schema.OPTIMIZER] = UnknownArray(problem="the optimizer was not asked for")
         elif wanted.groups is None and not wanted.sequence and optimizers.pp > 1:
-            parts[schema.OPTIMIZER] = _NAMELESS
+            parts[schema.OPTIMIZER] = NAMELESS
         else:
             parts[schema.OPTIMIZER] = optimizer_of(state, optim(), optimizers.dp)
     optimizer = parts.get(schema.OPTIMIZER)

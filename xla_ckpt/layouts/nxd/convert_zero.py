@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from xla_ckpt.engine.crew import Crew
@@ -121,8 +122,7 @@ def _carried(directory: Directory) -> list[str]:
 
 def _copy(source: Directory, target: Directory, path: str) -> None:
     """Copy a file durably."""
-    file = source.open(path)
-    try:
+    with closing(source.open(path)) as file:
         sink = target.create(path, file.size)
         try:
             buffer = memoryview(bytearray(min(file.size, BUFFER_BYTES)))
@@ -133,5 +133,3 @@ def _copy(source: Directory, target: Directory, path: str) -> None:
         except BaseException:
             sink.abandon()
             raise
-    finally:
-        file.close()

@@ -41,7 +41,7 @@ class SetPart:
 
     file: str
     digest: str
-    """Digest of its zip's directory, which stands for all that is in it; empty if it is no whole zip."""
+    """Digest of its zip's directory, which stands for all that is in it; empty if nobody asked, or it is no zip."""
 
     saves: tuple[SaveNote, ...]
     """What is noted of it, and of earlier files of its name."""
@@ -88,16 +88,21 @@ def less_others(directory: Directory, tag: SmpTag) -> SmpTag:
 
 
 def noted_part(directory: Directory, file: str) -> SetPart:
-    """A file of a set, and what is noted of it."""
-    saves, digest = saves_beside(directory, file), ""
+    """A file of a set, and what is noted of it. Where nothing is, the file itself is not looked at."""
+    if not (saves := saves_beside(directory, file)):
+        return SetPart(file=file, digest="", saves=(), saved=None)
     with closing(directory.open(file)) as source:
-        try:
-            digest = directory_digest(Ahead(source, file, 0).take, source.size)
-        except (ValueError, CorruptCheckpointError):
-            saved = None  # no whole zip: who reads it says so
-        else:
-            saved = next((one for one in saves if (one.size, one.directory) == (source.size, digest)), None)
-    return SetPart(file=file, digest=digest, saves=saves, saved=saved)
+        return identified(Ahead(source, file, 0), saves)
+
+
+def identified(ahead: Ahead, saves: tuple[SaveNote, ...]) -> SetPart:
+    """A file that is open, and which of the saves that are noted wrote it."""
+    try:
+        digest = directory_digest(ahead.take, ahead.size)
+    except (ValueError, CorruptCheckpointError):
+        digest = ""  # no whole zip: who reads it says so
+    saved = next((one for one in saves if (one.size, one.directory) == (ahead.size, digest)), None)
+    return SetPart(file=ahead.file, digest=digest, saves=saves, saved=saved)
 
 
 def saves_beside(directory: Directory, file: str) -> tuple[SaveNote, ...]:

@@ -14,14 +14,16 @@ from xla_ckpt.layouts.by_rank.optimizer import NAMELESS
 from xla_ckpt.layouts.by_rank.stage_numbers import names_of_stage
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, names_by_order, names_in_groups
 from xla_ckpt.layouts.smp.model import MergedModel
-from xla_ckpt.layouts.smp.optimizer_rows import STORED_MASTERS, are_rows, of_rows
 from xla_ckpt.layouts.smp.optimizer_shares import (
+    STORED_MASTERS,
     OptimizerShare,
+    are_rows,
     check_one_save,
     is_flat,
     is_optimizer_share,
     largest,
     numbers_of,
+    of_rows,
     shares_of,
     united_of,
 )

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt
 from xla_ckpt.layouts.parameter_numbers import PARAM_NAMES, largest_shape
+from xla_ckpt.layouts.smp.file_contents import NUMBERS
 from xla_ckpt.layouts.smp.members import INNER, MASTERS
-from xla_ckpt.layouts.smp.model import MergedModel
+from xla_ckpt.layouts.smp.model import ADDED_KEY, SHAPES, MergedModel
 from xla_ckpt.layouts.smp.one_save import two_saves
-from xla_ckpt.layouts.smp.optimizer_rows import masters_by_number
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.optimizer_schema import STEP
 
@@ -152,3 +153,63 @@ def _same(files: RankFiles, one: Any, other: Any) -> bool:
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """The numbers of the parameters of each group."""
     return [list(group[schema.PARAMS]) for group in groups]
+
+
+# Rows of states, as this library writes those of ZeRO-1 into files for each rdp rank. SMP's own shard_optimizer_state
+# deals out pieces of flat buffers, which only the job can find again: such files share no more than the names.
+
+STORED_MASTERS = "sharded_master_weights"
+"""Where the reader of optimizers looks for master weights, by number."""
+
+
+def are_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> bool:
+    """Whether the parts of an optimizer hold rows of its states."""
+    return any(_ours(tree.get(INNER, tree), SHAPES) is not None for tree in parts.values())
+
+
+def of_rows(parts: Mapping[RankAt, Mapping[Any, Any]]) -> dict[RankAt, dict[str, Any]]:
+    """One tree for each tp and rdp rank, of all pipeline stages, as the reader of ZeRO-1 optimizers takes them.
+
+    Args:
+        parts: What each part holds of the optimizer.
+
+    Raises:
+        CorruptCheckpointError: Some of the parts hold no rows.
+    """
+    trees: dict[RankAt, dict[str, Any]] = {}
+    for at, tree in sorted(parts.items()):
+        inner = tree.get(INNER, tree)
+        shapes, groups, state = _ours(inner, SHAPES), inner.get(schema.GROUPS), inner.get(schema.STATE)
+        if not isinstance(shapes, Mapping) or not isinstance(groups, list) or not isinstance(state, Mapping):
+            raise CorruptCheckpointError(
+                "some parts of the optimizer hold rows of its states, and others do not: they are of two saves",
+                leaf=schema.OPTIMIZER,
+                found=f"none at pp {at.pp}, tp {at.tp}, rdp {at.dp}",
+            )
+        merged = trees.setdefault(
+            RankAt(tp=at.tp, dp=at.dp), {schema.STATE: {}, schema.GROUPS: groups, "base_state": {}, "shape_info": {}}
+        )
+        merged["base_state"] |= state
+        merged["shape_info"] |= shapes
+        if MASTERS in tree:
+            merged.setdefault(STORED_MASTERS, {}).update(masters_by_number(tree) or {})
+    return trees
+
+
+def masters_by_number(tree: Mapping[Any, Any]) -> dict[int, Any] | None:
+    """The master weights of a part by number; None if it does not say which numbers they have."""
+    numbers, weights = _ours(tree, NUMBERS), tree.get(MASTERS)
+    if not isinstance(numbers, list) or not isinstance(weights, list):
+        return None
+    groups = zip(numbers, weights, strict=False)
+    return {
+        n: weight
+        for of_group, weights_of_group in groups
+        for n, weight in zip(of_group, weights_of_group, strict=False)
+    }
+
+
+def _ours(tree: Mapping[Any, Any], key: str) -> Any:
+    """What this library has noted in a file; None if it has not."""
+    added = tree.get(ADDED_KEY)
+    return added.get(key) if isinstance(added, Mapping) else None

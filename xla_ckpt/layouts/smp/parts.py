@@ -13,7 +13,7 @@ from xla_ckpt.layouts.by_rank.files import RankFiles, StoredTensor
 from xla_ckpt.layouts.by_rank.grid import RankAt, RankGrid, listed_names
 from xla_ckpt.layouts.one_file.file import SavedFiles
 from xla_ckpt.layouts.one_file.objects import FileObjects, Walk
-from xla_ckpt.layouts.smp.one_save import SetPart, noted_part, two_saves
+from xla_ckpt.layouts.smp.one_save import SetPart, identified, saves_beside, two_saves
 from xla_ckpt.layouts.smp.tags import FileSet, SmpTag
 from xla_ckpt.layouts.torch_save.pickle_names import Attributes
 from xla_ckpt.layouts.torch_save.zip_reader import FEW_AHEAD, Ahead, TensorAt, Zip
@@ -61,9 +61,10 @@ class PartFiles(RankFiles):
         """
         if path not in self._trees:
             with naming(file=path), closing(self._opened(path)) as source:
-                archive = Zip(Ahead(source, path, FEW_AHEAD), 0, source.size)
+                ahead = Ahead(source, path, FEW_AHEAD)
+                archive = Zip(ahead, 0, source.size)
                 self.saved.storages[path] = archive.storages()
-                self.noted[path] = noted_part(self.directory_of_all, path)
+                self.noted[path] = identified(ahead, saves_beside(self.directory_of_all, path))
                 walk = Walk(FileObjects(self.saved, path, archive.pickled), _stored)
                 self._trees[path] = walk.visit(archive.value(strided=True, tolerant=True, more=SCALERS), ())
         return self._trees[path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,8 +56,20 @@ class SmpFiles(PartFiles):
             "{tag}: its save may not have ended, neither newest nor a file says so" if tag.directory else ""
         )
 
+    def checks(self) -> list[Callable[[], object]]:
+        return [self.leave_out_others]
+
+    def leave_out_others(self) -> None:
+        """Leave out the files of other saves that lie under the name of the set.
+
+        Raises:
+            CorruptCheckpointError: It is of two saves.
+        """
+        self.tag = less_others(self.directory_of_all, self.tag)
+
     def content(self, hints: Hints) -> Content:
-        tag = self.tag = less_others(self.directory_of_all, self.tag)
+        self.leave_out_others()
+        tag = self.tag
         stored = _of_set(self, tag, hints) if "" in tag.sets else _of_directory(self, tag)
         self.check_saves()
         content = _content(self, stored, hints, noted=self.one_save)
