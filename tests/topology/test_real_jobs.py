@@ -161,3 +161,32 @@ def test_spmd_devices_resume_what_four_ranks_saved_and_a_plain_process_what_they
     files = names_in(tmp_path / "spmd" / "model")
     assert len(files) >= 6  # one for each device that holds a first copy of anything
     assert all(name.endswith("-of-00008.safetensors") for name in files)
+
+
+def spmd_tensors_change_after_each_save(root: Path) -> None:
+    import numpy as np
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+
+    torch_xla.runtime.use_spmd()
+    mesh = xs.Mesh(np.arange(8), (4, 2), ("x", "y"))
+    specs = ("x", None), ("x", "y"), (None, None), ("x", None)
+    shapes = (64, 33), (64, 34), (7, 5), (30, 9)  # the last one is padded
+    state = {str(i): torch.rand(shape).to(torch_xla.device()) for i, shape in enumerate(shapes)}
+    for value, spec in zip(state.values(), specs, strict=True):
+        xs.mark_sharding(value, mesh, spec)
+    for mode in ("host", "device", "overlap"):
+        for waits in (True, False):
+            tag, options = f"{mode}_{waits}", xla_ckpt.SaveOptions(snapshot=mode)
+            before = {name: value.cpu() for name, value in state.items()}
+            handle = xla_ckpt.save(root, tag, state, async_save=not waits, options=options)
+            for value in state.values():
+                value.add_(1)
+            torch_xla.sync(wait=True)
+            handle.result()
+            saved = xla_ckpt.restore(root, tag).tree
+            assert all(torch.equal(saved[name], value) for name, value in before.items()), tag
+
+
+def test_a_save_of_spmd_tensors_holds_what_they_were_in_each_mode_of_snapshots(tmp_path: Path) -> None:
+    run_alone(spmd_tensors_change_after_each_save, tmp_path, xla=True, env={"CPU_NUM_DEVICES": "8"})
