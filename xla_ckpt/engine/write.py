@@ -178,6 +178,10 @@ def write_files(
     phases = crew.phases
 
     deferred = [source for source in memory.values() if isinstance(source, Deferred)]
+    if deferred:
+        # The shards of an array lie at about the same places of several files. Where they can only be copied together,
+        # the copy would be needed until the last file is written.
+        segments.sort(key=lambda segment: segment.start)
     feed = Feed(_wanted(files, segments) if deferred else {}, deferred, budget)
 
     def write(segment: _Segment, buffer: memoryview) -> None:
