@@ -72,7 +72,8 @@ class FromNursery(Program):
 
     def end(self) -> None:
         super().end()
-        if isinstance(told := self._process, _Told):
+        told: Any = self._process
+        if isinstance(told, _Told):
             told.line.close()
 
 
