@@ -188,5 +188,6 @@ def spmd_tensors_change_after_each_save(root: Path) -> None:
             assert all(torch.equal(saved[name], value) for name, value in before.items()), tag
 
 
+@pytest.mark.xla
 def test_a_save_of_spmd_tensors_holds_what_they_were_in_each_mode_of_snapshots(tmp_path: Path) -> None:
     run_alone(spmd_tensors_change_after_each_save, tmp_path, xla=True, env={"CPU_NUM_DEVICES": "8"})
