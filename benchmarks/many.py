@@ -67,6 +67,8 @@ def arrays(args: argparse.Namespace, root: str) -> None:
     module, n = xla_module([(256,)] * args.arrays), args.arrays
     row(f"first save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), 1)
     row(f"save of {n} x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "a", module), args.rounds, changed(module))
+    one = xla_module([(256,)])
+    row("save of 1 x 1 KiB", lambda: xla_ckpt.save_checkpoint(root, "b", one), args.rounds, changed(one))
     row(f"first load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), 1)
     row(f"load of {n} x 1 KiB", lambda: xla_ckpt.load_checkpoint(root, "a", module), args.rounds)
 
