@@ -78,14 +78,7 @@ class Spmd:
         return LocalArray(shape=tuple(value.shape), pieces=tuple(pieces))
 
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
-        tensors = [global_tensor(v).detach() for v, _ in values]
-        if not tensors:
-            return []
-        materialize(tensors)
-        return [
-            [shard_of(cut(on_devices[p.lane][0], p.local)) for p in local.pieces]
-            for on_devices, (_, local) in zip(_XLAC._get_local_shards(tensors), values, strict=True)
-        ]
+        return [[shard.copies.of(shard.piece) for shard in shards] for shards in self.shards(values)]
 
     def shards(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[SpmdShard]]:
         tensors = [global_tensor(v).detach() for v, _ in values]
