@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
-from tests.snapshot.trials import different, trials
+from tests.snapshot.trials import different, small_pieces, trials
 from xla_ckpt.engine.feed import Feed
 from xla_ckpt.snapshot.arena import LARGEST_PIECE, POOL
 from xla_ckpt.snapshot.shards import HostShard
@@ -490,3 +492,17 @@ def shards_are_saved_while_they_change(rank: int, root: Path) -> list[tuple[bool
 
 def test_shards_of_fsdp2_are_guarded(tmp_path: Path) -> None:
     assert run_on_ranks(shards_are_saved_while_they_change, 2, tmp_path) == [[(True, [])] * 3] * 2
+
+
+def test_a_layout_of_many_files_opens_few_at_a_time(tmp_path: Path) -> None:
+    model = torch.nn.ParameterList(torch.full((5_000,), float(n)) for n in range(300))  # three segments each
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 150, before[1]))
+    try:
+        with small_pieces():
+            overlapped(tmp_path, model, optimizer, layout="xser").result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    saved = xla_ckpt.restore(tmp_path, "a").tree["model"]
+    assert all((saved[str(n)] == n).all() for n in range(300))

@@ -42,6 +42,9 @@ WRITERS = 8
 COPY_WITHOUT_GIL = 64 * 1024
 """From this size on a copy goes through numpy, which releases the interpreter lock."""
 
+SIDE_BY_SIDE = 64
+"""Files that are written place by place, at most: as many as one process has devices, and few enough to have open."""
+
 ShardBytes = Mapping[tuple[str, int], memoryview | Deferred]
 """(leaf path, local shard) -> its bytes in C order, unchanging until the save is done; or what they are copied from."""
 
@@ -181,7 +184,7 @@ def write_files(
     if deferred:
         # The shards of an array lie at about the same places of several files. Where they can only be copied together,
         # the copy would be needed until the last file is written.
-        segments.sort(key=lambda segment: segment.start)
+        segments.sort(key=lambda segment: (segment.file // SIDE_BY_SIDE, segment.start))
     feed = Feed(_wanted(files, segments) if deferred else {}, deferred, budget)
 
     def write(segment: _Segment, buffer: memoryview) -> None:
