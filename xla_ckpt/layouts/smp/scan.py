@@ -43,9 +43,6 @@ _COUNTER = re.compile(r"(?:^|_)(?:steps?|epochs?|iters?|iterations?)(?:$|_)", re
 """Names of numbers that all ranks count alike."""
 
 
-_UNFINISHED = "{tag}: its save may not have ended, as neither newest nor a file says that it did"
-
-
 class SmpFiles(PartFiles):
     """The files of a set, or of a directory of sets."""
 
