@@ -170,8 +170,8 @@ def spmd_tensors_change_after_each_save(root: Path) -> None:
 
     torch_xla.runtime.use_spmd()
     mesh = xs.Mesh(np.arange(8), (4, 2), ("x", "y"))
-    specs = ("x", None), ("x", "y"), (None, None), ("x", None)
-    shapes = (64, 33), (64, 34), (7, 5), (30, 9)  # the last one is padded
+    specs = ("x", None), ("x", "y"), (None, None), ("x", None), ("x", "y")
+    shapes = (64, 33), (64, 34), (7, 5), (30, 9), (10, 7)  # the last two are padded
     state = {str(i): torch.rand(shape).to(torch_xla.device()) for i, shape in enumerate(shapes)}
     for value, spec in zip(state.values(), specs, strict=True):
         xs.mark_sharding(value, mesh, spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,16 +78,13 @@ class Spmd:
         return LocalArray(shape=tuple(value.shape), pieces=tuple(pieces))
 
     def host(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[HostShard]]:
-        return [[shard.copies.of(shard.piece) for shard in shards] for shards in self.shards(values)]
+        return [[shard.on_host() for shard in shards] for shards in self.shards(values)]
 
     def shards(self, values: Sequence[tuple[torch.Tensor, LocalArray]]) -> list[list[SpmdShard]]:
         tensors = [global_tensor(v).detach() for v, _ in values]
         if tensors:
             materialize(tensors)
-        return [
-            [SpmdShard(copies, piece, tensor.element_size()) for piece in local.pieces]
-            for tensor, copies, (_, local) in zip(tensors, map(_Copies, tensors), values, strict=True)
-        ]
+        return [_Copies(tensor, local.pieces).shards() for tensor, (_, local) in zip(tensors, values, strict=True)]
 
     def into(self, value: torch.Tensor, local: LocalArray, *, owned: bool) -> Target:
         inner = global_tensor(value)
@@ -131,18 +128,25 @@ class _Copies:
     torch_xla copies the shards of all devices at once, and has no view of one.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
         self._lock = threading.Lock()
         self._tensor = tensor
-        self._of_device: list[torch.Tensor] | None = None
+        self._shards: list[HostShard] | None = None
 
-    def of(self, piece: Piece) -> HostShard:
-        """A piece of the tensor."""
+    def shards(self) -> list[SpmdShard]:
+        """All pieces of the tensor, none of them copied yet."""
+        itemsize = self._tensor.element_size()
+        return [SpmdShard(self, number, piece.local.size * itemsize) for number, piece in enumerate(self._pieces)]
+
+    def shard(self, number: int) -> HostShard:
+        """A piece of the tensor, in host memory."""
         with self._lock:
-            if self._of_device is None:
+            if self._shards is None:
                 (copies,) = _XLAC._get_local_shards([self._tensor])
-                self._of_device = [copy for copy, _ in copies]
-            return shard_of(cut(self._of_device[piece.lane], piece.local))
+                # Once for all: without its padding, a piece may be one copy more.
+                self._shards = [shard_of(cut(copies[piece.lane][0], piece.local)) for piece in self._pieces]
+            return self._shards[number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,33 +158,35 @@ class SpmdShard:
     """
 
     copies: _Copies
-    piece: Piece
-    itemsize: int
+    number: int
+    """Of its piece."""
+
+    nbytes: int
     immutable: bool = False
     """Whether it is copied. The tensor that is held becomes another one when the program writes to it."""
 
     version: Callable[[], Hashable] | None = None
 
     @property
-    def nbytes(self) -> int:
-        return self.piece.local.size * self.itemsize
-
-    @property
     def link(self) -> Link:
         return HOST
 
     def begin_copy(self, offset: int, target: Bytes) -> None:
-        self.copies.of(self.piece).begin_copy(offset, target)
+        self.on_host().begin_copy(offset, target)
 
     def in_order(self) -> SpmdShard:
         return self
 
     def clone(self) -> SpmdShard:
-        self.copies.of(self.piece)
-        return SpmdShard(self.copies, self.piece, self.itemsize, immutable=True)
+        self.on_host()
+        return replace(self, immutable=True)
 
     def look(self, look: Look) -> bytes:
-        return look.of(self.copies.of(self.piece).data)
+        return look.of(self.on_host().data)
+
+    def on_host(self) -> HostShard:
+        """Its bytes in host memory."""
+        return self.copies.shard(self.number)
 
 
 class _Shards:
