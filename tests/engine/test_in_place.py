@@ -12,7 +12,7 @@ import torch
 
 import xla_ckpt
 from xla_ckpt.engine import restore
-from xla_ckpt.plan.batches import STRAIGHT_BYTES
+from xla_ckpt.plan.costs import STRAIGHT_BYTES
 from xla_ckpt.storage.local_file import LocalSource
 from xla_ckpt.storage.pool import BUFFER_BYTES
 

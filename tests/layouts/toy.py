@@ -72,6 +72,9 @@ class NpyFile:
     def places(self) -> list[tuple[int, int]]:
         return [(len(self.head), Box.whole(self.shape).size * self.dtype.itemsize)]
 
+    def streamed(self) -> NpyFile:
+        return self
+
     def without(self, regions: frozenset[int]) -> NpyFile:
         return self  # a file without its only region is not written at all
 

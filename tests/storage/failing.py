@@ -5,10 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from xla_ckpt.storage.base import Directory, FileSystem, Identity, LocalFiles, ObjectStore, Sink, Source, Store
+from xla_ckpt.plan.costs import Costs
+from xla_ckpt.storage.base import (
+    Directory,
+    FileSystem,
+    Identity,
+    LocalFiles,
+    ObjectStore,
+    Sink,
+    Source,
+    Store,
+    Streaming,
+)
 
 
 @dataclass
@@ -80,9 +91,15 @@ class FailingDirectory:
     inner: LocalFiles
     faults: Faults
 
+    streaming = None
+
     @property
     def name(self) -> str:
         return self.inner.name
+
+    @property
+    def costs(self) -> Costs:
+        return self.inner.costs
 
     @property
     def fd(self) -> int:
@@ -105,8 +122,8 @@ class FailingDirectory:
         self.faults.change(f"replace {path}")
         self.inner.replace(path, data)
 
-    def open(self, path: str) -> Source:
-        return self.inner.open(path)
+    def open(self, path: str, size: int | None = None) -> Source:
+        return self.inner.open(path, size)
 
     def files(self) -> list[str]:
         return self.inner.files()
@@ -232,12 +249,23 @@ class FailingObject:
 class FailingFiles:
     """A directory of such a store."""
 
-    inner: Directory
+    inner: Streaming
     faults: Faults
 
     @property
     def name(self) -> str:
         return self.inner.name
+
+    @property
+    def costs(self) -> Costs:
+        return self.inner.costs
+
+    @property
+    def streaming(self) -> FailingFiles:
+        return self
+
+    def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
+        self.faults.act(f"put {path}", lambda: self.inner.stream(path, size, chunks))
 
     def create(self, path: str, size: int) -> FailingObject:
         return FailingObject(self.inner.create(path, size), path, self.faults)
@@ -245,8 +273,8 @@ class FailingFiles:
     def make(self, path: str) -> None:
         self.inner.make(path)
 
-    def open(self, path: str) -> Source:
-        return self.inner.open(path)
+    def open(self, path: str, size: int | None = None) -> Source:
+        return self.inner.open(path, size)
 
     def files(self) -> list[str]:
         return self.inner.files()
@@ -283,6 +311,9 @@ class FailingObjects(Unchanging):
 
     def fill(self, name: str) -> FailingFiles:
         return FailingFiles(self.inner.fill(name), self.faults)
+
+    def check_conditions(self) -> None:
+        self.inner.check_conditions()
 
     def copy(self, source: str, target: str) -> None:
         self.faults.act(f"copy {source} to {target}", lambda: self.inner.copy(source, target))

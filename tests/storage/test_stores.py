@@ -386,5 +386,10 @@ def test_all_of_a_storage_is_no_directory_in_it() -> None:
             above(path)
     store, name = above("memory://a")
     assert (store.path, name) == ("memory://", "a")
-    with pytest.raises(UsageError, match="file systems"):
-        store_at("s3://bucket/run")
+    with pytest.raises(UsageError, match="no storage of this library"):
+        store_at("ftp://host/run")
+    with pytest.raises(UsageError, match="names no bucket"):
+        store_at("s3://")
+    with pytest.raises(UsageError, match="is that of this machine"):
+        store_at("file://host/run")
+    assert store_at("file:///a%20b/run").path == "/a b/run"

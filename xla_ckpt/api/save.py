@@ -267,7 +267,12 @@ def _prepare(store: Store) -> None:
 
 
 def _check_is_no_tag(store: Store) -> None:
-    """Refuse the directory of a tag as a root: retention would remove the tags in it with the one that it is."""
+    """Refuse the directory of a tag as a root: retention would remove the tags in it with the one that it is.
+
+    In an object store it would not: the files of a tag are in a directory of their own, below that of its name.
+    """
+    if store.object_store is not None:
+        return
     try:
         above_it, name = above(store.path)
     except UsageError:  # nothing is above it

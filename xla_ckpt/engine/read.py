@@ -54,7 +54,7 @@ def read_into(
             _read_through(tag, batch, buffer, slots, scratch, crew.phases)
         crew.progress(batch.nbytes)
 
-    _run(plan, True, work, crew.workers, SCRATCH_BYTES)
+    _run(tag, plan, work, crew.workers, straight=True, scratch=SCRATCH_BYTES)
 
 
 def check_reads(
@@ -81,20 +81,27 @@ def check_reads(
             on_problem(error)
         crew.progress(batch.nbytes)
 
-    _run(plan, False, work, crew.workers, 0)
+    _run(tag, plan, work, crew.workers, straight=False)
 
 
 def _run(
-    plan: RestorePlan, straight: bool, work: Callable[[ReadBatch, memoryview], None], workers: int, scratch: int
+    tag: TagReader,
+    plan: RestorePlan,
+    work: Callable[[ReadBatch, memoryview], None],
+    workers: int,
+    *,
+    straight: bool,
+    scratch: int = 0,
 ) -> None:
     """Work off what is read, each worker with `scratch` bytes and a buffer that the largest batch fits into."""
+    costs = tag.directory.costs
     with collector_paused():
-        batches = batches_of(plan, straight=straight)
+        batches = batches_of(plan, straight=straight, costs=costs)
     largest = max((b.stop - b.start for b in batches if not b.straight), default=0)
     work_off(
         batches,
         work,
-        workers=min(workers, len(batches)) or 1,
+        workers=min(costs.in_flight or workers, len(batches)) or 1,
         buffer_bytes=scratch + largest,
         name="xla_ckpt-read",
     )
@@ -137,7 +144,10 @@ def _read_through(
 def _fill(tag: TagReader, batch: ReadBatch, into: memoryview, scratch: memoryview | None) -> None:
     """Fill memory with the bytes of a batch; without scratch, they will be read again."""
     source, offset = tag.source(batch.file), batch.start
-    got = source.read_into(into, offset) if scratch is None else source.read_once(into, offset, scratch)
+    try:
+        got = source.read_into(into, offset) if scratch is None else source.read_once(into, offset, scratch)
+    except FileNotFoundError:
+        raise tag.missing(batch.file) from None  # a store that was not asked for it when it was opened
     if got < len(into):
         raise CorruptCheckpointError(
             "a payload file ends too early",

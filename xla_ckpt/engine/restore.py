@@ -18,7 +18,7 @@ from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.target import Target, by_kind
 from xla_ckpt.errors import storage_errors
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
-from xla_ckpt.plan.batches import STRAIGHT_BYTES
+from xla_ckpt.plan.costs import STRAIGHT_BYTES
 from xla_ckpt.plan.restore_plan import RestorePlan, Want, plan_restore
 from xla_ckpt.plan.shared_reads import Mixed, ReadShare
 from xla_ckpt.snapshot.memory import Slabs

@@ -164,9 +164,9 @@ class TagReader:
                 storage_errors("opening a payload file", path=self.root, tag=self.tag, file=record.path),
             ):
                 try:
-                    source = self.directory.open(record.path)
+                    source = self.directory.open(record.path, record.size)
                 except (FileNotFoundError, NotADirectoryError):
-                    raise absent(self.directory, "a payload file is missing", hint=self.hint) from None
+                    raise self.missing(file) from None
             self._sources[file] = source
             if source.size != record.size:
                 raise CorruptCheckpointError(
@@ -179,6 +179,11 @@ class TagReader:
                     hint=f"It was cut off or replaced. {self.hint}",
                 )
             return source
+
+    def missing(self, file: int) -> CheckpointError:
+        """The error for a file of the manifest that is not there."""
+        error = absent(self.directory, "a payload file is missing", hint=self.hint)
+        return error.at(path=self.root, tag=self.tag, file=self.file_name(file))
 
     def head(self, file: int) -> bytes:
         """The bytes of a file that no region holds, verified: its record has their digest.

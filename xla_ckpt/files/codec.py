@@ -31,6 +31,12 @@ class Codec(Protocol):
     def wants_crc32(self) -> bool:
         """Whether `glue` needs the CRC-32 of each region."""
 
+    def streamed(self) -> Codec:
+        """The same file as it is written in the order of its bytes: with a glue that is known before the regions are.
+
+        Itself, where that is so already, or cannot be.
+        """
+
     def without(self, regions: frozenset[int]) -> Codec | None:
         """The same file without these of its regions (indices into `places`); None if it needs all of them."""
 

@@ -126,6 +126,9 @@ class Distcp:
     def wants_crc32(self) -> bool:
         return False
 
+    def streamed(self) -> Distcp:
+        return self
+
     def without(self, regions: frozenset[int]) -> Distcp:
         return replace(self, chunks=tuple(c for i, c in enumerate(self.chunks) if i not in regions))
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from xla_ckpt.dtypes import DType, of_safetensors
 from xla_ckpt.errors import FormatError, UnsupportedStateError
-from xla_ckpt.files.codec import Glue
+from xla_ckpt.files.codec import Glue, record_with_regions
 from xla_ckpt.files.regions import Region, Regions
 from xla_ckpt.manifest import digest
 from xla_ckpt.manifest.digest import BlockTable
@@ -73,16 +73,18 @@ class HeaderTemplate:
         return self.before + digest.pack_digests(digests).encode() + self.after
 
 
-def header_template(regions: Sequence[Region]) -> HeaderTemplate:
-    """What `header` writes of some regions but for the digests."""
+def header_template(regions: Sequence[Region], *, digested: bool = True) -> HeaderTemplate:
+    """What `header` writes of some regions but for the digests; without `digested`, there is no place for them."""
     regions = Regions.of(regions)
     counts = [digest.block_count(box.size * dtype.itemsize) for dtype, box in regions.forms]
     count = int(np.array(counts, np.int64)[regions.form].sum())
     names = list(map(_JSON.encode, regions.names))
     starts = [_JSON.encode(saved_offset(Region("", *form))) for form in regions.forms]
     offsets = ",".join([f"{name}:{starts[form]}" for name, form in zip(names, regions.form.tolist(), strict=True)])
-    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": "{" + offsets + "}", DIGESTS_KEY: ""}
-    text = padded_header(about, _entries(regions, names), digest.packed_length(count))
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": "{" + offsets + "}"}
+    if not digested:
+        return HeaderTemplate(padded_header(about, _entries(regions, names)), b"", 0)
+    text = padded_header({**about, DIGESTS_KEY: ""}, _entries(regions, names), digest.packed_length(count))
     # The first such place is that of the digests: inside of a string of JSON its quotes would be escaped.
     before, key, after = text.partition(f'"{DIGESTS_KEY}":"'.encode())
     return HeaderTemplate(before + key, after, count)
@@ -148,12 +150,18 @@ class Safetensors:
     plain: bool = False
     """Whether the header says only what the regions are: for files that leave the library."""
 
+    digested: bool = True
+    """Whether the header has the digests of all blocks. Else the manifest has them: the header is known first, then."""
+
     places: list[tuple[int, int]] = field(init=False, repr=False, compare=False)
 
     _template: HeaderTemplate = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        template = HeaderTemplate(plain_header(self.regions), b"", 0) if self.plain else header_template(self.regions)
+        if self.plain:
+            template = HeaderTemplate(plain_header(self.regions), b"", 0)
+        else:
+            template = header_template(self.regions, digested=self.digested)
         nbytes = self.regions.nbytes
         starts = template.size + np.cumsum(nbytes) - nbytes
         object.__setattr__(self, "_template", template)
@@ -165,21 +173,26 @@ class Safetensors:
 
     @property
     def wants_digests(self) -> bool:
-        return not self.plain
+        return self.digested and not self.plain
 
     @property
     def wants_crc32(self) -> bool:
         return False
+
+    def streamed(self) -> Safetensors:
+        return replace(self, digested=False) if self.wants_digests else self
 
     def without(self, regions: frozenset[int]) -> Safetensors:
         kept = np.array([i for i in range(len(self.regions)) if i not in regions], np.int64)
         return replace(self, regions=self.regions.rows(kept))
 
     def glue(self, digests: Sequence[int], crcs: Sequence[int]) -> Glue:
-        return [(0, self._template.filled(() if self.plain else digests))]
+        return [(0, self._template.filled(digests if self.wants_digests else ()))]
 
     def record(self, path: str, glue: Glue, digests: Sequence[int]) -> FileRecord:
         ((_, head),) = glue
+        if not (self.digested or self.plain):
+            return record_with_regions(path, self, glue, digests)
         return FileRecord(path=path, size=self.size, head=len(head), digest=digest.digest(head))
 
 

@@ -138,6 +138,9 @@ class TorchFile:
     def wants_crc32(self) -> bool:
         return True
 
+    def streamed(self) -> TorchFile:
+        return self
+
     def without(self, regions: frozenset[int]) -> None:
         """None: the file needs all of its regions, because they are the storages that the pickle names."""
 

@@ -13,17 +13,9 @@ from itertools import pairwise
 import numpy as np
 
 from xla_ckpt.manifest.digest import block_sizes
+from xla_ckpt.plan.costs import DISK, Costs
 from xla_ckpt.plan.restore_plan import RestorePlan
 from xla_ckpt.sharding.corners import Flags, Ints
-
-BATCH_BYTES = 8 * 1024 * 1024
-"""Bytes that are read in one go, at most, unless a scattered part spans more."""
-
-STRAIGHT_BYTES = 256 * 1024
-"""Contiguous reads from this size on go straight into their destination."""
-
-MAX_GAP = 32 * 1024
-"""Neighbouring reads this close are one read: skipping so little would cost more than reading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,13 +87,13 @@ class ReadBatch:
         return self.plan.leaves[int(self.plan.leaf[self.extents.read[extent]])]
 
 
-def batches_of(plan: RestorePlan, *, straight: bool) -> list[ReadBatch]:
+def batches_of(plan: RestorePlan, *, straight: bool, costs: Costs = DISK) -> list[ReadBatch]:
     """Everything that is read, in file order. `straight`: whether any of it may go straight into its destination."""
-    extents = _extents(plan, straight)
+    extents = _extents(plan, straight, costs)
     alone, through = np.flatnonzero(extents.straight), np.flatnonzero(~extents.straight)
     some = extents.rows(through)
     groups = [alone[i : i + 1] for i in range(len(alone))]
-    groups += [through[i:j] for i, j in _neighbours(plan.file[some.read], some.start, some.stop)]
+    groups += [through[i:j] for i, j in _neighbours(plan.file[some.read], some.start, some.stop, costs)]
     groups.sort(key=lambda group: int(group[0]))
     return [_batch(plan, extents.rows(group)) for group in groups]
 
@@ -111,19 +103,19 @@ def _batch(plan: RestorePlan, extents: Extents) -> ReadBatch:
     return ReadBatch(plan, extents, int(plan.file[extents.read[0]]), int(extents.start[0]), int(extents.stop.max()))
 
 
-def _neighbours(file: Ints, start: Ints, stop: Ints) -> Iterator[tuple[int, int]]:
+def _neighbours(file: Ints, start: Ints, stop: Ints, costs: Costs) -> Iterator[tuple[int, int]]:
     """(first, one past the last) of extents that are close together, and together small enough for a buffer."""
     if not len(file):
         return
     furthest = _furthest(file, stop)
     # Reads of one shard may overlap. One that begins before the others do is not in what they read.
-    apart = (file[1:] != file[:-1]) | (start[1:] > furthest[:-1] + MAX_GAP) | (start[1:] < start[:-1])
+    apart = (file[1:] != file[:-1]) | (start[1:] > furthest[:-1] + costs.max_gap) | (start[1:] < start[:-1])
     bounds = np.concatenate([[0], np.flatnonzero(apart) + 1, [len(file)]])
-    small = furthest[bounds[1:] - 1] - start[bounds[:-1]] <= BATCH_BYTES
+    small = furthest[bounds[1:] - 1] - start[bounds[:-1]] <= costs.batch_bytes
     for (first, last), fits in zip(pairwise(bounds.tolist()), small.tolist(), strict=True):
         at = first
         while at < last:
-            end = at + int(np.searchsorted(furthest[at:last], start[at] + BATCH_BYTES, side="right"))
+            end = at + int(np.searchsorted(furthest[at:last], start[at] + costs.batch_bytes, side="right"))
             end = last if fits else max(end, at + 1)
             yield at, end
             at = end
@@ -137,20 +129,21 @@ def _furthest(file: Ints, stop: Ints) -> Ints:
     return np.concatenate([np.maximum.accumulate(stop[first:last]) for first, last in pairwise(bounds)])
 
 
-def _extents(plan: RestorePlan, straight: bool) -> Extents:
+def _extents(plan: RestorePlan, straight: bool, costs: Costs) -> Extents:
     """The extents of all reads. The rows of a scattered part are copied between strided views of the whole, so all its
     blocks come together; the plan has bounded what they span. A large contiguous one is cut.
     """
     size, first, last = plan.blocks
     one_run = plan.scatter < 0
-    goes_straight = one_run & (plan.moved >= STRAIGHT_BYTES) if straight else np.zeros(len(plan), np.bool_)
-    cut = goes_straight | (one_run & ((last - first) * size > BATCH_BYTES))
+    goes_straight = one_run & (plan.moved >= costs.straight_bytes) if straight else np.zeros(len(plan), np.bool_)
+    cut = goes_straight | (one_run & ((last - first) * size > costs.batch_bytes))
     rows: list[tuple[int, int, int, bool]] = []
     for read in np.flatnonzero(cut).tolist():
         if goes_straight[read]:
-            rows += _straight(plan, read, int(size[read]))
+            rows += _straight(plan, read, int(size[read]), costs)
         else:
-            rows += [(read, a, b, False) for a, b in _bounded(int(size[read]), int(first[read]), int(last[read]))]
+            groups = _bounded(int(size[read]), int(first[read]), int(last[read]), costs)
+            rows += [(read, a, b, False) for a, b in groups]
     whole, pieces = np.flatnonzero(~cut), np.array(rows, np.int64).reshape(-1, 4)
     extents = Extents.of(
         plan,
@@ -162,7 +155,7 @@ def _extents(plan: RestorePlan, straight: bool) -> Extents:
     return extents.rows(np.lexsort((extents.first, extents.read))) if rows else extents
 
 
-def _straight(plan: RestorePlan, read: int, size: int) -> Sequence[tuple[int, int, int, bool]]:
+def _straight(plan: RestorePlan, read: int, size: int, costs: Costs) -> Sequence[tuple[int, int, int, bool]]:
     """The extents of a large contiguous read: the blocks that are wanted whole go straight into their destination.
 
     The first and the last block may also hold bytes that are not wanted. Read straight, those would overwrite the
@@ -174,13 +167,13 @@ def _straight(plan: RestorePlan, read: int, size: int) -> Sequence[tuple[int, in
     ends_inside = end % size != 0 and end != plan.shard[read]  # the last block of a shard may be short, and is whole
     head, tail = -(-begin // size), end // size if ends_inside else -(-end // size)
     rows = [(read, begin // size, head, False)] if begins_inside else []
-    rows += [(read, a, b, True) for a, b in _bounded(size, head, tail)]
+    rows += [(read, a, b, True) for a, b in _bounded(size, head, tail, costs)]
     # A read that lies inside of one block has a tail before its head: that block has been dealt with.
     return [*rows, (read, tail, tail + 1, False)] if ends_inside and head <= tail else rows
 
 
-def _bounded(size: int, first: int, last: int) -> Iterator[tuple[int, int]]:
+def _bounded(size: int, first: int, last: int, costs: Costs) -> Iterator[tuple[int, int]]:
     """Some blocks in groups that fit in a worker's buffer."""
-    step = max(BATCH_BYTES // size, 1)
+    step = max(costs.batch_bytes // size, 1)
     for block in range(first, last, step):
         yield block, min(block + step, last)

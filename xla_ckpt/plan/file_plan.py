@@ -140,6 +140,11 @@ class FilePlan:
         """Bytes of all regions."""
         return sum(nbytes for _, nbytes in self.codec.places)
 
+    def streamed(self) -> FilePlan:
+        """The same file as it is written in the order of its bytes (see `Codec.streamed`)."""
+        codec = self.codec.streamed()
+        return self if codec is self.codec else replace(self, codec=codec)
+
     def minus(self, leaves: frozenset[str]) -> FilePlan | None:
         """The same file if the manifest finds `leaves` elsewhere; None if nothing else is in it.
 

@@ -62,6 +62,10 @@ class SavePlan:
                 bounds[source.leaf, source.shard] = min(low, source.offset), max(high, stop)
         return bounds
 
+    def streamed(self) -> SavePlan:
+        """The same for a storage whose files are written in the order of their bytes."""
+        return SavePlan(tuple(file.streamed() for file in self.files))
+
     def minus(self, leaves: frozenset[str]) -> SavePlan:
         """What this process writes if other processes, which did not share in this plan, store `leaves`.
 

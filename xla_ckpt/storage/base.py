@@ -5,16 +5,18 @@ that is all that readers need. Stores differ in how something comes to be there 
 names of directories, and has locks. An `ObjectStore` has neither: its files never change and never move, and it
 replaces one small record on a condition. `xla_ckpt.tags.root` makes a root of tags of either one.
 
-`storage.local` answers for file systems, `storage.memory` as an object store does, for tests and simulations.
+`storage.local` answers for file systems, `storage.remote` for object stores, and `storage.memory` as these do, for
+tests and simulations.
 `storage.door` finds the one for the path that a caller gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from xla_ckpt.errors import FormatError, NotDurableError
+from xla_ckpt.plan.costs import Costs
 
 BLOCK = 4096
 """Unit of aligned I/O (bytes): offsets and, but for the end of a file, lengths of `Sink.write` are multiples of it."""
@@ -67,6 +69,14 @@ class Directory(Protocol):
     def name(self) -> str:
         """Its name in the store when it was opened."""
 
+    @property
+    def costs(self) -> Costs:
+        """What reading costs there."""
+
+    @property
+    def streaming(self) -> Streaming | None:
+        """The same, if files that are written in the order of their bytes need no memory and no disk besides."""
+
     def create(self, path: str, size: int) -> Sink:
         """Begin a new file that will have `size` bytes; its parents are made. It must not exist."""
 
@@ -76,8 +86,14 @@ class Directory(Protocol):
         A store that has no directories of its own, only names of files, has nothing to do.
         """
 
-    def open(self, path: str) -> Source:
-        """Open a file for reading. FileNotFoundError if there is none."""
+    def open(self, path: str, size: int | None = None) -> Source:
+        """Open a file for reading. FileNotFoundError if there is none.
+
+        Args:
+            path: Which file.
+            size: How many bytes it should have. An object store does not ask, then, and finds out at the first read
+                that there is no such file, or that it ends before.
+        """
 
     def files(self) -> list[str]:
         """Paths of all files below, sorted."""
@@ -93,6 +109,17 @@ class Directory(Protocol):
 
     def close(self) -> None:
         """Release the directory, and the lock that it was opened with."""
+
+
+class Streaming(Directory, Protocol):
+    """A directory whose files are written in the order of their bytes."""
+
+    def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
+        """Write a file that will have `size` bytes. It appears whole when the last chunk is there.
+
+        What an iterator raises is raised here, and nothing is left. A chunk is not used any more when the next one is
+        asked for.
+        """
 
 
 class LocalFiles(Directory, Protocol):
@@ -226,21 +253,25 @@ class Changed(Exception):  # noqa: N818  # no error: who meets it reads the reco
 
 
 class ObjectStore(Store, Protocol):
-    """A root of objects: a file appears whole when its `Sink` is committed, unless there is one of that name, and stays
-    as it is until it is deleted. A directory is the common beginning of names of files. Only records are replaced.
+    """A root of objects: a file appears whole when its `Sink` is committed, and stays as it is until it is deleted.
+    Nobody else writes one of its name. A directory is the common beginning of names of files. Only records are
+    replaced.
 
     Where a method raises OSError, what it does may be done all the same: answers get lost.
     """
 
-    def fill(self, name: str) -> Directory:
+    def fill(self, name: str) -> Streaming:
         """A directory whose files are about to be written, perhaps by several processes."""
 
-    def copy(self, source: str, target: str) -> None:
-        """Have a file under a second name, where no file is yet.
+    def check_conditions(self) -> None:
+        """Find out whether records are replaced only on their condition.
 
         Raises:
-            FileExistsError: There is one.
+            UsageError: They are not: two jobs would overwrite what the other one has committed.
         """
+
+    def copy(self, source: str, target: str) -> None:
+        """Have a file under a second name, where no file is yet."""
 
     def remove(self, name: str) -> None:
         """Delete the file of this name and all files below it, if there are any."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from urllib.parse import unquote
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Store
@@ -19,14 +20,24 @@ _MEMORY = MemoryFiles()
 _LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
 """What pathlib makes of the beginning of an address such as ``s3://bucket``."""
 
+
+def _remote(path: str) -> Store:
+    from xla_ckpt.storage.remote import RemoteStore  # who has no bucket needs no obstore
+
+    return RemoteStore(path)
+
+
 _SCHEMES: dict[str, Callable[[str], Store]] = {
     "memory": lambda path: MemoryStore(path, _MEMORY),
+    "s3": _remote,
+    "gs": _remote,
+    "az": _remote,
 }
 """What makes the store of an address ``scheme://...``; a path without a scheme is a directory of a file system."""
 
 
 def store_at(path: PathLike) -> Store:
-    """The root directory that a caller names: a path of a file system, or an address such as ``memory://name``.
+    """The root that a caller names: a path of a file system, or an address such as ``s3://bucket/runs``.
 
     Raises:
         UsageError: No storage of this library answers to such an address. (Without this check a local directory of
@@ -82,14 +93,23 @@ def full_path(path: PathLike) -> str:
     scheme, separator, location = text.partition("://")
     if not (separator and scheme.isalnum()):
         return os.path.abspath(text)
+    if scheme == "file":
+        return os.path.abspath(_local(text, location))
     if scheme not in _SCHEMES:
         raise UsageError(
-            "checkpoints are read from and written to file systems",
-            expected="the path of a directory",
+            "no storage of this library has such an address",
+            expected="the path of a directory, s3://bucket/path, gs://bucket/path, or az://container/path",
             found=text,
-            hint="Mount the bucket, or copy the directory from and to it.",
+            hint="S3 stands for all servers that speak as it does: AWS_ENDPOINT_URL names theirs.",
         )
     return f"{scheme}://{'/'.join(part for part in location.split('/') if part not in ('', '.'))}"
+
+
+def _local(text: str, location: str) -> str:
+    """The path that ``file://`` stands before."""
+    if not location.startswith("/"):
+        raise UsageError("a path behind file:// is that of this machine", expected="file:///path", found=text)
+    return unquote(location)
 
 
 def above(path: PathLike, *, follow: bool = False) -> tuple[Store, str]:

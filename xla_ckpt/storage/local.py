@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 
+from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.base import Directory, Identity
 from xla_ckpt.storage.local_file import LocalSink, LocalSource, open_regular
 
@@ -44,6 +45,9 @@ _RENAME_EXCHANGE = 2
 
 class LocalDirectory:
     """A directory, held by its descriptor."""
+
+    costs = DISK
+    streaming = None
 
     def __init__(self, path: str | os.PathLike[str], *, links: bool = False) -> None:
         self._fd = -1
@@ -105,7 +109,7 @@ class LocalDirectory:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         os.rename(f"{path}.new", path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
-    def open(self, path: str) -> LocalSource:
+    def open(self, path: str, size: int | None = None) -> LocalSource:
         return LocalSource(self._fd, path, links=self._links)
 
     def files(self) -> list[str]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
+from xla_ckpt.plan.costs import DISK
 from xla_ckpt.storage.base import Changed
 
 
@@ -150,6 +151,8 @@ class MemoryDirectory:
         prefix: The beginning of their names.
     """
 
+    costs = DISK
+
     def __init__(self, name: str = "", objects: MemoryFiles | None = None, prefix: str = "") -> None:
         self.name, self.prefix = name, prefix
         self.objects = MemoryFiles() if objects is None else objects
@@ -163,6 +166,18 @@ class MemoryDirectory:
             raise _error(errno.EBADF, path)
         return self.prefix + path
 
+    @property
+    def streaming(self) -> MemoryDirectory:
+        """Itself."""
+        return self
+
+    def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
+        sink, at = self.create(path, size), 0
+        for chunk in chunks:
+            sink.write(chunk, len(chunk), at)
+            at += len(chunk)
+        sink.commit()
+
     def create(self, path: str, size: int) -> MemorySink:
         full = self._full(path)
         if full in self.objects:
@@ -172,7 +187,7 @@ class MemoryDirectory:
     def make(self, path: str) -> None:
         """Nothing: a directory is there when a file is."""
 
-    def open(self, path: str) -> MemorySource:
+    def open(self, path: str, size: int | None = None) -> MemorySource:
         try:
             return MemorySource(self.objects[self._full(path)], self.read_counts)
         except KeyError:
@@ -262,6 +277,9 @@ class MemoryStore:
 
     def fill(self, name: str) -> MemoryDirectory:
         return MemoryDirectory(name, self._objects, self._below(name))
+
+    def check_conditions(self) -> None:
+        """Nothing: they are."""
 
     def copy(self, source: str, target: str) -> None:
         try:

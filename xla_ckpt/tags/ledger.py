@@ -236,6 +236,7 @@ class LedgerRoot:
 
     def hold(self, within: float) -> None:
         """Take the root over at once. Whether its last owner lives need not be asked: memory has one process."""
+        self.store.check_conditions()
         self.edit(partial(rules.taken, job=self._job))
 
     def expect(self) -> None:

@@ -24,8 +24,11 @@ class SavedFiles:
         files: Their names in it.
     """
 
+    streaming = None
+
     def __init__(self, directory: Directory, files: Sequence[str]) -> None:
         self._directory = directory
+        self.costs = directory.costs
         self._files = sorted(files)
         self.name = self._files[0] if len(self._files) == 1 else directory.name
         self.storages: dict[str, Sequence[StorageAt]] = {}
@@ -43,10 +46,10 @@ class SavedFiles:
     def replace(self, path: str, data: bytes) -> None:
         raise UsageError("a file of torch.save is only read", file=path)
 
-    def open(self, path: str) -> Source:
+    def open(self, path: str, size: int | None = None) -> Source:
         if path not in self._files:
             raise FileNotFoundError(path)
-        return _Compared(self._directory.open(path), path, self.storages.get(path, ()))
+        return _Compared(self._directory.open(path, size), path, self.storages.get(path, ()))
 
     def files(self) -> list[str]:
         return list(self._files)

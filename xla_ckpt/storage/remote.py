@@ -1,0 +1,291 @@
+"""Roots in object stores: S3, Google Cloud Storage and Azure, through obstore.
+
+A file of a few parts is one request; larger ones go up in parts, several of them at once, in the order of their bytes.
+Nothing of a file can be seen before its last byte is there. A record is replaced with a conditional request.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from xla_ckpt.plan.costs import Costs
+from xla_ckpt.storage.remote_client import Client, client_of
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+MIB = 1024 * 1024
+
+PART_BYTES = 16 * MIB
+"""Bytes of a part of a large file, at least."""
+
+MAX_PARTS = 1000
+"""Parts of a file, at most: parts grow with it. S3 takes 10,000."""
+
+PARTS_AT_ONCE = 4
+"""Parts of one file that are on their way at a time."""
+
+SPOOL_BYTES = 64 * MIB
+"""A file that is not written in the order of its bytes is kept in memory up to this size, then in a temporary file."""
+
+COSTS = Costs(batch_bytes=16 * MIB, max_gap=2 * MIB, straight_bytes=4 * MIB, in_flight=32)
+"""A request takes some 25 ms before its first byte, in which 2 MiB come through another one."""
+
+DELETED_AT_ONCE = 1000
+"""Names in one request that deletes files."""
+
+
+class RemoteSource:
+    """A file being read. All of its bytes are those of one version: a file that was replaced meanwhile is refused.
+
+    Args:
+        client: The bucket.
+        key: Its full name there.
+        size: Its bytes, where the caller knows them; else the first use asks for them.
+    """
+
+    def __init__(self, client: Client, key: str, size: int | None) -> None:
+        self._client, self._key, self._size = client, key, size
+        self._version: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        if self._size is None:
+            self.look()
+        assert self._size is not None, "a file that is there has a size"
+        return self._size
+
+    def look(self) -> None:
+        """Ask for its size and version. FileNotFoundError if there is none."""
+        meta = self._client.head(self._key)
+        self._size, self._version = meta["size"], meta["e_tag"]
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        wanted = len(buffer) if self._size is None else min(len(buffer), self._size - offset)
+        if wanted <= 0:
+            return 0
+        data, version = self._client.read(self._key, offset, wanted, self._version)
+        self._version = self._version or version
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        return self.read_into(buffer, offset)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class SpooledSink:
+    """A file whose bytes come in any order: kept here until `commit` sends it."""
+
+    def __init__(self, send: Callable[[Any], None], size: int) -> None:
+        self._send, self._size = send, size
+        self._lock = threading.Lock()
+        self._file = tempfile.SpooledTemporaryFile(max_size=SPOOL_BYTES)  # noqa: SIM115  # closed by commit or abandon
+
+    def write(self, buffer: memoryview, nbytes: int, offset: int) -> None:
+        if offset + nbytes > self._size:
+            raise ValueError("write past the announced size")
+        self.patch(buffer[:nbytes], offset)
+
+    def patch(self, data: bytes | memoryview, offset: int) -> None:
+        with self._lock:
+            self._size = max(self._size, offset + len(data))
+            self._file.seek(offset)
+            self._file.write(data)
+
+    def commit(self) -> None:
+        self._file.seek(0, 2)
+        if (written := self._file.tell()) < self._size:
+            self.patch(bytes(1), self._size - 1)  # nobody has written its last bytes, which are zeros then
+            assert written < self._size
+        self._file.seek(0)
+        try:
+            self._send(self._file)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class RemoteDirectory:
+    """The files whose names begin alike.
+
+    Args:
+        client: The bucket.
+        prefix: The beginning of their names, with a slash at its end unless it is empty.
+        name: What its user calls it.
+    """
+
+    costs = COSTS
+
+    def __init__(self, client: Client, prefix: str, name: str) -> None:
+        self._client, self._prefix, self.name = client, prefix, name
+        self._open = True
+
+    @property
+    def streaming(self) -> RemoteDirectory:
+        """Itself."""
+        return self
+
+    def _key(self, path: str) -> str:
+        if not self._open:
+            raise OSError(errno.EBADF, "the directory is closed", path)
+        return self._prefix + path
+
+    def create(self, path: str, size: int) -> SpooledSink:
+        key = self._key(path)
+        return SpooledSink(lambda file: self._client.send(key, file, part_bytes(size), PARTS_AT_ONCE), size)
+
+    def stream(self, path: str, size: int, chunks: Iterator[memoryview]) -> None:
+        # A part may be on its way while the next chunk is made in the memory of this one: so each is copied.
+        parts = map(bytes, chunks)
+        if size <= PART_BYTES:
+            self._client.send(self._key(path), b"".join(parts), part_bytes(size), 1)
+        else:
+            self._client.send(self._key(path), parts, part_bytes(size), PARTS_AT_ONCE)
+
+    def make(self, path: str) -> None:
+        """Nothing: a directory is there when a file is."""
+
+    def open(self, path: str, size: int | None = None) -> RemoteSource:
+        source = RemoteSource(self._client, self._key(path), size)
+        if size is None:
+            source.look()
+        return source
+
+    def files(self) -> list[str]:
+        return [key[len(self._prefix) :] for key in self._client.below(self._key(""))]
+
+    def sync(self) -> None:
+        """Nothing: what was sent is durable."""
+
+    def free(self) -> int | None:
+        return None
+
+    def is_at(self, name: str) -> bool:
+        return name == self.name and self._client.is_any_below(self._prefix)
+
+    def close(self) -> None:
+        self._open = False
+
+
+def part_bytes(size: int) -> int:
+    """Bytes of the parts of a file.
+
+    >>> part_bytes(1000), part_bytes(100 * 2**30) // MIB
+    (16777216, 103)
+    """
+    return max(PART_BYTES, -(-size // (MAX_PARTS * MIB)) * MIB)
+
+
+class RemoteStore:
+    """A root in a bucket.
+
+    Args:
+        path: Its address, such as ``s3://bucket/runs/7b``.
+
+    Raises:
+        UsageError: obstore is not installed, or the address names no bucket.
+    """
+
+    file_system = None
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        scheme, _, location = path.partition("://")
+        bucket, _, prefix = location.partition("/")
+        self._client = client_of(scheme, bucket)
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.path!r})"
+
+    @property
+    def object_store(self) -> RemoteStore:
+        """Itself."""
+        return self
+
+    def address(self, name: str) -> str:
+        return f"{self.path}/{name}"
+
+    def _key(self, path: str) -> str:
+        return f"{self._prefix}{path}" if path else self._prefix[:-1]
+
+    def _below(self, path: str) -> str:
+        key = self._key(path)
+        return f"{key}/" if key else ""
+
+    def prepare(self) -> None:
+        """Nothing: the first save finds out, on its own thread, what the store does (see `check_conditions`)."""
+
+    def check_conditions(self) -> None:
+        """Find out whether the store replaces a record only on its condition.
+
+        Raises:
+            UsageError: It does not: two jobs would overwrite what the other one has committed.
+            OSError: It refused.
+        """
+        self._client.check_conditions(self._prefix)
+
+    def names(self, path: str = "") -> list[str]:
+        return self._client.names_below(self._below(path))
+
+    def has(self, path: str) -> bool:
+        return self._exists(self._key(path)) or self.is_directory(path)
+
+    def _exists(self, key: str) -> bool:
+        if not key:
+            return False
+        try:
+            self._client.head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_directory(self, path: str) -> bool:
+        return self._client.is_any_below(self._below(path))
+
+    def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
+        return bytes(self._client.read(self._key(path), 0, nbytes, None)[0])
+
+    def modified(self, path: str) -> int | None:
+        try:
+            metas: Sequence[ObjectMeta] = [self._client.head(self._key(path))]
+        except FileNotFoundError:
+            metas = list(self._client.metas_below(self._below(path)))
+        return max((int(meta["last_modified"].timestamp() * 1e9) for meta in metas), default=None)
+
+    def open(self, name: str, *, lock: bool = True, links: bool = False) -> RemoteDirectory:
+        if not self.is_directory(name):
+            raise FileNotFoundError(errno.ENOENT, "there is no such directory", name)
+        return self.fill(name)
+
+    def fill(self, name: str) -> RemoteDirectory:
+        return RemoteDirectory(self._client, self._below(name), name)
+
+    def copy(self, source: str, target: str) -> None:
+        self._client.copy(self._key(source), self._key(target))
+
+    def remove(self, name: str) -> None:
+        keys = [self._key(name), *self._client.below(self._below(name))]
+        for at in range(0, len(keys), DELETED_AT_ONCE):
+            self._client.delete(keys[at : at + DELETED_AT_ONCE])
+
+    def read_record(self, name: str) -> tuple[bytes, str] | None:
+        try:
+            data, version = self._client.read_version(self._key(name))
+        except FileNotFoundError:
+            return None
+        return data, json.dumps(version)
+
+    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+        self._client.write_if(self._key(name), data, None if version is None else json.loads(version))
