@@ -36,6 +36,10 @@ FREE = b"{}"
 """What the record of a lease says that nobody has: a record cannot be removed on a condition."""
 
 
+TRIES = 3
+"""How often the record is replaced that nobody else has changed: S3 refuses a write at times, for an instant (409)."""
+
+
 class LeasePlace(Protocol):
     """The place of one lease, which is there or is not. Methods raise OSError where the storage refuses."""
 
@@ -179,9 +183,12 @@ class LeaseRecord:
         self._replace(token, FREE)
 
     def _replace(self, token: str, data: bytes) -> None:
-        record = self._store.read_record(LEASE)
-        if record is not None and record[0] != FREE and _token_of(record[0]) == token:
-            self._write(data, record[1])
+        for _ in range(TRIES):
+            record = self._store.read_record(LEASE)
+            if record is None or record[0] == FREE or _token_of(record[0]) != token:
+                return
+            if self._write(data, record[1]):
+                return
 
     def _write(self, data: bytes, version: str | None) -> bool:
         """Write the record; False if somebody else has written it meanwhile."""
