@@ -101,13 +101,23 @@ def parse_ledger(data: bytes) -> Ledger:
         attempts = [*begun, *fields["doomed"], *(entry.attempt for entry in tags.values())]
         if any(type(fields[name]) is not kind for name, kind in _KINDS.items()):
             raise TypeError("a field of another type")
-        if not all(map(_ATTEMPT.fullmatch, attempts)):
+        if not all(map(is_attempt, attempts)):
             raise ValueError("a directory that is no attempt")  # its files would be deleted
         return Ledger(**{**fields, "recent": tuple(fields["recent"]), "tags": tags, "open": begun})
     except UnsupportedVersionError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError("the record of the tags is damaged", found=error) from None
+        hint = "xla-ckpt adopt ROOT makes a new one from the manifests of the tags."
+        raise FormatError("the record of the tags is damaged", found=error, hint=hint) from None
+
+
+def is_attempt(name: str) -> bool:
+    """Whether a directory is that of an attempt, by its name.
+
+    >>> is_attempt("step_10/.5eed"), is_attempt("step_10/model")
+    (True, False)
+    """
+    return _ATTEMPT.fullmatch(name) is not None
 
 
 def attempt_name(tag: str, token: str) -> str:
@@ -183,6 +193,28 @@ def fate(ledger: Ledger, attempt: str) -> Fate:
     if ledger.doomed.get(attempt, 0) > 0 or any(its.attempt == attempt for its in ledger.tags.values()):
         return "committed"
     return "given up" if attempt in ledger.doomed or attempt in ledger.open else "unknown"
+
+
+def known(ledger: Ledger) -> set[str]:
+    """All attempts that have files, as far as the ledger knows."""
+    return {*ledger.open, *ledger.doomed, *(its.attempt for its in ledger.tags.values())}
+
+
+def adopted(ledger: Ledger, complete: Mapping[str, LedgerTag]) -> Ledger:
+    """Complete attempts that the ledger did not know are tags now: the last one of each name that has no tag.
+
+    Those before it have been replaced, as it seems, and go. So do those that are older than the tag of their name.
+    """
+    tags, ended = dict(ledger.tags), list[str]()
+    unknown = [its for attempt, its in complete.items() if attempt not in known(ledger)]
+    for its in sorted(unknown, key=lambda its: (-its.sequence, its.attempt)):
+        tag = its.attempt.partition("/")[0]
+        its_tag = tags.setdefault(tag, its)
+        if its_tag is not its and (tag not in ledger.tags or its.sequence <= its_tag.sequence):
+            ended.append(its.attempt)
+    sequence = max([ledger.sequence, *(its.sequence for its in tags.values())])
+    doomed = dict.fromkeys(ended, sequence + LAG)
+    return replace(ledger, sequence=sequence, tags=tags, doomed={**ledger.doomed, **doomed})
 
 
 def due(ledger: Ledger) -> list[str]:
