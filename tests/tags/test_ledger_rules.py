@@ -177,8 +177,8 @@ def test_what_is_adopted_is_the_last_of_its_name_and_takes_no_tags_place(
     after = rules.adopted(ledger, complete)
     assert ledger.tags.items() <= after.tags.items(), "what is a tag stays it"
     assert ledger.open == after.open
-    assert rules.known(after) - complete.keys() == rules.known(ledger) - complete.keys()
-    unknown = complete.keys() - rules.known(ledger)
+    assert rules.named(after) - complete.keys() == rules.named(ledger) - complete.keys()
+    unknown = complete.keys() - rules.named(ledger)
     for tag in after.tags.keys() | {tag_of(attempt) for attempt in unknown}:
         its = after.tags[tag]
         older = {attempt for attempt in unknown if tag_of(attempt) == tag and attempt != its.attempt}

@@ -69,7 +69,7 @@ def unpin(args: argparse.Namespace) -> int:
     return _each(args, args.tags, lambda tag: "unpinned" if root.unpin(tag) else "was not pinned")
 
 
-WITHIN = 120.0
+WATCHED_AT_MOST = 120.0
 """Seconds that ``clean`` and ``adopt`` wait, at most, to see whether somebody saves there."""
 
 
@@ -79,12 +79,12 @@ def add_clean(parser: argparse.ArgumentParser) -> None:
     options.add_json(parser)
 
 
-def clean(args: argparse.Namespace) -> int:
+def clean_up(args: argparse.Namespace) -> int:
     """The command ``clean``; returns its exit code."""
     from xla_ckpt.cli import render
 
     with _held(args.path) as root:
-        cleaned = root.clean_all(WITHIN)
+        cleaned = root.clean_all(WATCHED_AT_MOST)
     kept = [{"name": name, "why": why} for name, why in cleaned.kept.items()]
     print_answer(args, {"path": args.path, "removed": [*cleaned.removed], "kept": kept}, render.cleaned)
     return 0
@@ -102,7 +102,7 @@ def adopt(args: argparse.Namespace) -> int:
     from xla_ckpt.tags.missing import no_such_tag
 
     with _held(args.path) as root:
-        adopted = root.adopt(args.tags, WITHIN)
+        adopted = root.adopt(args.tags, WATCHED_AT_MOST)
         tags = args.tags or adopted or [entry.tag for entry in root.entries()]
         if not tags:
             raise no_such_tag(root, None)

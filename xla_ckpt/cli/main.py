@@ -125,7 +125,7 @@ _COMMANDS: dict[str, _Command] = {
     ),
     "clean": _Command(
         help="Remove what killed writers left. What somebody writes or reads stays.",
-        action=keeping.clean,
+        action=keeping.clean_up,
         add_arguments=keeping.add_clean,
         examples="""\
   xla-ckpt clean runs/lm                   a save does so, too; this one says what it did

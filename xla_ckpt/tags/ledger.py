@@ -31,8 +31,8 @@ from xla_ckpt.tags.ledger_cleaning import (
     check_not_lost,
     clean_placed,
     clean_unnamed,
+    complete_among,
     parsed_or_empty,
-    whole,
 )
 from xla_ckpt.tags.ledger_record import LedgerRecord
 from xla_ckpt.tags.ledger_rules import LAG, Ledger, attempt_name
@@ -207,17 +207,15 @@ class LedgerRoot:
         self.clean()
         after = self.read()
         unnamed, placed = clean_unnamed(self.store, listed, after), clean_placed(self.store)
-        swept = sorted(rules.known(before) - rules.known(after))
+        swept = sorted(rules.named(before) - rules.named(after))
         written = dict.fromkeys(after.open, "it is being written")
-        read = dict.fromkeys(
-            after.doomed, f"no tag any more; it goes {LAG} commits later, for the sake of who reads it"
-        )
+        read = dict.fromkeys(after.doomed, f"it is no tag any more, and goes after {LAG} commits: somebody may read it")
         return Cleaned((*swept, *unnamed.removed, *placed.removed), written | read | {**unnamed.kept, **placed.kept})
 
     def adopt(self, tags: Sequence[str], within: float) -> list[str]:
         job, before = self._lease(within), set[str]()
         names = [name for name in attempts_in(self.store) if not tags or name.partition("/")[0] in tags]
-        complete = whole(self.store, names)
+        complete = complete_among(self.store, names)
 
         def change(ledger: Ledger) -> Ledger:
             before.clear()
@@ -231,7 +229,8 @@ class LedgerRoot:
         job, self._epoch = self._lease(within), None
         if job is not None:
             ledger = self.take(job)
-            check_not_lost(self.store, ledger)
+            if ledger.sequence == 0:
+                check_not_lost(self.store, self.read)
             LEASES.note(self.path, "", ledger.sequence)
 
     def _lease(self, within: float) -> str | None:

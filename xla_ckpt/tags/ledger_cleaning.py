@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
 from xla_ckpt.manifest import manifest_json
@@ -27,31 +27,36 @@ def attempts_in(store: ObjectStore) -> list[str]:
     return [f"{tag}/{name}" for tag in tags for name in store.names(tag) if rules.is_attempt(f"{tag}/{name}")]
 
 
-def whole(store: ObjectStore, attempts: Iterable[str]) -> dict[str, LedgerTag]:
+def complete_among(store: ObjectStore, attempts: Iterable[str]) -> dict[str, LedgerTag]:
     """Those attempts that are complete, by what their manifests say, and have all of their files."""
-    found = {}
+    complete = {}
     for attempt in attempts:
         directory = store.fill(attempt)
         try:
             manifest = manifest_json.parse(read_whole(directory, MANIFEST))
             if {record.path for record in manifest.files} <= {*directory.files()}:
                 head = manifest.head
-                found[attempt] = LedgerTag(attempt, head.sequence, head.pinned, head.created)
+                complete[attempt] = LedgerTag(attempt, head.sequence, head.pinned, head.created)
         except (FileNotFoundError, CheckpointError):
             continue  # it was never finished, or is damaged
         finally:
             directory.close()
-    return found
+    return complete
 
 
-def check_not_lost(store: ObjectStore, ledger: Ledger) -> None:
-    """Make sure that a root where nothing was ever committed is one, and has not lost its ledger.
+def check_not_lost(store: ObjectStore, read: Callable[[], Ledger]) -> None:
+    """Make sure that a root whose ledger knows of no commit has not lost the one that did.
+
+    Args:
+        store: The root.
+        read: Gives the ledger.
 
     Raises:
         CorruptCheckpointError: It has. A save would begin a new one, in which the tags are not.
         OSError: The storage refused.
     """
-    if ledger.sequence == 0 and (lost := whole(store, _unnamed(ledger, attempts_in(store)))):
+    attempts = attempts_in(store)  # first: what another process of this job begins meanwhile is in the ledger then
+    if lost := complete_among(store, _unnamed(read(), attempts)):
         raise CorruptCheckpointError(
             "there are complete tags, and no record of them: somebody has removed it",
             path=store.path,
@@ -61,8 +66,8 @@ def check_not_lost(store: ObjectStore, ledger: Ledger) -> None:
 
 
 def _unnamed(ledger: Ledger, attempts: Iterable[str]) -> list[str]:
-    known = rules.known(ledger)
-    return [attempt for attempt in attempts if attempt not in known]
+    named = rules.named(ledger)
+    return [attempt for attempt in attempts if attempt not in named]
 
 
 def clean_unnamed(store: ObjectStore, attempts: Iterable[str], ledger: Ledger) -> Cleaned:
@@ -72,7 +77,7 @@ def clean_unnamed(store: ObjectStore, attempts: Iterable[str], ledger: Ledger) -
     stopped. Complete ones stay: they may have been tags, and the ledger was lost.
     """
     unnamed = _unnamed(ledger, attempts)
-    kept = whole(store, unnamed)
+    kept = complete_among(store, unnamed)
     removed = [attempt for attempt in unnamed if attempt not in kept]
     for attempt in removed:
         store.remove(attempt)

@@ -43,7 +43,7 @@ class LedgerTag:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class OpenAttempt:
     """An attempt that is being written."""
 
     epoch: int
@@ -70,7 +70,7 @@ class Ledger:
     """The last writes of this ledger, each by a name of its own."""
 
     tags: Mapping[str, LedgerTag] = field(default_factory=dict)
-    open: Mapping[str, Begun] = field(default_factory=dict)
+    open: Mapping[str, OpenAttempt] = field(default_factory=dict)
     """Attempts that are being written."""
 
     doomed: Mapping[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ def parse_ledger(data: bytes) -> Ledger:
             raise UnsupportedVersionError("a newer version of this library saves there", found=raw["version"])
         fields = {name: raw[name] for name in _KINDS}
         tags = {tag: LedgerTag(**entry) for tag, entry in fields["tags"].items()}
-        begun = {attempt: Begun(**its) for attempt, its in fields["open"].items()}
+        begun = {attempt: OpenAttempt(**its) for attempt, its in fields["open"].items()}
         attempts = [*begun, *fields["doomed"], *(entry.attempt for entry in tags.values())]
         if any(type(fields[name]) is not kind for name, kind in _KINDS.items()):
             raise TypeError("a field of another type")
@@ -137,7 +137,7 @@ def taken(ledger: Ledger, job: str) -> Ledger:
 
 def begun(ledger: Ledger, attempt: str, writer: str) -> Ledger:
     """An attempt is about to be written."""
-    return replace(ledger, open={**ledger.open, attempt: Begun(ledger.epoch, writer)})
+    return replace(ledger, open={**ledger.open, attempt: OpenAttempt(ledger.epoch, writer)})
 
 
 def committed(ledger: Ledger, tag: str, entry: LedgerTag, num_kept: int | None) -> Ledger:
@@ -195,8 +195,8 @@ def fate(ledger: Ledger, attempt: str) -> Fate:
     return "given up" if attempt in ledger.doomed or attempt in ledger.open else "unknown"
 
 
-def known(ledger: Ledger) -> set[str]:
-    """All attempts that have files, as far as the ledger knows."""
+def named(ledger: Ledger) -> set[str]:
+    """All attempts that the ledger names: no other one is ever read."""
     return {*ledger.open, *ledger.doomed, *(its.attempt for its in ledger.tags.values())}
 
 
@@ -206,7 +206,7 @@ def adopted(ledger: Ledger, complete: Mapping[str, LedgerTag]) -> Ledger:
     Those before it have been replaced, as it seems, and go. So do those that are older than the tag of their name.
     """
     tags, ended = dict(ledger.tags), list[str]()
-    unknown = [its for attempt, its in complete.items() if attempt not in known(ledger)]
+    unknown = [its for attempt, its in complete.items() if attempt not in named(ledger)]
     for its in sorted(unknown, key=lambda its: (-its.sequence, its.attempt)):
         tag = its.attempt.partition("/")[0]
         its_tag = tags.setdefault(tag, its)

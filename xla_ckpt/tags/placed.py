@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Changed, Directory, ObjectStore
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import NEW_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,13 @@ class Placed:
     def commit(self, *, num_kept: int | None, report: object, within: float) -> float:
         self.is_open = False  # it is complete: nothing that fails from here on may remove it
         self.directory.close()
-        try:
-            self.store.remove(NEW_PREFIX + self.name)
-        except OSError as error:
-            logger.warning("%s: %s is complete, and %s stays: %s", self.store.path, self.name, NEW_PREFIX, error)
+        record = NEW_PREFIX + self.name
+        for _ in range(TRIES):
+            try:
+                self.store.remove(record)
+                break
+            except OSError as error:
+                logger.warning("%s: %s is complete, and %s stays: %s", self.store.path, self.name, record, error)
         return 0.0
 
     def abandon(self) -> None:
