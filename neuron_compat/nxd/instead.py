@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from neuron_compat.lazy import below
+from neuron_compat.lazy import absent, below
 
 KEEP_NXD = (
     "Keep neuronx_distributed for it, and import the checkpoint functions alone from neuron_compat.nxd "
@@ -135,3 +135,11 @@ ABSENT = {
 def here(module: str) -> dict[str, str]:
     """What is missing in one of `neuron_compat.nxd`'s modules: name -> what to do."""
     return below("neuron_compat.nxd", module, ABSENT)
+
+
+def refuse(module: str) -> None:
+    """Say to whoever imports a module that is not there, or what lies below it, what to do instead."""
+    parts = module.removeprefix("neuron_compat.nxd.").split(".")
+    for name in (".".join(parts[:n]) for n in range(1, len(parts) + 1)):
+        if name in ABSENT:
+            absent(module, ABSENT[name])
