@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.moving import preserve_parallel_attributes
 
 Device: TypeAlias = torch.device | str | None
 
@@ -114,13 +115,6 @@ class PartitionedModule(torch.nn.Module):
         self.weight.copy_(part_of(whole, dim, stride, self.pad_size))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModule:
-        kept: dict[str, dict[str, Any]] = {
-            name: {a: getattr(parameter, a) for a in ATTRIBUTES if hasattr(parameter, a)}
-            for name, parameter in self._parameters.items()
-            if parameter is not None
-        }
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, attributes in kept.items():
-            for attribute, value in attributes.items():
-                setattr(self._parameters[name], attribute, value)
+        with preserve_parallel_attributes(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self

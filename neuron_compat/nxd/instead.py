@@ -113,7 +113,7 @@ _BY_ADVICE: dict[str, dict[str, str]] = {
         "parallel_layers.checkpointing": "ensure_directory_exists",
         "parallel_layers.layers": "BaseParallelLayer BaseParallelLinear LinearWithAsyncCommunication "
         "linear_with_async_allreduce",
-        "parallel_layers.utils": "cast_if_autocast_enabled verify_casted_dtype",
+        "parallel_layers.utils": "EmbeddingUtility cast_if_autocast_enabled verify_casted_dtype",
         "utils": "HloMetadataLevel hardware random safetensors_utils serialization tensor_utils timeline utils",
         "utils.logger": "PackagePathFilter",
         "utils.model_utils": "LogicalNCConfig get_platform_lnc has_fake_tensors is_hf_accelerate_available "

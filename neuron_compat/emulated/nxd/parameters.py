@@ -9,31 +9,7 @@ from typing import Any
 import torch
 
 from neuron_compat.emulated import parallel_state
-from neuron_compat.emulated.moving import move_model_to_device
-from neuron_compat.emulated.partition import set_tensor_model_parallel_attributes
 from xla_ckpt.facade import changed_tensors, compute, xla_tensors
-
-__all__ = [
-    "EmbeddingUtility",
-    "cast_all",
-    "cast_tensor",
-    "copy_tensor_model_parallel_attributes",
-    "divide",
-    "ensure_divisibility",
-    "get_local_world_size",
-    "get_padding_length",
-    "is_pjrt_device",
-    "is_torch_version_greater_than_2",
-    "move_all_tensor_to_cpu",
-    "move_model_to_device",
-    "param_is_not_tensor_parallel_duplicate",
-    "requires_init_pg_override",
-    "set_defaults_if_not_set_tensor_model_parallel_attributes",
-    "set_tensor_model_parallel_attributes",
-    "split_tensor_along_dim",
-    "split_tensor_along_last_dim",
-    "split_tensor_along_second_dim",
-]
 
 _DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
 
@@ -71,33 +47,6 @@ def get_padding_length(numerator: int, denominator: int) -> int:
     (3, 0)
     """
     return -numerator % denominator
-
-
-class EmbeddingUtility:
-    """Which rows of a vocabulary a rank has: from the first, up to and without the last."""
-
-    @staticmethod
-    def range_from_per_partition_vocab_size(
-        per_partition_vocab_size: int,
-        rank: int,
-        world_size: int,  # noqa: ARG004  # neuronx-distributed's signature
-    ) -> tuple[int, int]:
-        """Of partitions of that size.
-
-        >>> EmbeddingUtility.range_from_per_partition_vocab_size(8, 1, 2)
-        (8, 16)
-        """
-        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
-
-    @staticmethod
-    def range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """Of a vocabulary of that size.
-
-        Raises:
-            ValueError: It does not divide.
-        """
-        own = divide(global_vocab_size, world_size)
-        return EmbeddingUtility.range_from_per_partition_vocab_size(own, rank, world_size)
 
 
 # -- tensors

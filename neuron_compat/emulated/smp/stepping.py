@@ -252,7 +252,7 @@ def _average(model: Any, parameters: list[torch.nn.Parameter], had_backward: boo
     kind = reduce_kind(model)
     if len(job.ranks().groups[kind]) > 1:
         replicas.check_dense(list(model.named_parameters()))
-        replicas.average(parameters, kind, int(model.bucket_cap_mb * 1024 * 1024), had_backward)
+        replicas.average(parameters, kind, had_backward)
 
 
 def shadow(model: Any) -> None:

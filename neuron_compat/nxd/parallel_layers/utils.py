@@ -7,7 +7,6 @@ __getattr__, __dir__ = lazily(
     __name__,
     {
         "neuron_compat.emulated.nxd.parameters": (
-            "EmbeddingUtility",
             "cast_all",
             "cast_tensor",
             "copy_tensor_model_parallel_attributes",
@@ -18,15 +17,15 @@ __getattr__, __dir__ = lazily(
             "is_pjrt_device",
             "is_torch_version_greater_than_2",
             "move_all_tensor_to_cpu",
-            "move_model_to_device",
             "param_is_not_tensor_parallel_duplicate",
             "requires_init_pg_override",
             "set_defaults_if_not_set_tensor_model_parallel_attributes",
-            "set_tensor_model_parallel_attributes",
             "split_tensor_along_dim",
             "split_tensor_along_last_dim",
             "split_tensor_along_second_dim",
-        )
+        ),
+        "neuron_compat.emulated.moving": ("move_model_to_device",),
+        "neuron_compat.emulated.partition": ("set_tensor_model_parallel_attributes",),
     },
     missing=here(__name__),
 )
