@@ -63,7 +63,7 @@ def get_grad_norm(
             hint="A ZeRO-1 optimizer clips its own gradients.",
         )
     operation = MAX if math.isinf(order) else SUM
-    total, experts = _own_part(held, order, force_spmd)
+    total, experts = own_part(held, order, force_spmd)
     if zero1_optimizer and zero1_optimizer_groups is None:
         both = [total, experts]
         reduce_in_place(both, world(), operation)
@@ -115,7 +115,7 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
+def own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
     """What this rank adds: the sum of the gradients' powers (or their largest), without experts, and of experts."""
     wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     total = torch.zeros(1, dtype=wide, device=parameters[0].device)

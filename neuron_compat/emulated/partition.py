@@ -28,6 +28,10 @@ values.
 """
 
 
+_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+"""What a parameter says that is not split."""
+
+
 def padding(size: int, parts: int, stride: int, pad: bool, what: str) -> int:
     """Elements to add to `size` so that it divides into `parts`.
 
@@ -68,6 +72,25 @@ def set_tensor_model_parallel_attributes(
     parts = parallel_state.size("tp") if num_partitions is None else num_partitions
     for name, value in zip(ATTRIBUTES, (is_parallel, dim, stride, parts), strict=False):
         setattr(tensor, name, value)
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
+    """Whether this rank counts for a parameter: it has a part of its own, or is the first that has all of it."""
+    return bool(getattr(param, "tensor_model_parallel", False)) or parallel_state.rank("tp") == 0
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Have a parameter that says nothing say that it is not split."""
+    for name, value in _DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Have a parameter say of its split what another one says."""
+    for name in _DEFAULTS:
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def parallel_parameter(

@@ -109,7 +109,7 @@ _NO_REGISTRY = (
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "neuron_compat.emulated.smp.without_effect": (
+        "without_effect": (
             "delay_param_initialization",
             "is_tracing",
             "model_creation",

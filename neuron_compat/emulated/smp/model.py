@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from neuron_compat.emulated.smp.master_weights import masters_of
 from neuron_compat.emulated.smp.microbatches import mapped
 from neuron_compat.emulated.smp.wrapper import Wrapper
 from neuron_compat.smp import job
@@ -211,7 +212,7 @@ class DistributedModel(Wrapper):
 
     def taken(self) -> None:
         self._smp.needs_spreading = True
-        masters = getattr(getattr(job.state.optimizer, "_smp", None), "masters", None)
+        masters = masters_of(job.state.optimizer)
         if masters is not None:
             masters.take_weights()
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from neuron_compat.emulated.smp import replicas
+from neuron_compat.emulated.smp.master_weights import masters_of
 from neuron_compat.emulated.smp.microbatches import as_step_output, leaves, mapped, split
 from neuron_compat.emulated.smp.replicas import Turn
 from neuron_compat.smp import comm, job
@@ -47,7 +49,7 @@ class StepFunction:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Bound to an object, as functions of a class are."""
-        return self if owner is None else _Bound(self, owner)
+        return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         job.ranks()
@@ -75,16 +77,6 @@ class StepFunction:
 
     def _detached(self, value: Any) -> Any:
         return mapped(value, lambda t: t.detach()) if self.detach_outputs else value
-
-
-class _Bound:
-    """A step function that is a method, with its object."""
-
-    def __init__(self, function: StepFunction, owner: Any) -> None:
-        self.function, self.owner = function, owner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.owner, *args, **kwargs)
 
 
 def step(
@@ -184,7 +176,7 @@ def spread(model: Any, turn: Turn) -> None:
     entries = model.entries()
     known = {id(e.value) for e in entries if e.is_tensor}
     entries += [entry for entry in model.buffer_entries() if id(entry.value) not in known]
-    masters = getattr(getattr(job.state.optimizer, "_smp", None), "masters", None)
+    masters = masters_of(job.state.optimizer)
     if masters is not None:  # they are what the parameters are rounded from
         lies = {id(e.value): e for e in entries}
         entries += [replace(lies[id(narrow)], value=master) for narrow, master in masters if id(narrow) in lies]
