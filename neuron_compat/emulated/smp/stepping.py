@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from neuron_compat.emulated import random
 from neuron_compat.emulated.smp import replicas
 from neuron_compat.emulated.smp.master_weights import masters_of
 from neuron_compat.emulated.smp.microbatches import as_step_output, leaves, mapped, split
@@ -299,26 +299,16 @@ def _same_random_numbers(model: Any) -> Iterator[None]:
         yield
         return
     first = next(model.module.parameters(), None)
-    xm: Any = None
-    if first is not None and first.device.type == "xla":
-        xm = sys.modules["torch_xla.core.xla_model"]
-    mine = torch.get_rng_state(), None if xm is None else xm.get_rng_state()
+    mine = random.states(of_xla=first is not None and first.device.type == "xla")
     if job.pp_rank() == 0:
         comm.broadcast(mine, comm.PP_GROUP)
         yield
         return
-    host, device = comm.recv_from(0, comm.RankType.PP_RANK)
-    _set_random_numbers(xm, host, device)
+    random.continue_with(comm.recv_from(0, comm.RankType.PP_RANK))
     try:
         yield
     finally:
-        _set_random_numbers(xm, *mine)
-
-
-def _set_random_numbers(xm: Any, host: torch.Tensor, device: Any) -> None:
-    torch.set_rng_state(host)
-    if xm is not None:
-        xm.set_rng_state(device)
+        random.continue_with(mine)
 
 
 def _check_tensor_parallel(model: Any, tensors: list[torch.Tensor]) -> None:
