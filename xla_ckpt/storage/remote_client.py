@@ -36,6 +36,9 @@ RETRIES = 10
 RETRY_TIMEOUT = datetime.timedelta(minutes=2)
 """How often, and how long, what fails in passing is repeated."""
 
+_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+"""Environment variables that permit requests without TLS, as obstore names them."""
+
 _STATUS = re.compile(r"status code: (\d+ [A-Z][A-Za-z ]*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
@@ -188,7 +191,8 @@ class Client:
             if self._writes(key, first):
                 raise _careless("made a file that it was to replace")
         finally:
-            self.delete([key])
+            with contextlib.suppress(OSError):  # what is raised already says more
+                self.delete([key])
         self._checked.add(prefix)
 
     def _writes(self, key: str, version: dict[str, str] | None) -> bool:
@@ -231,19 +235,19 @@ def client_of(scheme: str, bucket: str) -> Client:
             found=f"{scheme}://{bucket}",
             hint="Install it: pip install 'xla-ckpt[objects]'.",
         ) from error
+    endpoint = (os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")) if scheme == "s3" else None
+    # A test server on this machine speaks no TLS. Who asks any other one without it says so.
+    plain = os.environ.get(_ALLOW_HTTP[scheme], "").lower() == "true" or (endpoint or "").startswith("http:")
     options: dict[str, Any] = {
-        "client_options": {"timeout": REQUEST_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT},
+        "client_options": {"timeout": REQUEST_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, "allow_http": plain},
         "retry_config": {"max_retries": RETRIES, "retry_timeout": RETRY_TIMEOUT},
     }
     if scheme == "gs":
         return Client(store.GCSStore(bucket, **options))
     if scheme == "az":
         return Client(store.AzureStore(bucket, **options))
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         options["endpoint"] = endpoint
-        # A test server on this machine speaks no TLS. An endpoint that was not named is never asked without it.
-        options["client_options"]["allow_http"] = endpoint.startswith("http:")
     if (provider := _profile()) is not None:
         options["credential_provider"] = provider
     elif region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
