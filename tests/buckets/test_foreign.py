@@ -11,6 +11,7 @@ import torch
 import xla_ckpt
 from tests.buckets.content import client, download, names_below, read, split, upload, write
 from tests.buckets.s3_server import S3Server
+from tests.buckets.test_saves_and_loads import model_and_optimizer
 from tests.layouts.gold import FOLDERS, FUSED, SMALL, Gold, Target
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.remote_client import Client
@@ -134,3 +135,18 @@ def test_hugging_face_folders(root: str, tmp_path: Path) -> None:
     xla_ckpt.convert(f"{root}-native", f"{root}-hf", to="safetensors")
     download(f"{root}-hf", tmp_path / "back")
     assert xla_ckpt.diff(tmp_path / "hf", tmp_path / "back").same
+
+
+@pytest.mark.parametrize("layout", ["xser", "pt"])
+def test_what_was_converted_and_copied_is_a_tag_of_neuronx_distributeds(layout: str, root: str, tmp_path: Path) -> None:
+    """The way that the documents name to give neuronx-distributed a tag in a bucket."""
+    model, optimizer = model_and_optimizer()
+    xla_ckpt.save_checkpoint(root, "a", model, optimizer)
+    xla_ckpt.convert(root, tmp_path, to=layout)
+    upload(tmp_path, f"{root}-nxd")
+    assert {"a/checkpoint", "a/done", "a/model/dp_rank_00_tp_rank_00_pp_rank_00.pt"} <= {*names_below(f"{root}-nxd")}
+    assert xla_ckpt.list_tags(f"{root}-nxd") == ["a"]
+    other, its_optimizer = model_and_optimizer()
+    torch.nn.init.zeros_(other[0].weight)
+    xla_ckpt.load_checkpoint(f"{root}-nxd", "a", other, its_optimizer)
+    assert torch.equal(other[0].weight, model[0].weight)
