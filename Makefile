@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
-.PHONY: help setup demo test test-all test-latest test-objects test-trainers check bench bench-short bench-check
+.PHONY: help setup demo demo-objects test test-all test-latest test-objects test-trainers check bench bench-short bench-check
 .PHONY: crash crash-ranks interrupts fuzz soak docs lock clean
 
 help:           ## say what there is
@@ -39,6 +39,9 @@ $(READY) $(LATEST)/.ready: pyproject.toml
 
 demo: $(READY)  ## train, kill -9 in mid-save, resume, compare
 	$(BIN)/python examples/kill_and_resume.py
+
+demo-objects: $(READY) ## the same in a bucket, on a server of this machine that answers as S3 does
+	$(BIN)/python -m tests.buckets.s3_server $(BIN)/python examples/kill_and_resume.py --root {bucket}/demo
 
 test: $(READY)  ## all tests but those that are marked as slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -q -m "not slow"

@@ -1,9 +1,10 @@
 """Train, kill -9 in mid-save, resume, and compare with a run that was never broken.
 
-    python examples/kill_and_resume.py          # or: make demo
+    python examples/kill_and_resume.py                             # or: make demo
+    python examples/kill_and_resume.py --root s3://bucket/demo     # or, with a server of its own: make demo-objects
 
 Two runs of examples/train_lm.py on the same text with the same seed. The first is left alone. The second is killed
-while a save is being written (its unfinished directory is there), and started again. Every loss after the resume must
+while a save is being written (some of its files are there), and started again. Every loss after the resume must
 be the same to the last bit; the exit code says whether it was.
 """
 
@@ -26,9 +27,9 @@ HERE = Path(__file__).parent
 UNFINISHED = ".new-*"
 
 
-def command(root: Path, log: Path, steps: int, every: int) -> list[str]:
+def command(root: str, log: Path, steps: int, every: int) -> list[str]:
     return [
-        sys.executable, str(HERE / "train_lm.py"), "--root", str(root), "--log", str(log),
+        sys.executable, str(HERE / "train_lm.py"), "--root", root, "--log", str(log),
         "--steps", str(steps), "--save-every", str(every),
     ]  # fmt: skip
 
@@ -38,20 +39,33 @@ def train(*args: Any) -> None:
     subprocess.run(command(*args), check=True)
 
 
-def train_and_kill(after: int, root: Path, *args: Any) -> str:
+def begun(root: str) -> set[str]:
+    """Tags of which payload files are there, but for those that are committed in a directory."""
+    if "://" not in root:
+        drafts = Path(root).glob(UNFINISHED)
+        return {draft.name.removeprefix(UNFINISHED[:-1]) for draft in drafts if any(draft.glob("*/*.safetensors"))}
+    from obstore.store import S3Store
+
+    bucket, _, prefix = root.removeprefix("s3://").partition("/")
+    store = S3Store(bucket, client_options={"allow_http": True})  # obstore finds the rest in the environment
+    keys = [meta["path"] for some in store.list(prefix) for meta in some]
+    return {key.removeprefix(f"{prefix}/").partition("/")[0] for key in keys if key.endswith(".safetensors")}
+
+
+def train_and_kill(after: int, root: str, *args: Any) -> str:
     """Run the training, and kill it while it writes a save after `after` committed ones; the unfinished tag."""
     process = subprocess.Popen(command(root, *args))
+    committed: set[str] = set()  # in a bucket, the files of a tag stay for a while when it is none any more
     while process.poll() is None:
-        if len(xla_ckpt.list_tags(root)) < after:
+        committed |= set(xla_ckpt.list_tags(root))
+        if len(committed) < after:
             time.sleep(0.05)
             continue
-        writing = [d for d in root.glob(UNFINISHED) if any(d.glob("*/*.safetensors"))]
-        if writing:
+        if begun(root) - committed - set(xla_ckpt.list_tags(root)):
             os.kill(process.pid, signal.SIGKILL)
             process.wait()
-            left = [d for d in writing if d.is_dir()]
-            if left:
-                return left[0].name.removeprefix(UNFINISHED[:-1])
+            if left := begun(root) - committed - set(xla_ckpt.list_tags(root)):
+                return left.pop()
             return train_and_kill(after, root, *args)  # it committed in that very moment: go on, and try again
     raise SystemExit("the training ended before it could be killed in mid-save")
 
@@ -63,19 +77,21 @@ def read(log: Path) -> dict[int, dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--root", type=Path, default=Path("demo_run"))
+    parser.add_argument("--root", default="demo_run", help="a directory, which is emptied, or s3://bucket/path")
+    parser.add_argument("--logs", type=Path, default=Path("demo_run"), help="where the losses go, if not to the root")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=5)
     args = parser.parse_args()
-    if args.root.exists():
-        shutil.rmtree(args.root)
-    args.root.mkdir(parents=True)
-    logs = {name: args.root / f"{name}.jsonl" for name in ("unbroken", "broken")}
+    place = args.logs if "://" in args.root else Path(args.root)
+    if place.exists():
+        shutil.rmtree(place)
+    place.mkdir(parents=True)
+    logs = {name: place / f"{name}.jsonl" for name in ("unbroken", "broken")}
 
     print("--- a run that nobody disturbs", flush=True)
-    train(args.root / "unbroken", logs["unbroken"], args.steps, args.save_every)
+    train(f"{args.root}/unbroken", logs["unbroken"], args.steps, args.save_every)
     print("\n--- the same run, killed with kill -9 while it saves", flush=True)
-    broken = args.root / "broken"
+    broken = f"{args.root}/broken"
     tag = train_and_kill(2, broken, logs["broken"], args.steps, args.save_every)
     killed_at = max(read(logs["broken"]), default=0)
     print(f"killed after step {killed_at}, with {tag} half written; committed: {', '.join(xla_ckpt.list_tags(broken))}")

@@ -113,7 +113,7 @@ class SourceCode:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--root", type=Path, default=Path("runs/lm"), help="where checkpoints go")
+    parser.add_argument("--root", default="runs/lm", help="where checkpoints go: a directory, or s3://bucket/path")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)

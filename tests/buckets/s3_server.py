@@ -6,7 +6,9 @@ python -m tests.buckets.s3_server PORT
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -146,6 +148,7 @@ class S3Server:
 
 
 if __name__ == "__main__":
-    server = S3Server(int(sys.argv[1]))
-    print(server.url, flush=True)
-    threading.Event().wait()
+    server = S3Server()
+    bucket = f"s3://{server.new_bucket()}"
+    program = [word.replace("{bucket}", bucket) for word in sys.argv[1:]]
+    sys.exit(subprocess.run(program, env={**os.environ, **server.environment}).returncode)

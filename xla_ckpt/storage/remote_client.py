@@ -39,8 +39,8 @@ PART_TIMEOUT = "120s"
 RETRY_TIMEOUT = datetime.timedelta(seconds=30)
 """How long what fails in passing is repeated.
 
-With `CONNECT_TIMEOUT` and `READ_TIMEOUT` that makes at most 50 seconds for a request: so long a load takes to fail whose
-store does not answer, and a save, which asks once more to clean up, twice as long.
+With `CONNECT_TIMEOUT` and `READ_TIMEOUT` that makes at most 50 seconds for a request. So long a load takes to fail
+whose store does not answer, and a save, which asks once more to clean up, twice as long.
 """
 
 RETRIES = 1000
@@ -48,6 +48,9 @@ RETRIES = 1000
 
 LONGEST_PAUSE = datetime.timedelta(seconds=5)
 """Between two tries. It adds to `RETRY_TIMEOUT`."""
+
+_ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
+"""Environment variables that permit requests without TLS, as obstore names them."""
 
 PROBE = ".probe"
 """A small file in each root by which it is found out whether conditions of requests are kept."""
@@ -278,16 +281,17 @@ def client_of(scheme: str, bucket: str) -> Client:
     _check_process()  # before the store is made, which may begin a thread
     kind: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
     options = _s3_options() if scheme == "s3" else {}
-    its = {"timeout": PART_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, **options.pop("client_options", {})}
+    # A test server on this machine speaks no TLS. Who asks any other one without it says so.
+    plain = os.environ.get(_ALLOW_HTTP[scheme], "").lower() == "true" or options.get("endpoint", "").startswith("http:")
+    patient = {"timeout": PART_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, "allow_http": plain}
+    quick = {**patient, "read_timeout": READ_TIMEOUT}
     options["retry_config"] = {
         "max_retries": RETRIES,
         "retry_timeout": RETRY_TIMEOUT,
         "backoff": {"max_backoff": LONGEST_PAUSE},
     }
     try:
-        return Client(
-            *(kind(bucket, client_options={**its, **more}, **options) for more in ({"read_timeout": READ_TIMEOUT}, {}))
-        )
+        return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
     except (exceptions.BaseError, ValueError) as error:
         raise UsageError(
             f"the settings for {scheme}:// in the environment are not valid",
@@ -302,8 +306,6 @@ def _s3_options() -> dict[str, Any]:
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         options["endpoint"] = endpoint
-        # A test server on this machine speaks no TLS. An endpoint that was not named is never asked without it.
-        options["client_options"] = {"allow_http": endpoint.startswith("http:")}
     if (provider := _profile()) is not None:
         options["credential_provider"] = provider
     elif region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
@@ -319,14 +321,14 @@ def _profile() -> Any:
         return None  # obstore finds these itself
     if not (env.get("AWS_PROFILE") or file.is_file()):
         return None
-    found = env.get("AWS_PROFILE") or str(file)
+    place = env.get("AWS_PROFILE") or str(file)
     try:
         from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise UsageError(
             "the credentials for s3:// stand in a profile, and boto3, which reads profiles, is not installed",
-            found=found,
+            found=place,
             hint="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
         ) from error
     try:
@@ -334,6 +336,6 @@ def _profile() -> Any:
     except (BotoCoreError, ValueError) as error:  # ValueError: it has found none
         raise UsageError(
             "boto3 finds no credentials for s3://",
-            found=f"{found}: {error}",
+            found=f"{place}: {error}",
             hint="Look at AWS_PROFILE, AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE, or log in anew.",
         ) from error

@@ -30,8 +30,8 @@ from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Changed, Directory, ObjectStore, read_whole, write_small
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
+from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
-from xla_ckpt.tags.keeping import busy
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag, attempt_name
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX, check_tag

@@ -1,0 +1,82 @@
+"""``az://``, against Azurite, Microsoft's own emulator: ``npm install --prefix .azurite azurite@3.37.0`` brings it."""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import hashlib
+import hmac
+import socket
+import subprocess
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import xla_ckpt
+from xla_ckpt.storage.remote_client import client_of
+
+AZURITE = Path(__file__).parents[2] / ".azurite/node_modules/.bin/azurite-blob"
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The account that every Azurite has; Microsoft publishes its key."""
+
+pytestmark = pytest.mark.skipif(not AZURITE.exists(), reason="Azurite is not there: see the head of this file")
+
+
+@pytest.fixture
+def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
+    words = ["--silent", "--location", str(tmp_path), "--blobPort", str(port), "--skipApiVersionCheck"]
+    server = subprocess.Popen([str(AZURITE), *words])
+    try:
+        for name, value in (("ACCOUNT_NAME", ACCOUNT), ("ACCOUNT_KEY", KEY), ("ENDPOINT", endpoint)):
+            monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+        monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
+        client_of.cache_clear()
+        name = f"box-{uuid.uuid4().hex[:8]}"
+        while not made(endpoint, name):
+            assert server.poll() is None, "Azurite has ended"
+        yield f"az://{name}/run"
+    finally:
+        client_of.cache_clear()
+        server.terminate()
+        server.wait()
+
+
+def made(endpoint: str, name: str) -> bool:
+    """Make a container, which obstore cannot; False if nobody listens yet."""
+    date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
+    facts = f"x-ms-date:{date}\nx-ms-version:{version}\n/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
+    signature = hmac.new(base64.b64decode(KEY), f"PUT{chr(10) * 12}{facts}".encode(), hashlib.sha256).digest()
+    headers = {
+        "x-ms-date": date,
+        "x-ms-version": version,
+        "Authorization": f"SharedKey {ACCOUNT}:{base64.b64encode(signature).decode()}",
+        "Content-Length": "0",
+    }
+    request = urllib.request.Request(f"{endpoint}/{name}?restype=container", method="PUT", headers=headers)  # noqa: S310
+    try:
+        with urllib.request.urlopen(request) as answer:  # noqa: S310
+            return bool(answer.status == 201)
+    except urllib.error.HTTPError:
+        raise
+    except urllib.error.URLError:
+        return False
+
+
+def test_saves_and_loads(container: str) -> None:
+    state = {"w": torch.arange(10_000_000, dtype=torch.float32), "v": torch.ones(3)}
+    for tag in "abcd":
+        xla_ckpt.save(container, tag, state, num_kept_ckpts=1)
+    assert xla_ckpt.list_tags(container) == ["d"]
+    tree = xla_ckpt.restore(container).tree
+    assert torch.equal(tree["w"], state["w"])
+    assert torch.equal(tree["v"], state["v"])
+    assert xla_ckpt.verify(container).ok
