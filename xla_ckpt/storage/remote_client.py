@@ -44,10 +44,10 @@ whose store does not answer, and a save, which asks once more to clean up, twice
 """
 
 RETRIES = 1000
-"""How often it is repeated: until the time is over. obstore begins with 0.1 s between two tries."""
+"""How often it is repeated: until the time is over."""
 
-LONGEST_PAUSE = datetime.timedelta(seconds=5)
-"""Between two tries. It adds to `RETRY_TIMEOUT`."""
+PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=5)}
+"""The first pause between two tries, and the longest one, which adds to `RETRY_TIMEOUT`."""
 
 _ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 """Environment variables that permit requests without TLS, as obstore names them."""
@@ -60,7 +60,7 @@ P = ParamSpec("P")
 
 
 def _asked(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
-    """A method that asks obstore, whose errors become those that they mean. Its first argument is the file's name."""
+    """A method that asks obstore, whose errors become those that they mean. Its first argument names the file."""
 
     @functools.wraps(method)
     def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,7 +70,7 @@ def _asked(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[
         try:
             return method(client, *args, **kwargs)
         except (exceptions.BaseError, FileNotFoundError) as error:
-            raise os_error(error, str(args[0])) from error
+            raise os_error(error, args[0] if isinstance(args[0], str) else args[0][0]) from error  # type: ignore[index]
 
     return ask
 
@@ -288,16 +288,13 @@ def client_of(scheme: str, bucket: str) -> Client:
     options["retry_config"] = {
         "max_retries": RETRIES,
         "retry_timeout": RETRY_TIMEOUT,
-        "backoff": {"max_backoff": LONGEST_PAUSE},
+        "backoff": PAUSES,
     }
     try:
         return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
-    except (exceptions.BaseError, ValueError) as error:
-        raise UsageError(
-            f"the settings for {scheme}:// in the environment are not valid",
-            found=str(error).partition("\n")[0],
-            hint="An endpoint begins with http:// or https://.",
-        ) from error
+    except exceptions.BaseError as error:
+        problem = f"the settings for {scheme}:// in the environment make no sense"
+        raise UsageError(problem, found=str(error).partition("\n")[0]) from error
 
 
 def _s3_options() -> dict[str, Any]:
@@ -305,6 +302,13 @@ def _s3_options() -> dict[str, Any]:
     options: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
+        if not endpoint.startswith(("http://", "https://")):
+            # obstore panics
+            raise UsageError(
+                "the endpoint in the environment is no address",
+                expected=f"http://{endpoint} or https://{endpoint}",
+                found=f"AWS_ENDPOINT_URL={endpoint}",
+            )
         options["endpoint"] = endpoint
     if (provider := _profile()) is not None:
         options["credential_provider"] = provider

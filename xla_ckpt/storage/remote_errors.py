@@ -42,8 +42,9 @@ _NEEDED = {
 """What a user may not do whose request is refused."""
 
 _NO_CREDENTIALS = (
-    "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (which takes boto3), "
-    "or run where the machine has a role; AWS_SKIP_SIGNATURE=true reads a public bucket without any"
+    "no credentials were found, and this machine has no role. For s3://: set AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, which takes boto3; a public bucket is read with AWS_SKIP_SIGNATURE=true. "
+    "For gs:// and az://: docs/object-stores.md"
 )
 
 NO_STORE = "what answers there is no object store: look at the endpoint (for s3://, AWS_ENDPOINT_URL)"
@@ -80,7 +81,7 @@ def os_error(error: BaseException, key: str) -> OSError:
 
 def _by_signs(text: str, method: str, url: str, code: str) -> tuple[int, str]:
     """What an answer means that has no code of a store."""
-    if "169.254.16" in url or "169.254.17" in url:  # the machine's own service for credentials
+    if "/latest/api/token" in url or "/latest/meta-data" in url or "metadata.google.internal" in url:
         return errno.EACCES, _NO_CREDENTIALS
     if "redirect without LOCATION" in text:
         return errno.EREMOTE, _REGION
