@@ -117,9 +117,9 @@ class LedgerRoot:
         if kind not in (Kind.TAG, Kind.REPAIR):
             is_file = kind in (Kind.FILE, Kind.RENEWED_FILE)
             return Placed.begin(self.store, name, self.store.fill("" if is_file else name))
-        due = rules.due(self.edit(self._without_dead))
+        due = rules.due(self._record.edit(self._without_dead))
         try:
-            self.sweep(due)
+            self._record.sweep(due)
         except OSError as error:  # who may write there and not delete can save all the same
             logger.warning("%s: files that nobody needs any more stay: %s", self.path, error)
         attempt = attempt_name(name, uuid.uuid4().hex)
