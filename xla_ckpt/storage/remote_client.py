@@ -110,6 +110,18 @@ class Client:
                 raise
         return data, answer.meta["e_tag"]
 
+    def start(self, key: str, nbytes: int) -> tuple[memoryview, int, str | None]:
+        """The first bytes of a file, its size, and its version."""
+        with self._asking(key) as store:
+            try:
+                answer = store.get(key, options={"range": (0, nbytes)})
+                data = memoryview(answer.bytes())
+            except Exception as error:
+                if "416 Range Not Satisfiable" not in str(error):
+                    raise
+                return memoryview(b""), 0, None  # it is empty
+        return data, answer.meta["size"], answer.meta["e_tag"]
+
     def read_version(self, key: str) -> tuple[bytes, dict[str, str]]:
         """All of a small file, and what it takes to replace this version of it."""
         with self._asking(key) as store:

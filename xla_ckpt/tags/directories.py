@@ -75,6 +75,12 @@ class DirectoryRoot:
     def is_ours(self, name: str) -> bool:
         return listing.is_ours(self.store, name)
 
+    def knows(self, name: str) -> bool:
+        return self.is_ours(name)
+
+    def is_certain(self) -> bool:
+        return False
+
     def is_root(self, name: str) -> bool:
         return any(self.store.has(f"{name}/{tag}/{MANIFEST}") for tag in self.store.names(name)[:3])
 

@@ -15,7 +15,7 @@ import uuid
 from functools import partial
 from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError, StorageError, storage_errors
+from xla_ckpt.errors import storage_errors
 from xla_ckpt.storage.base import Directory, ObjectStore, read_whole
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
@@ -75,16 +75,7 @@ class LedgerRoot:
         return entry
 
     def open(self, tag: str) -> Directory:
-        before = None
-        while (entry := self._existing(tag)) != before:
-            before = entry
-            try:
-                return self.store.open(entry.directory)
-            except FileNotFoundError:
-                continue  # a newer version has replaced it since the look, and its files are gone
-            except OSError as error:
-                raise StorageError.of(error, "opening a tag", path=self.path, tag=tag) from error
-        raise CorruptCheckpointError("the tag has no files", path=self.path, tag=tag)
+        return self.store.fill(self._existing(tag).directory)
 
     def report_of(self, tag: str) -> Any:
         directory = self.open(tag)
@@ -97,6 +88,12 @@ class LedgerRoot:
 
     def is_ours(self, name: str) -> bool:
         return name in self.read().tags
+
+    def knows(self, name: str) -> bool:
+        return rules.knows(self.read(), name)
+
+    def is_certain(self) -> bool:
+        return self._record.exists()
 
     def is_root(self, name: str) -> bool:
         return self.store.has(f"{name}/{LEDGER}")

@@ -30,6 +30,11 @@ class LedgerRecord:
         """The root, as users call it."""
         return self.store.path
 
+    def exists(self) -> bool:
+        """Whether there is one, be it damaged."""
+        with naming(path=self.path, file=LEDGER), storage_errors("reading the record of the tags", path=self.path):
+            return self.store.read_record(LEDGER) is not None
+
     def read(self) -> Ledger:
         """The ledger as it is now.
 

@@ -150,6 +150,12 @@ class Root(Protocol):
     def is_ours(self, name: str) -> bool:
         """Whether a directory is a tag of ours, damaged or not."""
 
+    def knows(self, name: str) -> bool:
+        """Whether what has this name is ours: a tag, one that is being written, or what one has left."""
+
+    def is_certain(self) -> bool:
+        """Whether something says that this is a root of tags, so that it is no checkpoint itself."""
+
     def is_root(self, name: str) -> bool:
         """Whether a directory holds tags of ours itself, as far as few looks tell."""
 
