@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -57,6 +57,7 @@ class Request:
     """With the query."""
 
     status: str
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass
@@ -116,6 +117,7 @@ class S3Server:
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         method, query = environ["REQUEST_METHOD"], environ.get("QUERY_STRING", "")
         path = environ["PATH_INFO"] + (f"?{query}" if query else "")
+        headers = {name[5:].lower(): value for name, value in environ.items() if name.startswith("HTTP_")}
         fault = self._fault(method, path)
         kind = fault.kind if fault is not None else ""
         if fault is not None and kind == "slow":
@@ -132,7 +134,7 @@ class S3Server:
         body = b"".join(self._app(environ, note))
         if kind in ("after503", "after500"):
             return self._refuse(method, path, kind, start)
-        self.requests.append(Request(method, path, f"{seen['status'][:3]} {kind}".strip()))
+        self.requests.append(Request(method, path, f"{seen['status'][:3]} {kind}".strip(), headers))
         if kind == "drop":
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionResetError("the answer is lost on purpose")

@@ -288,8 +288,11 @@ class ObjectStore(Store, Protocol):
     def read_record(self, name: str) -> tuple[bytes, str] | None:
         """A small file that may be replaced, and its version; None if there is none."""
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
         """Replace a record if it has this version; make it if `version` is None, and there is none.
+
+        Returns:
+            The version that it has now.
 
         Raises:
             Changed: It has another version.

@@ -34,7 +34,13 @@ PARTS_AT_ONCE = 4
 SPOOL_BYTES = 64 * MIB
 """A file that is not written in the order of its bytes is kept in memory up to this size, then in a temporary file."""
 
-COSTS = Costs(batch_bytes=16 * MIB, max_gap=2 * MIB, straight_bytes=4 * MIB, in_flight=32)
+COSTS = Costs(
+    batch_bytes=16 * MIB,
+    max_gap=2 * MIB,
+    straight_bytes=4 * MIB,
+    in_flight=32,
+    cached=False,
+)
 """A request takes some 25 ms before its first byte, in which 2 MiB come through another one."""
 
 START_BYTES = 1 * MIB
@@ -320,7 +326,9 @@ class RemoteStore:
             return None
         return data, json.dumps(version)
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
         if self._seen is not None:
             self._seen.clear()  # it is another one then, or was before
-        self._client.write_if(self._key(name), data, None if version is None else json.loads(version))
+        return json.dumps(
+            self._client.write_if(self._key(name), data, None if version is None else json.loads(version))
+        )

@@ -21,7 +21,7 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Changed
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import ObjectMeta, PutResult
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az")
@@ -133,8 +133,8 @@ class Client:
         with self._asking(key) as store:
             store.put(key, data, chunk_size=part_bytes, max_concurrency=parts_at_once)
 
-    def write_if(self, key: str, data: bytes, version: dict[str, str] | None) -> None:
-        """Write a small file if it has this version; with None, if there is none.
+    def write_if(self, key: str, data: bytes, version: dict[str, str] | None) -> dict[str, str]:
+        """Write a small file if it has this version; with None, if there is none. The version that it has then.
 
         Raises:
             Changed: It has another one, or there is one. The store says so of a write of its own, too, that it has done
@@ -144,7 +144,8 @@ class Client:
 
         with self._asking(key) as store:
             try:
-                store.put(key, data, mode="create" if version is None else version, use_multipart=False)  # type: ignore[arg-type]
+                mode: Any = "create" if version is None else version
+                return _version_of(store.put(key, data, mode=mode, use_multipart=False))
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
                 raise Changed(key) from error
 
@@ -225,7 +226,7 @@ def _careless(what: str) -> UsageError:
     )
 
 
-def _version_of(meta: ObjectMeta) -> dict[str, str]:
+def _version_of(meta: ObjectMeta | PutResult) -> dict[str, str]:
     """What tells the versions of a file apart: an entity tag, and on Google's servers a generation."""
     return {name: value for name in ("e_tag", "version") if (value := meta.get(name))}  # type: ignore[misc]
 

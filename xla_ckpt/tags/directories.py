@@ -68,6 +68,9 @@ class DirectoryRoot:
             raise no_such_tag(self, tag)
         return directory
 
+    def open_listed(self, entry: TagEntry) -> LocalFiles:
+        return self.store.open(entry.directory)
+
     def report_of(self, tag: str) -> Any:
         with contextlib.closing(self.open(tag)) as directory:
             return listing.custom_metadata(self.store, directory.name).get("report")

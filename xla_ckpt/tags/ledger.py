@@ -75,7 +75,10 @@ class LedgerRoot:
         return entry
 
     def open(self, tag: str) -> Directory:
-        return self.store.fill(self._existing(tag).directory)
+        return self.open_listed(self._existing(tag))
+
+    def open_listed(self, entry: TagEntry) -> Directory:
+        return self.store.fill(entry.directory)
 
     def report_of(self, tag: str) -> Any:
         directory = self.open(tag)
@@ -179,7 +182,10 @@ class LedgerRoot:
         return rules.without_dead(ledger, self._writer, frozenset(WRITING))
 
     def clean(self, only: str | None = None) -> None:
-        self._record.sweep(rules.due(self._record.edit(self._without_dead)))
+        ledger = self._record.last()
+        if self._without_dead(ledger) != ledger:
+            ledger = self._record.edit(self._without_dead)
+        self._record.sweep(rules.due(ledger))
 
     def hold(self, within: float) -> None:
         self.store.check_conditions()

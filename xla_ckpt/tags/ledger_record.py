@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from xla_ckpt.errors import naming, storage_errors
+from xla_ckpt.errors import CheckpointError, naming, storage_errors
 from xla_ckpt.storage.base import Changed, ObjectStore
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.ledger_rules import Ledger
@@ -24,6 +24,8 @@ class LedgerRecord:
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
+        self._last: tuple[Ledger, str | None] | None = None
+        """The ledger and its version, as an edit left it. Another process may have changed it since."""
 
     @property
     def path(self) -> str:
@@ -43,6 +45,10 @@ class LedgerRecord:
         """
         return self._read(rules.parse_ledger)[0]
 
+    def last(self) -> Ledger:
+        """The ledger as the last edit left it; as it is now, if there was none."""
+        return self.read() if self._last is None else self._last[0]
+
     def _read(self, parse: Callable[[bytes], Ledger]) -> tuple[Ledger, str | None]:
         about = {"path": self.path, "file": LEDGER}
         with naming(**about), storage_errors("reading the record of the tags", **about):
@@ -52,17 +58,24 @@ class LedgerRecord:
     def edit(self, change: Callable[[Ledger], Ledger], parse: Callable[[bytes], Ledger] = rules.parse_ledger) -> Ledger:
         """Replace the ledger by what `change` makes of it, which is asked again if somebody else has changed it.
 
+        The last edit's ledger is tried first: a write on the condition that it is still there costs no look before. It
+        proves nothing unless it is written.
+
         Raises:
             OSError: The storage refused, or does not say what became of it.
         """
+        last, self._last = self._last, None
+        if last is not None and not _changes(change, last[0]):
+            last = None
         while True:
-            before, version = self._read(parse)
+            (before, version), last = last or self._read(parse), None
             after = change(before)
             if after == before:
+                self._last = before, version
                 return before
             write, refused = uuid.uuid4().hex, None
             try:
-                self._write(rules.ledger_json(after, write), version)
+                self._last = after, self._write(rules.ledger_json(after, write), version)
                 return after
             except Changed:
                 pass
@@ -74,7 +87,7 @@ class LedgerRecord:
             if refused is not None:
                 raise refused
 
-    def _write(self, data: bytes, version: str | None) -> None:
+    def _write(self, data: bytes, version: str | None) -> str:
         for _ in range(TRIES - 1):
             try:
                 return self.store.write_record(LEDGER, data, version)
@@ -86,4 +99,13 @@ class LedgerRecord:
         """Delete the files of attempts that nobody needs any more."""
         for attempt in attempts:
             self.store.remove(attempt)
-        self.edit(partial(rules.swept, attempts=attempts))
+        if attempts:
+            self.edit(partial(rules.swept, attempts=attempts))
+
+
+def _changes(change: Callable[[Ledger], Ledger], ledger: Ledger) -> bool:
+    """Whether a change would do something to a ledger, and does not refuse it."""
+    try:
+        return change(ledger) != ledger
+    except (CheckpointError, OSError):
+        return False  # it is asked again, with the ledger as it is

@@ -98,6 +98,13 @@ class Root(Protocol):
             InvalidTagError: `tag` cannot be one.
         """
 
+    def open_listed(self, entry: TagEntry) -> Directory:
+        """The same of a tag that was listed, where nobody minds if it has gone since.
+
+        Raises:
+            OSError: It has, or the storage refused. An object store says it only when a file is read.
+        """
+
     def begin(self, name: str, kind: Kind) -> Draft:
         """Make the directory that is filled, after what killed writers left behind has been removed.
 
