@@ -311,7 +311,8 @@ class RemoteStore:
         self._client.copy(self._key(source), self._key(target))
 
     def remove(self, name: str) -> None:
-        keys = [self._key(name), *self._client.below(self._below(name))]
+        # A store without a request for many files ends at the first that is not there: only such names are told as are.
+        keys = self._client.below(self._below(name)) or [self._key(name)]
         for at in range(0, len(keys), DELETED_AT_ONCE):
             self._client.delete(keys[at : at + DELETED_AT_ONCE])
 
