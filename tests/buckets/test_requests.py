@@ -14,10 +14,13 @@ from tests.buckets.s3_server import Request, S3Server
 from tests.buckets.test_saves_and_loads import model_and_optimizer
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.read import read_into
+from xla_ckpt.errors import CorruptCheckpointError
 from xla_ckpt.layouts.registry import open_tag
 from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import store_at
+from xla_ckpt.tags.roots import root_of
 
 MIB = 1024 * 1024
 
@@ -174,3 +177,37 @@ def test_what_is_overwritten_in_place_comes_once(root: str, s3: S3Server) -> Non
     loaded = xla_ckpt.restore(root, "a", like=model).tree
     assert all(torch.equal(loaded[name], value) for name, value in state.items())
     assert bytes_read(s3) <= 1.1 * sum(value.nbytes for value in state.values())
+
+
+def test_a_look_that_is_older_than_the_tag_finds_the_newer_version(root: str) -> None:
+    xla_ckpt.save(root, "a", {"w": torch.zeros(3)})
+    look = store_at(root).look()
+    assert list_of(look) == ["a"]
+    for number in range(1, 5):
+        xla_ckpt.save(root, "a", {"w": torch.full((3,), float(number))})
+    xla_ckpt.finalize_checkpoint()
+    with pytest.raises(FileNotFoundError):
+        look.start_of(f"{root_of(look).place_of('a')}/manifest.json", 1)  # what the look has seen is swept
+    assert list_of(look) == ["a"]
+    with open_tag(look, "a") as reader:
+        assert reader.manifest.head.sequence == 5
+    xla_ckpt.save(root, "b", {"w": torch.zeros(3)})
+    assert list_of(look) == ["a"], "a look sees one state"
+    assert list_of(look.look()) == ["a", "b"]
+
+
+def list_of(store: Store) -> list[str]:
+    return [entry.tag for entry in root_of(store).entries()]
+
+
+def test_a_tag_whose_files_somebody_has_deleted_is_damaged(root: str) -> None:
+    for tag in "ab":
+        xla_ckpt.save(root, tag, {"w": torch.full((3,), float(ord(tag)))})
+    store = store_at(root)
+    assert store.object_store is not None
+    store.object_store.remove(root_of(store).place_of("b"))
+    with pytest.raises(CorruptCheckpointError, match="the tag has no files"):
+        xla_ckpt.restore(root, "b")
+    restored = xla_ckpt.restore(root)
+    assert restored.report.tag == "a"
+    assert restored.report.corrupt_tags == ("b",)
