@@ -12,11 +12,11 @@ import errno
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError
+from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError, UsageError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
@@ -30,7 +30,7 @@ from xla_ckpt.storage.base import (
     write_small,
 )
 from xla_ckpt.tags import listing
-from xla_ckpt.tags.cleaning import clean, is_draft, move_to_trash, remove, remove_unused
+from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, remove, remove_unused
 from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.lease import LEASES
@@ -40,7 +40,7 @@ from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
 from xla_ckpt.tags.retention import TagFact, superfluous
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Cleaned, Kind, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +179,20 @@ class DirectoryRoot:
 
     def clean(self, only: str | None = None) -> None:
         clean(self.store, only)
+
+    def clean_all(self, within: float) -> Cleaned:
+        before = leftovers(self.store)
+        clean(self.store)
+        kept = leftovers(self.store)
+        why = "somebody uses it, or may do so: without locks, until it has not changed for an hour"
+        return Cleaned(tuple(sorted(before - kept)), dict.fromkeys(sorted(kept), why))
+
+    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+        raise UsageError(
+            "the tags of a directory are in no record: each one counts that is there",
+            path=self.path,
+            expected="a root in an object store",
+        )
 
     def hold(self, within: float) -> None:
         self.store.prepare()
