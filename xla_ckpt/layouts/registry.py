@@ -14,7 +14,7 @@ from typing import TypeVar
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
@@ -161,7 +161,9 @@ def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
     root = root_of(store)
     if _may_be_foreign(root, tag):
         for layout in _layouts:
-            if (entry := layout.find(store, tag)) is not None:
+            with storage_errors("looking for a tag", path=store.path, tag=tag):
+                entry = layout.find(store, tag)
+            if entry is not None:
                 # A tag of ours that was just being replaced, in this layout, has its manifest again.
                 return None if root.is_ours(tag) else (layout, entry)
     return None

@@ -117,7 +117,11 @@ class LedgerRoot:
         if kind not in (Kind.TAG, Kind.REPAIR):
             is_file = kind in (Kind.FILE, Kind.RENEWED_FILE)
             return Placed.begin(self.store, name, self.store.fill("" if is_file else name))
-        self.clean()
+        due = self._due()
+        try:
+            self._record.sweep(due)
+        except OSError as error:  # who may write there and not delete can save all the same
+            logger.warning("%s: files that nobody needs any more stay: %s", self.path, error)
         attempt = attempt_name(name, uuid.uuid4().hex)
 
         def change(ledger: Ledger) -> Ledger:
@@ -194,10 +198,14 @@ class LedgerRoot:
         return rules.without_dead(ledger, self._writer, frozenset(WRITING))
 
     def clean(self, only: str | None = None) -> None:
+        self._record.sweep(self._due())
+
+    def _due(self) -> list[str]:
+        """The attempts whose files may go, when those that nobody writes any more are given up."""
         ledger = self._record.last()
         if self._without_dead(ledger) != ledger:
             ledger = self._record.edit(self._without_dead)
-        self._record.sweep(rules.due(ledger))
+        return rules.due(ledger)
 
     def clean_all(self, within: float) -> Cleaned:
         listed = attempts_in(self.store)
