@@ -46,7 +46,7 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"az://{name}/run"
     finally:
         client_of.cache_clear()
-        server.terminate()
+        server.kill()  # it waits for open connections, if it is asked to end
         server.wait()
 
 

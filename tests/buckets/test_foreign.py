@@ -78,7 +78,7 @@ def test_more_tags_than_one_page_of_a_listing_has(root: str, s3: S3Server) -> No
     tags = xla_ckpt.list_tags(root)
     assert len(tags) == 1_100
     assert tags[-1] == "step_1099"
-    assert len([r for r in s3.requests if "list-type=2" in r.path and "continuation-token" in r.path]) >= 2
+    assert len([r for r in s3.requests if "list-type=2" in r.path and "continuation-token" in r.path]) >= 1
 
 
 def test_a_file_that_is_overwritten_while_it_is_read(root: str) -> None:
