@@ -9,12 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import xla_ckpt
 import xla_ckpt.layouts.registry
 from tests.storage.failing import FailingObjects, Faults
 from xla_ckpt import dcp
-from xla_ckpt.errors import CheckpointError, FormatError, NoCheckpointError, RootInUseError, SaveError, UsageError
+from xla_ckpt.errors import (
+    CheckpointError,
+    FormatError,
+    NoCheckpointError,
+    RootInUseError,
+    SaveError,
+    UnknownOutcomeError,
+    UsageError,
+)
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.arrays import Arrays
 from xla_ckpt.manifest.records import Head, Manifest
@@ -23,7 +33,8 @@ from xla_ckpt.storage.base import Changed, ObjectStore, read_whole, write_small
 from xla_ckpt.storage.memory import MemoryStore
 from xla_ckpt.tags import deleting
 from xla_ckpt.tags.entry import MANIFEST
-from xla_ckpt.tags.ledger import TRIES, LedgerRoot
+from xla_ckpt.tags.ledger import LedgerRoot
+from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
 from xla_ckpt.tags.root import Kind, Transaction
 
@@ -136,24 +147,25 @@ class LosesAnswers(FailingObjects):
     loses = False
     afterwards: Callable[[], object] = staticmethod(lambda: None)
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
-        self.inner.write_record(name, data, version)
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
+        written = self.inner.write_record(name, data, version)
         if self.loses:
             self.loses = False
             self.afterwards()
             raise TimeoutError("no answer")
+        return written
 
 
 def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: MemoryStore) -> None:
-    """The storage answers nothing, so the save has failed; then the request arrives after all."""
+    """The storage answers no write for a while; then the requests arrive after all."""
     slow = Delays("root", store, Faults())
     put(LedgerRoot(store), "a", "old")
     transaction = begin(LedgerRoot(slow), "a", "new")
     slow.requests = []
-    with pytest.raises(TimeoutError):
+    with pytest.raises(UnknownOutcomeError):
         transaction.commit()
     requests, slow.requests = slow.requests, None
-    assert len(requests) == TRIES
+    assert len(requests) == 2 * TRIES, "those of the commit, and those that give it up"
     transaction.abandon()
     for request in requests:
         with pytest.raises(Changed):
@@ -165,9 +177,9 @@ def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: MemoryStor
 class Delays(FailingObjects):
     """A store that keeps requests to itself."""
 
-    requests: list[Callable[[], None]] | None = None
+    requests: list[Callable[[], object]] | None = None
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
         if self.requests is None:
             return self.inner.write_record(name, data, version)
         self.requests.append(lambda: self.inner.write_record(name, data, version))
@@ -190,10 +202,10 @@ def test_of_two_jobs_that_save_one_tag_the_first_has_it(store: MemoryStore) -> N
 
 def test_a_job_that_was_stopped_and_goes_on_commits_nothing(store: MemoryStore) -> None:
     stopped, next_job = LedgerRoot(store, "stopped"), LedgerRoot(store, "next")
-    stopped.hold(0)
+    stopped.take("stopped")
     put(stopped, "a", "1")
     transaction = begin(stopped, "b", "2")
-    next_job.hold(0)
+    next_job.take("next")
     put(next_job, "c", "3")
     with pytest.raises(RootInUseError, match="another process has taken over this root"):
         transaction.commit()
@@ -202,6 +214,50 @@ def test_a_job_that_was_stopped_and_goes_on_commits_nothing(store: MemoryStore) 
     next_job.clean()
     assert tags(next_job) == ["a", "c"]
     assert stored(store) == known(next_job)
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["take", "begin", "commit", "clean"])), max_size=30)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_only_the_job_that_took_the_root_last_begins_and_commits(steps: list[tuple[str, str]]) -> None:
+    """Each job may be stopped between any two of its steps, and go on after those of others."""
+    store = MemoryStore()
+    roots = {name: LedgerRoot(store, name) for name in "xyz"}
+    begun: dict[str, tuple[str, Transaction, int]] = {}
+    owner, changes, committed = "", 0, list[str]()
+    took: dict[str, int] = {}
+    for at, (name, step) in enumerate(steps):
+        if name not in took or step == "take":
+            roots[name].take(name)
+            owner, changes = name, changes + (owner != name)
+            took[name] = changes
+        if step == "begin" and name not in begun:
+            tag = f"{name}{at}"
+            transaction = Transaction(roots[name], tag)
+            if took[name] != changes:
+                with pytest.raises(RootInUseError):
+                    transaction.begin()
+            else:
+                begun[name] = tag, transaction.begin(), changes
+                fill(transaction, tag, name, pinned=False)
+        elif step == "commit" and name in begun:
+            tag, transaction, its_changes = begun.pop(name)
+            if its_changes != changes:
+                with pytest.raises(RootInUseError):
+                    transaction.commit()
+            else:
+                transaction.commit()
+                committed.append(tag)
+            transaction.abandon()
+        elif step == "clean":
+            roots[name].clean()
+        assert tags(roots[name]) == committed
+    for _, transaction, _ in begun.values():
+        transaction.abandon()
+    roots["x"].clean()
+    assert stored(store) == {its.attempt for its in roots["x"].read().tags.values()}
 
 
 def test_a_pin_comes_between(store: MemoryStore) -> None:

@@ -78,11 +78,11 @@ class Load:
         """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
         damaged: dict[str, CorruptCheckpointError] = {}
         changed: list[CheckpointError] = []
-        todo = self._newest_first("tags")
+        load, todo = self, self._newest_first("tags")
         while todo:
             tag = todo.pop(0)
             try:
-                value, report = self.one(tag, self.job.exchange.within(f"{len(changed)}/{tag}"))
+                value, report = load.one(tag, self.job.exchange.within(f"{len(changed)}/{tag}"))
             except CorruptCheckpointError as error:
                 logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
                 damaged[tag] = error
@@ -91,7 +91,8 @@ class Load:
                 if len(changed) == SEARCHES:
                     raise
                 logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
-                todo = [tag for tag in self._newest_first(f"tags/{len(changed)}") if tag not in damaged]
+                load = replace(self, store=self.store.look())
+                todo = [tag for tag in load._newest_first(f"tags/{len(changed)}") if tag not in damaged]
             else:
                 return value, replace(report, corrupt_tags=tuple(damaged))
         if damaged:

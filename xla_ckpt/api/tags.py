@@ -11,7 +11,7 @@ from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, full_path, store_at
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.missing import roots_below
 from xla_ckpt.tags.names import check_is_text
@@ -30,7 +30,7 @@ def list_tags(path: PathLike) -> list[str]:
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)
     """
-    return tag_names(store_at(path))
+    return tag_names(store_at(path).look())
 
 
 @known_options
@@ -67,11 +67,12 @@ def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
     Raises:
         InvalidTagError: The tag is no string.
     """
-    if tag is None and (inside := registry.named_itself(full_path(path))) is not None:
-        return inside
+    store = store_at(path).look()
     if tag is not None:
-        check_is_text(tag, full_path(path))
-    return store_at(path), tag
+        check_is_text(tag, store.path)
+    elif (inside := registry.named_itself(store)) is not None:
+        return inside
+    return store, tag
 
 
 def chosen_tag(store: Store, tag: str | None) -> str:
@@ -98,7 +99,7 @@ def has_checkpoint(path: PathLike) -> bool:
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     store, tag = located(path, None)
-    exists = tag is not None or bool(list_tags(path))
+    exists = tag is not None or bool(tag_names(store))
     if not exists and (below := roots_below(root_of(store))):
         logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below))
     if not exists:

@@ -46,6 +46,12 @@ def clean(store: FileSystem, only: str | None = None) -> None:
     _remove_doomed(store, list(dict.fromkeys(doomed)))
 
 
+def leftovers(store: FileSystem) -> set[str]:
+    """What lies in a root directory for `clean` to look after."""
+    names = [n for n in store.names() if n.startswith((NEW_PREFIX, OLD_PREFIX)) or n.endswith(TMP_SUFFIX)]
+    return {*names, *(f"{TRASH}/{name}" for name in store.names(TRASH))}
+
+
 def _remove_doomed(store: FileSystem, names: Sequence[str]) -> None:
     doomed = [name for name in names if not store.in_use(name)]
     if doomed:

@@ -12,11 +12,11 @@ import errno
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError
+from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError, UsageError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
@@ -30,16 +30,17 @@ from xla_ckpt.storage.base import (
     write_small,
 )
 from xla_ckpt.tags import listing
-from xla_ckpt.tags.cleaning import clean, is_draft, move_to_trash, remove, remove_unused
+from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, remove, remove_unused
 from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tags.lease_places import LeaseDirectory
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
 from xla_ckpt.tags.retention import TagFact, superfluous
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Cleaned, Kind, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +68,21 @@ class DirectoryRoot:
             raise no_such_tag(self, tag)
         return directory
 
+    def open_listed(self, entry: TagEntry) -> LocalFiles:
+        return self.store.open(entry.directory)
+
     def report_of(self, tag: str) -> Any:
         with contextlib.closing(self.open(tag)) as directory:
             return listing.custom_metadata(self.store, directory.name).get("report")
 
     def is_ours(self, name: str) -> bool:
         return listing.is_ours(self.store, name)
+
+    def knows(self, name: str) -> bool:
+        return self.is_ours(name)
+
+    def is_certain(self) -> bool:
+        return False
 
     def is_root(self, name: str) -> bool:
         return any(self.store.has(f"{name}/{tag}/{MANIFEST}") for tag in self.store.names(name)[:3])
@@ -170,9 +180,23 @@ class DirectoryRoot:
     def clean(self, only: str | None = None) -> None:
         clean(self.store, only)
 
+    def clean_all(self, within: float) -> Cleaned:
+        before = leftovers(self.store)
+        clean(self.store)
+        kept = leftovers(self.store)
+        why = "somebody uses it, or may do so: without locks, until it has not changed for an hour"
+        return Cleaned(tuple(sorted(before - kept)), dict.fromkeys(sorted(kept), why))
+
+    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+        raise UsageError(
+            "the tags of a directory are in no record: each one counts that is there",
+            path=self.path,
+            expected="a root in an object store",
+        )
+
     def hold(self, within: float) -> None:
         self.store.prepare()
-        LEASES.hold(self.store, within)
+        LEASES.hold(LeaseDirectory(self.store), within)
 
     def expect(self) -> None:
         COMMITTER.start()
@@ -207,14 +231,14 @@ class DirectoryDraft:
     def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
         match self.kind:
             case Kind.TAG:
-                LEASES.check(self.store, self.sequence)
+                LEASES.check(self.store.path, self.sequence)
                 metadata = {"tag": self.name, "sequence": self.sequence}
                 metadata |= {} if report is None else {"report": report}
                 with self._placing():
                     old = COMMITTER.commit(self.store, self.directory, self.name, self.replaced, metadata, within)
                 if old is not None:
                     _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
-                LEASES.note(self.store, self.name, self.sequence)
+                LEASES.note(self.store.path, self.name, self.sequence)
                 return retire_older(self.store, self.name, num_kept)
             case Kind.CHECKPOINT:
                 self._place()

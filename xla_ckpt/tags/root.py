@@ -8,7 +8,8 @@ A `Transaction` is how anything is written there: it appears whole, under its na
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from xla_ckpt.storage.base import Directory, Store, write_small
@@ -41,6 +42,15 @@ class Kind(enum.Enum):
 
     REPAIR = "repair"
     """Files of a tag that is there, which take the places of those that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What came of cleaning a root."""
+
+    removed: tuple[str, ...]
+    kept: Mapping[str, str]
+    """What stays and is no tag -> why."""
 
 
 class Draft(Protocol):
@@ -98,6 +108,13 @@ class Root(Protocol):
             InvalidTagError: `tag` cannot be one.
         """
 
+    def open_listed(self, entry: TagEntry) -> Directory:
+        """The same of a tag that was listed, where nobody minds if it has gone since.
+
+        Raises:
+            OSError: It has, or the storage refused. An object store says it only when a file is read.
+        """
+
     def begin(self, name: str, kind: Kind) -> Draft:
         """Make the directory that is filled, after what killed writers left behind has been removed.
 
@@ -150,6 +167,12 @@ class Root(Protocol):
     def is_ours(self, name: str) -> bool:
         """Whether a directory is a tag of ours, damaged or not."""
 
+    def knows(self, name: str) -> bool:
+        """Whether what has this name is ours: a tag, one that is being written, or what one has left."""
+
+    def is_certain(self) -> bool:
+        """Whether something says that this is a root of tags, so that it is no checkpoint itself."""
+
     def is_root(self, name: str) -> bool:
         """Whether a directory holds tags of ours itself, as far as few looks tell."""
 
@@ -166,6 +189,29 @@ class Root(Protocol):
             only: Clean up after writers of this name alone: what else lies there may be anybody's.
 
         Raises:
+            OSError: The storage refused.
+        """
+
+    def clean_all(self, within: float) -> Cleaned:
+        """As `clean`, and look for what no save would find.
+
+        Args:
+            within: Seconds to wait at most until it is clear whether somebody saves there, whose leftovers stay.
+
+        Raises:
+            CheckpointError: The record of the tags is damaged.
+            OSError: The storage refused.
+        """
+
+    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+        """Take complete tags of these names, or all, into the record of the tags, also if it is damaged or gone.
+
+        Returns:
+            Those that were not in it.
+
+        Raises:
+            RootInUseError: Another process saves there.
+            UsageError: There is no such record.
             OSError: The storage refused.
         """
 
