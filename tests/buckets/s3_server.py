@@ -115,12 +115,14 @@ class S3Server:
 
     def new_bucket(self) -> str:
         """Make a bucket; its name."""
+        return str(self.bucket(f"bucket-{uuid.uuid4().hex[:12]}").name)
+
+    def bucket(self, name: str) -> Any:
+        """Make a bucket, as boto3 has it."""
         import boto3
 
-        names = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
-        name = f"bucket-{uuid.uuid4().hex[:12]}"
-        boto3.client("s3", endpoint_url=self.url, **names).create_bucket(Bucket=name)
-        return name
+        keys = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+        return boto3.resource("s3", endpoint_url=self.url, **keys).create_bucket(Bucket=name)
 
     def close(self) -> None:
         """End it."""

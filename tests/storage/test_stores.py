@@ -1,4 +1,4 @@
-"""The contract of a store and its directories, method by method: over a file system, and over memory."""
+"""The contract of a store and its directories, method by method: over a file system, over memory, and over a bucket."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from xla_ckpt.storage.local import LocalStore
 from xla_ckpt.storage.memory import MemoryStore
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", "s3"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The address of a root directory that does not exist yet, inside of another one."""
+    if request.param == "s3":
+        return f"s3://{request.getfixturevalue('s3').new_bucket()}/ckpt/run"
     return str(tmp_path / "ckpt/run") if request.param == "local" else f"memory://{tmp_path.name}/ckpt/run"
 
 
@@ -35,9 +37,13 @@ def local(tmp_path: Path) -> FileSystem:
     return store
 
 
-@pytest.fixture
-def objects() -> ObjectStore:
-    return MemoryStore()
+@pytest.fixture(params=["memory", "s3"])
+def objects(request: pytest.FixtureRequest) -> ObjectStore:
+    if request.param == "memory":
+        return MemoryStore()
+    store = store_at(f"s3://{request.getfixturevalue('s3').new_bucket()}/run").object_store
+    assert store is not None
+    return store
 
 
 def changing(store: Store) -> FileSystem | ObjectStore:
@@ -45,6 +51,11 @@ def changing(store: Store) -> FileSystem | ObjectStore:
     changed = store.file_system or store.object_store
     assert changed is not None
     return changed
+
+
+def is_bucket(store: Store) -> bool:
+    """Whether it does not look what is there before it does something: each look would be a request."""
+    return "://" in store.path and not store.path.startswith("memory:")
 
 
 def begun(store: Store, name: str) -> Directory:
@@ -82,6 +93,9 @@ def test_a_root_that_is_a_file(store: Store, root: str) -> None:
     fill(store, "a", "file")
     file = store_at(f"{root}/a/file")
     assert (file.has(""), file.is_directory("")) == (True, False)
+    if is_bucket(store):
+        assert file.names() == []
+        return
     with pytest.raises(NotADirectoryError):
         file.names()
     if file.file_system is not None:
@@ -179,8 +193,9 @@ def test_files_of_a_directory(store: Store) -> None:
     sink.commit()
     sink.abandon()
     write_small(directory, "empty", b"")
-    with pytest.raises(FileExistsError):
-        directory.create("sub/deep/file", 6)
+    if not is_bucket(store):
+        with pytest.raises(FileExistsError):
+            directory.create("sub/deep/file", 6)
     if store.file_system is not None:
         for path, error in (("none", FileNotFoundError), ("empty/x", NotADirectoryError)):
             with pytest.raises(error):
@@ -195,7 +210,7 @@ def test_files_of_a_directory(store: Store) -> None:
             directory.make("empty/x")
         assert store.is_directory("a/sub/bare/deep")
     for path in ("none", "empty/x", "sub"):
-        with pytest.raises(OSError, match="ENO|No such|not a|Not a"):
+        with pytest.raises(OSError, match="ENO|[Nn]o such|not a|Not a"):
             directory.open(path)
     assert directory.files() == ["empty", "sub/deep/file"]
     assert (read_whole(directory, "sub/deep/file"), read_whole(directory, "empty")) == (b"abcdef", b"")
@@ -214,7 +229,11 @@ def test_a_file_that_is_open_stays_readable(store: Store) -> None:
     source = directory.open("file")
     changing(store).remove("a")
     held = bytearray(4)
-    assert (source.size, source.read_into(memoryview(held), 0), bytes(held)) == (4, 4, b"file")
+    if is_bucket(store):  # nothing keeps it but the time that the ledger gives its readers
+        with pytest.raises(FileNotFoundError):
+            source.read_into(memoryview(held), 0)
+    else:
+        assert (source.size, source.read_into(memoryview(held), 0), bytes(held)) == (4, 4, b"file")
     source.close()
     with pytest.raises(FileNotFoundError):
         directory.open("file")
@@ -336,14 +355,18 @@ def test_a_file_of_an_object_store_appears_whole_and_stays_as_it_is(objects: Obj
         sink.patch(data, 0)
     assert (objects.names(), objects.has("a"), one.files()) == ([], False, [])
     sinks[0].commit()
-    with pytest.raises(FileExistsError):
-        sinks[1].commit()
-    with pytest.raises(FileExistsError):
-        other.create("f", 3)
+    if is_bucket(objects):
+        sinks[1].abandon()
+    else:
+        with pytest.raises(FileExistsError):
+            sinks[1].commit()
+        with pytest.raises(FileExistsError):
+            other.create("f", 3)
     assert (read_whole(other, "f"), other.files()) == (b"one", ["f"])
     objects.copy("a/f", "b/g")
-    with pytest.raises(FileExistsError):
-        objects.copy("a/f", "b/g")
+    if not is_bucket(objects):
+        with pytest.raises(FileExistsError):
+            objects.copy("a/f", "b/g")
     with pytest.raises(FileNotFoundError):
         objects.copy("a/none", "b/h")
     write_small(other, "ff", b"")
@@ -362,13 +385,37 @@ def test_a_record_is_replaced_if_nobody_has_come_before(objects: ObjectStore) ->
         objects.write_record("r", b"2", None)
     data, version = objects.read_record("r") or (b"", "")
     assert data == b"1"
-    objects.write_record("r", b"1", version)  # equal bytes are another version
+    # In memory equal bytes are another version. S3 makes the same one of them.
+    objects.write_record("r", b"2" if is_bucket(objects) else b"1", version)
     with pytest.raises(Changed):
         objects.write_record("r", b"3", version)
     objects.remove("r")
     with pytest.raises(Changed):
         objects.write_record("r", b"3", version)
     assert objects.read_record("r") is None
+
+
+NAMES = ("a b", "100%", "%20", "a#b", "what?", "ü", "~x", "a|b", "a+b&c=d", "[x]", "a'b", "x..y")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_with_odd_characters(store: Store, name: str) -> None:
+    fill(store, name, name, f"sub/{name}")
+    assert store.names() == [name]
+    assert store.names(name) == sorted([name, "sub"])
+    assert (store.has(f"{name}/{name}"), store.is_directory(name), store.has(f"{name}x")) == (True, True, False)
+    assert store.start_of(f"{name}/sub/{name}", 100).decode() == f"sub/{name}"
+    directory = store.open(name)
+    assert directory.files() == sorted([name, f"sub/{name}"])
+    assert read_whole(directory, name).decode() == name
+    directory.close()
+    if store.object_store is not None:
+        store.object_store.write_record(f".{name}", b"1", None)
+        assert (store.object_store.read_record(f".{name}") or (b"", ""))[0] == b"1"
+        store.object_store.copy(f"{name}/{name}", f"{name}/copy {name}")
+        assert store.start_of(f"{name}/copy {name}", 100).decode() == name
+    changing(store).remove(name)
+    assert name not in store.names()
 
 
 def test_addresses(root: str, tmp_path: Path) -> None:

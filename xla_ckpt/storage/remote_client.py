@@ -264,8 +264,7 @@ def _careless(what: str) -> UsageError:
         "this server ignores the conditions of requests, so that two jobs would overwrite each other's tags",
         expected="a refusal of a conditional write (412 Precondition Failed)",
         found=f"it {what}",
-        hint="Checkpoints can be read from it, and not saved to it. Save to a store that has conditional writes: "
-        "docs/object-stores.md names some.",
+        hint="Save to a store that has conditional writes: docs/object-stores.md names some.",
     )
 
 

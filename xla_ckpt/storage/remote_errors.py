@@ -90,6 +90,8 @@ def _by_signs(text: str, method: str, url: str, code: str) -> tuple[int, str]:
         tried = next(iter(_TRIED.findall(text)), "")
         after = f", tried for {float(tried):.0f} s" if tried else ""
         return errno.EHOSTUNREACH, f"{endpoint} does not answer{after}: look at the endpoint and the network"
+    if "non-partial response" in text:
+        return errno.EPROTO, "the server sends all of a file where a part is asked for, so that it cannot be read from"
     # Who has no such file says so with a code. A HEAD has no room for one.
     strange = "Header missing from response" in text or "invalid DeleteObjects response" in text
     if strange or (not code and method != "HEAD" and _BODY.search(text)):
