@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import RootInUseError as RootInUseError
     from xla_ckpt.errors import SaveError as SaveError
     from xla_ckpt.errors import StorageError as StorageError
+    from xla_ckpt.errors import UnknownOutcomeError as UnknownOutcomeError
     from xla_ckpt.errors import UnsupportedStateError as UnsupportedStateError
     from xla_ckpt.errors import UnsupportedVersionError as UnsupportedVersionError
     from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
@@ -142,6 +143,7 @@ _HOMES = {
         "RootInUseError",
         "SaveError",
         "StorageError",
+        "UnknownOutcomeError",
         "UnsupportedStateError",
         "UnsupportedVersionError",
         "UntrustedObjectError",

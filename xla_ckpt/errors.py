@@ -150,7 +150,7 @@ class ChangedTagError(StorageError):
 
 
 class SaveError(CheckpointError, RuntimeError):
-    """A save did not commit; the tag is as it was before."""
+    """A save did not commit; the tag is as it was before, unless the error is an `UnknownOutcomeError`."""
 
 
 class NotDurableError(CheckpointError, RuntimeError):
@@ -162,6 +162,10 @@ class NotDurableError(CheckpointError, RuntimeError):
     """
 
     committed = True
+
+
+class UnknownOutcomeError(SaveError):
+    """The storage did not answer whether it has committed the tag: it is there, whole, or as it was before."""
 
 
 class RootInUseError(SaveError):
@@ -236,6 +240,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         ChangedTagError,
         SaveError,
         RootInUseError,
+        UnknownOutcomeError,
         NotDurableError,
         DivergentReplicasError,
         ChangedStateError,

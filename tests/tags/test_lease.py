@@ -28,9 +28,8 @@ from tests.jobs import run_alone, run_on_ranks
 from tests.nursery import Born, Call, bear
 from tests.runs import environment, names_in, run
 from xla_ckpt.storage import this_process
-from xla_ckpt.storage.base import FileSystem
 from xla_ckpt.storage.local import LocalStore
-from xla_ckpt.tags import lease
+from xla_ckpt.tags import lease, lease_places
 from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
 
 OWNER = Owner(
@@ -117,7 +116,8 @@ def refused(root: Path, tag: str, also: frozenset[str] = frozenset()) -> str:
 
 def set_up(beat: float = 0.05, silence: float = 60, elsewhere: bool = False, locks: bool = True) -> None:
     """Change, in a process that ends soon, how the lease works there, or on which machine it runs."""
-    lease.BEAT, lease.SILENCE = beat, silence
+    lease.BEAT = beat
+    lease_places.DIRECTORY_SILENCE = lease_places.RECORD_SILENCE = silence
     if elsewhere:
         this_process._host = lambda: f"machine {os.getpid()}"
     if not locks:
@@ -253,10 +253,10 @@ def is_replaced_before_its_commit(root: Path) -> tuple[str, str]:
     save(root, "first")
     check = lease.LEASES.check
 
-    def late(store: FileSystem, sequence: int) -> None:
+    def late(path: str, sequence: int) -> None:
         said, _ = run_alone(saves_after, root, {}, {}, env={"XLA_CKPT_LEASE": "take"})
         assert said == ""
-        check(store, sequence)
+        check(path, sequence)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lease.LEASES, "check", late)
@@ -368,9 +368,10 @@ def test_a_lease_that_was_taken_over_meanwhile_is_not_removed(root: Path) -> Non
     store.prepare()
     directory = store.make(".lease")
     directory.replace("owner.json", replace(OWNER, token="a third").to_json())
-    lease._move_away(store, "the one that was looked at")
+    place = lease_places.LeaseDirectory(store)
+    place.remove("the one that was looked at")
     assert store.names() == [".lease"]
-    lease._move_away(store, "a third")
+    place.remove("a third")
     assert store.names() == []
 
 

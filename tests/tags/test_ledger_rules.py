@@ -43,7 +43,7 @@ def test_files_go_when_nobody_can_need_them_any_more(events: list[tuple[str, str
         if event == "begin":
             token += 1
             attempt = attempt_name(tag, f"{token:x}")
-            ledger, stored[attempt] = rules.begun(ledger, attempt), -1
+            ledger, stored[attempt] = rules.begun(ledger, attempt, "one" if number else "other"), -1
         elif event == "commit" and writing:
             sequence, is_pinned = ledger.sequence + 1, tag == "c"
             ledger = rules.committed(ledger, tag, LedgerTag(writing[0], sequence, is_pinned, ""), number)
@@ -76,14 +76,57 @@ def test_files_go_when_nobody_can_need_them_any_more(events: list[tuple[str, str
 
 
 def test_a_job_that_takes_over_ends_what_others_have_begun() -> None:
-    ledger = rules.begun(rules.taken(Ledger(), "one"), "a/.1")
-    assert rules.taken(ledger, "one") == ledger, "it has the root already"
+    ledger = rules.begun(rules.taken(Ledger(), "job"), "a/.1", "one")
+    assert rules.taken(ledger, "job") == ledger, "it has the root already"
     assert rules.without_dead(ledger, "one", frozenset({"a/.1"})) == ledger
-    assert rules.without_dead(ledger, "other", frozenset()) == ledger, "somebody else may write it"
+    assert rules.without_dead(ledger, "other", frozenset()) == ledger, "another process of the job writes it"
     assert rules.due(rules.without_dead(ledger, "one", frozenset())) == ["a/.1"], "a save that could not give it up"
-    taken = rules.taken(ledger, "other")
-    assert (taken.epoch, taken.owner) == (1, "other")
+    taken = rules.taken(ledger, "next job")
+    assert (taken.epoch, taken.owner) == (1, "next job")
     assert rules.due(rules.without_dead(taken, "other", frozenset())) == ["a/.1"]
+
+
+@settings(deadline=None)
+@given(EVENTS, st.booleans(), st.booleans(), EVENTS)
+def test_a_commit_that_was_given_up_and_was_not_answered_has_the_fate_that_is_told(
+    before: list[tuple[str, str, int | None]],
+    is_applied: bool,
+    takes_over: bool,
+    after: list[tuple[str, str, int | None]],
+) -> None:
+    """Whatever others do before and after: nothing is told to have failed that is a tag, or was one."""
+    ledger = played(Ledger(), before)
+    ledger = rules.begun(ledger, "mine/.a", "one")
+    if takes_over:
+        ledger = rules.taken(ledger, "somebody")
+    if is_applied and ledger.open["mine/.a"].epoch == ledger.epoch:
+        ledger = rules.committed(ledger, "mine", LedgerTag("mine/.a", ledger.sequence + 1, False, ""), None)
+        expected = {"committed", "unknown"}
+    else:
+        expected = {"given up", "unknown"}
+    ledger = rules.given_up(played(ledger, after), ["mine/.a"])
+    assert rules.fate(ledger, "mine/.a") in expected
+    assert "mine/.a" not in ledger.open, "a request that comes late is refused"
+    if not after:
+        assert rules.fate(ledger, "mine/.a") != "unknown"
+
+
+def played(ledger: Ledger, events: list[tuple[str, str, int | None]]) -> Ledger:
+    """What other processes of the job, and other jobs, do with other attempts."""
+    for at, (event, tag, number) in enumerate(events):
+        writing = [attempt for attempt in ledger.open if tag_of(attempt) == tag]
+        if event == "begin":
+            ledger = rules.begun(ledger, attempt_name(tag, f"{at:x}"), "other")
+        elif event == "commit" and writing:
+            ledger = rules.committed(ledger, tag, LedgerTag(writing[0], ledger.sequence + 1, False, ""), number)
+        elif event == "retire" and "mine" in ledger.tags:
+            ledger = rules.retired(ledger, ["mine"])
+        elif event == "take":
+            ledger = rules.taken(ledger, tag)
+        elif event == "clean":
+            ledger = rules.without_dead(ledger, "other", frozenset(writing))
+            ledger = rules.swept(ledger, rules.due(ledger))
+    return ledger
 
 
 def test_the_last_writes_are_named() -> None:
@@ -93,7 +136,7 @@ def test_the_last_writes_are_named() -> None:
     assert (ledger.recent[0], ledger.recent[-1], len(ledger.recent)) == ("w5", f"w{rules.RECENT + 4}", rules.RECENT)
 
 
-RAW = json.loads(ledger_json(rules.begun(Ledger(tags={"a": LedgerTag("a/.1", 1, False, "")}), "a/.2"), "w"))
+RAW = json.loads(ledger_json(rules.begun(Ledger(tags={"a": LedgerTag("a/.1", 1, False, "")}), "a/.2", "one"), "w"))
 
 
 @given(st.sampled_from(sorted(RAW)), st.none() | st.integers(-2, 9) | st.text(max_size=3) | st.lists(st.integers()))

@@ -34,6 +34,7 @@ from xla_ckpt.tags.cleaning import clean, is_draft, move_to_trash, remove, remov
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.keeping import busy
 from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tags.lease_places import LeaseDirectory
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
@@ -172,7 +173,7 @@ class DirectoryRoot:
 
     def hold(self, within: float) -> None:
         self.store.prepare()
-        LEASES.hold(self.store, within)
+        LEASES.hold(LeaseDirectory(self.store), within)
 
     def expect(self) -> None:
         COMMITTER.start()
@@ -207,14 +208,14 @@ class DirectoryDraft:
     def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
         match self.kind:
             case Kind.TAG:
-                LEASES.check(self.store, self.sequence)
+                LEASES.check(self.store.path, self.sequence)
                 metadata = {"tag": self.name, "sequence": self.sequence}
                 metadata |= {} if report is None else {"report": report}
                 with self._placing():
                     old = COMMITTER.commit(self.store, self.directory, self.name, self.replaced, metadata, within)
                 if old is not None:
                     _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
-                LEASES.note(self.store, self.name, self.sequence)
+                LEASES.note(self.store.path, self.name, self.sequence)
                 return retire_older(self.store, self.name, num_kept)
             case Kind.CHECKPOINT:
                 self._place()

@@ -1,50 +1,33 @@
-"""The lease of a root directory: one job saves there, and a second one by mistake is told before it changes anything.
+"""The lease of a root: one job saves there, and a second one by mistake is told before it changes anything.
 
-The first save of a process takes the lease, a directory ``.lease`` in the root directory; a thread keeps it alive, and
-the end of the process gives it back. What a killed process left is taken over: at once where its lock is seen to be
-free, else when it has been silent for `SILENCE`. Readers need no lease, nor do calls that work on single tags.
+The first save of a process takes the lease, which lies in the root (`tags/lease_places.py`); a thread keeps it alive,
+and the end of the process gives it back. What a killed process left is taken over: at once where its lock is seen to be
+free, else when it has been silent for a while. Readers need no lease, nor do calls that work on single tags.
 """
 
 from __future__ import annotations
 
 import datetime
-import errno
 import logging
 import threading
 import time
-import uuid
 from dataclasses import asdict, dataclass, field, replace
 
-from xla_ckpt.errors import NotAFileError, RootInUseError, UsageError
-from xla_ckpt.storage.base import FileSystem, LocalFiles
+from xla_ckpt.errors import RootInUseError, UsageError
 from xla_ckpt.storage.this_process import after_fork, is_kin, setting, this_process
-from xla_ckpt.tags.cleaning import remove
+from xla_ckpt.tags.lease_places import LeasePlace
 from xla_ckpt.tags.lease_rules import Owner, Sight, decide, owner_of
-from xla_ckpt.tags.listing import entries
-from xla_ckpt.tags.names import LEASE, NEW_PREFIX
 
 logger = logging.getLogger(__name__)
 
-BEAT = 10.0
+BEAT = 5.0
 """Seconds between two signs of life."""
-
-SILENCE = 60.0
-"""A lease without a sign of life for so long (s) is taken over, unless its lock says that its owner runs.
-
-A program may keep its threads from running for some seconds, while it compiles for instance.
-"""
 
 LOOK = 0.2
 """Seconds between two looks at a lease that is watched."""
 
 KEPT_LEASES = 16
-"""Root directories whose leases a process has at a time. Each takes a descriptor."""
-
-OWNER = "owner.json"
-"""The file in it that says whose it is."""
-
-MAX_OWNER = 1 << 14
-"""No more bytes of that file are read."""
+"""Roots whose leases a process has at a time. Each takes a thread, and a descriptor if it is a directory."""
 
 LEASE_VARIABLE = "XLA_CKPT_LEASE"
 """Environment variable: ``take`` takes the lease from whoever has it, ``off`` saves without one."""
@@ -54,27 +37,41 @@ LEASE_VARIABLE = "XLA_CKPT_LEASE"
 class _Held:
     """A lease that this process has."""
 
-    store: FileSystem
-    directory: LocalFiles
+    place: LeasePlace
     owner: Owner
     lock: threading.Lock = field(default_factory=threading.Lock)
-    sequence: int = 0
-    """Commit number of the tag that was saved last; 0 if none was."""
+    sequence: int | None = None
+    """Number of the last commit that this process knows of; None if it knows nothing of commits yet."""
 
-    over: bool = False
-    """Whether it is given back: nothing is written to it any more."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when it is given back: nothing is written to it any more."""
+
+    def keep_alive(self) -> None:
+        """Say again and again that this process runs, on a thread of its own: another storage may not answer."""
+        while not self.over.wait(BEAT):
+            try:
+                self.beat()
+            except OSError as error:
+                logger.debug("%s: no sign of life could be written: %s", self.place.path, error)
 
     def beat(self) -> None:
         """Say that this process runs."""
         with self.lock:
-            if not self.over:
+            if not self.over.is_set():
                 self.owner = replace(self.owner, beat=self.owner.beat + 1)
-                self.directory.replace(OWNER, self.owner.to_json())
+                self.place.beat(self.owner)
 
     def end(self) -> None:
         with self.lock:
-            self.over = True
-            self.directory.close()
+            self.over.set()
+            self.place.close()
+
+    def give_back(self) -> None:
+        self.end()
+        try:
+            self.place.remove(self.owner.token)
+        except OSError as error:
+            logger.debug("%s: the lease stays, for others to take over: %s", self.place.path, error)
 
 
 @dataclass(slots=True)
@@ -93,21 +90,22 @@ class Leases:
         self._lock = threading.Lock()
         self._held: dict[str, _Held] = {}
         self._lost: dict[str, str] = {}
-        """Root directory -> who has taken over the lease that this process had there."""
+        """Root -> who has taken over the lease that this process had there."""
 
         self._without: set[str] = set()
-        """Root directories where another user's lease lies, and who runs this has been told so."""
+        """Roots where another user's lease lies, and who runs this has been told so."""
 
         self._watched: dict[str, _Watch] = {}
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def hold(self, store: FileSystem, within: float) -> None:
-        """Have the lease of a root directory, which exists. Waits until it is clear whether another process has it.
+    def hold(self, place: LeasePlace, within: float) -> str | None:
+        """Have the lease of a root. Waits until it is clear whether another process has it.
 
         Args:
-            store: The root directory.
+            place: Where it lies. The root exists.
             within: Seconds to wait at most.
+
+        Returns:
+            The token of the process whose lease it is, this one or one of its kin; None if it saves without a lease.
 
         Raises:
             RootInUseError: Another process saves there, or nobody can tell in that time whether it still runs.
@@ -120,58 +118,60 @@ class Leases:
                 f"no such value of {LEASE_VARIABLE}", expected="'take', 'off', or none at all", found=repr(orders)
             )
         if orders == "off":
-            return
-        if (lease := self._held.get(store.path)) is not None and lease.sequence:
-            self._find_loss(store, lease, lease.sequence)
+            return None
+        path = place.path
+        if (lease := self._held.get(path)) is not None and lease.sequence is not None:
+            self._find_loss(lease, lease.sequence)
         until, warned = time.monotonic() + within, False
         while True:
-            sight = self._look(store)
-            verdict = decide(sight, silence=SILENCE, lost=store.path in self._lost, by_force=orders == "take")
+            sight = self._look(place)
+            verdict = decide(sight, silence=place.silence, lost=path in self._lost, by_force=orders == "take")
             if verdict == "share":
+                assert sight is not None
+                assert sight.owner is not None, "by its owner a lease is known as this process's"
                 with self._lock:
-                    if (lease := self._held.pop(store.path, None)) is not None:
-                        self._held[store.path] = lease  # the last one to be given back
-                return
+                    if (lease := self._held.pop(path, None)) is not None:
+                        self._held[path] = lease  # the last one to be given back
+                return sight.owner.token
             if verdict == "take":
-                if self._take(store):
-                    return
+                if self._take(place):
+                    return this_process().token
                 continue
             if sight is None or verdict == "refuse" or time.monotonic() + LOOK > until:
-                raise self._refusal(store, sight.owner if sight else None)
+                raise self._refusal(path, sight.owner if sight else None)
             if verdict == "take over":
-                if not self._take_over(store, sight):
-                    return
+                if not self._take_over(place, sight):
+                    return None
                 continue
             if not warned:
                 warned = True
-                logger.warning("%s: waiting to see whether its last owner still runs: %s", store.path, sight.owner)
+                logger.warning("%s: waiting to see whether its last owner still runs: %s", path, sight.owner)
             time.sleep(LOOK)
 
-    def check(self, store: FileSystem, sequence: int) -> None:
+    def check(self, path: str, sequence: int) -> None:
         """Make sure, before a tag is committed with this number, that the lease has not been taken over meanwhile.
 
         Raises:
             RootInUseError: It has.
             OSError: The storage refused.
         """
-        if (lease := self._held.get(store.path)) is not None:
-            self._find_loss(store, lease, sequence - 1)
-            if lease.over:
-                raise self._refusal(store, None)
+        if (lease := self._held.get(path)) is not None:
+            self._find_loss(lease, sequence - 1)
+            if lease.over.is_set():
+                raise self._refusal(path, None)
 
-    def note(self, store: FileSystem, tag: str, sequence: int) -> None:
-        """Keep in mind what was saved last. The lease says so from its next sign of life on."""
-        if (lease := self._held.get(store.path)) is not None:
+    def note(self, path: str, tag: str, sequence: int) -> None:
+        """Keep in mind what was saved last ("": not by this job). The lease says so from its next sign of life on."""
+        if (lease := self._held.get(path)) is not None:
             with lease.lock:
-                lease.owner, lease.sequence = replace(lease.owner, saved=tag), sequence
+                lease.owner, lease.sequence = replace(lease.owner, saved=tag or lease.owner.saved), sequence
 
     def give_back(self) -> None:
         """Give all leases back: the process ends, or will not save there any more."""
-        self._end.set()
         with self._lock:
             leases, self._held = list(self._held.values()), {}
         for lease in leases:
-            _give_back(lease)
+            lease.give_back()
 
     def forked(self) -> None:
         """What a forked process does first: the leases are those of its parent, and so is their heartbeat."""
@@ -179,160 +179,101 @@ class Leases:
         self.__init__()  # type: ignore[misc]  # the locks may have been taken by threads that the child does not have
         for lease in leases.values():
             # As long as a descriptor is open, the lock says that the parent runs.
-            lease.directory.close()
+            lease.place.close()
 
-    def _look(self, store: FileSystem) -> Sight | None:
+    def _look(self, place: LeasePlace) -> Sight | None:
         """The lease as it is now; None if there is none."""
-        data = _read(store, LEASE)
+        data = place.read()
         if data is None:
-            self._watched.pop(store.path, None)
+            self._watched.pop(place.path, None)
             return None
         owner = owner_of(data)
         if owner is not None and _is_mine(owner):
             return Sight(owner=owner, locked=None, mine=True)
-        watch = self._watched.get(store.path)
+        watch = self._watched.get(place.path)
         if watch is None or watch.token != (owner.token if owner else ""):
-            watch = self._watched[store.path] = _Watch(owner.token if owner else "", data)
+            watch = self._watched[place.path] = _Watch(owner.token if owner else "", data)
         return Sight(
             owner=owner,
-            locked=store.held(LEASE),
+            locked=place.locked(),
             here=owner is not None and owner.host == this_process().host,
             changed=data != watch.data,
             watched=time.monotonic() - watch.began,
         )
 
-    def _take(self, store: FileSystem) -> bool:
+    def _take(self, place: LeasePlace) -> bool:
         """Take a lease where there is none; False if another process was faster."""
-        me = this_process()
-        directory = store.make(_new_name())
-        try:
-            owner = Owner(**asdict(me), since=_now(), locked=store.held(directory.name) is True)
-            directory.replace(OWNER, owner.to_json())
-            store.rename(directory.name, LEASE)
-        except OSError as error:
-            directory.close()
-            remove(store, directory.name)
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+        owner = place.take(Owner(**asdict(this_process()), since=_now(), locked=False))
+        if owner is None:
             return False
+        lease = _Held(place, owner)
         with self._lock:
-            gone = self._held.pop(store.path, None)  # somebody has removed the root directory, and that lease with it
-            self._held[store.path] = _Held(store, directory, owner)
+            gone = self._held.pop(place.path, None)  # somebody has removed the root, and that lease with it
+            self._held[place.path] = lease
             too_many = [self._held.pop(path) for path in list(self._held)[:-KEPT_LEASES]]
-            self._lost.pop(store.path, None)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._beat, name="xla_ckpt-lease", daemon=True)
-                self._thread.start()
+            self._lost.pop(place.path, None)
+        threading.Thread(target=lease.keep_alive, name="xla_ckpt-lease", daemon=True).start()
         if gone is not None:
             gone.end()
-        for lease in too_many:
-            _give_back(lease)
+        for other in too_many:
+            other.give_back()
         return True
 
-    def _take_over(self, store: FileSystem, sight: Sight) -> bool:
+    def _take_over(self, place: LeasePlace, sight: Sight) -> bool:
         """Remove the lease of a process that does not run any more; False if this user may not."""
         gone = sight.here and sight.locked is False
         try:
-            _move_away(store, sight.owner.token if sight.owner else "")
+            place.remove(sight.owner.token if sight.owner else "")
         except PermissionError as error:
-            if store.path not in self._without:
-                self._without.add(store.path)
-                logger.warning("%s: saving without a lease, that of %s stays: %s", store.path, sight.owner, error)
+            if place.path not in self._without:
+                self._without.add(place.path)
+                logger.warning("%s: saving without a lease, that of %s stays: %s", place.path, sight.owner, error)
             return False
         logger.log(
             logging.INFO if gone else logging.WARNING,
             "%s: taking over the lease of %s, %s",
-            store.path,
+            place.path,
             sight.owner or "an unknown process",
             "which has ended" if gone else f"not heard of for {sight.watched:.0f} s",
         )
         return True
 
-    def _find_loss(self, store: FileSystem, lease: _Held, sequence: int) -> None:
+    def _find_loss(self, lease: _Held, sequence: int) -> None:
         """Find out whether another process has taken over a lease, also one that has given it back since.
 
-        Then there are tags of its own, with higher commit numbers than this one. Without any, somebody has removed the
-        lease, or all of the root directory, and nothing is in the way.
+        Then there is a successor. Without any, somebody has removed the lease, or all of the root, and nothing is in
+        the way.
         """
-        data = _read(store, LEASE)
+        data = lease.place.read()
         owner = owner_of(data) if data else None
         if owner is not None and not _is_mine(owner):
             taker = str(owner)
-        elif data is None and (newer := [e.tag for e in entries(store) if e.sequence > sequence]):
-            taker = f"tag {newer[-1]}, which another process has saved since"
+        elif data is None and (successor := lease.place.successor(lease.owner.token, sequence)) is not None:
+            taker = successor
         else:
             return
         with self._lock:
-            self._lost[store.path] = taker
-            self._held.pop(store.path, None)
+            self._lost[lease.place.path] = taker
+            self._held.pop(lease.place.path, None)
         lease.end()
 
-    def _refusal(self, store: FileSystem, owner: Owner | None) -> RootInUseError:
-        taker = self._lost.get(store.path)
+    def _refusal(self, path: str, owner: Owner | None) -> RootInUseError:
+        taker = self._lost.get(path)
         if taker is not None:
             return RootInUseError(
                 "another process has taken over the lease of this directory: nothing is saved there any more",
-                path=store.path,
+                path=path,
                 found=taker,
                 hint="It was stopped or silent for long, or had to yield. Start it again to go on from the newest tag.",
             )
         return RootInUseError(
             "another process saves to this directory",
-            path=store.path,
+            path=path,
             found=str(owner or "a lease that cannot be read"),
             hint="Save to another directory, or end that process. With "
             f"{LEASE_VARIABLE}=take in its environment, this job saves there, and that one no more; with "
             f"{LEASE_VARIABLE}=off for both, two share it, under different tags.",
         )
-
-    def _beat(self) -> None:
-        """Keep the leases alive, on a thread."""
-        while not self._end.wait(BEAT):
-            for lease in list(self._held.values()):
-                try:
-                    lease.beat()
-                except OSError as error:
-                    logger.debug("%s: no sign of life could be written: %s", lease.store.path, error)
-
-
-def _give_back(lease: _Held) -> None:
-    lease.end()
-    try:
-        _move_away(lease.store, lease.owner.token)
-    except OSError as error:
-        logger.debug("%s: the lease stays, for others to take over: %s", lease.store.path, error)
-
-
-def _read(store: FileSystem, name: str) -> bytes | None:
-    """What a lease says; nothing if it says nothing, None if there is none."""
-    try:
-        return store.start_of(f"{name}/{OWNER}", MAX_OWNER, links=False)
-    except (FileNotFoundError, NotAFileError):
-        return b"" if store.has(name) else None
-
-
-def _move_away(store: FileSystem, token: str) -> None:
-    """Remove the lease of the owner with this token ("": of an unknown one)."""
-    place = _new_name()
-    try:
-        store.rename(LEASE, place)
-    except FileNotFoundError:
-        return  # another process was faster
-    moved = owner_of(_read(store, place) or b"")
-    if (moved.token if moved else "") != token:
-        # Another process has taken it over since it was looked at. It has it again, unless a third one was faster.
-        try:
-            store.rename(place, LEASE)
-        except OSError as error:
-            logger.debug("%s: two leases were taken at once: %s", store.path, error)
-        else:
-            return
-    remove(store, place)
-
-
-def _new_name() -> str:
-    """A name that nobody else uses. What a killed process leaves under it is cleaned up as an unfinished tag is."""
-    return f"{NEW_PREFIX}{LEASE}-{uuid.uuid4().hex}"
 
 
 def _is_mine(owner: Owner) -> bool:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from xla_ckpt.errors import FormatError, UnsupportedVersionError
 from xla_ckpt.tags.retention import TagFact, superfluous
@@ -42,6 +42,17 @@ class LedgerTag:
     created: str
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An attempt that is being written."""
+
+    epoch: int
+    """That of the ledger when it was begun."""
+
+    writer: str
+    """The process that writes it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
     """All that a root says of its tags."""
@@ -53,14 +64,14 @@ class Ledger:
     """How often a job has taken the root over from another one."""
 
     owner: str = ""
-    """The job that saves there; empty if none ever did."""
+    """The job that saves there, by the token of its lease; empty if none ever took one."""
 
     recent: tuple[str, ...] = ()
     """The last writes of this ledger, each by a name of its own."""
 
     tags: Mapping[str, LedgerTag] = field(default_factory=dict)
-    open: Mapping[str, int] = field(default_factory=dict)
-    """Attempts that are being written -> epoch in which they were begun."""
+    open: Mapping[str, Begun] = field(default_factory=dict)
+    """Attempts that are being written."""
 
     doomed: Mapping[str, int] = field(default_factory=dict)
     """Attempts that nobody needs any more -> number of the commit from which on their files may go."""
@@ -86,12 +97,13 @@ def parse_ledger(data: bytes) -> Ledger:
             raise UnsupportedVersionError("a newer version of this library saves there", found=raw["version"])
         fields = {name: raw[name] for name in _KINDS}
         tags = {tag: LedgerTag(**entry) for tag, entry in fields["tags"].items()}
-        attempts = [*fields["open"], *fields["doomed"], *(entry.attempt for entry in tags.values())]
+        begun = {attempt: Begun(**its) for attempt, its in fields["open"].items()}
+        attempts = [*begun, *fields["doomed"], *(entry.attempt for entry in tags.values())]
         if any(type(fields[name]) is not kind for name, kind in _KINDS.items()):
             raise TypeError("a field of another type")
         if not all(map(_ATTEMPT.fullmatch, attempts)):
             raise ValueError("a directory that is no attempt")  # its files would be deleted
-        return Ledger(**{**fields, "recent": tuple(fields["recent"]), "tags": tags})
+        return Ledger(**{**fields, "recent": tuple(fields["recent"]), "tags": tags, "open": begun})
     except UnsupportedVersionError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -113,9 +125,9 @@ def taken(ledger: Ledger, job: str) -> Ledger:
     return replace(ledger, owner=job, epoch=epoch)
 
 
-def begun(ledger: Ledger, attempt: str) -> Ledger:
+def begun(ledger: Ledger, attempt: str, writer: str) -> Ledger:
     """An attempt is about to be written."""
-    return replace(ledger, open={**ledger.open, attempt: ledger.epoch})
+    return replace(ledger, open={**ledger.open, attempt: Begun(ledger.epoch, writer)})
 
 
 def committed(ledger: Ledger, tag: str, entry: LedgerTag, num_kept: int | None) -> Ledger:
@@ -146,17 +158,31 @@ def given_up(ledger: Ledger, attempts: Iterable[str]) -> Ledger:
     return replace(ledger, open=_without(ledger.open, ended), doomed={**ledger.doomed, **dict.fromkeys(ended, 0)})
 
 
-def without_dead(ledger: Ledger, job: str, writing: Set[str]) -> Ledger:
-    """Attempts of jobs that do not save there any more are given up, and those of this job that it does not write."""
-    ended = {attempt for attempt, epoch in ledger.open.items() if epoch < ledger.epoch}
-    if ledger.owner == job:
-        ended |= ledger.open.keys() - writing
-    return given_up(ledger, sorted(ended))
+def without_dead(ledger: Ledger, writer: str, writing: Set[str]) -> Ledger:
+    """Attempts of jobs that do not save there any more are given up, and those of a writer that it does not write.
+
+    Those of other writers stay: the job may have several processes.
+    """
+    ended = [
+        attempt
+        for attempt, its in ledger.open.items()
+        if its.epoch < ledger.epoch or (its.writer == writer and attempt not in writing)
+    ]
+    return given_up(ledger, ended)
 
 
-def was_committed(ledger: Ledger, attempt: str) -> bool:
-    """Whether an attempt is a tag, or was one whose files may not go yet."""
-    return ledger.doomed.get(attempt, 0) > 0 or any(its.attempt == attempt for its in ledger.tags.values())
+Fate = Literal["committed", "given up", "unknown"]
+
+
+def fate(ledger: Ledger, attempt: str) -> Fate:
+    """What became of an attempt whose commit was not answered, and which was given up since, unless it was committed.
+
+    One of which nothing is left was given up and swept by a job that took the root over; or it was committed, replaced,
+    and swept.
+    """
+    if ledger.doomed.get(attempt, 0) > 0 or any(its.attempt == attempt for its in ledger.tags.values()):
+        return "committed"
+    return "given up" if attempt in ledger.doomed or attempt in ledger.open else "unknown"
 
 
 def due(ledger: Ledger) -> list[str]:

@@ -1,0 +1,148 @@
+"""An attempt: a tag of a ledger that is being written, and how its commit ends when the storage does not answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, RootInUseError, UnknownOutcomeError
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.storage.base import Directory, write_small
+from xla_ckpt.tags import ledger_rules as rules
+from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
+from xla_ckpt.tags.lease import LEASES
+from xla_ckpt.tags.ledger_record import LedgerRecord
+from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
+from xla_ckpt.tags.missing import no_such_tag
+from xla_ckpt.tags.placing import overtaken
+from xla_ckpt.tags.root import Root
+
+logger = logging.getLogger(__name__)
+
+WRITING: set[str] = set()
+"""The attempts that this process writes."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """A tag that is being written, or a repaired version of one, in a directory of its own."""
+
+    root: Root
+    record: LedgerRecord
+    tag: str
+    before: LedgerTag | None
+    """What the tag was when this was begun."""
+
+    epoch: int
+    """That of the ledger when this was begun."""
+
+    directory: Directory
+    is_repair: bool
+    sequence: int
+    newest: TagEntry | None
+    is_open: bool = True
+
+    def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
+        self._check_owner(self.record.read())  # else its files may be gone, which says less
+        if report is not None:
+            write_small(self.directory, REPORT, json.dumps(report).encode())
+        if self.is_repair:
+            self._carry_over()
+        start = self.record.store.start_of(f"{self.directory.name}/{MANIFEST}", manifest_json.HEAD_BYTES)
+        head = manifest_json.parse_head(start)
+
+        def change(ledger: Ledger) -> Ledger:
+            its = ledger.tags.get(self.tag)
+            self._check_owner(ledger)
+            if (its or self.before) != self.before and its is not None:
+                raise overtaken(self.record.path, self.tag)
+            pinned, sequence = head.pinned, ledger.sequence + 1
+            if self.is_repair:
+                if its is None:
+                    raise no_such_tag(self.root, self.tag)
+                pinned, sequence = its.pinned, its.sequence
+            entry = LedgerTag(self.directory.name, sequence, pinned, head.created)
+            return rules.committed(ledger, self.tag, entry, num_kept)
+
+        try:
+            ledger = self.record.edit(change)
+        except NoCheckpointError:
+            raise  # it is an OSError, too, and `change` has raised it
+        except OSError as error:
+            ledger = self._settle(error)
+        if not self.is_repair:
+            LEASES.note(self.record.path, self.tag, ledger.sequence)
+        self._close()
+        return 0.0
+
+    def _check_owner(self, ledger: Ledger) -> None:
+        if ledger.epoch != self.epoch or self.directory.name not in ledger.open:
+            raise taken_over(self.record.path, ledger)
+
+    def _settle(self, error: OSError) -> Ledger:
+        """Find out whether the commit was done that the storage did not answer; the ledger, if it was.
+
+        The attempt is given up, unless it is a tag by now. That is a change of the ledger, so that a request is refused
+        which is still on its way.
+        """
+        attempt, fate = self.directory.name, "unknown"
+        cause: Exception = error
+        try:
+            ledger = self.record.edit(partial(rules.given_up, attempts=[attempt]))
+            fate = rules.fate(ledger, attempt)
+        except (OSError, CheckpointError) as silent:
+            cause = silent
+        if fate == "committed":
+            return ledger
+        if fate == "given up":
+            raise error
+        raise UnknownOutcomeError(
+            "the storage did not answer whether it has committed this tag",
+            path=self.record.path,
+            tag=self.tag,
+            found=error,
+            hint="Look with xla-ckpt ls when it answers again: the new tag is there, whole, or what was there before. "
+            "The next save there cleans up.",
+        ) from cause
+
+    def _carry_over(self) -> None:
+        """Have the files that were not made anew in this directory, too."""
+        if self.before is None:
+            raise no_such_tag(self.root, self.tag)
+        store = self.record.store
+        source, anew = store.open(self.before.attempt), set(self.directory.files())
+        for path in source.files():
+            if path not in anew:
+                store.copy(f"{source.name}/{path}", f"{self.directory.name}/{path}")
+
+    def abandon(self) -> None:
+        if not self.is_open:
+            return
+        attempt = self.directory.name
+        self._close()
+        try:
+            # First nobody can commit it any more, not even a request that is still on its way. It stays if one was
+            # accepted whose answer was lost.
+            ledger = self.record.edit(partial(rules.given_up, attempts=[attempt]))
+            if rules.fate(ledger, attempt) != "committed":
+                self.record.sweep([attempt])
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: %s is left for the next save to remove: %s", self.record.path, attempt, error)
+
+    def _close(self) -> None:
+        self.is_open = False
+        WRITING.discard(self.directory.name)
+        self.directory.close()
+
+
+def taken_over(path: str, ledger: Ledger) -> RootInUseError:
+    """The error for a save that began before another job took the root over."""
+    return RootInUseError(
+        "another process has taken over this root since this save began",
+        path=path,
+        found=ledger.owner,
+        hint="This one was stopped or silent for long. Start it again to go on from the newest tag.",
+    )
