@@ -6,23 +6,28 @@ import logging
 import sys
 
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.errors import naming, storage_errors
+from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
-from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.local_first import journal_of
 from xla_ckpt.tags.missing import roots_below
 from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.upload_rules import places
 
 logger = logging.getLogger(__name__)
 
 
 @known_options
-def list_tags(path: PathLike) -> list[str]:
+def list_tags(path: PathLike, *, local: PathLike | None = None) -> list[str]:
     """Names of the committed tags in `path`, oldest commit first (by commit sequence, never by time stamps).
+
+    With `local`, those of that directory, too (see `SaveOptions.local`).
 
     Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
     stamps; optimum-neuron's: by the numbers in their names; SageMaker model parallel's: as its file `newest` says).
@@ -30,7 +35,31 @@ def list_tags(path: PathLike) -> list[str]:
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)
     """
+    if local is not None:
+        return [entry.tag for entry, _, _ in both_places(*near_and_far(path, local))]
     return tag_names(store_at(path))
+
+
+def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectStore]:
+    """The directory that a caller names with ``local=``, and the object store that the path names.
+
+    Raises:
+        UsageError: They are none.
+    """
+    far, near = store_at(path), store_at(local)
+    if far.object_store is None or near.file_system is None:
+        raise UsageError(
+            "local= is a directory for tags that go to an object store",
+            expected="local='/nvme/run' with a path such as s3://bucket/run",
+            found=f"local={near.path!r} with the path {far.path}",
+        )
+    return near.file_system, far.object_store
+
+
+def both_places(near: FileSystem, far: ObjectStore) -> list[tuple[TagEntry, bool, str]]:
+    """All tags of a directory and the object store where they go: see `xla_ckpt.tags.upload_rules.places`."""
+    local, remote = root_of(near).entries(), [entry for _, entry in registry.all_tags(far)]
+    return places(local, remote, {entry.tag: journal_of(near, entry, far.path) for entry in local})
 
 
 @known_options

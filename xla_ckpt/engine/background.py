@@ -6,11 +6,13 @@ import atexit
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.report import SaveReport
+from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError, from_json
 from xla_ckpt.job.job import leave
 from xla_ckpt.options import OnError
@@ -49,8 +51,16 @@ class InFlight(Protocol):
 class SaveHandle:
     """A save that may still be in flight."""
 
-    def __init__(self, path: str, tag: str, cancellation: Cancellation, *, error_heard: bool = False) -> None:
-        self._cancellation = cancellation
+    def __init__(
+        self,
+        path: str,
+        tag: str,
+        cancellation: Cancellation,
+        *,
+        error_heard: bool = False,
+        uploader: Uploader | None = None,
+    ) -> None:
+        self._cancellation, self._uploader = cancellation, uploader
         self._freezing: Freezing | None = None
         self.path = path
         """Root directory."""
@@ -116,6 +126,25 @@ class SaveHandle:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def uploaded(self, timeout: float | None = None) -> SaveReport:
+        """As `result`; and wait until the tag is in the object store, too, if it was saved with ``local=``.
+
+        Rank 0 uploads. On other ranks, and after a save without ``local=``, there is nothing more to wait for.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Raises:
+            CheckpointError: The save failed, or the tag did not go up. The next save tries that again, and so does
+                `finalize_checkpoint`.
+            TimeoutError: It is still on its way.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        report = self.result(timeout)
+        if self._uploader is not None:
+            self._uploader.uploaded(report.sequence, None if until is None else max(until - time.monotonic(), 0.0))
+        return report
 
     def finish(self) -> None:
         """Wait until the save has committed or failed.
@@ -327,4 +356,5 @@ def install_exit_hook() -> None:
 
     _register(leave)
     _register(LEASES.give_back)
+    _register(UPLOADS.at_exit)
     _register(SAVES.at_exit)

@@ -18,7 +18,7 @@ from xla_ckpt.tags.ledger_record import LedgerRecord
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.placing import overtaken
-from xla_ckpt.tags.root import Root
+from xla_ckpt.tags.root import Kind, Root
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Attempt:
     """That of the ledger when this was begun."""
 
     directory: Directory
-    is_repair: bool
+    kind: Kind
     sequence: int
     newest: TagEntry | None
     is_open: bool = True
@@ -49,7 +49,7 @@ class Attempt:
         self._check_owner(self.record.read())  # else its files may be gone, which says less
         if report is not None:
             write_small(self.directory, REPORT, json.dumps(report).encode())
-        if self.is_repair:
+        if self.kind is Kind.REPAIR:
             self._carry_over()
         start = self.record.store.start_of(f"{self.directory.name}/{MANIFEST}", manifest_json.HEAD_BYTES)
         head = manifest_json.parse_head(start)
@@ -59,8 +59,9 @@ class Attempt:
             self._check_owner(ledger)
             if (its or self.before) != self.before and its is not None:
                 raise overtaken(self.record.path, self.tag)
-            pinned, sequence = head.pinned, ledger.sequence + 1
-            if self.is_repair:
+            pinned = head.pinned
+            sequence = head.sequence if self.kind is Kind.UPLOAD else ledger.sequence + 1
+            if self.kind is Kind.REPAIR:
                 if its is None:
                     raise no_such_tag(self.root, self.tag)
                 pinned, sequence = its.pinned, its.sequence
@@ -73,7 +74,7 @@ class Attempt:
             raise  # it is an OSError, too, and `change` has raised it
         except OSError as error:
             ledger = self._settle(error)
-        if not self.is_repair:
+        if self.kind is not Kind.REPAIR:
             LEASES.note(self.record.path, self.tag, ledger.sequence)
         self._close()
         return 0.0
