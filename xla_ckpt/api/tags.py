@@ -18,7 +18,7 @@ from xla_ckpt.tags.local_first import journal_of
 from xla_ckpt.tags.missing import roots_below
 from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
-from xla_ckpt.tags.upload_rules import places
+from xla_ckpt.tags.upload_rules import whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectSto
 
 
 def both_places(near: FileSystem, far: ObjectStore) -> list[tuple[TagEntry, bool, str]]:
-    """All tags of a directory and the object store where they go: see `xla_ckpt.tags.upload_rules.places`."""
+    """All tags of a directory and the object store where they go: see `xla_ckpt.tags.upload_rules.whereabouts`."""
     local, remote = root_of(near).entries(), [entry for _, entry in registry.all_tags(far)]
-    return places(local, remote, {entry.tag: journal_of(near, entry, far.path) for entry in local})
+    return whereabouts(local, remote, {entry.tag: journal_of(near, entry, far.path) for entry in local})
 
 
 @known_options

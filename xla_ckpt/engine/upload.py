@@ -216,7 +216,8 @@ def checked(reader: TagReader, number: int) -> Iterator[memoryview]:
     Raises:
         CorruptCheckpointError: It is not what was saved.
     """
-    record, source, table = reader.manifest.files[number], reader.source(number), reader.digest_table(number)
+    record, source = reader.manifest.files[number], reader.source(number)
+    table = None if record.head == record.size else reader.digest_table(number)  # a file of pickles has no regions
     damaged = CorruptCheckpointError("the file is not what was saved", file=record.path, hint=reader.hint)
     regions = [] if table is None else list(zip(table.offset.tolist(), table.nbytes.tolist(), strict=True))
     rest, at = JoinedDigest(), 0

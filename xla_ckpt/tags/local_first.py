@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 
 from xla_ckpt.errors import CheckpointError
@@ -36,23 +35,14 @@ class LocalFirst(DirectoryRoot):
 
     def hold(self, within: float) -> None:
         super().hold(within)
-        if self._above is None:
-            self._above = 0
-            self._look_above()
-
-    def _look_above(self) -> None:
-        """Find out, once, which numbers the object store has: a new tag has one above them.
-
-        Raises:
-            CheckpointError: It does not answer, and nothing here says on which numbers it has been.
-        """
-        try:
-            self.have_seen(self.remote.entries())
-        except CheckpointError as error:
-            if not self.entries():
-                self._above = None
-                raise
-            logger.warning("%s: new tags are numbered after those in %s: %s", self.remote.path, self.path, error)
+        if self._above is None:  # asked once: while the store is away, saves must not wait for it
+            try:
+                self.have_seen(self.remote.entries())
+            except CheckpointError as error:
+                if not self.entries():
+                    raise  # nothing says which numbers there are
+                logger.warning("%s: new tags are numbered after those in %s: %s", self.remote.path, self.path, error)
+                self.have_seen([])
 
     def have_seen(self, remote: list[TagEntry]) -> None:
         """Number the next tags above all that are in the object store."""
@@ -63,9 +53,8 @@ class LocalFirst(DirectoryRoot):
 
     def retire_older(self, tag: str, num_kept: int | None) -> float:
         """Retire nothing: tags go when they are in the object store (see `retire_sent`)."""
-        began = time.perf_counter()
         self._committed(num_kept)
-        return time.perf_counter() - began
+        return 0.0
 
     def retire_sent(self, tag: str, num_kept: int | None) -> None:
         """Retire tags that are in the object store and too many since this one is there. That it fails is logged."""

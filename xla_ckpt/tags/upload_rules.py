@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from xla_ckpt.tags.entry import TagEntry
 
-Step = Literal["send", "nothing", "drop"]
+UploadStep = Literal["send", "nothing", "drop"]
 """What is to be done with a tag: it goes up; it is there; or there is a newer one of its name, and it stays here."""
 
 
@@ -65,7 +65,7 @@ def is_same(one: TagEntry, other: TagEntry | None) -> bool:
     return other is not None and (one.tag, one.sequence, one.created) == (other.tag, other.sequence, other.created)
 
 
-def step_of(entry: TagEntry, remote: Iterable[TagEntry]) -> Step:
+def step_of(entry: TagEntry, remote: Iterable[TagEntry]) -> UploadStep:
     """What is to be done with a tag that is not known to be in the object store, which has the tags `remote`."""
     there = next((other for other in remote if other.tag == entry.tag), None)
     if there is None or there.sequence < entry.sequence:
@@ -90,7 +90,7 @@ def _rank(candidate: tuple[TagEntry, bool]) -> tuple[int, str, bool]:
     return entry.sequence, entry.created if entry.sequence else "", is_local
 
 
-def places(
+def whereabouts(
     local: Sequence[TagEntry], remote: Sequence[TagEntry], journals: Mapping[str, Journal]
 ) -> list[tuple[TagEntry, bool, str]]:
     """The newest version of each tag, oldest first; whether it is in the directory; and where it is, in words."""
