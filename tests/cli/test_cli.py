@@ -309,7 +309,22 @@ def test_bash_completes_commands_options_and_choices() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["ls", "show", "verify", "explain", "diff", "export", "convert", "rm", "pin", "unpin", "completion"]
+    "command",
+    [
+        "ls",
+        "show",
+        "verify",
+        "explain",
+        "diff",
+        "export",
+        "convert",
+        "rm",
+        "pin",
+        "unpin",
+        "clean",
+        "adopt",
+        "completion",
+    ],
 )
 def test_each_help_has_examples_that_the_parser_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -1,12 +1,14 @@
-"""``rm``, ``pin`` and ``unpin``, with a person at a terminal and without one."""
+"""``rm``, ``pin``, ``unpin``, ``clean`` and ``adopt``, with a person at a terminal and without one."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ import torch
 import xla_ckpt
 from tests.cli.test_cli import call
 from tests.runs import environment
+from xla_ckpt.storage.door import store_at
+from xla_ckpt.storage.local import LocalStore
+from xla_ckpt.tags.names import LEDGER
 
 
 @pytest.fixture
@@ -108,8 +113,54 @@ def test_rm_tells_what_it_did_before_it_refuses(root: Path, capsys: pytest.Captu
     assert xla_ckpt.list_tags(root) == ["b", "c"]
 
 
+def test_clean_says_what_it_removed_and_what_it_left(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, "clean", root)[:2] == (0, "nothing to remove\n")
+    with open_locked(root, ".new-saving"), open_locked(root, "b"):
+        xla_ckpt.Checkpoints(root).delete("b", force=True)
+        (root / ".new-killed").mkdir()
+        code, out, _ = call(capsys, "clean", root)
+        assert (code, out.splitlines()[0]) == (0, ".new-killed: removed")
+        assert [line.split(": stays (")[0] for line in out.splitlines()[1:]] == [".new-saving", ".trash/b-0"]
+    assert call(capsys, "clean", root)[:2] == (0, ".new-saving: removed\n.trash/b-0: removed\n")
+    assert xla_ckpt.list_tags(root) == ["a", "c"]
+
+
+@contextlib.contextmanager
+def open_locked(root: Path, name: str) -> Iterator[None]:
+    """A directory that somebody reads, or writes if it was not there."""
+    store = LocalStore(str(root))
+    directory = store.open(name) if store.has(name) else store.make(name)
+    with contextlib.closing(directory):
+        yield
+
+
+def test_only_a_record_of_tags_adopts_any(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, "adopt", root)
+    assert (code, out) == (1, "")
+    assert "the tags of a directory are in no record" in err
+    for command in ("clean", "adopt"):
+        code, out, err = call(capsys, command, root / "nowhere")
+        assert (code, out) == (1, "")
+        assert "The directory does not exist" in err
+    assert not (root / "nowhere").exists()
+
+
+def test_a_record_in_memory_adopts_what_it_has_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "memory://adopts/lm"
+    for tag in "ab":
+        xla_ckpt.save(path, tag, {"w": torch.ones(2)})
+    store = store_at(path).object_store
+    assert store is not None
+    store.remove(LEDGER)
+    assert xla_ckpt.list_tags(path) == []
+    assert call(capsys, "adopt", path, "b")[:2] == (0, "b: adopted\n")
+    assert call(capsys, "adopt", path)[:2] == (0, "a: adopted\n")
+    assert call(capsys, "adopt", path)[:2] == (0, "a: was known already\nb: was known already\n")
+    assert xla_ckpt.verify(path, "a").ok
+
+
 def test_these_commands_import_no_torch(root: Path) -> None:
     code = "import sys\nfrom xla_ckpt.cli.main import main\n"
     code += "assert main(sys.argv[1:]) == 0\nassert not {'torch', 'jax', 'orbax'} & set(sys.modules)"
-    for words in (["pin", root, "a"], ["unpin", root, "a"], ["rm", root, "a", "--yes"]):
+    for words in (["pin", root, "a"], ["unpin", root, "a"], ["rm", root, "a", "--yes"], ["clean", root]):
         subprocess.run([sys.executable, "-c", code, *map(str, words)], env=environment(), check=True)

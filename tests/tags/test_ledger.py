@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import xla_ckpt
 import xla_ckpt.layouts.registry
@@ -211,6 +213,50 @@ def test_a_job_that_was_stopped_and_goes_on_commits_nothing(store: MemoryStore) 
     next_job.clean()
     assert tags(next_job) == ["a", "c"]
     assert stored(store) == known(next_job)
+
+
+STEPS = st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["take", "begin", "commit", "clean"])), max_size=30)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_only_the_job_that_took_the_root_last_begins_and_commits(steps: list[tuple[str, str]]) -> None:
+    """Each job may be stopped between any two of its steps, and go on after those of others."""
+    store = MemoryStore()
+    roots = {name: LedgerRoot(store, name) for name in "xyz"}
+    begun: dict[str, tuple[str, Transaction, int]] = {}
+    owner, changes, committed = "", 0, list[str]()
+    took: dict[str, int] = {}
+    for at, (name, step) in enumerate(steps):
+        if name not in took or step == "take":
+            roots[name].take(name)
+            owner, changes = name, changes + (owner != name)
+            took[name] = changes
+        if step == "begin" and name not in begun:
+            tag = f"{name}{at}"
+            transaction = Transaction(roots[name], tag)
+            if took[name] != changes:
+                with pytest.raises(RootInUseError):
+                    transaction.begin()
+            else:
+                begun[name] = tag, transaction.begin(), changes
+                fill(transaction, tag, name, pinned=False)
+        elif step == "commit" and name in begun:
+            tag, transaction, its_changes = begun.pop(name)
+            if its_changes != changes:
+                with pytest.raises(RootInUseError):
+                    transaction.commit()
+            else:
+                transaction.commit()
+                committed.append(tag)
+            transaction.abandon()
+        elif step == "clean":
+            roots[name].clean()
+        assert tags(roots[name]) == committed
+    for _, transaction, _ in begun.values():
+        transaction.abandon()
+    roots["x"].clean()
+    assert stored(store) == {its.attempt for its in roots["x"].read().tags.values()}
 
 
 def test_a_pin_comes_between(store: MemoryStore) -> None:

@@ -158,3 +158,35 @@ def test_nothing_but_attempts_can_be_doomed(name: str) -> None:
 def test_a_ledger_of_a_newer_version_is_left_alone() -> None:
     with pytest.raises(UnsupportedVersionError):
         parse_ledger(json.dumps({**RAW, "version": 2}).encode())
+
+
+ATTEMPTS = st.dictionaries(
+    st.builds(lambda tag, number: attempt_name(tag, f"{number:x}"), st.sampled_from([*TAGS, "d"]), st.integers(0, 9)),
+    st.integers(1, 50),
+    max_size=8,
+)
+
+
+@settings(deadline=None)
+@given(EVENTS, ATTEMPTS)
+def test_what_is_adopted_is_the_last_of_its_name_and_takes_no_tags_place(
+    events: list[tuple[str, str, int | None]], lying: dict[str, int]
+) -> None:
+    ledger = played(Ledger(), events)
+    complete = {attempt: LedgerTag(attempt, sequence, False, "") for attempt, sequence in lying.items()}
+    after = rules.adopted(ledger, complete)
+    assert ledger.tags.items() <= after.tags.items(), "what is a tag stays it"
+    assert ledger.open == after.open
+    assert rules.named(after) - complete.keys() == rules.named(ledger) - complete.keys()
+    unknown = complete.keys() - rules.named(ledger)
+    for tag in after.tags.keys() | {tag_of(attempt) for attempt in unknown}:
+        its = after.tags[tag]
+        older = {attempt for attempt in unknown if tag_of(attempt) == tag and attempt != its.attempt}
+        if tag in ledger.tags:
+            assert {a for a in older if lying[a] <= its.sequence} == older & after.doomed.keys()
+        else:
+            assert its.sequence == max(lying[attempt] for attempt in (*older, its.attempt))
+            assert older <= after.doomed.keys()
+    assert set(rules.due(after)) <= set(ledger.doomed), "who reads it has time"
+    assert after.sequence >= max((its.sequence for its in after.tags.values()), default=0)
+    assert rules.adopted(after, complete) == after

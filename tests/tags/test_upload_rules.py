@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.upload_rules import Journal, newest_first, parse_journal, whereabouts, step_of
+from xla_ckpt.tags.upload_rules import Journal, newest_first, parse_journal, step_of, whereabouts
 
 HERE = "s3://bucket/run"
 

@@ -1,14 +1,19 @@
-"""Commands that change which tags are kept: ``rm``, ``pin``, ``unpin``."""
+"""Commands that change which tags are kept: ``rm``, ``pin``, ``unpin``, ``clean``, ``adopt``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from xla_ckpt.cli import options
 from xla_ckpt.cli.output import print_answer
-from xla_ckpt.errors import CheckpointError, UsageError
+from xla_ckpt.errors import CheckpointError, UsageError, storage_errors
+
+if TYPE_CHECKING:
+    from xla_ckpt.tags.root import Root
 
 
 def add_tags(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +67,70 @@ def unpin(args: argparse.Namespace) -> int:
 
     root = Checkpoints(args.path)
     return _each(args, args.tags, lambda tag: "unpinned" if root.unpin(tag) else "was not pinned")
+
+
+WATCHED_AT_MOST = 120.0
+"""Seconds that ``clean`` and ``adopt`` wait, at most, to see whether somebody saves there."""
+
+
+def add_clean(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``clean``."""
+    parser.add_argument("path", metavar="ROOT", help="root directory of tags")
+    options.add_json(parser)
+
+
+def clean_up(args: argparse.Namespace) -> int:
+    """The command ``clean``; returns its exit code."""
+    from xla_ckpt.cli import render
+
+    with _held(args.path) as root:
+        cleaned = root.clean_all(WATCHED_AT_MOST)
+    kept = [{"name": name, "why": why} for name, why in cleaned.kept.items()]
+    print_answer(args, {"path": args.path, "removed": [*cleaned.removed], "kept": kept}, render.cleaned)
+    return 0
+
+
+def add_adopt(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``adopt``."""
+    parser.add_argument("path", metavar="ROOT", help="root directory of tags, in an object store")
+    parser.add_argument("tags", metavar="TAG", nargs="*", help="which tags (default: all)")
+    options.add_json(parser)
+
+
+def adopt(args: argparse.Namespace) -> int:
+    """The command ``adopt``; returns its exit code."""
+    from xla_ckpt.tags.missing import no_such_tag
+
+    with _held(args.path) as root:
+        adopted = root.adopt(args.tags, WATCHED_AT_MOST)
+        tags = args.tags or adopted or [entry.tag for entry in root.entries()]
+        if not tags:
+            raise no_such_tag(root, None)
+
+        def told(tag: str) -> str:
+            if root.entry(tag) is None:
+                raise no_such_tag(root, tag)
+            return "adopted" if tag in adopted else "was known already"
+
+        return _each(args, tags, told)
+
+
+@contextlib.contextmanager
+def _held(path: str) -> Iterator[Root]:
+    """A root that is there, whose lease is given back when the block ends."""
+    from xla_ckpt.storage.door import full_path, store_at
+    from xla_ckpt.tags.lease import LEASES
+    from xla_ckpt.tags.missing import no_such_tag
+    from xla_ckpt.tags.roots import root_of
+
+    root = root_of(store_at(full_path(path)))
+    try:
+        with storage_errors("cleaning up", path=root.path):
+            if not root.store.is_directory(""):
+                raise no_such_tag(root, None)
+            yield root
+    finally:
+        LEASES.give_back()
 
 
 def _each(args: argparse.Namespace, tags: list[str], act: Callable[[str], str]) -> int:

@@ -124,6 +124,22 @@ _COMMANDS: dict[str, _Command] = {
         add_arguments=keeping.add_tags,
         examples="  xla-ckpt unpin runs/lm step_10",
     ),
+    "clean": _Command(
+        help="Remove what killed writers left. What somebody writes or reads stays.",
+        action=keeping.clean_up,
+        add_arguments=keeping.add_clean,
+        examples="""\
+  xla-ckpt clean runs/lm                   a save does so, too; this one says what it did
+  xla-ckpt clean s3://bucket/lm            and lists all files there: some no save would find""",
+    ),
+    "adopt": _Command(
+        help="Take complete tags in an object store into its record of tags, if that is damaged or was removed.",
+        action=keeping.adopt,
+        add_arguments=keeping.add_adopt,
+        examples="""\
+  xla-ckpt adopt s3://bucket/lm            all tags that have a manifest
+  xla-ckpt adopt s3://bucket/lm step_10    this one""",
+    ),
     "completion": _Command(
         help="Print what makes a shell complete the words of this command.",
         action=_complete,

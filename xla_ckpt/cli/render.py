@@ -339,5 +339,12 @@ def exported(facts: dict[str, Any]) -> RenderableType:
 
 
 def done(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``rm``, ``pin`` and ``unpin``."""
+    """The answer of ``rm``, ``pin``, ``unpin`` and ``adopt``."""
     return Text("\n".join(f"{t['tag']}: {t['done']}" for t in facts["tags"]))
+
+
+def cleaned(facts: dict[str, Any]) -> RenderableType:
+    """The answer of ``clean``."""
+    lines = [f"{name}: removed" for name in facts["removed"]]
+    lines += [f"{its['name']}: stays ({its['why']})" for its in facts["kept"]]
+    return Text("\n".join(lines) or "nothing to remove")

@@ -175,7 +175,7 @@ class Save:
             root = self.order.root
             try:
                 root.clean()
-            except OSError as error:
+            except (OSError, CheckpointError) as error:
                 logger.warning("could not clean up in %s after tag %s: %s", root.path, self.order.tag, error)
 
     def _begin(self) -> Sequence[int]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, NoCheckpointError, RootInUseError, UnknownOutcomeError
+from xla_ckpt.errors import CheckpointError, RootInUseError, UnknownOutcomeError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.storage.base import Directory, write_small
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.entry import MANIFEST, REPORT, TagEntry
 from xla_ckpt.tags.lease import LEASES
-from xla_ckpt.tags.ledger_record import LedgerRecord
+from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.placing import overtaken
@@ -70,9 +70,7 @@ class Attempt:
 
         try:
             ledger = self.record.edit(change)
-        except NoCheckpointError:
-            raise  # it is an OSError, too, and `change` has raised it
-        except OSError as error:
+        except Unanswered as error:
             ledger = self._settle(error)
         if self.kind is not Kind.REPAIR:
             LEASES.note(self.record.path, self.tag, ledger.sequence)
@@ -83,7 +81,7 @@ class Attempt:
         if ledger.epoch != self.epoch or self.directory.name not in ledger.open:
             raise taken_over(self.record.path, ledger)
 
-    def _settle(self, error: OSError) -> Ledger:
+    def _settle(self, error: Unanswered) -> Ledger:
         """Find out whether the commit was done that the storage did not answer; the ledger, if it was.
 
         The attempt is given up, unless it is a tag by now. That is a change of the ledger, so that a request is refused

@@ -11,12 +11,11 @@ import contextlib
 import errno
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError
+from xla_ckpt.errors import CheckpointError, NotDurableError, StorageError, UsageError
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.plan.parity import COPY
 from xla_ckpt.plan.parity import FOLDER as PARITY_FOLDER
@@ -30,7 +29,7 @@ from xla_ckpt.storage.base import (
     write_small,
 )
 from xla_ckpt.tags import listing
-from xla_ckpt.tags.cleaning import clean, is_draft, move_to_trash, remove, remove_unused
+from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, remove, remove_unused, retire_older
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.keeping import busy
 from xla_ckpt.tags.lease import LEASES
@@ -39,8 +38,7 @@ from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
-from xla_ckpt.tags.retention import TagFact, superfluous
-from xla_ckpt.tags.root import Kind, Transaction
+from xla_ckpt.tags.root import Cleaned, Kind, Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +178,20 @@ class DirectoryRoot:
     def clean(self, only: str | None = None) -> None:
         clean(self.store, only)
 
+    def clean_all(self, within: float) -> Cleaned:
+        before = leftovers(self.store)
+        clean(self.store)
+        kept = leftovers(self.store)
+        why = "somebody uses it, or may do so: without locks, until it has not changed for an hour"
+        return Cleaned(tuple(sorted(before - kept)), dict.fromkeys(sorted(kept), why))
+
+    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+        raise UsageError(
+            "the tags of a directory are in no record: each one counts that is there",
+            path=self.path,
+            expected="a root in an object store",
+        )
+
     def hold(self, within: float) -> None:
         self.store.prepare()
         LEASES.hold(LeaseDirectory(self.store), within)
@@ -292,28 +304,6 @@ class DirectoryDraft:
             self.directory.close()
             if self.before is not None:
                 self.before.close()
-
-
-def retire_older(
-    store: FileSystem, tag: str, num_kept: int | None, among: Callable[[TagEntry], bool] = lambda _: True
-) -> float:
-    """Retire the tags that are too many since this one came, but for those that somebody reads; how long that took (s).
-
-    Only those are counted, and go, of which `among` says so. That one cannot be deleted is logged, and no error: the
-    new tag is there.
-    """
-    if num_kept is None:
-        return 0.0  # a root of 10,000 tags takes a third of a second to look through
-    began = time.perf_counter()
-    try:
-        facts = [TagFact(entry.tag, entry.sequence, entry.pinned) for entry in listing.entries(store) if among(entry)]
-        for old in superfluous(facts, num_kept):
-            if not store.in_use(old):
-                with contextlib.suppress(FileNotFoundError):  # another job has retired it
-                    move_to_trash(store, old)
-    except (OSError, CheckpointError) as error:
-        logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", store.path, tag, error)
-    return time.perf_counter() - began
 
 
 def _move_away(store: FileSystem, name: str) -> None:

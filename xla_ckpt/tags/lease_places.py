@@ -13,6 +13,7 @@ from xla_ckpt.errors import NotAFileError
 from xla_ckpt.storage.base import Changed, FileSystem, LocalFiles, ObjectStore
 from xla_ckpt.tags.cleaning import remove
 from xla_ckpt.tags.lease_rules import Owner, owner_of
+from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.listing import entries
 from xla_ckpt.tags.names import LEASE, NEW_PREFIX
 
@@ -34,10 +35,6 @@ MAX_OWNER = 1 << 14
 
 FREE = b"{}"
 """What the record of a lease says that nobody has: a record cannot be removed on a condition."""
-
-
-TRIES = 3
-"""How often the record is replaced that nobody else has changed: S3 refuses a write at times, for an instant (409)."""
 
 
 class LeasePlace(Protocol):

@@ -11,11 +11,13 @@ Directories and files that are no tags are `Placed`.
 from __future__ import annotations
 
 import json
+import logging
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError, StorageError, storage_errors
+from xla_ckpt.errors import CorruptCheckpointError, RootInUseError, StorageError, storage_errors
 from xla_ckpt.storage.base import Directory, ObjectStore, read_whole
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
@@ -24,12 +26,22 @@ from xla_ckpt.tags.entry import REPORT, TagEntry
 from xla_ckpt.tags.keeping import busy
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.lease_places import LeaseRecord
+from xla_ckpt.tags.ledger_cleaning import (
+    attempts_in,
+    check_not_lost,
+    clean_placed,
+    clean_unnamed,
+    complete_among,
+    parsed_or_empty,
+)
 from xla_ckpt.tags.ledger_record import LedgerRecord
-from xla_ckpt.tags.ledger_rules import Ledger, attempt_name
+from xla_ckpt.tags.ledger_rules import LAG, Ledger, attempt_name
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX, check_tag
 from xla_ckpt.tags.placed import Placed
-from xla_ckpt.tags.root import Draft, Kind
+from xla_ckpt.tags.root import Cleaned, Draft, Kind
+
+logger = logging.getLogger(__name__)
 
 
 class LedgerRoot:
@@ -197,12 +209,46 @@ class LedgerRoot:
     def clean(self, only: str | None = None) -> None:
         self._record.sweep(rules.due(self._record.edit(self._without_dead)))
 
+    def clean_all(self, within: float) -> Cleaned:
+        listed = attempts_in(self.store)
+        before = self.read()
+        if before.open:
+            try:
+                self.hold(within)  # then those of writers that were killed are given up
+            except RootInUseError as error:
+                logger.info("%s: what is being written stays: %s", self.path, error)
+        self.clean()
+        after = self.read()
+        unnamed, placed = clean_unnamed(self.store, listed, after), clean_placed(self.store)
+        swept = sorted(rules.named(before) - rules.named(after))
+        written = dict.fromkeys(after.open, "it is being written")
+        read = dict.fromkeys(after.doomed, f"it is no tag any more, and goes after {LAG} commits: somebody may read it")
+        return Cleaned((*swept, *unnamed.removed, *placed.removed), written | read | {**unnamed.kept, **placed.kept})
+
+    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+        job, before = self._lease(within), set[str]()
+        names = [name for name in attempts_in(self.store) if not tags or name.partition("/")[0] in tags]
+        complete = complete_among(self.store, names)
+
+        def change(ledger: Ledger) -> Ledger:
+            before.clear()
+            before.update(ledger.tags)
+            return rules.adopted(ledger if job is None else rules.taken(ledger, job), complete)
+
+        after = self._record.edit(change, parsed_or_empty)
+        return [entry.tag for entry in _listed(after) if entry.tag not in before]
+
     def hold(self, within: float) -> None:
-        self.store.check_conditions()
-        job = LEASES.hold(LeaseRecord(self.store, lambda: self.read().owner), within)
-        self._epoch = None
+        job, self._epoch = self._lease(within), None
         if job is not None:
-            LEASES.note(self.path, "", self.take(job).sequence)
+            ledger = self.take(job)
+            if ledger.sequence == 0:
+                check_not_lost(self.store, self.read)
+            LEASES.note(self.path, "", ledger.sequence)
+
+    def _lease(self, within: float) -> str | None:
+        self.store.check_conditions()
+        return LEASES.hold(LeaseRecord(self.store, lambda: self.read().owner), within)
 
     def take(self, job: str) -> Ledger:
         """Have all commits refused that a job has begun which had the root before this one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,7 +17,18 @@ from xla_ckpt.tags.names import LEDGER
 logger = logging.getLogger(__name__)
 
 TRIES = 3
-"""How often a write of the ledger is tried that the storage refuses, or does not answer."""
+"""How often a change of a record is tried that the storage refuses, or does not answer.
+
+S3 refuses a write of a record at times for an instant (409), although nobody else has changed it.
+"""
+
+
+REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""By these the storage says no: what it has refused so is not done, and is not done later either."""
+
+
+class Unanswered(OSError):  # noqa: N818  # no error of its own: what became of a write is still to be found out
+    """Nobody knows whether the ledger was replaced, or will be: a request may still be on its way."""
 
 
 class LedgerRecord:
@@ -48,7 +60,8 @@ class LedgerRecord:
         """Replace the ledger by what `change` makes of it, which is asked again if somebody else has changed it.
 
         Raises:
-            OSError: The storage refused, or does not say what became of it.
+            Unanswered: The storage does not say what became of it.
+            OSError: The storage refused.
         """
         while True:
             before, version = self._read(parse)
@@ -64,18 +77,29 @@ class LedgerRecord:
             except OSError as error:
                 refused = error
             # Answers get lost, so it may be our own write that has changed it; others may have come after it.
-            if write in self._read(parse)[0].recent:
+            try:
+                now = self._read(parse)[0]
+            except OSError as error:
+                raise Unanswered(error.errno, error.strerror or str(error)) from error
+            if write in now.recent:
                 return after
-            if refused is not None:
+            if refused is not None and refused.errno in REFUSALS:
                 raise refused
+            if refused is not None:
+                raise Unanswered(refused.errno, refused.strerror or str(refused)) from refused
 
     def _write(self, data: bytes, version: str | None) -> None:
-        for _ in range(TRIES - 1):
+        """Write it, several times if need be. Of all errors that is raised which says least."""
+        raised: OSError | None = None
+        for _ in range(TRIES):
             try:
                 return self.store.write_record(LEDGER, data, version)
             except OSError as error:
-                logger.debug("%s: its ledger could not be written, which is tried again: %s", self.path, error)
-        return self.store.write_record(LEDGER, data, version)
+                logger.debug("%s: its ledger could not be written: %s", self.path, error)
+                if raised is None or raised.errno in REFUSALS:
+                    raised = error
+        assert raised is not None, "it was tried"
+        raise raised
 
     def sweep(self, attempts: Sequence[str]) -> None:
         """Delete the files of attempts that nobody needs any more."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.storage.base import FileSystem, LocalFiles
-from xla_ckpt.tags.directories import DirectoryRoot, retire_older
+from xla_ckpt.tags.cleaning import retire_older
+from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.upload_rules import Journal, parse_journal

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Changed, Directory, ObjectStore
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.ledger_record import TRIES
 from xla_ckpt.tags.names import NEW_PREFIX
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,8 @@ class Placed:
     """One that is being written, in place. Nothing was there.
 
     A file appears whole. By the marks that `Transaction.seal` writes last readers know that a directory is complete. A
-    record ``.new-<name>``, made on the condition that there is none, keeps other writers away. What a killed writer
-    leaves has to be removed by hand.
+    record ``.new-<name>``, made on the condition that there is none, keeps other writers away. That of a killed writer
+    goes when somebody cleans up (`clean_placed` in `tags/ledger_cleaning.py`); the rest has to be removed by hand.
     """
 
     store: ObjectStore
@@ -51,7 +52,8 @@ class Placed:
                     "something is being written there, or its writer was killed",
                     path=store.path,
                     found=name,
-                    hint=f"If nobody writes it, remove {name} and {record}, or choose another name.",
+                    hint=f"If nobody writes it, remove {name} and {record}, or choose another name. After a day "
+                    "xla-ckpt clean removes such a record.",
                 ) from None
         if store.has(name):
             store.remove(record)
@@ -64,9 +66,15 @@ class Placed:
         return cls(store=store, name=name, directory=directory)
 
     def commit(self, *, num_kept: int | None, report: object, within: float) -> float:
-        self.store.remove(NEW_PREFIX + self.name)
-        self.is_open = False
+        self.is_open = False  # it is complete: nothing that fails from here on may remove it
         self.directory.close()
+        record = NEW_PREFIX + self.name
+        for _ in range(TRIES):
+            try:
+                self.store.remove(record)
+                break
+            except OSError as error:
+                logger.warning("%s: %s is complete, and %s stays: %s", self.store.path, self.name, record, error)
         return 0.0
 
     def abandon(self) -> None:

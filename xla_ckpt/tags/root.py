@@ -8,7 +8,8 @@ A `Transaction` is how anything is written there: it appears whole, under its na
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 from xla_ckpt.storage.base import Directory, Store, write_small
@@ -44,6 +45,15 @@ class Kind(enum.Enum):
 
     REPAIR = "repair"
     """Files of a tag that is there, which take the places of those that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cleaned:
+    """What came of cleaning a root."""
+
+    removed: tuple[str, ...]
+    kept: Mapping[str, str]
+    """What stays and is no tag -> why."""
 
 
 class Draft(Protocol):
@@ -169,6 +179,29 @@ class Root(Protocol):
             only: Clean up after writers of this name alone: what else lies there may be anybody's.
 
         Raises:
+            OSError: The storage refused.
+        """
+
+    def clean_all(self, within: float) -> Cleaned:
+        """As `clean`, and look for what no save would find.
+
+        Args:
+            within: Seconds to wait at most until it is clear whether somebody saves there, whose leftovers stay.
+
+        Raises:
+            CheckpointError: The record of the tags is damaged.
+            OSError: The storage refused.
+        """
+
+    def adopt(self, tags: Sequence[str], within: float) -> list[str]:
+        """Take complete tags of these names, or all, into the record of the tags, also if it is damaged or gone.
+
+        Returns:
+            Those that were not in it.
+
+        Raises:
+            RootInUseError: Another process saves there.
+            UsageError: There is no such record.
             OSError: The storage refused.
         """
 

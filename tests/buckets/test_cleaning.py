@@ -1,0 +1,137 @@
+"""``xla-ckpt clean`` and ``adopt`` in a bucket: what killed writers left goes, and a lost ledger is made anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import xla_ckpt
+from tests.buckets.test_jobs import HOW, another, files_of, ledger_of
+from tests.cli.test_cli import call
+from tests.jobs import run_alone
+from tests.nursery import Call, bear
+from tests.runs import environment
+from tests.tags.test_lease import Job, save, set_up
+from tests.tags.test_ledger import begin, put, text_of
+from xla_ckpt.cli.main import main
+from xla_ckpt.storage.base import write_small
+from xla_ckpt.tags import ledger_cleaning
+from xla_ckpt.tags import ledger_rules as rules
+from xla_ckpt.tags.attempt import Attempt
+from xla_ckpt.tags.names import LEDGER, NEW_PREFIX
+from xla_ckpt.tags.root import Kind, Transaction
+
+Capture = pytest.CaptureFixture[str]
+
+
+def dies_in_mid_save(root: str) -> None:
+    save(root, "first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempt, "commit", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        save(root, "second")
+
+
+def cleans(root: str) -> int:
+    set_up(**HOW)
+    return main(["clean", root])
+
+
+def test_what_a_killed_job_was_writing_goes(root: str) -> None:
+    killed = bear(Call.of(dies_in_mid_save, root), env=environment())
+    killed.communicate(60)
+    assert len(files_of(root)) == 2
+    assert run_alone(cleans, root) == 0
+    assert files_of(root) == {ledger_of(root).place_of("first")}
+    assert not ledger_of(root).read().open
+    assert another(root) == ("", []), "the lease was given back"
+
+
+def test_what_a_living_job_writes_stays(root: str, tmp_path: Path, capsys: Capture) -> None:
+    job = Job(root, tmp_path / "job", **HOW)
+    writing = begin(ledger_of(root), "writing")
+    assert run_alone(cleans, root) == 0
+    writing.commit()
+    assert job.go_on() == ""
+    assert xla_ckpt.list_tags(root) == ["first", "writing", "second"]
+
+
+def test_files_that_no_ledger_names_go_unless_they_are_a_whole_tag(root: str, capsys: Capture) -> None:
+    ledger = ledger_of(root)
+    put(ledger, "a", "1")
+    late = begin(ledger, "b", "2")
+    late.abandon()
+    write_small(ledger.store.fill(late.directory.name), "late", b"from a process that was stopped")
+    whole = begin(ledger, "c", "4")
+    record = ledger._record
+    record.edit(lambda its: rules.swept(rules.given_up(its, its.open), its.open))
+    assert files_of(root) == {ledger.place_of("a"), late.directory.name, whole.directory.name}
+    code, out, _ = call(capsys, "clean", root, "--json")
+    answer = json.loads(out)
+    assert (code, answer["removed"]) == (0, [late.directory.name])
+    assert [its["name"] for its in answer["kept"]] == [whole.directory.name]
+    assert files_of(root) == {ledger.place_of("a"), whole.directory.name}
+    assert "complete, and in no record" in call(capsys, "clean", root)[1]
+    assert call(capsys, "adopt", root, "a", "c")[:2] == (0, "a: was known already\nc: adopted\n")
+    assert (text_of(ledger, "a"), text_of(ledger, "c")) == ("1", "4")
+    code, out, err = call(capsys, "adopt", root, "x")
+    assert (code, out) == (1, "")
+    assert "there is no such checkpoint" in err
+
+
+@pytest.mark.parametrize("how", ["removed", "damaged"])
+def test_a_lost_ledger_is_made_anew(root: str, how: str, capsys: Capture) -> None:
+    ledger = ledger_of(root)
+    for step in range(4):
+        put(ledger, f"step_{step}", str(step))
+    put(ledger, "step_0", "again", pinned=True)  # the version before still has its files
+    ledger.retire("step_3")
+    unfinished = Transaction(ledger, "unfinished").begin()
+    write_small(unfinished.directory, "text", b"")
+    ledger.store.remove(LEDGER)
+    if how == "damaged":
+        ledger.store.write_record(LEDGER, b"{", None)
+        code, _, err = call(capsys, "clean", root)
+        assert (code, "the record of the tags is damaged" in err, "xla-ckpt adopt" in err) == (1, True, True)
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="xla-ckpt adopt ROOT makes a new one"):
+        save(root, "later")
+    assert "step_2" in ledger.store.names()
+    assert call(capsys, "adopt", root)[0] == 0
+    after = ledger.read()
+    names = ["step_1", "step_2", "step_3", "step_0"]
+    assert [(entry.tag, entry.sequence, entry.pinned) for entry in ledger.entries()] == [
+        (name, at + 2, name == "step_0") for at, name in enumerate(names)
+    ]
+    assert [text_of(ledger, name) for name in names] == ["1", "2", "3", "again"]
+    assert len(after.doomed) == 1
+    with pytest.raises(xla_ckpt.RootInUseError):
+        unfinished.commit()
+    unfinished.abandon()
+    for tag in "xyz":
+        save(root, tag)
+    ledger.clean()
+    assert xla_ckpt.list_tags(root) == [*names, *"xyz"]
+    assert files_of(root) == {its.attempt for its in ledger.read().tags.values()}
+
+
+@pytest.mark.parametrize("wrote", ["nothing", "a file"])
+def test_a_record_of_a_killed_writer_goes_after_a_day(
+    wrote: str, root: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = ledger_of(root)
+    transaction = Transaction(ledger, "x", Kind.NEW).begin()
+    if wrote == "a file":
+        write_small(transaction.directory, "x", b"1")
+    assert "somebody wrote x a short time ago" in call(capsys, "clean", root)[1]
+    monkeypatch.setattr(ledger_cleaning, "UNCHANGED", -60.0)
+    code, out, _ = call(capsys, "clean", root)
+    assert (code, f"{NEW_PREFIX}x: removed" in out) == (0, True)
+    if wrote == "nothing":
+        assert ledger.store.names() == []
+        Transaction(ledger, "x", Kind.NEW).begin().abandon()
+    else:
+        assert "its writer was killed" in out
+        assert ledger.store.names() == ["x"]

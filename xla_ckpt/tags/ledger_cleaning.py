@@ -1,0 +1,111 @@
+"""What killed writers leave in an object store beside what the ledger names; and a ledger from what lies there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, FormatError
+from xla_ckpt.manifest import manifest_json
+from xla_ckpt.storage.base import ObjectStore, read_whole
+from xla_ckpt.tags import ledger_rules as rules
+from xla_ckpt.tags.entry import MANIFEST
+from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
+from xla_ckpt.tags.names import NEW_PREFIX, is_tag_name
+from xla_ckpt.tags.root import Cleaned
+
+UNCHANGED = 24 * 3600.0
+"""The writer of something with a fixed name has ended if nothing of it has changed for so long (s).
+
+By the clock of this machine, which may differ from the store's; S3 refuses one that is a quarter of an hour wrong.
+"""
+
+
+def attempts_in(store: ObjectStore) -> list[str]:
+    """All attempts that have files, also those that no ledger names."""
+    tags = [name for name in store.names() if is_tag_name(name)]
+    return [f"{tag}/{name}" for tag in tags for name in store.names(tag) if rules.is_attempt(f"{tag}/{name}")]
+
+
+def complete_among(store: ObjectStore, attempts: Iterable[str]) -> dict[str, LedgerTag]:
+    """Those attempts that are complete, by what their manifests say, and have all of their files."""
+    complete = {}
+    for attempt in attempts:
+        directory = store.fill(attempt)
+        try:
+            manifest = manifest_json.parse(read_whole(directory, MANIFEST))
+            if {record.path for record in manifest.files} <= {*directory.files()}:
+                head = manifest.head
+                complete[attempt] = LedgerTag(attempt, head.sequence, head.pinned, head.created)
+        except (FileNotFoundError, CheckpointError):
+            continue  # it was never finished, or is damaged
+        finally:
+            directory.close()
+    return complete
+
+
+def check_not_lost(store: ObjectStore, read: Callable[[], Ledger]) -> None:
+    """Make sure that a root whose ledger knows of no commit has not lost the one that did.
+
+    Args:
+        store: The root.
+        read: Gives the ledger.
+
+    Raises:
+        CorruptCheckpointError: It has. A save would begin a new one, in which the tags are not.
+        OSError: The storage refused.
+    """
+    attempts = attempts_in(store)  # first: what another process of this job begins meanwhile is in the ledger then
+    if lost := complete_among(store, _unnamed(read(), attempts)):
+        raise CorruptCheckpointError(
+            "there are complete tags, and no record of them: somebody has removed it",
+            path=store.path,
+            found=", ".join(sorted(lost)[:5]),
+            hint="xla-ckpt adopt ROOT makes a new one from the manifests. Or save to another directory.",
+        )
+
+
+def _unnamed(ledger: Ledger, attempts: Iterable[str]) -> list[str]:
+    named = rules.named(ledger)
+    return [attempt for attempt in attempts if attempt not in named]
+
+
+def clean_unnamed(store: ObjectStore, attempts: Iterable[str], ledger: Ledger) -> Cleaned:
+    """Delete the files of attempts that the ledger does not name, which was read after they were listed.
+
+    So they were given up: an attempt is in the ledger before it has files. They came late, from a process that was
+    stopped. Complete ones stay: they may have been tags, and the ledger was lost.
+    """
+    unnamed = _unnamed(ledger, attempts)
+    kept = complete_among(store, unnamed)
+    removed = [attempt for attempt in unnamed if attempt not in kept]
+    for attempt in removed:
+        store.remove(attempt)
+    reason = "complete, and in no record: xla-ckpt adopt makes a tag of it, if there is no newer one of its name"
+    return Cleaned(tuple(removed), dict.fromkeys(kept, reason))
+
+
+def clean_placed(store: ObjectStore) -> Cleaned:
+    """Remove the records of writers that were killed while they wrote something with a fixed name (`Placed`)."""
+    removed, kept = [], {}
+    before = (time.time() - UNCHANGED) * 1e9
+    for record in store.names():
+        if not record.startswith(NEW_PREFIX):
+            continue
+        name = record.removeprefix(NEW_PREFIX)
+        if max(store.modified(record) or 0, store.modified(name) or 0) > before:
+            kept[record] = f"somebody wrote {name} a short time ago, and may still do so"
+            continue
+        store.remove(record)
+        removed.append(record)
+        if store.has(name):
+            kept[name] = "its writer was killed, perhaps before it was complete: remove it if you do not need it"
+    return Cleaned(tuple(removed), kept)
+
+
+def parsed_or_empty(data: bytes) -> Ledger:
+    """The ledger in a record; an empty one if it is damaged."""
+    try:
+        return rules.parse_ledger(data)
+    except FormatError:
+        return Ledger()
