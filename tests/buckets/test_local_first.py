@@ -158,6 +158,7 @@ def test_a_load_reads_the_directory_where_it_can(root: str, tmp_path: Path, s3: 
         assert not [r for r in s3.requests if "/run/a/." in r.path]
     save(root, tmp_path / "other", "b", 2).uploaded(SOON)
     assert xla_ckpt.list_tags(root, local=tmp_path) == ["a", "b"]
+    assert xla_ckpt.latest_tag(root, local=tmp_path) == "b"
     assert is_number(root, 2, options=options)
     assert is_number(root, 2, "b", options=options)
     with pytest.raises(xla_ckpt.NoCheckpointError):
@@ -251,6 +252,9 @@ def test_retention_keeps_what_is_not_uploaded(root: str, tmp_path: Path, s3: S3S
     for tag in "cde":
         save(root, tmp_path, tag, num_kept_ckpts=1)
     assert xla_ckpt.list_tags(tmp_path) == ["b", "c", "d", "e"]
+    empty = root.replace("/run", "/empty")
+    assert xla_ckpt.has_checkpoint(empty, local=tmp_path)
+    assert not xla_ckpt.has_checkpoint(empty, local=tmp_path / "empty")
     away.is_back()
     xla_ckpt.finalize_checkpoint()
     assert xla_ckpt.list_tags(tmp_path) == xla_ckpt.list_tags(root) == ["e"]

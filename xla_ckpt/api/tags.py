@@ -63,14 +63,14 @@ def both_places(near: FileSystem, far: ObjectStore) -> list[tuple[TagEntry, bool
 
 
 @known_options
-def latest_tag(path: PathLike) -> str | None:
-    """The newest committed tag in `path`; None when there is none.
+def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
+    """The newest committed tag in `path`, or in `local` (see `list_tags`); None when there is none.
 
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
-    tags = list_tags(path)
+    tags = list_tags(path, local=local)
     if not tags:
-        expect_commit(store_at(path))
+        expect_commit(store_at(path if local is None else local))
     return tags[-1] if tags else None
 
 
@@ -118,8 +118,10 @@ def chosen_tag(store: Store, tag: str | None) -> str:
 
 
 @known_options
-def has_checkpoint(path: PathLike) -> bool:
+def has_checkpoint(path: PathLike, *, local: PathLike | None = None) -> bool:
     """Whether `path` holds a committed tag, or is what a load takes itself: a tag, or a file (``.pt``).
+
+    With `local`, whether that directory holds a tag will do (see `list_tags`).
 
     Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
     nobody begins anew over the others.
@@ -127,11 +129,11 @@ def has_checkpoint(path: PathLike) -> bool:
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     store, tag = located(path, None)
-    exists = tag is not None or bool(list_tags(path))
+    exists = tag is not None or bool(list_tags(path, local=local))
     if not exists and (below := roots_below(root_of(store))):
         logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below))
     if not exists:
-        expect_commit(store)
+        expect_commit(store if local is None else store_at(local))
     return exists
 
 

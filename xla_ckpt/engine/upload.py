@@ -139,7 +139,9 @@ class Uploader:
                 try:
                     with naming(path=self.root.path, tag=entry.tag), storage_errors("uploading a tag"):
                         self._send(entry)
-                except (CorruptCheckpointError, ChangedTagError) as error:
+                except CheckpointError as error:
+                    if error is not entry.damage and not isinstance(error, CorruptCheckpointError | ChangedTagError):
+                        raise
                     # It stays here, and does not keep those from the object store that are newer.
                     self._dropped[entry.sequence] = error
                     logger.warning("a tag is not uploaded: %s", error)
