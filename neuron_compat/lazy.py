@@ -6,6 +6,8 @@ import importlib
 import importlib.abc
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
 LIBPYTHON = (
@@ -35,21 +37,20 @@ def absent(name: str, instead: str) -> NoReturn:
     raise UsageError(f"{name} is not there", hint=instead)
 
 
-class Refusing(importlib.abc.MetaPathFinder):
-    """Says to whoever imports a module that is not there, or what lies below it, what to do instead.
+@dataclass(frozen=True)
+class LastFinder(importlib.abc.MetaPathFinder):
+    """Is asked for the modules of some packages that no other finder has found, by their full names."""
 
-    It is asked after all other finders: a module that is there is never refused.
-    """
+    packages: tuple[str, ...]
+    answer: Callable[[str], ModuleSpec | None]
 
-    def __init__(self, package: str, missing: Mapping[str, str]) -> None:
-        self.package, self.missing = package, missing
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return self.answer(fullname) if f"{fullname}.".startswith(tuple(f"{p}." for p in self.packages)) else None
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
-        if fullname.startswith(f"{self.package}."):
-            name = fullname.removeprefix(f"{self.package}.")
-            for end in (i for i, letter in enumerate(f"{name}.") if letter == "."):
-                if name[:end] in self.missing:
-                    absent(fullname, self.missing[name[:end]])
+    def install(self) -> None:
+        """Have Python ask it; a second time changes nothing."""
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
 
 
 def below(package: str, module: str, missing: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ checkpoints. Three things are replaced:
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from neuron_compat.emulation import emulate
-from neuron_compat.lazy import imported
+from neuron_compat.lazy import LastFinder, imported
 from xla_ckpt import UsageError
 
 SDK = ("libneuronxla", "neuronpy", "neuronxcc", "neuronxlogger", "nki", "nkilib", "torch_neuronx")
@@ -111,15 +112,8 @@ class _SdkModule(types.ModuleType):
         return stand_in
 
 
-class _SdkFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _SdkLoader(importlib.abc.Loader):
     """Makes the modules of the Neuron SDK, where they are not installed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in SDK:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = _SdkModule(spec.name)
@@ -131,9 +125,14 @@ class _SdkFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing is in it."""
 
 
+def _sdk_spec(fullname: str) -> importlib.machinery.ModuleSpec:
+    return importlib.machinery.ModuleSpec(fullname, _SdkLoader(), is_package=True)
+
+
 # -- connections
 
 
+@functools.cache  # once, however often `prepare` is called
 def _stay_here() -> None:
     """Refuse connections to other machines at once."""
     connect = socket.socket.connect
@@ -164,9 +163,8 @@ def prepare() -> None:
     # neuronx-distributed reads a name that torch_xla has no more.
     imported("torch_xla.core.xla_env_vars").HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
     vars(torch.classes)["neuron"] = _anything("neuron")  # a library of Neuron's registers it, for annotations
-    if not any(isinstance(finder, _SdkFinder) for finder in sys.meta_path):
-        _stay_here()
-        sys.meta_path.append(_SdkFinder())
+    _stay_here()
+    LastFinder(SDK, _sdk_spec).install()
     try:
         importlib.import_module("neuronx_distributed")
     except ModuleNotFoundError as error:

@@ -1,24 +1,19 @@
-"""Gradients of a model that is spread over ranks: their mean over the replicas, their norm, and clipping by it.
-
-Tensors on XLA devices are reduced by torch_xla's collectives (under `neuron_compat.emulate()` these reach all
-processes), others through the process groups of `parallel_state`.
-"""
+"""Gradients of a model that is spread over ranks: their mean over the replicas, their norm, and clipping by it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.collectives import MAX, SUM, Groups, ranks_of, reduce_in_place, world
 from xla_ckpt import UsageError
+from xla_ckpt.facade import parse_section
 
 Tensor: TypeAlias = torch.Tensor
-Groups: TypeAlias = list[list[int]]
-
-SUM, MAX = "sum", "max"
 
 
 def param_is_not_shared(param: Tensor) -> bool:
@@ -68,10 +63,10 @@ def get_grad_norm(
             hint="A ZeRO-1 optimizer clips its own gradients.",
         )
     operation = MAX if math.isinf(order) else SUM
-    total, experts = _own_part(held, order, force_spmd)
+    total, experts = own_part(held, order, force_spmd)
     if zero1_optimizer and zero1_optimizer_groups is None:
         both = [total, experts]
-        reduce_in_place(both, _world(), operation)
+        reduce_in_place(both, world(), operation)
         total = _joined(total, experts, operation)
     else:
         reduce_in_place([experts], ranks_of("ep"), operation)
@@ -120,7 +115,7 @@ def _as_list(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
+def own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> tuple[Tensor, Tensor]:
     """What this rank adds: the sum of the gradients' powers (or their largest), without experts, and of experts."""
     wide = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
     total = torch.zeros(1, dtype=wide, device=parameters[0].device)
@@ -136,19 +131,25 @@ def _own_part(parameters: Sequence[Tensor], order: float, force_spmd: bool) -> t
         if math.isinf(order):
             into.copy_(torch.maximum(into, sizes.max()))
         elif getattr(parameter, "tensor_model_parallel", False):
-            into.add_((sizes.pow(order) / _holders(parameter, sizes)).sum())
+            counts = holders(parameter)
+            into.add_((sizes.pow(order) if counts is None else by_rows(sizes.pow(order), counts)).sum())
         elif alike:
             into.add_(sizes.pow(order).sum() * alike)
     return total, experts
 
 
-def _holders(parameter: Tensor, sizes: Tensor) -> Tensor | int:
-    """The number of tensor-parallel ranks that hold each row of a parameter's part (``copies_by_rows``)."""
-    rows = getattr(parameter, "copies_by_rows", None)
-    if rows is None:
-        return 1
-    counts = torch.cat([torch.full((n,), copies, dtype=sizes.dtype) for n, copies in rows])
-    return counts.reshape(-1, *[1] * (sizes.dim() - 1)).to(sizes.device)
+def holders(parameter: Tensor) -> Tensor | None:
+    """The number of tensor-parallel ranks that hold each row of this rank's part; None if no other one holds any."""
+    sections = [parse_section(s) for s in getattr(parameter, "partition_sections", ())]
+    if all(s.copies == 1 for s in sections):
+        return None
+    ranks = parallel_state.size("tp")
+    return torch.cat([torch.full(((s.size or 0) * s.copies // ranks,), float(s.copies)) for s in sections])
+
+
+def by_rows(sizes: Tensor, counts: Tensor) -> Tensor:
+    """Each row divided by its count."""
+    return sizes / counts.reshape(-1, *[1] * (sizes.dim() - 1)).to(device=sizes.device, dtype=sizes.dtype)
 
 
 def _joined(total: Tensor, experts: Tensor, operation: str) -> Tensor:
@@ -188,38 +189,3 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer) -> N
                     gradients.append(gradient)
     with torch.no_grad():
         reduce_in_place(gradients, ranks_of("tp"), SUM)
-
-
-Ranks: TypeAlias = tuple[Groups | None, Any]
-"""XLA's replica groups (None: one of all ranks), and this rank's process group (None: there is none for them)."""
-
-
-def ranks_of(kind: str) -> Ranks:
-    """The groups of a kind: ``tp``, ``pp``, ``ep`` or ``edp``."""
-    groups = parallel_state.replica_groups(kind)
-    return groups, None if len(groups[0]) == 1 else parallel_state.process_group(kind)
-
-
-def _world() -> Ranks:
-    distributed: Any = torch.distributed
-    return None, distributed.group.WORLD if distributed.is_initialized() else None
-
-
-def reduce_in_place(values: list[Tensor], ranks: Ranks, operation: str) -> None:
-    """Reduce tensors over the ranks of a group, in place."""
-    groups, process_group = ranks
-    if not values or (groups is not None and len(groups[0]) == 1):
-        return
-    if values[0].device.type == "xla":
-        import torch_xla.core.xla_model as xm
-
-        xm.all_reduce(operation, values, groups=groups, pin_layout=False)
-        return
-    distributed: Any = torch.distributed
-    if process_group is None:
-        if groups is not None:
-            raise UsageError("groups of ranks are for tensors on an XLA device", found=str(values[0].device))
-        return  # one process without torch.distributed
-    kind = distributed.ReduceOp.MAX if operation == MAX else distributed.ReduceOp.SUM
-    for value in values:
-        distributed.all_reduce(value, op=kind, group=process_group)

@@ -74,21 +74,46 @@ def whole_linear(
 
 
 class _ParallelLinear(PartitionedModule):
-    """What the two linear layers share: their arguments, and the whole weight and bias that they are cut from."""
+    """What the two linear layers share. The arguments after `device` are for both of them, by their names.
+
+    Args:
+        sizes: Of the inputs, and of the outputs.
+        dim: Dim of the weight that is split: 0 for the outputs, 1 for the inputs.
+        splits_bias: Whether the bias is split, too.
+        bias: Whether there is one.
+        dtype: Of the parameters.
+        device: Of the parameters.
+        stride: A rank holds so many blocks of the weight, each tp-th one, and not one run of rows or columns.
+        init_method: Fills the whole weight; by default as `torch.nn.Linear` does.
+        sequence_parallel_enabled: False.
+        sequence_dimension: Without effect.
+        keep_master_weight: Keep the whole weight as ``master_weight``.
+        skip_bias_add: Return a pair of the output and the bias.
+        pad: Pad a size that does not divide with zeros; the parameter's ``global_shape`` is the true shape.
+        tensor_model_parallel_group: That of `parallel_state`.
+        reduce_dtype: Element type in which sums over ranks are made.
+    """
 
     def __init__(
         self,
         sizes: tuple[int, int],
+        dim: int,
+        splits_bias: bool,
         bias: bool,
         dtype: torch.dtype,
         device: Device,
-        stride: int,
-        init_method: Init | None,
-        keep_master_weight: bool,
-        skip_bias_add: bool,
-        pad: bool,
-        reduce_dtype: torch.dtype,
+        *,
+        stride: int = 1,
+        init_method: Init | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,  # neuronx-distributed's signature
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        tensor_model_parallel_group: Any = None,
+        reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
         super().__init__()
         self.input_size, self.output_size = sizes
         self.add_bias = bias
@@ -99,13 +124,20 @@ class _ParallelLinear(PartitionedModule):
         self.keep_master_weight = keep_master_weight
         self.skip_bias_add = skip_bias_add
         self.pad = pad
-        self.pad_size = 0
         self.reduce_dtype = reduce_dtype
         self.master_weight: torch.Tensor | None = None
-
-    def _whole(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the unsplit layer."""
-        return whole_linear((self.input_size, self.output_size), self.add_bias, self.draw, self.device)
+        split = ("output_size", "input_size")[dim]
+        self.pad_size = padding(getattr(self, split), parallel_state.size("tp"), stride, pad, split)
+        weight, whole_bias = whole_linear(sizes, bias, self.draw, self.device)
+        self.weight = parallel_parameter(weight, dim, stride, self.pad_size, self.device, dtype)
+        setattr(self, split, getattr(self, split) + self.pad_size)
+        setattr(self, f"{split}_per_partition", self.weight.shape[dim])
+        if whole_bias is None:
+            self.register_parameter("bias", None)
+        elif splits_bias:
+            self.bias = parallel_parameter(whole_bias, 0, stride, self.pad_size, self.device, dtype)
+        else:
+            self.bias = torch.nn.Parameter(whole_bias.to(dtype).to(self.device))
 
     def draw(self, whole: torch.Tensor) -> None:
         draw_weight(whole, self.arg_init_method)
@@ -122,8 +154,8 @@ class _ParallelLinear(PartitionedModule):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose outputs are split: every rank holds rows of the weight (dim 0).
 
-    The bias is split, too, unless `gather_output` is True, which joins the outputs of all ranks. With `pad`, an output
-    size that does not divide is padded with zeros, and the parameter's ``global_shape`` is the true shape.
+    The bias is split, too, unless `gather_output` is True, which joins the outputs of all ranks. `options` are
+    neuronx-distributed's other arguments, as `_ParallelLinear` has them.
 
     Raises:
         ValueError: `output_size` does not divide by the tensor-parallel size, and `pad` is False.
@@ -138,34 +170,10 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = True,
         dtype: torch.dtype = torch.float32,
         device: Device = None,
-        stride: int = 1,
-        init_method: Init | None = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
-        keep_master_weight: bool = False,
-        skip_bias_add: bool = False,
-        pad: bool = False,
-        tensor_model_parallel_group: Any = None,
-        reduce_dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
-        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
-        sizes = (input_size, output_size)
-        super().__init__(
-            sizes, bias, dtype, device, stride, init_method, keep_master_weight, skip_bias_add, pad, reduce_dtype
-        )
+        super().__init__((input_size, output_size), 0, not gather_output, bias, dtype, device, **options)
         self.gather_output = gather_output
-        parts = parallel_state.size("tp")
-        self.pad_size = padding(output_size, parts, stride, pad, "output_size")
-        weight, whole_bias = self._whole()
-        self.output_size = output_size + self.pad_size
-        self.output_size_per_partition = self.output_size // parts
-        self.weight = parallel_parameter(weight, 0, stride, self.pad_size, self.device, dtype)
-        if whole_bias is None:
-            self.register_parameter("bias", None)
-        elif gather_output:
-            self.bias = torch.nn.Parameter(whole_bias.to(dtype).to(self.device))
-        else:
-            self.bias = parallel_parameter(whole_bias, 0, stride, self.pad_size, self.device, dtype)
 
     def forward(self, input: torch.Tensor, *_: Any) -> Any:  # noqa: A002  # neuronx-distributed's name
         """The output, whole or this rank's part of it; with `skip_bias_add` a pair of it and the bias."""
@@ -180,7 +188,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Gathered outputs in the order of the whole weight: ranks hold every tp-th block of a strided one."""
         if self.stride == 1:
             return output
-        parts = self.output_size // self.output_size_per_partition
+        parts = self.output_size // self.weight.shape[0]
         blocks = output.reshape(*output.shape[:-1], parts, self.stride, -1)
         return blocks.transpose(-3, -2).reshape(output.shape)
 
@@ -188,8 +196,8 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer whose inputs are split: every rank holds columns of the weight (dim 1), and the bias.
 
-    Outputs are summed over the ranks, unless `reduce_output` is False. With `pad`, an input size that does not divide
-    is padded with zeros, and the parameter's ``global_shape`` is the true shape.
+    Outputs are summed over the ranks, unless `reduce_output` is False. `options` are neuronx-distributed's other
+    arguments, as `_ParallelLinear` has them.
 
     Raises:
         ValueError: `input_size` does not divide by the tensor-parallel size, and `pad` is False.
@@ -204,36 +212,15 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = False,
         dtype: torch.dtype = torch.float32,
         device: Device = None,
-        stride: int = 1,
-        init_method: Init | None = None,
-        sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
-        keep_master_weight: bool = False,
-        skip_bias_add: bool = False,
-        pad: bool = False,
+        *,
         reduce_output: bool = True,
-        tensor_model_parallel_group: Any = None,
-        reduce_dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> None:
-        check_supported(sequence_parallel_enabled, tensor_model_parallel_group)
-        if stride > 1 and not input_is_parallel:
+        if options.get("stride", 1) > 1 and not input_is_parallel:
             raise UsageError("a strided RowParallelLinear needs input_is_parallel=True")
-        sizes = (input_size, output_size)
-        super().__init__(
-            sizes, bias, dtype, device, stride, init_method, keep_master_weight, skip_bias_add, pad, reduce_dtype
-        )
+        super().__init__((input_size, output_size), 1, False, bias, dtype, device, **options)
         self.input_is_parallel = input_is_parallel
         self.reduce_output = reduce_output
-        parts = parallel_state.size("tp")
-        self.pad_size = padding(input_size, parts, stride, pad, "input_size")
-        weight, whole_bias = self._whole()
-        self.input_size = input_size + self.pad_size
-        self.input_size_per_partition = self.input_size // parts
-        self.weight = parallel_parameter(weight, 1, stride, self.pad_size, self.device, dtype)
-        if whole_bias is None:
-            self.register_parameter("bias", None)
-        else:
-            self.bias = torch.nn.Parameter(whole_bias.to(dtype).to(self.device))
 
     def forward(self, input_: torch.Tensor) -> Any:
         """The output, on all ranks; with `skip_bias_add` a pair of it and the bias."""

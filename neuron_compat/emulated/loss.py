@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from neuron_compat.emulated import grads, parallel_state
+from neuron_compat.emulated import collectives, parallel_state
 from neuron_compat.emulated.mappings import reduce_from_tensor_model_parallel_region
 from xla_ckpt import UsageError
 
@@ -33,7 +33,7 @@ def parallel_cross_entropy(
     own = target - rows * parallel_state.rank("tp")
     mine = (own >= 0) & (own < rows)
     highest = vocab_parallel_logits.detach().amax(-1)
-    grads.reduce_in_place([highest], grads.ranks_of("tp"), grads.MAX)
+    collectives.reduce_in_place([highest], collectives.ranks_of("tp"), collectives.MAX)
     logits = vocab_parallel_logits - highest.unsqueeze(-1)
     picked = logits.gather(-1, (own * mine).unsqueeze(-1)).squeeze(-1) * mine
     total = reduce_from_tensor_model_parallel_region(logits.exp().sum(-1))

@@ -8,52 +8,18 @@ through the process group. With one tensor-parallel rank nothing is done.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated import collectives, parallel_state
 from neuron_compat.emulated.process_group import gathered
 
 Tensor: TypeAlias = torch.Tensor
 
 
-@dataclass(frozen=True)
-class _Group:
-    """The ranks that a sum is over, asked for when it is made."""
-
-    ranks: Callable[[], list[list[int]]]
-    process_group: Callable[[], Any]
-
-
-_TENSOR_PARALLEL = _Group(
-    functools.partial(parallel_state.replica_groups, "tp"), functools.partial(parallel_state.process_group, "tp")
-)
-_KV_SHARED = _Group(parallel_state.get_kv_shared_replica_groups, parallel_state.get_kv_shared_group)
-
-
 def _size() -> int:
     return parallel_state.size("tp")
-
-
-def _summed(value: Tensor, dtype: torch.dtype | None, group: _Group = _TENSOR_PARALLEL) -> Tensor:
-    """The sum over the ranks of a group, made in `dtype`."""
-    groups = group.ranks()
-    if len(groups[0]) == 1:
-        return value
-    wide = value if dtype is None else value.to(dtype)
-    if value.device.type == "xla":
-        import torch_xla.core.xla_model as xm
-
-        total: Tensor = xm.all_reduce(xm.REDUCE_SUM, wide, groups=groups, pin_layout=False)
-    else:
-        total = wide.clone(memory_format=torch.contiguous_format)
-        distributed: Any = torch.distributed
-        distributed.all_reduce(total, group=group.process_group())
-    return total.to(value.dtype)
 
 
 def _gathered(value: Tensor, dim: int) -> Tensor:
@@ -79,19 +45,19 @@ def _own(value: Tensor, dim: int) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, dtype: torch.dtype | None, group: _Group) -> Tensor:
-        ctx.dtype, ctx.group = dtype, group
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype | None, kind: str) -> Tensor:
+        ctx.dtype, ctx.kind = dtype, kind
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _summed(gradients[0], ctx.dtype, ctx.group), None, None
+        return collectives.summed(gradients[0], collectives.ranks_of(ctx.kind), ctx.dtype), None, None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, value: Tensor, dtype: torch.dtype | None) -> Tensor:
-        return _summed(value, dtype)
+        return collectives.summed(value, collectives.ranks_of("tp"), dtype)
 
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor) -> Any:
@@ -129,7 +95,7 @@ def _apply(function: Any, value: Tensor, *arguments: Any) -> Tensor:
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
     """The same value; its gradients are summed over the group, in `reduce_dtype` if one is given."""
-    return _apply(_Copy, input_, reduce_dtype, _TENSOR_PARALLEL)
+    return _apply(_Copy, input_, reduce_dtype, "tp")
 
 
 def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:
@@ -137,7 +103,7 @@ def copy_to_kv_shared_region(weight: Tensor, reduce_dtype: torch.dtype | None = 
 
     The gradient of what is multiplied by the weight is not touched: each rank's counts once.
     """
-    return _apply(_Copy, weight, reduce_dtype, _KV_SHARED)
+    return _apply(_Copy, weight, reduce_dtype, "kv")
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, reduce_dtype: torch.dtype | None = None) -> Tensor:

@@ -37,6 +37,7 @@ NAMES = {
     "ep": "expert_model_parallel",
     "dp": "data_parallel",
     "edp": "expert_data_parallel",
+    "kv": "kv_shared",
 }
 """Kind of group -> what neuronx-distributed's functions call it."""
 
@@ -53,26 +54,18 @@ class _State:
     process_groups: dict[str, Any]
     """This rank's group of each kind; none if there is no torch.distributed."""
 
+    def groups(self, kind: str) -> list[list[int]]:
+        """The members of all groups of a kind."""
+        if kind not in self.replica_groups:
+            raise AssertionError("there are no groups of keys and values: call initialize_kv_group() first")
+        return self.replica_groups[kind]
+
     def ranks(self, kind: str) -> list[int]:
         """The members of this rank's group."""
-        return next(g for g in self.replica_groups[kind] if self.rank in g)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KVState:
-    """Which ranks hold copies of the same keys and values."""
-
-    copies: int
-    adjacent: bool
-    replica_groups: list[list[int]]
-    process_group: Any
-    """This rank's; None if there is no torch.distributed."""
+        return next(g for g in self.groups(kind) if self.rank in g)
 
 
 _current: list[_State] = []
-
-_kv: list[_KVState] = []
-"""As `_current`: what `initialize_kv_group` made."""
 
 _to_end: list[Any] = []
 """The process groups that were made, which end with the program."""
@@ -103,8 +96,9 @@ def _state() -> _State:
 
 def _group(kind: str, as_list: bool) -> Any:
     state = _state()
+    groups = state.groups(kind)
     if as_list:
-        return state.replica_groups[kind]
+        return groups
     if kind not in state.process_groups:
         raise AssertionError("there are no process groups: torch.distributed was not initialised")
     return state.process_groups[kind]
@@ -193,59 +187,33 @@ def initialize_kv_group(kv_shared_group_size: int = 1, sequential_ranks_in_group
         RuntimeError: The size does not divide the tensor-parallel ranks, or other groups are there already.
     """
     state, copies, adjacent = _state(), kv_shared_group_size, sequential_ranks_in_group
-    if _kv:
-        known = _kv[0]
-        if known.copies != copies or (adjacent and not known.adjacent):
+    tp_groups, known = state.replica_groups["tp"], state.replica_groups.get("kv")
+    if known is not None:
+        if len(known[0]) != copies or (adjacent and known != kv_groups(tp_groups, copies, adjacent)):
             raise RuntimeError(
-                f"groups of {_words(known.copies, known.adjacent)} share keys and values already, not "
-                f"of {_words(copies, adjacent)}: all layers have the same kv_size_multiplier, and "
+                f"groups such as {known[0]} share keys and values already, not of {copies} "
+                f"{'neighbouring ' if adjacent else ''}ranks: all layers have the same kv_size_multiplier, and "
                 "destroy_kv_group() comes before the layers of another model"
             )
         return
     _check_copies(state.mesh.tp, copies)
-    groups = kv_groups(state.replica_groups["tp"], copies, adjacent)
-    mine = next(g for g in groups if state.rank in g)
-    group = new_group(mine) if state.process_groups else None
-    _kv.append(_KVState(copies=copies, adjacent=adjacent, replica_groups=groups, process_group=group))
-
-
-def _words(copies: int, adjacent: bool) -> str:
-    return f"{copies} {'neighbouring ' if adjacent else ''}rank{'' if copies == 1 else 's'}"
-
-
-def _kv_state() -> _KVState:
-    if not _kv:
-        raise AssertionError("there are no groups of keys and values: call initialize_kv_group() first")
-    return _kv[0]
-
-
-@_delegated
-def get_kv_shared_group(as_list: bool = False) -> Any:
-    """The process group of those that hold this rank's keys and values; with `as_list` the ranks of all such groups."""
-    state = _kv_state()
-    if as_list:
-        return state.replica_groups
-    if state.process_group is None:
-        raise AssertionError("there are no process groups: torch.distributed was not initialised")
-    return state.process_group
-
-
-@_delegated
-def get_kv_shared_replica_groups() -> list[list[int]]:
-    """The ranks of all groups that hold the same keys and values, as torch_xla's collectives take them."""
-    return _kv_state().replica_groups
+    state.replica_groups["kv"] = kv_groups(tp_groups, copies, adjacent)
+    if state.process_groups:
+        state.process_groups["kv"] = new_group(state.ranks("kv"))
 
 
 @_delegated
 def get_kv_shared_group_size() -> int:
     """Number of ranks that hold copies of the same keys and values."""
-    return _kv_state().copies
+    return len(_state().ranks("kv"))
 
 
 @_delegated
 def destroy_kv_group() -> None:
     """Forget the groups of keys and values, so that others can be made. Process groups stay until the process ends."""
-    _kv.clear()
+    for state in _current:
+        state.replica_groups.pop("kv", None)
+        state.process_groups.pop("kv", None)
 
 
 def _mesh(world: int, tp: int, pp: int, cp: int, ep: int) -> Mesh:
@@ -268,7 +236,6 @@ def model_parallel_is_initialized() -> bool:
 def destroy_model_parallel() -> None:
     """Forget the arrangement, so that another one can be made. Process groups stay until the process ends."""
     _current.clear()
-    _kv.clear()
 
 
 def _leave() -> None:
@@ -279,7 +246,6 @@ def _leave() -> None:
         with contextlib.suppress(ValueError):  # it ended with a torch.distributed before this one
             distributed.destroy_process_group(_to_end.pop())
     _current.clear()
-    _kv.clear()
 
 
 def _asked(kind: str, what: str) -> Callable[..., Any] | None:
@@ -297,7 +263,7 @@ def process_group(kind: str, as_list: bool = False) -> Any:
 def replica_groups(kind: str) -> list[list[int]]:
     """The ranks of all groups of a kind, as torch_xla's collectives take them."""
     real = _asked(kind, "replica_groups")
-    return _state().replica_groups[kind] if real is None else real()
+    return _state().groups(kind) if real is None else real()
 
 
 def size(kind: str) -> int:

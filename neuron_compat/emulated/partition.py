@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated.moving import preserve_parallel_attributes
 
 Device: TypeAlias = torch.device | str | None
 
@@ -25,6 +26,10 @@ ATTRIBUTES = (
 ``[4096, "1024x4", "1024x4"]`` are the rows of fused queries, keys and values, of which 4 ranks hold the same keys and
 values.
 """
+
+
+_DEFAULTS = {"tensor_model_parallel": False, "partition_dim": -1, "partition_stride": 1}
+"""What a parameter says that is not split."""
 
 
 def padding(size: int, parts: int, stride: int, pad: bool, what: str) -> int:
@@ -67,6 +72,25 @@ def set_tensor_model_parallel_attributes(
     parts = parallel_state.size("tp") if num_partitions is None else num_partitions
     for name, value in zip(ATTRIBUTES, (is_parallel, dim, stride, parts), strict=False):
         setattr(tensor, name, value)
+
+
+def param_is_not_tensor_parallel_duplicate(param: torch.Tensor) -> bool:
+    """Whether this rank counts for a parameter: it has a part of its own, or is the first that has all of it."""
+    return bool(getattr(param, "tensor_model_parallel", False)) or parallel_state.rank("tp") == 0
+
+
+def set_defaults_if_not_set_tensor_model_parallel_attributes(tensor: torch.Tensor) -> None:
+    """Have a parameter that says nothing say that it is not split."""
+    for name, value in _DEFAULTS.items():
+        if not hasattr(tensor, name):
+            setattr(tensor, name, value)
+
+
+def copy_tensor_model_parallel_attributes(destination_tensor: torch.Tensor, source_tensor: torch.Tensor) -> None:
+    """Have a parameter say of its split what another one says."""
+    for name in _DEFAULTS:
+        if hasattr(source_tensor, name):
+            setattr(destination_tensor, name, getattr(source_tensor, name))
 
 
 def parallel_parameter(
@@ -114,13 +138,6 @@ class PartitionedModule(torch.nn.Module):
         self.weight.copy_(part_of(whole, dim, stride, self.pad_size))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PartitionedModule:
-        kept: dict[str, dict[str, Any]] = {
-            name: {a: getattr(parameter, a) for a in ATTRIBUTES if hasattr(parameter, a)}
-            for name, parameter in self._parameters.items()
-            if parameter is not None
-        }
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, attributes in kept.items():
-            for attribute, value in attributes.items():
-                setattr(self._parameters[name], attribute, value)
+        with preserve_parallel_attributes(self):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -221,7 +221,7 @@ def _kv_place() -> tuple[int, bool]:
     """Which part of keys and values this rank holds, and whether its neighbours hold the same."""
     first = parallel_state.get_tensor_model_parallel_src_rank()
     ranks = next(g for g in parallel_state.replica_groups("tp") if g[0] == first)
-    sharing = [g for g in parallel_state.get_kv_shared_replica_groups() if g[0] in ranks]
+    sharing = [g for g in parallel_state.replica_groups("kv") if g[0] in ranks]
     me = ranks[parallel_state.rank("tp")]
     part = next(i for i, g in enumerate(sharing) if me in g)
     return part, len(sharing) > 1 and sharing[0][1:2] == ranks[1:2]

@@ -22,13 +22,18 @@ RNGStates: TypeAlias = dict[str, Any]
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
-def _states() -> RNGStates:
-    states: RNGStates = {"cpu": torch.get_rng_state()}
-    if "torch_xla" in sys.modules:
+def states(of_xla: bool) -> RNGStates:
+    """The states that count now; those of the XLA device, too, if it is asked for."""
+    found: RNGStates = {"cpu": torch.get_rng_state()}
+    if of_xla:
         import torch_xla.core.xla_model as xm
 
-        states["xla"] = xm.get_rng_state()
-    return states
+        found["xla"] = xm.get_rng_state()
+    return found
+
+
+def _states() -> RNGStates:
+    return states(of_xla="torch_xla" in sys.modules)
 
 
 def _seeded(seed: int) -> None:
@@ -39,14 +44,14 @@ def _seeded(seed: int) -> None:
         xm.set_rng_state(seed)
 
 
-def _set_xla_rng_state(new_state: RNGStates | torch.Tensor, device: int = -1) -> None:  # noqa: ARG001  # NxD's
-    """Continue with a state. One of neuronx-distributed's, which is a tensor, has nothing to say about the device."""
-    states = {"cpu": new_state} if isinstance(new_state, torch.Tensor) else new_state
-    torch.set_rng_state(states["cpu"])
-    if "xla" in states:
+def continue_with(kept: RNGStates | torch.Tensor) -> None:
+    """Continue with states that `states` gave. One of neuronx-distributed's, a tensor, says nothing of the device."""
+    kept = {"cpu": kept} if isinstance(kept, torch.Tensor) else kept
+    torch.set_rng_state(kept["cpu"])
+    if "xla" in kept:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(states["xla"])
+        xm.set_rng_state(kept["xla"])
 
 
 class XLARNGStatesTracker:
@@ -82,7 +87,7 @@ class XLARNGStatesTracker:
         _seeded(seed)
         self.seeds_.add(seed)
         self.states_[name] = _states()
-        _set_xla_rng_state(before)
+        continue_with(before)
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
@@ -98,12 +103,12 @@ class XLARNGStatesTracker:
                 found=name,
             )
         before = _states()
-        _set_xla_rng_state(self.states_[name])
+        continue_with(self.states_[name])
         try:
             yield
         finally:
             self.states_[name] = _states()
-            _set_xla_rng_state(before)
+            continue_with(before)
 
 
 _XLA_RNG_STATE_TRACKER = XLARNGStatesTracker()

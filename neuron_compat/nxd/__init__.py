@@ -7,11 +7,10 @@ when they are first used. docs/from-nxd.md has a table of the names that are the
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from neuron_compat.lazy import Refusing, lazily
-from neuron_compat.nxd.instead import ABSENT, here
+from neuron_compat.lazy import LastFinder, lazily
+from neuron_compat.nxd.instead import here, refuse
 
 if TYPE_CHECKING:
     from neuron_compat.nxd import modules as modules
@@ -34,8 +33,7 @@ __all__ = [
     "save_checkpoint",
 ]
 
-if not any(isinstance(finder, Refusing) for finder in sys.meta_path):
-    sys.meta_path.append(Refusing(__name__, ABSENT))
+LastFinder((__name__,), refuse).install()
 
 __getattr__, __dir__ = lazily(
     __name__,

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from neuron_compat.lazy import below
+from neuron_compat.lazy import absent, below
 
 KEEP_NXD = (
     "Keep neuronx_distributed for it, and import the checkpoint functions alone from neuron_compat.nxd "
@@ -113,7 +113,7 @@ _BY_ADVICE: dict[str, dict[str, str]] = {
         "parallel_layers.checkpointing": "ensure_directory_exists",
         "parallel_layers.layers": "BaseParallelLayer BaseParallelLinear LinearWithAsyncCommunication "
         "linear_with_async_allreduce",
-        "parallel_layers.utils": "cast_if_autocast_enabled verify_casted_dtype",
+        "parallel_layers.utils": "EmbeddingUtility cast_if_autocast_enabled verify_casted_dtype",
         "utils": "HloMetadataLevel hardware random safetensors_utils serialization tensor_utils timeline utils",
         "utils.logger": "PackagePathFilter",
         "utils.model_utils": "LogicalNCConfig get_platform_lnc has_fake_tensors is_hf_accelerate_available "
@@ -135,3 +135,11 @@ ABSENT = {
 def here(module: str) -> dict[str, str]:
     """What is missing in one of `neuron_compat.nxd`'s modules: name -> what to do."""
     return below("neuron_compat.nxd", module, ABSENT)
+
+
+def refuse(module: str) -> None:
+    """Say to whoever imports a module that is not there, or what lies below it, what to do instead."""
+    parts = module.removeprefix("neuron_compat.nxd.").split(".")
+    for name in (".".join(parts[:n]) for n in range(1, len(parts) + 1)):
+        if name in ABSENT:
+            absent(module, ABSENT[name])

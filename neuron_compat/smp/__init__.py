@@ -109,10 +109,13 @@ _NO_REGISTRY = (
 __getattr__, __dir__ = lazily(
     __name__,
     {
-        "neuron_compat.emulated.smp.without_effect": (
+        "without_effect": (
             "delay_param_initialization",
             "is_tracing",
+            "model_creation",
             "set_activation_checkpointing",
+            "set_tensor_parallelism",
+            "tensor_parallelism",
         ),
         "checkpoint": ("resume_from_checkpoint", "save_checkpoint"),
         "comm": _COMM,
@@ -123,13 +126,7 @@ __getattr__, __dir__ = lazily(
         "neuron_compat.emulated.smp.microbatches": ("StepOutput",),
         "neuron_compat.emulated.smp.model": ("DistributedModel",),
         "neuron_compat.emulated.smp.optimizer": ("DistributedOptimizer",),
-        "neuron_compat.emulated.smp.partitions": (
-            "model_creation",
-            "partition",
-            "set_partition",
-            "set_tensor_parallelism",
-            "tensor_parallelism",
-        ),
+        "neuron_compat.emulated.smp.partitions": ("partition", "set_partition"),
         "neuron_compat.emulated.smp.stepping": ("step",),
     },
     ["amp", "comm", "config", "errors", "job", "nn", "optimizers", "stored"],

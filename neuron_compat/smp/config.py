@@ -1,7 +1,248 @@
-"""SMP's ``config``."""
+"""SMP's configuration dict: what it may hold, the defaults, and what contradicts what.
 
-from neuron_compat.lazy import lazily
+The entries, defaults and bounds are those of SMP 1.12. Several change nothing here, where every pipeline rank runs the
+whole model: they are checked, kept, and stored with checkpoints.
+"""
 
-__getattr__, __dir__ = lazily(
-    __name__, {"neuron_compat.emulated.smp.config": ("ENTRIES", "ModelParallelConfig", "from_environment")}
-)
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one entry of the configuration may be."""
+
+    kind: type
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    options: tuple[str, ...] = ()
+    nothing: bool = False
+    """Whether None is a value, too."""
+
+
+ENTRIES: dict[str, Entry] = {
+    "pipeline_parallel_degree": Entry(int, 1, low=1),
+    "tensor_parallel_degree": Entry(int, 1, low=1),
+    "microbatches": Entry(int, 1, low=1),
+    "pipeline": Entry(str, "interleaved", options=("simple", "interleaved", "_only_forward")),
+    "horovod": Entry(bool, False),
+    "ddp": Entry(bool, False),
+    "sharded_data_parallel_degree": Entry(int, 1, low=1),
+    "sdp_reduce_bucket_size": Entry(int, 500_000_000),
+    "sdp_param_persistence_threshold": Entry(int, 1_000_000),
+    "sdp_max_live_parameters": Entry(int, 1_000_000_000),
+    "sdp_hierarchical_allgather": Entry(bool, True),
+    "sdp_gradient_clipping": Entry(float, 1.0),
+    "_sharded_data_parallelism_config": Entry(str, nothing=True),
+    "ddp_port": Entry(int, low=0, nothing=True),
+    "ddp_dist_backend": Entry(str, "nccl", options=("nccl", "gloo", "xla", "smddp", "auto")),
+    "contiguous": Entry(bool, True),
+    "placement_strategy": Entry(
+        str, "cluster", options=("cluster", "spread", "PDT", "PTD", "DPT", "DTP", "TPD", "TDP")
+    ),
+    "optimize": Entry(str, "speed", options=("speed", "memory")),
+    "auto_partition": Entry(bool, True),
+    "default_partition": Entry(int, low=0, nothing=True),
+    "prescaled_batch": Entry(bool, False),
+    "memory_weight": Entry(float, 0.8, low=0, high=1),
+    "active_microbatches": Entry(int, low=1, nothing=True),
+    "fast_mode": Entry(bool, False),
+    "static_mode": Entry(bool, False),
+    "fp16": Entry(bool, False),
+    "bf16": Entry(bool, False),
+    "fp16_params": Entry(bool, False),
+    "tensor_parallel_seed": Entry(int, 0, low=0),
+    "offload_activations": Entry(bool, False),
+    "_shard_offloaded_activations": Entry(bool, True),
+    "shard_optimizer_state": Entry(bool, False),
+    "delayed_parameter_initialization": Entry(bool, False),
+    "skip_tracing": Entry(bool, False),
+    "activation_loading_horizon": Entry(int, 4, low=0),
+    "task_level_activation_loading_horizon": Entry(int, 4, low=1),
+    "herring": Entry(bool, False),
+    "_match_weights": Entry(bool, False),
+    "_fp32_grad_accumulation": Entry(bool, False),
+    "checkpoint_attentions": Entry(bool, False),
+    "load_partition": Entry(bool, False),
+    "partition_file": Entry(str, nothing=True),
+}
+
+SAGEMAKER = "SM_HP_MP_PARAMETERS"
+"""Environment variable with the configuration as JSON, as SageMaker's estimator sets it."""
+
+ALIASES = {"partitions": "pipeline_parallel_degree"}
+
+_NOT_HERE = {
+    "horovod": "Set ddp to True: gradients are then averaged over torch.distributed.",
+    "herring": "Set ddp to True: gradients are then averaged over torch.distributed.",
+    "load_partition": "It is for TensorFlow.",
+    "partition_file": "It is for TensorFlow.",
+    "_sharded_data_parallelism_config": "Use ddp with shard_optimizer_state, or FSDP2.",
+}
+"""Entry -> what to do instead, where anything but the default is given."""
+
+
+class ModelParallelConfig:
+    """A complete configuration: each entry is an attribute, and `get_config_dict` has them all.
+
+    Args:
+        given: What `smp.init` was given.
+
+    Raises:
+        SMPConfigError: An entry is unknown, of another type, out of bounds, or contradicts another one.
+        SMPUnsupportedError: It asks for something that is not there.
+    """
+
+    def __init__(self, given: Mapping[str, Any] | None = None) -> None:
+        self._config = complete(given or {})
+
+    def __getattr__(self, name: str) -> Any:
+        config = self.__dict__.get("_config", {})
+        if name not in config:
+            raise AttributeError(f"the configuration has no {name!r}")
+        return config[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelParallelConfig) and self._config == other._config
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._config.items()))
+
+    def __repr__(self) -> str:
+        return f"ModelParallelConfig({self._config})"
+
+    def get_config_dict(self) -> Config:
+        """All entries with their values, as a dict of its own."""
+        return dict(self._config)
+
+    def zero2d_enabled(self) -> bool:
+        """Whether parameters are sharded over data parallelism: never, here."""
+        return False
+
+
+def complete(given: Mapping[str, Any]) -> Config:
+    """A configuration with a value for every entry; `given` stays as it is.
+
+    Raises:
+        SMPConfigError: See `ModelParallelConfig`.
+        SMPUnsupportedError: See `ModelParallelConfig`.
+
+    >>> config = complete({"partitions": 2, "ddp": True})
+    >>> config["pipeline_parallel_degree"], config["microbatches"], config["active_microbatches"]
+    (2, 1, 1)
+    """
+    named = _without_aliases(given)
+    unknown = sorted(str(name) for name in named if name not in ENTRIES)
+    if unknown:
+        raise SMPConfigError(
+            "the configuration has an entry that SMP does not know",
+            expected=", ".join(n for n in ENTRIES if not n.startswith("_")),
+            found=", ".join(unknown),
+        )
+    config = {name: _checked(name, named.get(name, entry.default)) for name, entry in ENTRIES.items()}
+    if config["active_microbatches"] is None:
+        config["active_microbatches"] = min(config["pipeline_parallel_degree"] + 2, config["microbatches"])
+    _check_together(config)
+    return config
+
+
+def from_environment() -> Mapping[str, Any]:
+    """The configuration that SageMaker's environment says; an empty one without it.
+
+    Raises:
+        SMPConfigError: It is no JSON.
+    """
+    text = os.environ.get(SAGEMAKER)
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise SMPConfigError(f"{SAGEMAKER} in the environment is no JSON", found=text[:80]) from error
+    return found if isinstance(found, Mapping) else {"": found}
+
+
+def _without_aliases(given: Mapping[str, Any]) -> Config:
+    if not isinstance(given, Mapping):
+        raise SMPConfigError("the configuration is a dict", found=type(given).__name__)
+    named: Config = {}
+    for name, value in given.items():
+        true = ALIASES.get(name, name)
+        if true in named and named[true] != value:
+            raise SMPConfigError(f"{true} is given twice, by its alias, too", found=f"{named[true]} and {value}")
+        named[true] = value
+    return named
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A value of an entry, as what it has to be.
+
+    Raises:
+        SMPConfigError: It is of another type, or out of bounds.
+        SMPUnsupportedError: It asks for something that is not there.
+    """
+    entry = ENTRIES[name]
+    if value is None and entry.nothing:
+        return None
+    if entry.kind is float and type(value) is int:
+        value = float(value)
+    if entry.kind is int and type(value) is float and value.is_integer():
+        value = int(value)  # such as 5e8, as YAML has it
+    kind = type(value)  # mypy would take `value` for an object behind a comparison of its type
+    if kind is not entry.kind:
+        raise SMPConfigError(
+            f"{name} is of another type", expected=entry.kind.__name__, found=f"{value!r} ({kind.__name__})"
+        )
+    if entry.options and value not in entry.options:
+        raise SMPConfigError(f"{name} is none of its options", expected=", ".join(entry.options), found=value)
+    if entry.low is not None and value < entry.low:
+        raise SMPConfigError(f"{name} is too small", expected=f"at least {entry.low}", found=value)
+    if entry.high is not None and value > entry.high:
+        raise SMPConfigError(f"{name} is too large", expected=f"at most {entry.high}", found=value)
+    if name in _NOT_HERE and value != entry.default:
+        raise SMPUnsupportedError(f"{name} is not there", found=value, hint=_NOT_HERE[name])
+    return value
+
+
+def _check_together(config: Config) -> None:
+    """Refuse entries that contradict each other.
+
+    Raises:
+        SMPConfigError: Two of them do.
+        SMPUnsupportedError: Parameters are to be sharded over data parallelism.
+    """
+    if config["sharded_data_parallel_degree"] > 1:
+        raise SMPUnsupportedError(
+            "sharded data parallelism is not there",
+            found=f"sharded_data_parallel_degree={config['sharded_data_parallel_degree']}",
+            hint="Use ddp with shard_optimizer_state; or FSDP2, whose checkpoints xla_ckpt takes.",
+        )
+    if config["tensor_parallel_degree"] > 1 and not config["ddp"]:
+        raise SMPConfigError("tensor_parallel_degree above 1 needs ddp", expected="ddp: True", found="ddp: False")
+    if config["shard_optimizer_state"] and not config["ddp"]:
+        raise SMPConfigError("shard_optimizer_state needs ddp", expected="ddp: True", found="ddp: False")
+    if config["bf16"] and (config["fp16"] or config["fp16_params"]):
+        raise SMPConfigError("bf16 and fp16 exclude each other", expected="one of them", found="both")
+    if config["prescaled_batch"] and config["optimize"] != "speed":
+        raise SMPConfigError("prescaled_batch needs optimize: speed", expected="speed", found=config["optimize"])
+    pp, default = config["pipeline_parallel_degree"], config["default_partition"]
+    if default is not None and default >= pp:
+        raise SMPConfigError("default_partition is too large", expected=f"at most {pp - 1}", found=default)
+    if not config["auto_partition"] and default is None:
+        raise SMPConfigError("auto_partition: False needs a default_partition", expected=f"0 to {pp - 1}", found="None")
+    if config["active_microbatches"] > config["microbatches"]:
+        raise SMPConfigError(
+            "active_microbatches is too large",
+            expected=f"at most {config['microbatches']} (microbatches)",
+            found=config["active_microbatches"],
+        )

@@ -107,6 +107,9 @@ def test_commands_import_no_torch(root: Path, words: list[str]) -> None:
 def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "verify", root, "--all")
     assert (code, out.count("sound")) == (0, 2)
+    assert ("newest" in out, "/s)" in out) == (False, False)  # none is left out; a rate of some bytes says nothing
+    assert "newest tag. 1 other one of this directory is not verified" in call(capsys, "verify", root)[1]
+    assert "newest" not in call(capsys, "verify", root, "--tag", "best")[1]
     (root / "best/stranger").write_text("x")
     payload = root / "step_2/model/00001-of-00001.safetensors"
     data = bytearray(payload.read_bytes())

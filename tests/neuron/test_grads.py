@@ -68,7 +68,7 @@ def special_parameters(device: str) -> None:
     assert grads.get_grad_norm(ones).item() == pytest.approx(2.0)  # all ranks have it, and it counts once
     ones.tensor_model_parallel = True
     assert grads.get_grad_norm(ones).item() == pytest.approx(math.sqrt(4 * tp))
-    ones.copies_by_rows = [(2, 1), (2, tp)]  # two rows of its own, two that all have
+    ones.partition_sections = [2 * tp, f"2x{tp}"]  # two rows of its own, two that all have
     assert grads.get_grad_norm(ones).item() == pytest.approx(math.sqrt(2 * tp + 2))
     ones.shared = True  # with another pipeline stage, which counts it
     assert grads.get_grad_norm(ones).item() == 0

@@ -12,8 +12,8 @@ import torch
 
 import neuron_compat.smp as smp
 import xla_ckpt
-from neuron_compat.emulated.smp.config import complete
 from neuron_compat.emulated.smp.model import DistributedModel
+from neuron_compat.smp.config import complete
 from tests.jobs import run_on_ranks
 from tests.runs import names_in
 from tests.smp.test_files_load import Kept, begin, caught

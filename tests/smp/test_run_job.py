@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import neuron_compat.smp as smp
-from neuron_compat.emulated.smp.config import ENTRIES, ModelParallelConfig
 from neuron_compat.groups import members
 from neuron_compat.nxd.parallel_layers import parallel_state
 from neuron_compat.smp import errors, job
+from neuron_compat.smp.config import ENTRIES, ModelParallelConfig
 from neuron_compat.smp.stored import StoredState
 from tests.jobs import run_on_ranks
 from tests.runs import ROOT, environment

@@ -31,7 +31,7 @@ from xla_ckpt.manifest.records import Head, Manifest
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Changed, ObjectStore, read_whole, write_small
 from xla_ckpt.storage.memory import MemoryStore
-from xla_ckpt.tags import keeping
+from xla_ckpt.tags import deleting
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.ledger_record import TRIES
@@ -273,10 +273,10 @@ def test_a_pin_comes_between(store: MemoryStore) -> None:
     with pytest.raises(UsageError, match="a save of this tag is running"):
         root.pin("a", False)
     with pytest.raises(UsageError, match="a save of this tag is running"):
-        keeping.delete(root, "a", force=True)
+        deleting.delete(root, "a", force=True)
     saving.abandon()
     assert root.pin("a", False)
-    keeping.delete(root, "a", force=False)
+    deleting.delete(root, "a", force=False)
     assert tags(root) == ["c"]
 
 

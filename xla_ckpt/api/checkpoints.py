@@ -18,7 +18,7 @@ from xla_ckpt.options import ConvertOptions
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.storage.pool import READERS
-from xla_ckpt.tags import keeping
+from xla_ckpt.tags import deleting
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
@@ -168,7 +168,7 @@ class Checkpoints:
                 another library wrote it.
             StorageError: The storage refused.
         """
-        keeping.delete(self._root_with_own(tag), tag, force=force)
+        deleting.delete(self._root_with_own(tag), tag, force=force)
 
     def pin(self, tag: str) -> bool:
         """Exempt a tag from retention, as `save_checkpoint(..., pinned=True)` does; False if it was exempt already.

@@ -13,7 +13,7 @@ from xla_ckpt.arrays.base import ArrayAdapter
 from xla_ckpt.arrays.composite import name_of
 from xla_ckpt.arrays.numpy_array import Numpy, fresh_numpy
 from xla_ckpt.arrays.pytree import is_key
-from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype
+from xla_ckpt.arrays.torch_host import DENSE, PLAIN, TorchHost, fresh_torch, is_plain, is_xla, torch_dtype, type_name
 from xla_ckpt.dtypes import DType, dtype
 from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
@@ -128,7 +128,7 @@ class Adapters:
         dtype, shape = value.dtype, value.shape
         facts = self._facts.get((dtype, shape))
         if facts is None:
-            facts = self._facts[dtype, shape] = (str(dtype).removeprefix("torch."), tuple(shape), (Box.whole(shape),))
+            facts = self._facts[dtype, shape] = (type_name(dtype), tuple(shape), (Box.whole(shape),))
         name, sizes, boxes = facts
         if name != form.dtype.name or sizes != form.shape or not boxes[0].size:
             return None

@@ -50,7 +50,12 @@ def dtype_of(tensor: torch.Tensor, path: str = "") -> DType:
 
 @functools.cache
 def _element_type(dtype: torch.dtype) -> DType:
-    return dtypes.dtype(str(dtype).removeprefix("torch."))
+    return dtypes.dtype(type_name(dtype))
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """The name of one of torch's types, of those without a `DType`, too."""
+    return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(dtype: DType) -> torch.dtype | None:

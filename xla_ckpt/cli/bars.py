@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from xla_ckpt.cli.render import count, size
+from xla_ckpt.cli.render import count, size, speed
 
 MAX_SHOWN = 4
 """Ranks whose stages are shown, the slowest ones."""
@@ -47,7 +47,7 @@ def _stages(phases: dict[str, Any], whole: float) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for name, phase in phases.items():
         took, nbytes = phase["ended"] - phase["began"], phase["nbytes"]
-        rate = f"{size(int(nbytes / took))}/s" if nbytes and took > 0 else ""
+        rate = speed(nbytes, took)
         bar = _Bar(phase["began"] / whole if whole else 0.0, phase["ended"] / whole if whole else 0.0)
         table.add_row(escape(name), bar, duration(took), size(nbytes) if nbytes else "", rate)
     return table

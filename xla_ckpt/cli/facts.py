@@ -53,6 +53,11 @@ def newest(root: str, tag: str | None) -> str:
     return chosen_tag(store_at(root), tag)
 
 
+def tags_beside(root: str, tag: str) -> int:
+    """How many other tags a root directory has."""
+    return sum(other != tag for other in list_tags(root))
+
+
 def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     """All tags of a root directory, oldest first; with `local` those of that directory, too, and where each is."""
     if local is not None:

@@ -76,7 +76,8 @@ def verify(args: argparse.Namespace) -> int:
         tags = [facts.newest(root, tag)]
     answers = []
     for name in tags:
-        answers.append(facts.verify_facts(root, name, repairs=args.repair, of_many=args.all))
+        answer = facts.verify_facts(root, name, repairs=args.repair, of_many=args.all)
+        answers.append(answer | {"unverified": 0 if args.all or tag else facts.tags_beside(root, name)})
         if not args.json:
             print_answer(args, answers[-1], render.verdict)
     if args.json:

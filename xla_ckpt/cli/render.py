@@ -15,6 +15,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from xla_ckpt.engine.phases import LEAST_RATED
 from xla_ckpt.sharding.sections import has_sections
 
 MAX_RANKS = 16
@@ -47,6 +48,15 @@ def size(nbytes: int | None) -> str:
             return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1000
     raise AssertionError("unreachable")
+
+
+def speed(nbytes: int, seconds: float) -> str:
+    """A rate for people; none of too few bytes.
+
+    >>> speed(123_000_000, 0.5), speed(248, 0.002)
+    ('246.0 MB/s', '')
+    """
+    return f"{size(int(nbytes / seconds))}/s" if nbytes >= LEAST_RATED and seconds > 0 else ""
 
 
 def when(created: str) -> str:
@@ -262,19 +272,24 @@ def verdict(facts: dict[str, Any]) -> RenderableType:
     lines = []
     where = f"{escape(facts['tag'])} in {escape(facts['path'])}"
     if facts["ok"]:
-        speed = f" ({size(int(facts['nbytes'] / facts['seconds']))}/s)" if facts["seconds"] > 0 else ""
+        rate = speed(facts["nbytes"], facts["seconds"])
         # Of other libraries' tags every rank's part counts: nothing says here which of them are one array.
         stored = "array" if facts["digests"] else "stored tensor"
         checked = "every byte as it was saved" if facts["digests"] else "all files as they say themselves"
         lines.append(
             f"[green]sound[/green]  {where}: {count(facts['arrays'], stored)}, {size(facts['nbytes'])} in "
-            f"{count(facts['files'], 'file')}, {checked}{speed}"
+            f"{count(facts['files'], 'file')}, {checked}{f' ({rate})' if rate else ''}"
         )
     else:
         lines.append(f"[red]DAMAGED[/red]  {where}: {count(len(facts['problems']), 'problem')}")
         lines += [f"  {escape(p['message'])}" for p in facts["problems"]]
     lines += [f"  [green]repaired:[/green] {escape(name)}" for name in facts["repaired"]]
     lines += [f"  [yellow]not part of the tag:[/yellow] {escape(name)}" for name in facts["strangers"]]
+    if others := facts["unverified"]:
+        lines.append(
+            f"  It is the newest tag. {count(others, 'other one')} of this directory {'is' if others == 1 else 'are'} "
+            "not verified: --all verifies all tags, --tag NAME another one."
+        )
     return Text.from_markup("\n".join(lines))
 
 

@@ -163,13 +163,19 @@ class Phases:
             return None if self._intervals is None else list(self._intervals)
 
 
+LEAST_RATED = 1_000_000
+"""Of fewer bytes no rate is told: their time is that of opening files and starting threads."""
+
+
 def rate(nbytes: int, seconds: float) -> str:
     """Bytes and their rate, as a part of a line of log.
 
-    >>> rate(1_500_000_000, 0.75), rate(8, 0.0)
-    ('1.500 GB, 2.00 GB/s', '0.000 GB, 0.00 GB/s')
+    >>> rate(1_500_000_000, 0.75), rate(80_000, 0.01)
+    ('1.500 GB, 2.00 GB/s', '0.1 MB')
     """
-    return f"{nbytes / 1e9:.3f} GB, {nbytes / 1e9 / seconds if seconds > 0 else 0:.2f} GB/s"
+    if nbytes < LEAST_RATED or seconds <= 0:
+        return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes / 1e9:.3f} GB, {nbytes / 1e9 / seconds:.2f} GB/s"
 
 
 def as_line(phases: dict[str, Phase]) -> str:

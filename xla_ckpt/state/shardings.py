@@ -30,7 +30,7 @@ from xla_ckpt.sharding.sharding import UNSPLIT, Sharding
 from xla_ckpt.state.attributes import declared_sharding, is_declared
 from xla_ckpt.state.layers import Layers, layer_shardings
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT, TORCH, Lies, OptimizerSchema, StateRule
+from xla_ckpt.tree.optimizer_schema import MASTER_RULE, TORCH, Lies, OptimizerSchema, StateRule, misfit
 
 logger = logging.getLogger(__name__)
 
@@ -176,12 +176,7 @@ class StateShardings:
         try:
             dims = rule.dims_over(local.shape, record.shape)
         except ValueError as error:
-            raise IncompatibleCheckpointError(
-                f"what is registered of the optimizer does not fit to its stored state: {error}",
-                leaf=path,
-                found=f"{list(record.shape)} of a parameter {list(local.shape)}",
-                hint=SCHEMA_HINT,
-            ) from error
+            raise misfit(IncompatibleCheckpointError, error, path, local.shape, record.shape) from error
         dealt = parameter.shard if parameter.zero1 else None
         if dealt is None and dims and dims == tuple(range(len(local.shape))):
             return self.adapters.require(parameter.value, path).like(parameter.value, local, record.dtype)
@@ -218,12 +213,7 @@ class StateShardings:
             # Of what nobody declared only the exact shape of a shard says that ZeRO-1 dealt it out.
             sharding = state_sharding(split, rule, full if shard is None or not rule.declared else shard, shape)
         except ValueError as error:
-            raise UsageError(
-                f"what is registered of the optimizer does not fit to its state: {error}",
-                leaf=path,
-                found=f"{list(shape)} of a parameter {list(shard or full)}",
-                hint=SCHEMA_HINT,
-            ) from error
+            raise misfit(UsageError, error, path, shard or full, shape) from error
         if shard is None or not self._is_dealt(path, rule, shard, shape):
             return self._placed(path, sharding, shape)
         rows = sharding if rule.lies is Lies.ALONG else split

@@ -30,8 +30,8 @@ from xla_ckpt.storage.base import (
 )
 from xla_ckpt.tags import listing
 from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, remove, remove_unused, retire_older
+from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
-from xla_ckpt.tags.keeping import busy
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.lease_places import LeaseDirectory
 from xla_ckpt.tags.missing import no_such_tag

@@ -22,8 +22,8 @@ from xla_ckpt.storage.base import Directory, ObjectStore, read_whole
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.attempt import WRITING, Attempt, taken_over
+from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import REPORT, TagEntry
-from xla_ckpt.tags.keeping import busy
 from xla_ckpt.tags.lease import LEASES
 from xla_ckpt.tags.lease_places import LeaseRecord
 from xla_ckpt.tags.ledger_cleaning import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import EllipsisType
 from typing import Any
 
-from xla_ckpt.errors import UsageError
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.tree import path as paths
 
 Dims = tuple[int | EllipsisType | None, ...]
@@ -16,9 +16,6 @@ Dims = tuple[int | EllipsisType | None, ...]
 
 Reshard = Callable[[Sequence[Any], int, int], Any]
 """From what each rank had, by rank, and the rank and number of ranks of now, to what this rank has."""
-
-SCHEMA_HINT = "Check the OptimizerSchema that was given to xla_ckpt.register_optimizer."
-"""What to do where a state does not fit to what was registered of its optimizer."""
 
 
 class Lies(enum.Enum):
@@ -84,6 +81,18 @@ class StateRule:
         if len(set(named)) < len(named) or any(not 0 <= d < full for d in named):
             raise ValueError(f"a parameter of {full} dims has no dims {self.dims}, each once")
         return tuple(dims)
+
+
+def misfit(
+    kind: type[CheckpointError], error: ValueError, leaf: str, full: Sequence[int], shape: Sequence[int]
+) -> CheckpointError:
+    """The error for a state whose shape is none that its rule allows, as `StateRule.dims_over` said."""
+    return kind(
+        f"what is registered of the optimizer does not fit to its state: {error}",
+        leaf=leaf,
+        found=f"{list(shape)} of a parameter {list(full)}",
+        hint="Check the OptimizerSchema that was given to xla_ckpt.register_optimizer.",
+    )
 
 
 MASTER_RULE = StateRule(Lies.ELEMENTWISE)

@@ -11,6 +11,19 @@ from neuron_compat.emulated import grads
 from xla_ckpt import UsageError
 
 
+class _Inner:
+    """An attribute that is the inner optimizer's."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return getattr(owner.optimizer, self.name)
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        setattr(owner.optimizer, self.name, value)
+
+
 class NxDOptimizer(torch.optim.Optimizer):
     """An optimizer whose steps begin with the mean of the replicas' gradients, and clip them.
 
@@ -40,32 +53,9 @@ class NxDOptimizer(torch.optim.Optimizer):
         """The parameters of all groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> Any:
-        """The inner optimizer's."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: Any) -> None:
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> Any:
-        """The inner optimizer's."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: Any) -> None:
-        self.optimizer.defaults = defaults
+    state = _Inner()
+    param_groups = _Inner()
+    defaults = _Inner()
 
     def __getstate__(self) -> Any:  # torch_xla's reduce_gradients asks it for the groups
         return self.optimizer.__getstate__()

@@ -64,24 +64,7 @@ def neuronx_distributed_config(
         xla_ckpt.UsageError: Something is unknown, or cannot be done here, or the ranks are arranged otherwise already.
         RuntimeError: The sizes do not divide the number of ranks.
     """
-    config = configuration.complete(
-        {
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "expert_parallel_size": expert_parallel_size,
-            "context_parallel_size": context_parallel_size,
-            "pipeline_config": pipeline_config,
-            "optimizer_config": optimizer_config,
-            "activation_checkpoint_config": activation_checkpoint_config,
-            "pad_model": pad_model,
-            "sequence_parallel": sequence_parallel,
-            "model_init_config": model_init_config,
-            "lora_config": lora_config,
-            "mixed_precision_config": mixed_precision_config,
-            "sequential_move_factor": sequential_move_factor,
-            "lnc_size": lnc_size,
-        }
-    )
+    config = configuration.complete(dict(locals()))
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         _arrange(config)
     return config

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch_xla.core.xla_model as xm
 from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-from neuron_compat.emulated import parallel_state
+from neuron_compat.emulated import grads, parallel_state
 from neuron_compat.groups import rank_groups
-from neuron_compat.nxd.parallel_layers.checkpointing import meet, read, write_in_turn, write_whole
-from xla_ckpt import IncompatibleCheckpointError, Mesh, UsageError
-from xla_ckpt.facade import compute, parse_section, xla_tensors
-
-PathLike = str | os.PathLike[str]
+from neuron_compat.nxd.optimizer.shard_files import ShardFiles
+from xla_ckpt import Mesh, UsageError
 
 
 def _mesh() -> Mesh:
-    return Mesh(
-        pp=parallel_state.size("pp"),
-        dp=parallel_state.size("dp"),
-        cp=parallel_state.size("cp"),
-        tp=parallel_state.size("tp"),
-    )
+    return Mesh(**{axis: parallel_state.size(axis) for axis in ("pp", "dp", "cp", "tp")})
 
 
 def _replica_groups() -> list[list[int]]:
@@ -40,7 +30,7 @@ def _model_groups() -> list[list[int]]:
     return parallel_state.replica_groups("tp") if mesh.pp == 1 else rank_groups(mesh, "pp_tp")
 
 
-class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # torch_xla has no types
+class NeuronZero1Optimizer(ShardFiles, ZeroRedundancyOptimizer):  # type: ignore[misc]  # torch_xla has no types
     """torch_xla's `ZeroRedundancyOptimizer`, which shards states over the data-parallel groups by default.
 
     The norm of the gradients is that of the whole model: summed over the model-parallel groups, where a parameter that
@@ -88,124 +78,8 @@ class NeuronZero1Optimizer(ZeroRedundancyOptimizer):  # type: ignore[misc]  # to
 
     def _once(self, parameter: torch.nn.Parameter, squares: torch.Tensor) -> torch.Tensor:
         """Squares of this rank's shard of a parameter, each divided by the number of ranks that hold it."""
-        sections = [parse_section(s) for s in getattr(parameter, "partition_sections", ())]
-        if all(s.copies == 1 for s in sections):
+        counts = grads.holders(parameter)
+        if counts is None:
             return squares
-        ranks = parallel_state.size("tp")
-        rows = [torch.full(((s.size or 0) * s.copies // ranks,), float(s.copies)) for s in sections]
-        counts: torch.Tensor = self._shard_tensor(torch.cat(rows)).clamp(min=1.0)  # rows of padding count 0 there
-        shaped = counts.reshape(-1, *[1] * (squares.dim() - 1))
-        return squares / shaped.to(device=squares.device, dtype=squares.dtype)
-
-    def save_sharded_state_dict(self, output_dir: PathLike, num_workers_per_step: int = 8) -> None:
-        """Write this rank's state to ``<output_dir>/optim.dp_rank_00.tp_rank_00``. All ranks make the same call.
-
-        New programs take ``nxd.save_checkpoint``, whose tags hold the model, too, and load on any number of ranks.
-
-        Args:
-            output_dir: A directory; made if absent. A file of the same name is replaced when the new one is durable.
-            num_workers_per_step: So many ranks of a host write at a time.
-
-        Raises:
-            xla_ckpt.UsageError: The names of these files do not tell all ranks apart; or a number below 1.
-            xla_ckpt.StorageError: The operating system refused. A file that was there is there still.
-            xla_ckpt.RankFailedError: Another rank failed.
-        """
-        turn, error, write = 0, None, None
-        try:
-            path = _shard_path(output_dir)
-            if num_workers_per_step < 1:
-                raise UsageError("no rank could write", found=f"num_workers_per_step={num_workers_per_step}")
-            state = {**self.state_dict(), **_own_ranks()}
-            compute(xla_tensors(state))
-            turn = int(os.environ.get("LOCAL_RANK", "0")) // num_workers_per_step
-
-            def write() -> None:
-                write_whole(state, path)
-
-        except Exception as problem:  # told to all ranks, which wait for this one
-            error = problem
-        write_in_turn(write, turn, error)
-
-    def load_sharded_state_dict(self, output_dir: PathLike, num_workers_per_step: int = 8) -> None:
-        """Load what `save_sharded_state_dict`, or neuronx-distributed's own, wrote for this rank.
-
-        Load the model before: without master weights in the file, the optimizer takes the weights that it has then.
-        The numbers of ranks have to be those of the save.
-
-        Args:
-            output_dir: The directory that was saved to.
-            num_workers_per_step: Accepted; all ranks read at once.
-
-        Raises:
-            xla_ckpt.UsageError: The names of these files do not tell all ranks apart.
-            xla_ckpt.NoCheckpointError: There is no file for this rank.
-            xla_ckpt.CorruptCheckpointError: It is damaged.
-            xla_ckpt.IncompatibleCheckpointError: It is of another optimizer, or of another number of ranks.
-            xla_ckpt.RankFailedError: Another rank failed.
-        """
-        error: Exception | None = None
-        found: Any = None
-        try:
-            path = _shard_path(output_dir)
-            found = read(path, trust_pickle=False)
-            self._check_fits(found, path)
-        except Exception as problem:
-            error = problem
-        meet(error, "loading")
-        self.load_state_dict({k: v for k, v in found.items() if k not in _own_ranks()})
-
-    def _check_fits(self, found: Any, path: str) -> None:
-        """Refuse the state of another optimizer before anything is changed."""
-
-        def refused(problem: str, expected: object, was: object) -> IncompatibleCheckpointError:
-            return IncompatibleCheckpointError(problem, file=path, expected=expected, found=was)
-
-        keys = {"state", "param_groups", "base_state", "shape_info"}
-        if not isinstance(found, Mapping) or not keys <= found.keys():
-            there = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-            raise refused("this is no state of a ZeRO-1 optimizer", ", ".join(sorted(keys)), there[:200])
-        own = {name: (found.get(name, rank), rank) for name, rank in _own_ranks().items()}
-        for name, (stored, rank) in own.items():
-            if stored != rank:
-                raise refused(f"this is the state of another {name}", rank, stored)
-        counts = [[len(group["params"]) for group in groups] for groups in (self.param_groups, found["param_groups"])]
-        if counts[0] != counts[1]:
-            raise refused("the groups have other numbers of parameters", *counts)
-        shapes = {i: tuple(shape) for i, shape in self.get_shape_info().items()}
-        stored_shapes = {i: tuple(shape) for i, shape in found["shape_info"].items()}
-        if shapes != stored_shapes:
-            wrong = next(i for i in {**shapes, **stored_shapes} if shapes.get(i) != stored_shapes.get(i))
-            raise refused(f"parameter {wrong} has another shape", shapes.get(wrong), stored_shapes.get(wrong))
-        shards = [p for group in self.base_optimizer.param_groups for p in group["params"]]
-        held = {i: list(state.values()) for i, state in found["base_state"].items()}
-        for i, master in found.get("sharded_master_weights", {}).items():
-            held.setdefault(i, []).append(master)
-        for i, tensors in held.items():
-            for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape != shards[i].shape:
-                    raise refused(
-                        f"the states of parameter {i} are those of another number of data-parallel ranks",
-                        list(shards[i].shape),
-                        list(tensor.shape),
-                    )
-
-
-def _own_ranks() -> dict[str, int]:
-    return {
-        "dp_rank": parallel_state.rank("dp"),
-        "tp_rank": parallel_state.rank("tp"),
-    }
-
-
-def _shard_path(output_dir: PathLike) -> str:
-    """This rank's file: ``optim.dp_rank_00.tp_rank_00``."""
-    mesh = _mesh()
-    if mesh.pp > 1 or mesh.cp > 1:
-        raise UsageError(
-            "the names of these files tell only data- and tensor-parallel ranks apart",
-            found=f"{mesh.pp} pipeline-parallel x {mesh.cp} context-parallel ranks",
-            hint="Use nxd.save_checkpoint.",
-        )
-    name = ".".join(f"{axis}_{rank:02d}" for axis, rank in _own_ranks().items())
-    return os.path.join(os.fspath(output_dir), f"optim.{name}")
+        own: torch.Tensor = self._shard_tensor(counts).clamp(min=1.0)  # rows of padding count 0 there
+        return grads.by_rows(squares, own)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.amp.grad_scaler import GradScaler as TorchScaler
 
-from neuron_compat.smp import job
+from neuron_compat.emulated.smp.master_weights import any_rank
 from neuron_compat.smp.errors import SMPAMPError
-
-distributed: Any = torch.distributed
 
 
 class GradScaler(TorchScaler):
@@ -48,11 +45,7 @@ class GradScaler(TorchScaler):
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, with the finding of all ranks. All of them make the same call."""
         found = super()._unscale_grads_(*args, **kwargs)
-        if job.size() > 1:
-            said = torch.zeros(1)
-            for value in found.values():
-                said = torch.maximum(said, value.detach().cpu().reshape(1))
-            distributed.all_reduce(said, op=distributed.ReduceOp.MAX, group=job.process_group("world"))
-            for value in found.values():
-                value.fill_(float(said))
+        overflow = any_rank(any(bool(value) for value in found.values()))
+        for value in found.values():
+            value.fill_(float(overflow))
         return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from neuron_compat.emulated import collectives, grads
 from neuron_compat.emulated.smp.loss_scale import DynamicLossScaler, Scaler
 from neuron_compat.smp import job
 
@@ -55,7 +57,7 @@ class MasterWeights:
         held = [p.grad for p, _ in self if p.grad is not None] + [p.grad for p in others if p.grad is not None]
         # As in SMP, nobody looks for an overflow where nothing would follow from it.
         follows = isinstance(self.scaler, DynamicLossScaler)
-        self.overflow = follows and _any_rank(any(not bool(torch.isfinite(g).all()) for g in held))
+        self.overflow = follows and any_rank(any(not bool(torch.isfinite(g).all()) for g in held))
         self.scaler.update_scale(self.overflow)
         for narrow, master in self:
             master.grad = None if narrow.grad is None or self.overflow else narrow.grad.float() / self.used_scale
@@ -79,7 +81,13 @@ class MasterWeights:
                 parameter.grad = None
 
 
-def _any_rank(here: bool) -> bool:
+def masters_of(optimizer: Any) -> MasterWeights | None:
+    """The master weights of a `DistributedOptimizer`; None if it has none, or is none."""
+    found: MasterWeights | None = getattr(getattr(optimizer, "_smp", None), "masters", None)
+    return found
+
+
+def any_rank(here: bool) -> bool:
     """Whether something is so on any rank of the job. All of them make the same call."""
     if job.size() == 1:
         return here
@@ -94,25 +102,8 @@ def clip(parameters: Sequence[torch.nn.Parameter], max_norm: float, norm_type: f
 
     What is split counts on each tensor-parallel rank, all else once.
     """
-    from neuron_compat.smp.entries import sharding_of
-
-    infinite = norm_type == float("inf")
-    total = torch.zeros(1, dtype=torch.float64)
-    mesh = job.ranks().mesh
-    for parameter in parameters:
-        said = sharding_of(parameter, "a parameter", mesh)
-        counts = job.tp_rank() == 0 or (said is not None and "tp" in said.axes)
-        if parameter.grad is None or not counts or not parameter.grad.numel():
-            continue
-        sizes = parameter.grad.detach().double().abs().cpu()
-        total = torch.maximum(total, sizes.max()) if infinite else total + sizes.pow(norm_type).sum()
-    if job.tp_size() > 1:
-        kind = distributed.ReduceOp.MAX if infinite else distributed.ReduceOp.SUM
-        distributed.all_reduce(total, op=kind, group=job.process_group("tp"))
-    norm = float(total) if infinite else float(total) ** (1.0 / norm_type)
-    scale = max_norm / (norm + 1.0e-6)
-    if scale < 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-    return norm
+    total, _ = grads.own_part(parameters, norm_type, force_spmd=True)
+    infinite = math.isinf(norm_type)
+    collectives.reduce_in_place([total], collectives.ranks_of("tp"), collectives.MAX if infinite else collectives.SUM)
+    norm = total if infinite else total.pow(1 / norm_type)
+    return float(grads.clip_grads_with_norm(parameters, norm, max_norm))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from neuron_compat.emulated.smp.master_weights import masters_of
+from neuron_compat.emulated.smp.microbatches import mapped
 from neuron_compat.emulated.smp.wrapper import Wrapper
 from neuron_compat.smp import job
 from neuron_compat.smp.errors import (
@@ -63,7 +65,7 @@ class DistributedModel(Wrapper):
         overlapping_allreduce: Accepted: gradients are averaged at the end of a step in any case.
         backward_passes_per_step: The number of steps after which gradients are averaged over the data-parallel ranks.
         average_grads_across_microbatches: Whether a step divides gradients by the number of its microbatches.
-        bucket_cap_mb: Size of the messages in which gradients are averaged (MB).
+        bucket_cap_mb: Accepted, if it is above 0.
         find_unused_parameters: Accepted: parameters without gradients are found in any case.
         broadcast_buffers: Whether each step begins with the buffers of the first data-parallel rank.
         gradient_as_bucket_view: Accepted.
@@ -210,7 +212,7 @@ class DistributedModel(Wrapper):
 
     def taken(self) -> None:
         self._smp.needs_spreading = True
-        masters = getattr(getattr(job.state.optimizer, "_smp", None), "masters", None)
+        masters = masters_of(job.state.optimizer)
         if masters is not None:
             masters.take_weights()
 
@@ -256,13 +258,4 @@ def _check(trace_device: Any, overlapping: Any, passes: Any, bucket: Any) -> Non
 
 def _cast(value: Any, of: torch.dtype, to: torch.dtype) -> Any:
     """The same dicts, lists and tuples with the tensors of a type in them as another one."""
-    if isinstance(value, torch.Tensor):
-        return value.to(to) if value.dtype == of else value
-    if isinstance(value, Mapping) and type(value) in (dict, OrderedDict):
-        kind: Any = type(value)
-        return kind((k, _cast(v, of, to)) for k, v in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(v, of, to) for v in value))
-    if type(value) in (list, tuple):
-        return type(value)(_cast(v, of, to) for v in value)
-    return value
+    return mapped(value, lambda tensor: tensor.to(to) if tensor.dtype == of else tensor)

@@ -17,34 +17,32 @@ from neuron_compat.smp.entries import Partitions
 from neuron_compat.smp.errors import InvalidPartitionIDError, ModelTooSmallError, StepFunctionCalledError
 
 _PARTITION = "_smp_partition"
-_TENSOR_PARALLEL = "_smp_tensor_parallelism"
-"""Entries of a module's ``__dict__``, so that a copy of a module keeps them."""
+"""Entry of a module's ``__dict__``, so that a copy of a module keeps it."""
 
-_notes: list[dict[str, Any]] = []
-"""What the contexts around this point of the program note in the modules that are made; the last one counts."""
+_entered: list[int] = []
+"""The partitions of the contexts around this point of the program; the last one counts."""
 
 _originals: list[Any] = []
 """What `torch.nn.Module.__init__` is outside of the contexts; empty outside of them."""
 
 
 @contextlib.contextmanager
-def _noting(name: str, value: Any) -> Iterator[None]:
-    """Note something in each module that is made in this block."""
-    if not _notes:
+def _noting(index: int) -> Iterator[None]:
+    """Note a partition in each module that is made in this block."""
+    if not _entered:
         _originals.append(torch.nn.Module.__init__)
         torch.nn.Module.__init__ = _noting_init  # type: ignore[assignment]
-    _notes.append({name: value})
+    _entered.append(index)
     try:
         yield
     finally:
-        _notes.pop()
-        if not _notes:
+        _entered.pop()
+        if not _entered:
             torch.nn.Module.__init__ = _originals.pop()  # type: ignore[method-assign]
 
 
 def _noting_init(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    for noted in _notes:
-        module.__dict__.update(noted)
+    module.__dict__[_PARTITION] = _entered[-1]
     _originals[0](module, *args, **kwargs)
 
 
@@ -71,7 +69,7 @@ def partition(index: int) -> contextlib.AbstractContextManager[None]:
         InvalidPartitionIDError: There is no such partition.
     """
     _check(index)
-    return _noting(_PARTITION, index)
+    return _noting(index)
 
 
 def set_partition(module: torch.nn.Module, partition: int, recurse: bool = True) -> None:
@@ -93,46 +91,6 @@ def set_partition(module: torch.nn.Module, partition: int, recurse: bool = True)
         part.__dict__[_PARTITION] = partition
     if model is not None:
         model.forget_partitions()
-
-
-def tensor_parallelism(enabled: bool = True, **tp_config: Any) -> contextlib.AbstractContextManager[None]:
-    """A context: modules that are made in it are noted as tensor-parallel.
-
-    Nothing is split by that: layers that are split are those of `neuron_compat.nxd.parallel_layers`.
-    """
-    return _noting(_TENSOR_PARALLEL, {"enabled": bool(enabled), **tp_config})
-
-
-def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **tp_config: Any) -> None:
-    """Note a module, and all modules in it, as tensor-parallel; see `tensor_parallelism`."""
-    for part in module.modules():
-        part.__dict__[_TENSOR_PARALLEL] = {"enabled": bool(enabled), **tp_config}
-
-
-def model_creation(
-    tensor_parallelism: bool = False,
-    dtype: torch.dtype | None = None,
-    **tensor_parallel_config: Any,
-) -> contextlib.AbstractContextManager[None]:
-    """A context in which a model is made: noted as tensor-parallel, and of an element type.
-
-    Args:
-        tensor_parallelism: See `smp.tensor_parallelism`.
-        dtype: The default type of floating-point parameters in the block; None leaves it.
-        tensor_parallel_config: Kept with the note.
-    """
-
-    @contextlib.contextmanager
-    def block() -> Iterator[None]:
-        before = torch.get_default_dtype()
-        with _noting(_TENSOR_PARALLEL, {"enabled": tensor_parallelism, **tensor_parallel_config}):
-            torch.set_default_dtype(dtype or before)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(before)
-
-    return block()
 
 
 # -- the partition of every module

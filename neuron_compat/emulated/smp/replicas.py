@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from neuron_compat.emulated import grads
+from neuron_compat.emulated import collectives
+from neuron_compat.emulated.smp.master_weights import NARROW
 from neuron_compat.groups import rank_groups
 from neuron_compat.smp import job, wire
 from neuron_compat.smp.entries import Entry
@@ -97,25 +98,25 @@ def take(value: torch.Tensor, source: int, kind: str) -> None:
 
 
 @torch.no_grad()
-def average(parameters: Sequence[torch.nn.Parameter], kind: str, bucket_bytes: int, had_backward: bool) -> None:
+def average(parameters: Sequence[torch.nn.Parameter], kind: str, had_backward: bool) -> None:
     """Give all ranks of a group the mean of their gradients. All of them make the same call.
 
     A parameter that has a gradient on some ranks only counts as zeros on the others; one that has none on any rank
-    keeps none. If no rank `had_backward` since the last time, nothing is done.
+    keeps none. Those of 16 bits are summed in float32. If no rank `had_backward` since the last time, nothing is done.
     """
     present = torch.tensor([had_backward, *(p.grad is not None for p in parameters)], dtype=torch.int32)
     distributed.all_reduce(present, group=job.process_group(kind))
     someone, *counts = present.tolist()
     if not someone:
         return
-    held: list[torch.Tensor] = []
+    groups = [list(g) for g in rank_groups(job.ranks().mesh, job.KINDS[kind])]
+    ranks = groups, job.process_group(kind)
     for parameter, count in zip(parameters, counts, strict=True):
         if count and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if count and parameter.grad is not None:
-            held.append(parameter.grad)
-    for bucket in _buckets(held, bucket_bytes):
-        _average(bucket, kind)
+            gradient = parameter.grad.float() if parameter.dtype in NARROW else parameter.grad
+            parameter.grad.copy_(collectives.summed(gradient, ranks) / len(groups[0]))
 
 
 def check_dense(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
@@ -129,32 +130,3 @@ def check_dense(named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
             raise SMPUnsupportedError(
                 "sparse gradients are not averaged", leaf=name, hint="Make the embedding with sparse=False."
             )
-
-
-def _buckets(gradients: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Gradients of one type and device each, of so many bytes together, or a single one."""
-    found: list[list[torch.Tensor]] = []
-    room: dict[Any, int] = {}
-    open_ones: dict[Any, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        key, size = (gradient.dtype, gradient.device), gradient.numel() * gradient.element_size()
-        if key not in open_ones or room[key] < size:
-            open_ones[key], room[key] = [], limit
-            found.append(open_ones[key])
-        open_ones[key].append(gradient)
-        room[key] -= size
-    return found
-
-
-def _average(gradients: list[torch.Tensor], kind: str) -> None:
-    """One reduction for all of them; those of 16 bits are summed in float32."""
-    narrow = gradients[0].dtype in (torch.float16, torch.bfloat16)
-    flat = torch.cat([g.detach().reshape(-1) for g in gradients])
-    flat = flat.float() if narrow else flat
-    mesh = job.ranks().mesh
-    groups = rank_groups(mesh, job.KINDS[kind])
-    grads.reduce_in_place([flat], ([list(g) for g in groups], job.process_group(kind)), grads.SUM)
-    flat.div_(len(groups[0]))
-    means = torch.split(flat, [g.numel() for g in gradients])
-    for gradient, mean in zip(gradients, means, strict=True):
-        gradient.copy_(mean.view(gradient.shape))

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from neuron_compat.emulated import parallel_state
-from neuron_compat.emulated.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
 from neuron_compat.groups import members
 from neuron_compat.smp import job
+from neuron_compat.smp.config import SAGEMAKER, ModelParallelConfig, from_environment
 from neuron_compat.smp.errors import SMPConfigError, SMPUnsupportedError, SMPValidationError, WorkerSizeError
 from neuron_compat.smp.job import KINDS, Ranks
 from neuron_compat.smp.saves import job_id

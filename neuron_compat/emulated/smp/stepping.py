@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from neuron_compat.emulated import random
 from neuron_compat.emulated.smp import replicas
+from neuron_compat.emulated.smp.master_weights import masters_of
 from neuron_compat.emulated.smp.microbatches import as_step_output, leaves, mapped, split
 from neuron_compat.emulated.smp.replicas import Turn
 from neuron_compat.smp import comm, job
@@ -47,7 +49,7 @@ class StepFunction:
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Bound to an object, as functions of a class are."""
-        return self if owner is None else _Bound(self, owner)
+        return self if owner is None else types.MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         job.ranks()
@@ -75,16 +77,6 @@ class StepFunction:
 
     def _detached(self, value: Any) -> Any:
         return mapped(value, lambda t: t.detach()) if self.detach_outputs else value
-
-
-class _Bound:
-    """A step function that is a method, with its object."""
-
-    def __init__(self, function: StepFunction, owner: Any) -> None:
-        self.function, self.owner = function, owner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.owner, *args, **kwargs)
 
 
 def step(
@@ -184,7 +176,7 @@ def spread(model: Any, turn: Turn) -> None:
     entries = model.entries()
     known = {id(e.value) for e in entries if e.is_tensor}
     entries += [entry for entry in model.buffer_entries() if id(entry.value) not in known]
-    masters = getattr(getattr(job.state.optimizer, "_smp", None), "masters", None)
+    masters = masters_of(job.state.optimizer)
     if masters is not None:  # they are what the parameters are rounded from
         lies = {id(e.value): e for e in entries}
         entries += [replace(lies[id(narrow)], value=master) for narrow, master in masters if id(narrow) in lies]
@@ -252,7 +244,7 @@ def _average(model: Any, parameters: list[torch.nn.Parameter], had_backward: boo
     kind = reduce_kind(model)
     if len(job.ranks().groups[kind]) > 1:
         replicas.check_dense(list(model.named_parameters()))
-        replicas.average(parameters, kind, int(model.bucket_cap_mb * 1024 * 1024), had_backward)
+        replicas.average(parameters, kind, had_backward)
 
 
 def shadow(model: Any) -> None:
@@ -307,26 +299,16 @@ def _same_random_numbers(model: Any) -> Iterator[None]:
         yield
         return
     first = next(model.module.parameters(), None)
-    xm: Any = None
-    if first is not None and first.device.type == "xla":
-        xm = sys.modules["torch_xla.core.xla_model"]
-    mine = torch.get_rng_state(), None if xm is None else xm.get_rng_state()
+    mine = random.states(of_xla=first is not None and first.device.type == "xla")
     if job.pp_rank() == 0:
         comm.broadcast(mine, comm.PP_GROUP)
         yield
         return
-    host, device = comm.recv_from(0, comm.RankType.PP_RANK)
-    _set_random_numbers(xm, host, device)
+    random.continue_with(comm.recv_from(0, comm.RankType.PP_RANK))
     try:
         yield
     finally:
-        _set_random_numbers(xm, *mine)
-
-
-def _set_random_numbers(xm: Any, host: torch.Tensor, device: Any) -> None:
-    torch.set_rng_state(host)
-    if xm is not None:
-        xm.set_rng_state(device)
+        random.continue_with(mine)
 
 
 def _check_tensor_parallel(model: Any, tensors: list[torch.Tensor]) -> None:

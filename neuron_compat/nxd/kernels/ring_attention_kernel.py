@@ -1,8 +1,22 @@
-"""neuronx-distributed's ``kernels.ring_attention_kernel``."""
+"""neuronx-distributed's ``kernels.ring_attention_kernel``, which programs import, and do not call on CPUs."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
 
 from neuron_compat.lazy import lazily
 from neuron_compat.nxd.instead import here
+from xla_ckpt import UsageError
 
-__getattr__, __dir__ = lazily(
-    __name__, {"neuron_compat.emulated.nxd.kernels": ("nki_ring_attn_func",)}, missing=here(__name__)
-)
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+
+
+def nki_ring_attn_func(*_: Any, **__: Any) -> NoReturn:
+    """Is refused.
+
+    Raises:
+        xla_ckpt.UsageError: Always.
+    """
+    raise UsageError(
+        "ring attention is a kernel for Trainium", hint="Train with context_parallel_size=1, where nothing needs it."
+    )

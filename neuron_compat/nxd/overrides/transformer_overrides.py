@@ -1,8 +1,48 @@
-"""neuronx-distributed's ``overrides.transformer_overrides``."""
+"""Rotary embeddings of positions, with neuronx-distributed's names and arguments."""
+
+from __future__ import annotations
+
+import torch
 
 from neuron_compat.lazy import lazily
 from neuron_compat.nxd.instead import here
 
-__getattr__, __dir__ = lazily(
-    __name__, {"neuron_compat.emulated.nxd.attention": ("apply_rotary_pos_emb", "rotate_half")}, missing=here(__name__)
-)
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+
+
+def rotate_half(x: torch.Tensor, flash_attn: bool, transpose: bool) -> torch.Tensor:
+    """The two halves of the features exchanged, the second one negated.
+
+    Features are the last dim, or the one before it in inputs that are transposed for flash attention.
+    """
+    dim = -2 if flash_attn and transpose else -1
+    first, second = x.tensor_split(2, dim)
+    return torch.cat([second.neg(), first], dim)
+
+
+def apply_rotary_pos_emb(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    flash_attn: bool,
+    transpose_nki_inputs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, turned by the angles of their positions.
+
+    Args:
+        q: [batch, heads, length, features]; transposed: [batch, heads, features, length].
+        k: Likewise.
+        cos: [batch, length, features], or of all positions [length, features] with `position_ids`.
+        sin: Likewise.
+        position_ids: The position of each token.
+        flash_attn: Whether flash attention takes them.
+        transpose_nki_inputs: Whether they are transposed for it.
+    """
+    angles = [value if position_ids is None else value[position_ids] for value in (cos, sin)]
+    if flash_attn and transpose_nki_inputs:
+        angles = [value.transpose(-1, -2) for value in angles]
+    cosines, sines = (value.unsqueeze(1) for value in angles)  # all heads have the same
+    turned_q, turned_k = (x * cosines + rotate_half(x, flash_attn, transpose_nki_inputs) * sines for x in (q, k))
+    return turned_q, turned_k

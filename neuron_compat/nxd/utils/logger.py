@@ -1,15 +1,57 @@
-"""neuronx-distributed's ``utils.logger``."""
+"""The logger of scripts for neuronx-distributed."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
 
 from neuron_compat.lazy import lazily
 from neuron_compat.nxd.instead import here
 
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "neuron_compat.emulated.nxd.logger": (
-            "get_log_level",
-            "get_logger",
-        )
-    },
-    missing=here(__name__),
-)
+__getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
+
+
+class _FirstRank(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            return distributed.get_rank() == 0
+        return os.environ.get("RANK", "0") == "0"
+
+
+_ON_THE_FIRST = _FirstRank()
+
+
+def get_log_level() -> int:
+    """The level that NXD_LOG_LEVEL names; INFO by default, and above all others for ``off``.
+
+    Raises:
+        ValueError: It names none.
+    """
+    name = os.environ.get("NXD_LOG_LEVEL", "info").lower()
+    levels = {
+        "off": logging.CRITICAL + 1,
+        "fatal": logging.CRITICAL,
+        "error": logging.ERROR,
+        "warning": logging.WARNING,
+        "info": logging.INFO,
+        "debug": logging.DEBUG,
+        "trace": logging.DEBUG,
+    }
+    if name not in levels:
+        raise ValueError(f"NXD_LOG_LEVEL={name} is none of {', '.join(levels)}")
+    return levels[name]
+
+
+def get_logger(name: str = "neuronx_distributed", rank0_only: bool = True) -> logging.Logger:
+    """The logger of that name, with ``[0]`` after it if it speaks on the first rank only, and else ``[]``.
+
+    Its level is that of NXD_LOG_LEVEL. Where it writes is up to the program's own set-up of logging.
+    """
+    logger = logging.getLogger(name + ("[0]" if rank0_only else "[]"))
+    logger.setLevel(get_log_level())
+    if rank0_only:
+        logger.addFilter(_ON_THE_FIRST)  # adding it again changes nothing
+    return logger

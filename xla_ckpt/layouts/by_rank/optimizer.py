@@ -20,7 +20,7 @@ from xla_ckpt.plan.stored_shardings import state_sharding
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.sharding import Sharding, number_of_parts
 from xla_ckpt.tree import schema
-from xla_ckpt.tree.optimizer_schema import MASTER_RULE, SCHEMA_HINT
+from xla_ckpt.tree.optimizer_schema import MASTER_RULE, misfit
 
 NAMELESS = UnknownArray(
     problem="the stored optimizer numbers its parameters, and nothing says for certain what the numbers mean",
@@ -202,12 +202,7 @@ class _StageOptimizer:
         try:
             return state_sharding(sharding, rule, local, shape)
         except ValueError as error:
-            raise IncompatibleCheckpointError(
-                f"what is registered of the optimizer does not fit to its stored state: {error}",
-                leaf=leaf,
-                found=f"{list(shape)} of a parameter {list(local)}, on each rank",
-                hint=SCHEMA_HINT,
-            ) from error
+            raise misfit(IncompatibleCheckpointError, error, leaf, local, shape) from error
 
 
 def _renumbered(tree: Mapping[Any, Any], first: int) -> Mapping[Any, Any]:

@@ -1,9 +1,13 @@
-"""Calls of SMP's that save memory or time there, and have nothing to do here: results are the same without them."""
+"""Calls of SMP's that have nothing to do here: they save memory or time, or ask SMP to replace layers.
+
+Layers that are split are those of `neuron_compat.nxd.parallel_layers`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,3 +42,30 @@ def delay_param_initialization(
 def is_tracing() -> bool:
     """False: nothing is traced."""
     return False
+
+
+def tensor_parallelism(
+    enabled: bool = True,  # noqa: ARG001  # SMP's signature
+    **_tp_config: Any,
+) -> contextlib.AbstractContextManager[None]:
+    """Accepted: a context without effect."""
+    return contextlib.nullcontext()
+
+
+def set_tensor_parallelism(module: torch.nn.Module, enabled: bool = True, **tp_config: Any) -> None:
+    """Accepted."""
+
+
+@contextlib.contextmanager
+def model_creation(
+    tensor_parallelism: bool = False,  # noqa: ARG001  # SMP's signature
+    dtype: torch.dtype | None = None,
+    **_tensor_parallel_config: Any,
+) -> Iterator[None]:
+    """A context in which floating-point parameters are of a type; None leaves torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
