@@ -348,7 +348,7 @@ def test_a_kill_while_a_tag_goes_up(
     assert len({attempt_of(path) for path in of_b}) == 1
     sent_again = [path for path, count in of_b.items() if count > 1]
     assert all(count <= 2 for count in of_b.values())
-    assert all(at in path or "manifest.json" in path or "report.json" in path for path in sent_again), sent_again
+    assert all(at in path for path in sent_again), sent_again
     assert xla_ckpt.verify(root, "b").ok
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from xla_ckpt.engine.tag_reader import TagReader
@@ -28,7 +28,7 @@ from xla_ckpt.storage.base import Directory, FileSystem, LocalFiles, ObjectStore
 from xla_ckpt.storage.this_process import after_fork
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.attempt import Attempt
-from xla_ckpt.tags.entry import MANIFEST, UPLOAD, TagEntry
+from xla_ckpt.tags.entry import MANIFEST, REPORT, UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
 from xla_ckpt.tags.ledger_rules import attempt_name
 from xla_ckpt.tags.local_first import LocalFirst, write_journal
@@ -174,36 +174,37 @@ class Uploader:
         """Send what is not there yet, the manifest last, and commit."""
         files = [path for path in directory.files() if not path.startswith(UPLOAD) and path != MANIFEST]
         sizes = {path: _size(directory, path) for path in (*files, MANIFEST)}
-        attempt, journal = self._begun(entry, sum(sizes.values()))
-        numbers = {record.path: number for number, record in enumerate(reader.manifest.files)}
-        filled = attempt.directory.streaming
-        assert filled is not None, "files of an object store are streamed"
+        remote, attempt = self.root.remote, self.root.journal(entry).attempt
+        resumed = remote.resume(entry.tag, attempt) if attempt.startswith(attempt_name(entry.tag, "")) else None
+        draft = remote.begin(entry.tag, Kind.UPLOAD) if resumed is None else resumed
+        sent = {} if resumed is None else self._sent(resumed, sizes)
+        name, nbytes = draft.directory.name, sum(sizes.values())
+        journal = Journal(address=remote.path, nbytes=nbytes, attempt=name, sent=sent)
         write_journal(directory, journal)
+        numbers = {record.path: number for number, record in enumerate(reader.manifest.files)}
+        filled = draft.directory.streaming
+        assert filled is not None, "files of an object store are streamed"
         try:
             for path, size in sizes.items():
-                if path in journal.sent and path != MANIFEST:  # in which a pin may have changed since
-                    continue
-                pieces = _whole(directory, path) if path not in numbers else checked(reader, numbers[path])
-                filled.stream(path, size, self._unless_ended(pieces))
-                journal = replace(journal, sent={**journal.sent, path: size})
-                write_journal(directory, journal)
+                if path not in sent:
+                    pieces = _whole(directory, path) if path not in numbers else checked(reader, numbers[path])
+                    filled.stream(path, size, self._unless_ended(pieces))
+                    journal = replace(journal, sent={**journal.sent, path: size})
+                    write_journal(directory, journal)
         except CorruptCheckpointError:
-            attempt.abandon()
+            draft.abandon()
             raise
         # If it fails, the attempt stays: the next try goes on with it.
-        attempt.commit(num_kept=self._num_kept, report=self.root.report_of(entry.tag), within=WITHIN)
+        report = None if REPORT in sent else self.root.report_of(entry.tag)
+        draft.commit(num_kept=self._num_kept, report=report, within=WITHIN)
 
-    def _begun(self, entry: TagEntry, nbytes: int) -> tuple[Attempt, Journal]:
-        """The attempt that an earlier try has begun, if it is still there; and what is in it."""
-        journal, remote = self.root.journal(entry), self.root.remote
-        if journal.attempt.startswith(attempt_name(entry.tag, "")):
-            resumed = remote.resume(entry.tag, journal.attempt)
-            if resumed is not None:
-                sent = {path: size for path, size in journal.sent.items() if _has(resumed.directory, path, size)}
-                return resumed, replace(journal, sent=sent)
-        draft = remote.begin(entry.tag, Kind.UPLOAD)
-        assert isinstance(draft, Attempt), "an upload is one"
-        return draft, Journal(address=remote.path, nbytes=nbytes, attempt=draft.directory.name)
+    def _sent(self, attempt: Attempt, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The files that an earlier try has sent, with their sizes. They are whole: else they would not be there."""
+        sent = {path: _size(attempt.directory, path) for path in attempt.directory.files()}
+        for path, size in sent.items():
+            if path in sizes and size != sizes[path]:  # a pin has changed the manifest since
+                self.root.remote.store.remove(f"{attempt.directory.name}/{path}")
+        return {path: size for path, size in sent.items() if size == sizes.get(path, size)}
 
     def _unless_ended(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
         for piece in pieces:
@@ -256,13 +257,6 @@ def _whole(directory: Directory, path: str) -> Iterator[memoryview]:
 def _size(directory: Directory, path: str) -> int:
     with contextlib.closing(directory.open(path)) as source:
         return source.size
-
-
-def _has(directory: Directory, path: str, size: int) -> bool:
-    try:
-        return _size(directory, path) == size
-    except FileNotFoundError:
-        return False
 
 
 def _again(error: CheckpointError) -> CheckpointError:

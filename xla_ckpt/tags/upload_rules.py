@@ -31,7 +31,7 @@ class Journal:
     """The directory that is filled there."""
 
     sent: Mapping[str, int] = field(default_factory=dict)
-    """Files that are there -> their sizes (bytes)."""
+    """Files that are there -> their sizes (bytes): for people. A later try looks itself."""
 
     is_remote: bool = False
     """Whether it was committed there."""
