@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import xla_ckpt
 from tests.buckets.s3_server import S3Server
 from xla_ckpt.storage.remote_client import client_of
 
@@ -18,14 +19,16 @@ def server_of_all() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3(server_of_all: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def s3(server_of_all: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """The server, without faults, and with its credentials in the environment."""
     for name, value in server_of_all.environment.items():
         monkeypatch.setenv(name, value)
     client_of.cache_clear()
-    server_of_all.faults.clear()
-    server_of_all.requests.clear()
-    return server_of_all
+    server_of_all.forget()
+    yield server_of_all
+    server_of_all.forget()
+    xla_ckpt.finalize_checkpoint()  # what saves do after their commit is not to meet the next test's faults
+    client_of.cache_clear()
 
 
 @pytest.fixture

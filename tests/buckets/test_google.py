@@ -21,6 +21,7 @@ def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
         monkeypatch.setenv(name, value)
     client_of.cache_clear()
     yield server
+    xla_ckpt.finalize_checkpoint()  # what a save does after its commit would wait for a server that is gone
     client_of.cache_clear()
     server.close()
 

@@ -1,11 +1,13 @@
 """Writing the arrays of a tag into other files, with no more than a given amount of them in memory.
 
 Files are made in the order of their bytes: a batch of regions is read from the tag (verified), digested, and written,
-before the next one is read.
+before the next one is read. A store that takes files in that order gets each batch at once, if what stands between the
+regions is known first. Any other file is completed when all of its regions are there.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +17,7 @@ from xla_ckpt.engine.cast import Cast
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
+from xla_ckpt.files.codec import Glue
 from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest.digest import BlockDigester
 from xla_ckpt.manifest.records import FileRecord
@@ -24,8 +27,8 @@ from xla_ckpt.plan.restore_plan import Want, plan_restore
 from xla_ckpt.plan.save_plan import Written
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import pieces
-from xla_ckpt.storage.base import Directory, Sink
-from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.pool import BUFFER_BYTES, threads, work_off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,8 @@ def stream_files(
         CorruptCheckpointError: The tag is damaged.
         OSError: The storage refused. What was written is left for the owner of the directory to remove.
     """
+    if directory.streaming is not None:
+        files = [file.streamed() for file in files]
     crew = Crew() if crew is None else crew
     at_once = min(threads(crew.workers, 2), len(files)) or 1
     each = replace(crew, workers=max(crew.workers // at_once, 1))
@@ -94,22 +99,62 @@ class _File:
 
     def write(self, directory: Directory) -> FileRecord:
         """Write all of it; what the manifest says of it."""
-        codec = self.plan.codec
+        codec, streaming = self.plan.codec, directory.streaming
+        if streaming is not None and not (codec.wants_digests or codec.wants_crc32):
+            glue = codec.glue((), ())
+            streaming.stream(self.plan.path, codec.size, self._in_order(glue))
+            return codec.record(self.plan.path, glue, self._digests())
         if self.plan.folder is not None:
             directory.make(self.plan.folder)
         sink = directory.create(self.plan.path, codec.size)
         try:
-            for batch in _batches(self._spans(), self.max_memory):
-                self._write_batch(sink, batch)
-            digests = [d for digester in self.digesters for d in digester.digests]
-            glue = codec.glue(digests, [joined_crc32(parts) for parts in self.crcs])
+            for offset, data in self._regions():
+                sink.patch(data, offset)
+                del data  # else two batches would be in memory while the next one is read
+            glue = codec.glue(self._digests(), [joined_crc32(parts) for parts in self.crcs])
             for offset, text in glue:
                 sink.patch(text, offset)
             sink.commit()
         except BaseException:
             sink.abandon()
             raise
-        return codec.record(self.plan.path, glue, digests)
+        return codec.record(self.plan.path, glue, self._digests())
+
+    def _in_order(self, glue: Glue) -> Iterator[memoryview]:
+        """All bytes of the file, whose glue is known before its regions are read."""
+        left = deque(glue)
+        for offset, data in self._regions():
+            while left and left[0][0] < offset:
+                yield memoryview(left.popleft()[1])
+            for at in range(0, len(data), BUFFER_BYTES):  # a store may copy what it has to send
+                yield data[at : at + BUFFER_BYTES]
+            del data  # else two batches would be in memory while the next one is read
+        yield from (memoryview(text) for _, text in left)
+
+    def _regions(self) -> Iterator[tuple[int, memoryview]]:
+        """(offset, bytes) of what is in the regions, in file order."""
+        for batch in _batches(self._spans(), self.max_memory):
+            yield from self._read(batch)
+
+    def _read(self, batch: Sequence[_Span]) -> Iterator[tuple[int, memoryview]]:
+        """(offset, bytes) of some spans, verified and digested."""
+        memory = np.zeros(sum(s.stored_bytes for s in batch), np.uint8).data  # padding stays zero
+        slots, at = [], 0
+        for span in batch:
+            slots.append(memory[at : at + span.stored_bytes])
+            at += span.stored_bytes
+        wants = [Want(leaf, box, slot, frame) for slot, s in enumerate(batch) for leaf, box, frame in s.wants]
+        read_into(self.reader, plan_restore(self.reader.manifest, wants), slots, Crew(workers=self.crew.workers))
+        for span, stored in zip(batch, slots, strict=True):
+            data = stored if span.cast is None else span.cast(stored)
+            self.digesters[span.region].update(data)
+            if self.plan.codec.wants_crc32:
+                self.crcs[span.region].append((crc32(data), span.nbytes))
+            yield span.offset, data
+            self.crew.progress(span.nbytes)
+
+    def _digests(self) -> list[int]:
+        return [d for digester in self.digesters for d in digester.digests]
 
     def _spans(self) -> Iterator[_Span]:
         """All regions, in file order. One that holds a single array's elements in C order is cut to fit the memory.
@@ -137,22 +182,6 @@ class _File:
     def _cast(self, entry: Entry) -> Cast | None:
         record = None if entry.cast is None else self.reader.manifest.array(entry.leaf)
         return None if entry.cast is None or record is None else Cast(record.dtype, entry.cast)
-
-    def _write_batch(self, sink: Sink, batch: Sequence[_Span]) -> None:
-        memory = np.zeros(sum(s.stored_bytes for s in batch), np.uint8).data  # padding stays zero
-        slots, at = [], 0
-        for span in batch:
-            slots.append(memory[at : at + span.stored_bytes])
-            at += span.stored_bytes
-        wants = [Want(leaf, box, slot, frame) for slot, s in enumerate(batch) for leaf, box, frame in s.wants]
-        read_into(self.reader, plan_restore(self.reader.manifest, wants), slots, Crew(workers=self.crew.workers))
-        for span, stored in zip(batch, slots, strict=True):
-            data = stored if span.cast is None else span.cast(stored)
-            self.digesters[span.region].update(data)
-            if self.plan.codec.wants_crc32:
-                self.crcs[span.region].append((crc32(data), span.nbytes))
-            sink.patch(data, span.offset)
-            self.crew.progress(span.nbytes)
 
 
 def _batches(spans: Iterator[_Span], max_memory: int) -> Iterator[list[_Span]]:

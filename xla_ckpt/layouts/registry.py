@@ -14,7 +14,7 @@ from typing import TypeVar
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError
+from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
@@ -154,7 +154,9 @@ def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
     """A tag without a manifest of ours, complete or not, and the layout that opens it; None if there is none."""
     if may_be_foreign(store, tag):
         for layout in _layouts:
-            if (entry := layout.find(store, tag)) is not None:
+            with storage_errors("looking for a tag", path=store.path, tag=tag):
+                entry = layout.find(store, tag)
+            if entry is not None:
                 # A tag of ours that was just being replaced, in this layout, has its manifest again.
                 return None if root_of(store).is_ours(tag) else (layout, entry)
     return None

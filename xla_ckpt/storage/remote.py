@@ -47,11 +47,21 @@ class RemoteSource:
         client: The bucket.
         key: Its full name there.
         size: Its bytes, where the caller knows them; else the first use asks for them.
+        versions: By full name, those that files of its directory had in the first answer: one that is opened again is
+            the same file.
     """
 
-    def __init__(self, client: Client, key: str, size: int | None) -> None:
-        self._client, self._key, self._size = client, key, size
-        self._version: str | None = None
+    def __init__(self, client: Client, key: str, size: int | None, versions: dict[str, str]) -> None:
+        self._client, self._key, self._size, self._versions = client, key, size, versions
+
+    @property
+    def _version(self) -> str | None:
+        return self._versions.get(self._key)
+
+    @_version.setter
+    def _version(self, version: str | None) -> None:
+        if version is not None and self._versions.setdefault(self._key, version) != version:
+            raise OSError(errno.ESTALE, "the file was replaced while its directory was read", self._key)
 
     @property
     def size(self) -> int:
@@ -130,6 +140,7 @@ class RemoteDirectory:
     def __init__(self, client: Client, prefix: str, name: str) -> None:
         self._client, self._prefix, self.name = client, prefix, name
         self._open = True
+        self._versions: dict[str, str] = {}
 
     @property
     def streaming(self) -> RemoteDirectory:
@@ -157,7 +168,7 @@ class RemoteDirectory:
         """Nothing: a directory is there when a file is."""
 
     def open(self, path: str, size: int | None = None) -> RemoteSource:
-        source = RemoteSource(self._client, self._key(path), size)
+        source = RemoteSource(self._client, self._key(path), size, self._versions)
         if size is None:
             source.look()
         return source

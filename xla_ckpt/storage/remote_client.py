@@ -6,19 +6,20 @@ is loaded when the first address of a bucket is used.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import errno
 import functools
 import os
-import re
+import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Changed
+from xla_ckpt.storage.remote_errors import NO_STORE, os_error
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -27,40 +28,92 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az")
 """What an address of a bucket begins with: S3 and what speaks as it does, Google Cloud Storage, Azure."""
 
-REQUEST_TIMEOUT = "120s"
-"""For one request, the largest of which has a part of a file. At 140 kB/s a part of 16 MiB comes through."""
+CONNECT_TIMEOUT = "5s"
 
-CONNECT_TIMEOUT = "10s"
+READ_TIMEOUT = "15s"
+"""How long a store may take for the first byte of an answer, and between two of them. A store takes milliseconds."""
 
-RETRIES = 10
-RETRY_TIMEOUT = datetime.timedelta(minutes=2)
-"""How often, and how long, what fails in passing is repeated."""
+PART_TIMEOUT = "120s"
+"""For one request that sends a part of a file, or copies one. At 140 kB/s a part of 16 MiB comes through."""
+
+RETRY_TIMEOUT = datetime.timedelta(seconds=30)
+"""How long what fails in passing is repeated.
+
+With `CONNECT_TIMEOUT` and `READ_TIMEOUT` that makes at most 50 seconds for a request. So long a load takes to fail
+whose store does not answer, and a save, which asks once more to clean up, twice as long.
+"""
+
+RETRIES = 1000
+"""How often it is repeated: until the time is over."""
+
+PAUSES = {"init_backoff": datetime.timedelta(seconds=0.1), "max_backoff": datetime.timedelta(seconds=5)}
+"""The first pause between two tries, and the longest one, which adds to `RETRY_TIMEOUT`."""
 
 _ALLOW_HTTP = {"s3": "AWS_ALLOW_HTTP", "gs": "GOOGLE_ALLOW_HTTP", "az": "AZURE_ALLOW_HTTP"}
 """Environment variables that permit requests without TLS, as obstore names them."""
 
-_STATUS = re.compile(r"status code: (\d+ [A-Z][A-Za-z ]*)")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
+PROBE = ".probe"
+"""A small file in each root by which it is found out whether conditions of requests are kept."""
 
-_MEANINGS = {
-    "NoSuchBucket": (errno.ENODEV, "there is no such bucket"),
-    "ContainerNotFound": (errno.ENODEV, "there is no such container"),
-    "InvalidAccessKeyId": (errno.EACCES, "the access key is not known there"),
-    "SignatureDoesNotMatch": (errno.EACCES, "the secret key does not fit to the access key"),
-    "ExpiredToken": (errno.EACCES, "the credentials have expired"),
-    "RequestTimeTooSkewed": (errno.EACCES, "the clock of this machine differs from that of the store: set it"),
-    "AccessDenied": (errno.EACCES, "these credentials have no permission for it"),
-    "PermanentRedirect": (errno.EREMOTE, "the bucket is in another region: set AWS_REGION to that one"),
-    "AuthorizationHeaderMalformed": (errno.EREMOTE, "the bucket is in another region: set AWS_REGION to that one"),
-    "IllegalLocationConstraintException": (errno.EREMOTE, "the bucket is in another region: set AWS_REGION"),
-    "QuotaExceeded": (errno.ENOSPC, "the quota of the bucket is used up"),
-}
-"""What the codes of S3 mean: an error number, and words."""
+T = TypeVar("T")
+P = ParamSpec("P")
 
-_NO_CREDENTIALS = (
-    "no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (which takes boto3), "
-    "or run where the machine has a role"
-)
+
+def _asked(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
+    """A method that asks obstore, whose errors become those that they mean. Its first argument names the file."""
+
+    @functools.wraps(method)
+    def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        _check_process()
+        from obstore import exceptions
+
+        try:
+            return method(client, *args, **kwargs)
+        except (exceptions.BaseError, FileNotFoundError) as error:
+            raise os_error(error, args[0] if isinstance(args[0], str) else args[0][0]) from error  # type: ignore[index]
+
+    return ask
+
+
+def _quickly(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[Client, P], T]:
+    """A method that only asks, so that nothing depends on it any more when its caller was interrupted.
+
+    obstore does not look for signals while it waits. So another thread asks when the caller is the main one, in which
+    their handlers run: Ctrl-C comes through at once. What was asked for may be done all the same.
+    """
+    asked = _asked(method)
+
+    @functools.wraps(method)
+    def ask(client: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is not threading.main_thread():
+            return asked(client, *args, **kwargs)
+        answer: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(asked(client, *args, **kwargs))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=work, name="object store", daemon=True).start()
+        return answer.result()
+
+    return ask
+
+
+_USED_BY: list[int] = []
+"""The process that has used obstore, whose threads and connections are not there in one that is forked from it."""
+
+
+def _check_process() -> None:
+    """Refuse the use of obstore in a forked process, where it would wait for its threads for ever."""
+    if not _USED_BY:
+        _USED_BY.append(os.getpid())
+    if _USED_BY[0] != os.getpid():
+        raise UsageError(
+            "this process was forked from one that had used an object store, whose connections it cannot use",
+            hint='Start such processes with multiprocessing.get_context("spawn").',
+        )
 
 
 class Client:
@@ -70,135 +123,125 @@ class Client:
     store refuses or does not answer. Where one raises, what it does may be done all the same: answers get lost.
     """
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-        self._pid = os.getpid()
+    def __init__(self, quick: ObjectStore, patient: ObjectStore) -> None:
+        self._quick, self._patient = quick, patient
         self._checked: set[str] = set()
 
-    @contextlib.contextmanager
-    def _asking(self, key: str) -> Iterator[ObjectStore]:
-        """obstore, whose errors become those that they mean."""
-        if os.getpid() != self._pid:
-            raise UsageError(
-                "this process was forked from one that had used an object store, whose connections it cannot use",
-                hint='Start such processes with multiprocessing.get_context("spawn").',
-            )
-        from obstore import exceptions
-
-        try:
-            yield self._store
-        except (exceptions.BaseError, FileNotFoundError) as error:
-            raise os_error(error, key) from error
-
+    @_quickly
     def head(self, key: str) -> ObjectMeta:
         """Size, version and time of a file."""
-        with self._asking(key) as store:
-            return store.head(key)
+        return self._quick.head(key)
 
+    @_quickly
     def read(self, key: str, offset: int, nbytes: int, version: str | None) -> tuple[memoryview, str | None]:
         """Some bytes of a file, fewer where it ends, and its version. With `version` it must have that one."""
         options: dict[str, Any] = {"range": (offset, offset + nbytes)}
         if version is not None:
             options["if_match"] = version
-        with self._asking(key) as store:
-            try:
-                answer = store.get(key, options=options)  # type: ignore[arg-type]
-                data = memoryview(answer.bytes()) if nbytes else memoryview(b"")
-            except Exception as error:
-                if "416 Range Not Satisfiable" in str(error):
-                    return memoryview(b""), None  # the file ends before
-                raise
+        try:
+            answer = self._quick.get(key, options=options)  # type: ignore[arg-type]
+            data = memoryview(answer.bytes()) if nbytes else memoryview(b"")
+        except Exception as error:
+            if "416 Range Not Satisfiable" in str(error):
+                return memoryview(b""), None  # the file ends before
+            raise
         return data, answer.meta["e_tag"]
 
+    @_quickly
     def read_version(self, key: str) -> tuple[bytes, dict[str, str]]:
         """All of a small file, and what it takes to replace this version of it."""
-        with self._asking(key) as store:
-            answer = store.get(key)
-            return bytes(answer.bytes()), _version_of(answer.meta)
+        answer = self._quick.get(key)
+        version = _version_of(answer.meta)
+        if not version:  # a web page, for instance, which is not to be taken for a damaged file
+            raise OSError(errno.EPROTO, NO_STORE, key)
+        return bytes(answer.bytes()), version
 
+    @_asked
     def send(self, key: str, data: Any, part_bytes: int, parts_at_once: int) -> None:
         """Write a file: from bytes, from a file, or from an iterator of bytes, which comes in parts."""
-        with self._asking(key) as store:
-            store.put(key, data, chunk_size=part_bytes, max_concurrency=parts_at_once)
+        self._patient.put(key, data, chunk_size=part_bytes, max_concurrency=parts_at_once)
 
+    @_quickly
     def write_if(self, key: str, data: bytes, version: dict[str, str] | None) -> None:
         """Write a small file if it has this version; with None, if there is none.
 
         Raises:
-            Changed: It has another one, or there is one. The store says so of a write of its own, too, that it has done
-                and whose answer got lost.
+            Changed: It has another one, or there is one, or none. The store says so of a write of its own, too, that it
+                has done and whose answer got lost.
         """
         from obstore import exceptions
 
-        with self._asking(key) as store:
-            try:
-                store.put(key, data, mode="create" if version is None else version, use_multipart=False)  # type: ignore[arg-type]
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+        try:
+            self._quick.put(key, data, mode="create" if version is None else version, use_multipart=False)  # type: ignore[arg-type]
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+            raise Changed(key) from error
+        except FileNotFoundError as error:
+            if version is not None and isinstance(os_error(error, key), FileNotFoundError):
                 raise Changed(key) from error
+            raise
 
+    @_asked
     def copy(self, source: str, target: str) -> None:
         """Have a file under a second name."""
-        with self._asking(source) as store:
-            store.copy(source, target)
+        self._patient.copy(source, target)
 
+    @_quickly
     def delete(self, keys: Sequence[str]) -> None:
         """Delete files, as far as they are there."""
-        with self._asking(keys[0]) as store, contextlib.suppress(FileNotFoundError):
-            store.delete(keys)
+        try:
+            self._quick.delete(keys)
+        except FileNotFoundError as error:
+            if not isinstance(os_error(error, ""), FileNotFoundError):
+                raise
 
+    @_quickly
     def names_below(self, prefix: str) -> list[str]:
         """What lies directly below a prefix, sorted."""
-        with self._asking(prefix) as store:
-            answer = store.list_with_delimiter(prefix or None)
+        answer = self._quick.list_with_delimiter(prefix or None)
         keys = [*answer["common_prefixes"], *(meta["path"] for meta in answer["objects"])]
         return sorted(key.rstrip("/").rpartition("/")[2] for key in keys)
 
-    def metas_below(self, prefix: str) -> Iterator[ObjectMeta]:
+    @_quickly
+    def metas_below(self, prefix: str) -> list[ObjectMeta]:
         """All files below a prefix."""
-        with self._asking(prefix) as store:
-            for some in store.list(prefix or None):
-                yield from some
+        return [meta for some in self._quick.list(prefix or None) for meta in some]
 
     def below(self, prefix: str) -> list[str]:
         """The full names of all files below a prefix, sorted."""
         return sorted(meta["path"] for meta in self.metas_below(prefix))
 
+    @_quickly
     def is_any_below(self, prefix: str) -> bool:
         """Whether there is a file below a prefix."""
-        with self._asking(prefix) as store:
-            return any(some for some in store.list(prefix or None, chunk_size=1))
+        return any(some for some in self._quick.list(prefix or None, chunk_size=1))
 
     def check_conditions(self, prefix: str) -> None:
         """Find out, once for each prefix, whether the store replaces a file only on its condition.
 
-        Some servers ignore the condition, and some write where it names a file that is not there.
+        Some servers ignore the condition, and some write where it names a file that is not there. The file by which
+        they are tried stays: one that each job makes and deletes would be left by those that are killed meanwhile, or
+        that may not delete.
 
         Raises:
             UsageError: It does not.
         """
         if prefix in self._checked:
             return
-        key = f"{prefix}.probe-{uuid.uuid4().hex}"
-        try:
-            self.write_if(key, b"1", None)
-            first = self.read_version(key)[1]
-            self.write_if(key, b"2", first)
-            wrong = [("replaced a file that it was to make", None), ("replaced another version of a file", first)]
-            for what, condition in wrong:
-                if self._writes(key, condition):
-                    raise _careless(what)
-            self.delete([key])
-            if self._writes(key, first):
-                raise _careless("made a file that it was to replace")
-        finally:
-            with contextlib.suppress(OSError):  # what is raised already says more
-                self.delete([key])
+        key, absent = prefix + PROBE, f"{prefix}{PROBE}-{uuid.uuid4().hex}"
+        if self._writes(key, None) and self._writes(key, None):
+            raise _careless("replaced a file that it was to make")
+        old = self.read_version(key)[1]
+        if self._writes(key, old) and self._writes(key, old):  # else another job has come before, which is as good
+            raise _careless("replaced another version of a file")
+        if self._writes(absent, old):
+            self.delete([absent])
+            raise _careless("made a file that it was to replace")
         self._checked.add(prefix)
 
     def _writes(self, key: str, version: dict[str, str] | None) -> bool:
         try:
-            self.write_if(key, b"3", version)
-        except (Changed, FileNotFoundError):
+            self.write_if(key, uuid.uuid4().hex.encode(), version)  # equal bytes would be an equal version
+        except Changed:
             return False
         return True
 
@@ -228,70 +271,75 @@ def client_of(scheme: str, bucket: str) -> Client:
     if not bucket:
         raise UsageError("the address names no bucket", expected=f"{scheme}://bucket/path", found=f"{scheme}://")
     try:
-        from obstore import store
+        from obstore import exceptions, store
     except ImportError as error:
         raise UsageError(
             f"{scheme}:// needs the package obstore, which is not installed",
             found=f"{scheme}://{bucket}",
             hint="Install it: pip install 'xla-ckpt[objects]'.",
         ) from error
-    endpoint = (os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")) if scheme == "s3" else None
+    _check_process()  # before the store is made, which may begin a thread
+    kind: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
+    options = _s3_options() if scheme == "s3" else {}
     # A test server on this machine speaks no TLS. Who asks any other one without it says so.
-    plain = os.environ.get(_ALLOW_HTTP[scheme], "").lower() == "true" or (endpoint or "").startswith("http:")
-    options: dict[str, Any] = {
-        "client_options": {"timeout": REQUEST_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, "allow_http": plain},
-        "retry_config": {"max_retries": RETRIES, "retry_timeout": RETRY_TIMEOUT},
+    plain = os.environ.get(_ALLOW_HTTP[scheme], "").lower() == "true" or options.get("endpoint", "").startswith("http:")
+    patient = {"timeout": PART_TIMEOUT, "connect_timeout": CONNECT_TIMEOUT, "allow_http": plain}
+    quick = {**patient, "read_timeout": READ_TIMEOUT}
+    options["retry_config"] = {
+        "max_retries": RETRIES,
+        "retry_timeout": RETRY_TIMEOUT,
+        "backoff": PAUSES,
     }
-    if scheme == "gs":
-        return Client(store.GCSStore(bucket, **options))
-    if scheme == "az":
-        return Client(store.AzureStore(bucket, **options))
+    try:
+        return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
+    except exceptions.BaseError as error:
+        problem = f"the settings for {scheme}:// in the environment make no sense"
+        raise UsageError(problem, found=str(error).partition("\n")[0]) from error
+
+
+def _s3_options() -> dict[str, Any]:
+    """Where the servers of ``s3://`` are, and who asks them."""
+    options: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
+        if not endpoint.startswith(("http://", "https://")):
+            # obstore panics
+            raise UsageError(
+                "the endpoint in the environment is no address",
+                expected=f"http://{endpoint} or https://{endpoint}",
+                found=f"AWS_ENDPOINT_URL={endpoint}",
+            )
         options["endpoint"] = endpoint
     if (provider := _profile()) is not None:
         options["credential_provider"] = provider
     elif region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         options["region"] = region
-    return Client(store.S3Store(bucket, **options))
+    return options
 
 
 def _profile() -> Any:
     """Credentials as boto3 finds them, where the environment names a profile, or nothing but a file has them."""
     env = os.environ
     file = Path(env.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials").expanduser()
-    if env.get("AWS_ACCESS_KEY_ID") or env.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+    if any(env.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_SKIP_SIGNATURE")):
         return None  # obstore finds these itself
     if not (env.get("AWS_PROFILE") or file.is_file()):
         return None
+    place = env.get("AWS_PROFILE") or str(file)
     try:
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise UsageError(
             "the credentials for s3:// stand in a profile, and boto3, which reads profiles, is not installed",
-            found=env.get("AWS_PROFILE") or str(file),
+            found=place,
             hint="pip install boto3, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
         ) from error
-    return Boto3CredentialProvider()
-
-
-def os_error(error: BaseException, key: str) -> OSError:
-    """The OSError that an error of obstore means, in the words of a person who looks for the cause.
-
-    >>> os_error(FileNotFoundError("Object at location a not found"), "a")
-    FileNotFoundError(2, 'there is no such file')
-    """
-    text = str(error)
-    code = next(iter(_CODE.findall(text)), "")
-    number, words = _MEANINGS.get(code, (0, ""))
-    if not number and "169.254.169.254" in text:
-        number, words = errno.EACCES, _NO_CREDENTIALS
-    if not number and isinstance(error, FileNotFoundError):
-        return FileNotFoundError(errno.ENOENT, "there is no such file", key)
-    status = next(iter(_STATUS.findall(text)), "")
-    if not number:
-        denied = type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError")
-        number = errno.EACCES if denied else errno.EIO
-        words = f"the store answered {status}" if status else text.partition("\n")[0][:300]
-    detail = " ".join(part for part in (status, code) if part)
-    kind: type[OSError] = PermissionError if number == errno.EACCES else OSError
-    return kind(number, f"{words} ({detail})" if detail and detail not in words else words, key)
+    try:
+        return Boto3CredentialProvider()
+    except (BotoCoreError, ValueError) as error:  # ValueError: it has found none
+        raise UsageError(
+            "boto3 finds no credentials for s3://",
+            found=f"{place}: {error}",
+            hint="Look at AWS_PROFILE, AWS_SHARED_CREDENTIALS_FILE and AWS_CONFIG_FILE, or log in anew.",
+        ) from error

@@ -117,7 +117,11 @@ class LedgerRoot:
         if kind not in (Kind.TAG, Kind.UPLOAD, Kind.REPAIR):
             is_file = kind in (Kind.FILE, Kind.RENEWED_FILE)
             return Placed.begin(self.store, name, self.store.fill("" if is_file else name))
-        self.clean()
+        due = rules.due(self._record.edit(self._without_dead))
+        try:
+            self._record.sweep(due)
+        except OSError as error:  # who may write there and not delete can save all the same
+            logger.warning("%s: files that nobody needs any more stay: %s", self.path, error)
         attempt = self._attempt(name, kind, attempt_name(name, uuid.uuid4().hex), is_new=True)
         assert attempt is not None, "a new one is begun"
         return attempt

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from neuron_compat.nxd.parallel_layers.checkpointing import meet, place, read, write_in_turn, write_whole
+from neuron_compat.nxd.parallel_layers.checkpointing import meet, place, write_in_turn
+from neuron_compat.nxd.parallel_layers.rank_file import check_place, read, write_whole
 from xla_ckpt import IncompatibleCheckpointError, UsageError
 from xla_ckpt.facade import compute, xla_tensors
 
@@ -34,13 +35,15 @@ class ShardFiles:
             num_workers_per_step: So many ranks of a host write at a time.
 
         Raises:
-            xla_ckpt.UsageError: The names of these files do not tell all ranks apart; or a number below 1.
+            xla_ckpt.UsageError: The names of these files do not tell all ranks apart; a number below 1; or the address
+                of a bucket.
             xla_ckpt.StorageError: The operating system refused. A file that was there is there still.
             xla_ckpt.RankFailedError: Another rank failed.
         """
         turn, error, write = 0, None, None
         try:
             path = _shard_path(output_dir)
+            check_place(path)
             if num_workers_per_step < 1:
                 raise UsageError("no rank could write", found=f"num_workers_per_step={num_workers_per_step}")
             state = {**self.state_dict(), **_own_ranks()}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,25 +20,9 @@ import torch
 
 from neuron_compat.lazy import lazily
 from neuron_compat.nxd.instead import here
-from xla_ckpt import (
-    CorruptCheckpointError,
-    IncompatibleCheckpointError,
-    Mesh,
-    NoCheckpointError,
-    RankFailedError,
-    UsageError,
-)
-from xla_ckpt.facade import (
-    changed_tensors,
-    compute,
-    current_mesh,
-    declared_sharding,
-    load_whole_file,
-    part_of_whole,
-    storage_errors,
-    write_whole_file,
-    xla_tensors,
-)
+from neuron_compat.nxd.parallel_layers.rank_file import check_place, read, write_whole, write_xser
+from xla_ckpt import IncompatibleCheckpointError, Mesh, RankFailedError, UsageError
+from xla_ckpt.facade import compute, current_mesh, declared_sharding, part_of_whole, xla_tensors
 
 __getattr__, __dir__ = lazily(__name__, {}, missing=here(__name__))
 
@@ -70,7 +53,8 @@ def save(
         master_dp_only: Data-parallel rank 0 writes for all. False, if the ranks differ, as those of ZeRO-1 do.
 
     Raises:
-        xla_ckpt.UsageError: Files so named would lack the state of some ranks (expert or context parallelism).
+        xla_ckpt.UsageError: Files so named would lack the state of some ranks (expert or context parallelism); or it is
+            the address of a bucket, where nothing takes the place of an older file.
         xla_ckpt.StorageError: The operating system refused. Files that were there are there still.
         xla_ckpt.UnsupportedStateError: Something cannot be pickled.
         xla_ckpt.RankFailedError: Another rank failed.
@@ -80,6 +64,7 @@ def save(
     try:
         mesh, at = place()
         path = _rank_path(output_dir, master_dp_only)
+        check_place(path)
         _check_names(mesh, master_dp_only)
         compute(xla_tensors(checkpoint))  # on every rank: what is pending may hold collectives
         if not master_dp_only or (at["dp"] == 0 and at["cp"] == 0):
@@ -246,97 +231,6 @@ def _gathered(mine: tuple[str | None, int]) -> list[tuple[str | None, int]]:
 
     told = xm.rendezvous("neuron_compat.nxd.parallel_layers", json.dumps(mine).encode())
     return [tuple(json.loads(answer)) for answer in told]
-
-
-# -- the file of a rank
-
-
-def write_whole(tree: Any, path: str, *, down_cast_bf16: bool = False) -> None:
-    """torch.save of a tree, its tensors on the CPU.
-
-    Raises:
-        xla_ckpt.StorageError: The storage refused. What was there is there still.
-        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
-    """
-    write_whole_file(_narrow(tree) if down_cast_bf16 else tree, path)
-
-
-def write_xser(tree: Any, path: str, *, down_cast_bf16: bool) -> None:
-    """The same with each XLA tensor in a file of its own. The file that names them comes last.
-
-    Raises:
-        xla_ckpt.StorageError: The storage refused. What was there is there still.
-        xla_ckpt.UnsupportedStateError: Something in it cannot be pickled.
-    """
-    from torch_xla.utils.serialization import TensorReference
-
-    narrow = _narrow if down_cast_bf16 else lambda value: value
-    tensors, folder = xla_tensors(tree), f"{path}.tensors"
-    with storage_errors("saving", file=path):
-        os.makedirs(folder, exist_ok=True)
-        before = {int(m[1]): name for name in os.listdir(folder) if (m := _TENSOR_FILE.fullmatch(name))}
-    # Not over files that the checkpoint there names: it stays whole until the new one takes its place.
-    first = 0 if all(tid >= len(tensors) for tid in before) else max(before) + 1
-    references = {id(tensor): TensorReference(first + i) for i, tensor in enumerate(tensors)}
-    for i, tensor in enumerate(tensors):
-        write_whole_file(narrow(tensor.detach()), f"{folder}/tensor_{first + i}.pt")
-    write_whole_file(changed_tensors(tree, lambda value: references.get(id(value), narrow(value))), path)
-    with storage_errors("removing older files", file=path):
-        for name in before.values():
-            os.unlink(f"{folder}/{name}")
-
-
-_TENSOR_FILE = re.compile(r"tensor_(\d+)\.pt")
-
-
-def _narrow(tree: Any) -> Any:
-    """The same with bfloat16 for float32, other than in numbers (0-d). A tensor that stands in two places stays one."""
-    known: dict[int, torch.Tensor] = {}
-
-    def one(value: torch.Tensor) -> torch.Tensor:
-        if value.dtype != torch.float32 or not value.dim():
-            return value
-        return known.setdefault(id(value), value.detach().to(torch.bfloat16))
-
-    return changed_tensors(tree, one)
-
-
-def read(path: str, *, trust_pickle: bool) -> Any:
-    """What was written to a path, in either way.
-
-    Raises:
-        xla_ckpt.NoCheckpointError: There is no such file.
-        xla_ckpt.CorruptCheckpointError: It, or the file of a tensor, is damaged or missing.
-        xla_ckpt.UntrustedObjectError: It holds a pickled object, and `trust_pickle` is False.
-        xla_ckpt.StorageError: The storage refused.
-    """
-    loaded: dict[int, torch.Tensor] = {}
-
-    def tensor(tid: int) -> torch.Tensor:
-        if tid not in loaded:
-            loaded[tid] = _tensor(f"{path}.tensors/tensor_{tid}.pt", trust_pickle)
-        return loaded[tid]
-
-    try:
-        return load_whole_file(path, trust_pickle=trust_pickle, reference=tensor)
-    except NoCheckpointError as error:
-        error.hint = (
-            "load_xser and master_dp_only have to be as in the save, and so have the numbers of ranks: on others, "
-            "xla_ckpt.load_checkpoint loads it."
-        )
-        raise
-
-
-def _tensor(path: str, trust_pickle: bool) -> torch.Tensor:
-    import torch_xla
-
-    try:
-        found = load_whole_file(path, trust_pickle=trust_pickle)
-    except NoCheckpointError as error:
-        raise CorruptCheckpointError("the file of a tensor is missing", file=path) from error
-    if not isinstance(found, torch.Tensor):
-        raise CorruptCheckpointError("the file of a tensor holds none", file=path, found=type(found).__name__)
-    return found.to(torch_xla.device())
 
 
 # -- into a module or an optimizer

@@ -1,0 +1,89 @@
+"""Signals while a store is slow, and processes that are forked from one that uses a store."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.buckets.s3_server import Fault, S3Server
+
+SLOW = 12.0
+"""Seconds until the answer comes that a program waits for; one that it gives up waits for less."""
+
+PROGRAM = """
+import sys, torch, xla_ckpt
+root, call = sys.argv[1:]
+try:
+    if call == "save":
+        xla_ckpt.save(root, "b", {"w": torch.ones(3)})
+    elif call == "load":
+        xla_ckpt.restore(root)
+    else:
+        xla_ckpt.list_tags(root)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "method", "part", "seconds"),
+    [
+        ("load", "GET", ".ledger", 4), ("load", "GET", "manifest", 4), ("load", "GET", "safetensors", 4),
+        ("list", "GET", "list-type", 4), ("save", "PUT", ".ledger", 4), ("save", "PUT", "safetensors", SLOW + 8),
+    ],
+)  # fmt: skip
+def test_ctrl_c_while_the_store_is_slow(
+    root: str, s3: S3Server, call: str, method: str, part: str, seconds: float
+) -> None:
+    """A save ends first what it has begun to send, and takes it back."""
+    xla_ckpt.save(root, "a", {"w": torch.ones(3)})
+    xla_ckpt.finalize_checkpoint()
+    s3.faults.append(fault := Fault(method, part, "slow", seconds=SLOW))
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, root, call], stdout=subprocess.PIPE, text=True) as process:
+        while fault.count:
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.2)  # the answer is waited for by then; without this it is interrupted a little before
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "interrupted\n"
+        assert time.monotonic() - begun < seconds
+        assert process.wait(SLOW + 20) == 0, "it does not crash at its end, when another thread still asks"
+    assert xla_ckpt.list_tags(root) == ["a"]
+    assert xla_ckpt.verify(root).ok
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["the same bucket", "another bucket"])
+@pytest.mark.parametrize("call", ["save", "load", "list"])
+def test_a_forked_child_is_told_that_it_cannot(root: str, s3: S3Server, call: str, same: bool) -> None:
+    """It would wait for threads for ever that only its parent has."""
+    other = root if same else f"s3://{s3.new_bucket()}/run"
+    program = (
+        "import os, sys, torch, xla_ckpt\n"
+        "root, other, call = sys.argv[1:]\n"
+        "xla_ckpt.save(root, 'a', {'w': torch.ones(3)})\n"
+        "xla_ckpt.finalize_checkpoint()\n"
+        "if not (child := os.fork()):\n"
+        "    try:\n"
+        "        if call == 'save': xla_ckpt.save(other, 'b', {'w': torch.ones(3)})\n"
+        "        elif call == 'load': xla_ckpt.restore(other)\n"
+        "        else: xla_ckpt.list_tags(other)\n"
+        "    except xla_ckpt.UsageError as error:\n"
+        "        print(error, flush=True)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "print(xla_ckpt.list_tags(root), flush=True)\n"
+    )
+    command = [sys.executable, "-c", program, root, other, call]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    told = done.stdout.splitlines()
+    assert "was forked from one that had used an object store" in told[0]
+    assert 'get_context("spawn")' in told[0]
+    assert told[1] == "['a']", "the parent goes on"
