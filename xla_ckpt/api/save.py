@@ -10,9 +10,9 @@ from typing import Any
 from xla_ckpt.api.freezing import freeze
 from xla_ckpt.api.tags import near_and_far
 from xla_ckpt.api.wish import Wish, chosen_layouts
-from xla_ckpt.engine.background import MISTAKES, SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.cancellation import Cancellation
-from xla_ckpt.engine.ending import end
+from xla_ckpt.engine.ending import MISTAKES, end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import STALL, WAIT, Phases

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
+from xla_ckpt.engine.ending import tell_error
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.upload import UPLOADS, Uploader
-from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError, from_json
+from xla_ckpt.errors import CheckpointError, UsageError, from_json
 from xla_ckpt.job.job import leave
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
@@ -21,10 +22,6 @@ from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.lease import LEASES
 
 logger = logging.getLogger(__name__)
-
-
-MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
-"""Errors of the program, which fail every save and not this one alone. They are raised in any case."""
 
 
 class InFlight(Protocol):
@@ -247,7 +244,7 @@ class Saves:
                 handle._report = save.run()
             except BaseException as error:
                 # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
-                handle._error_heard = handle._error_heard or _tell(on_error, error)
+                handle._error_heard = handle._error_heard or tell_error(on_error, error)
                 handle._error = error
             finally:
                 handle._settled.set()
@@ -321,21 +318,6 @@ def _raise_to_later(handle: SaveHandle) -> NoReturn:
     # save out.
     problem = f"an asynchronous save before this call has failed: {error.problem}"
     raise from_json(error.to_json() | {"problem": problem}) from error
-
-
-def _tell(on_error: OnError, error: BaseException) -> bool:
-    """Tell of the error of a save as its caller wishes; whether that is enough."""
-    if on_error == "raise" or not isinstance(error, CheckpointError) or isinstance(error, MISTAKES):
-        return False
-    if on_error == "warn":
-        logger.warning("a save failed, and the program goes on: %s", error)
-        return True
-    try:
-        on_error(error)
-    except Exception:
-        logger.exception("the function that hears of failed saves has failed itself")
-        return False  # the error is raised, as if there were no such function
-    return True
 
 
 SAVES = Saves()
