@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from xla_ckpt.plan.costs import Costs
 from xla_ckpt.storage.base import (
@@ -20,6 +21,8 @@ from xla_ckpt.storage.base import (
     Store,
     Streaming,
 )
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -49,7 +52,7 @@ class Faults:
                 self.refused.append(what)
                 raise OSError(self.number, os.strerror(self.number), what)
 
-    def act(self, what: str, action: Callable[[], None], *, needs_space: bool = True) -> None:
+    def act(self, what: str, action: Callable[[], T], *, needs_space: bool = True) -> T:
         """Do something that is about to change the store; or do it, and lose the answer."""
         try:
             self.change(what, needs_space=needs_space)
@@ -57,7 +60,7 @@ class Faults:
             if self.applied:
                 action()
             raise
-        action()
+        return action()
 
 
 @dataclass
@@ -146,6 +149,9 @@ class Unchanging:
     """What no fault concerns: the half of a store that reads."""
 
     inner: Store
+
+    def look(self) -> Any:
+        return self
 
     def address(self, name: str) -> str:
         return self.inner.address(name)
@@ -324,5 +330,5 @@ class FailingObjects(Unchanging):
     def read_record(self, name: str) -> tuple[bytes, str] | None:
         return self.inner.read_record(name)
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
-        self.faults.act(f"write {name}", lambda: self.inner.write_record(name, data, version))
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
+        return self.faults.act(f"write {name}", lambda: self.inner.write_record(name, data, version))

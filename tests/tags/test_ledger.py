@@ -147,12 +147,13 @@ class LosesAnswers(FailingObjects):
     loses = False
     afterwards: Callable[[], object] = staticmethod(lambda: None)
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
-        self.inner.write_record(name, data, version)
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
+        written = self.inner.write_record(name, data, version)
         if self.loses:
             self.loses = False
             self.afterwards()
             raise TimeoutError("no answer")
+        return written
 
 
 def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: MemoryStore) -> None:
@@ -176,9 +177,9 @@ def test_a_commit_that_arrives_when_it_was_given_up_is_refused(store: MemoryStor
 class Delays(FailingObjects):
     """A store that keeps requests to itself."""
 
-    requests: list[Callable[[], None]] | None = None
+    requests: list[Callable[[], object]] | None = None
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
         if self.requests is None:
             return self.inner.write_record(name, data, version)
         self.requests.append(lambda: self.inner.write_record(name, data, version))

@@ -75,7 +75,7 @@ class Checkpoints:
         Raises:
             StorageError: The directory cannot be read.
         """
-        return summaries(store_at(self.path))
+        return summaries(store_at(self.path).look())
 
     @taking_values(llama=LlamaJob)
     def show(

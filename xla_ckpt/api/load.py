@@ -25,7 +25,7 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Rules, parse_rules
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Like, Objects
-from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.storage.trace_file import trace_file
 
@@ -209,6 +209,7 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     options = wish.options
     file = trace_file(options.trace)
     phases = Phases(LOAD_PHASES, keep=file is not None)
+    SAVES.settle(full_path(path))  # what this process saves there is a tag before anybody looks
     store, tag = located(path, tag)
     near = None if options.local is None else near_and_far(path, options.local)[0]
     install_exit_hook()
@@ -242,6 +243,8 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     try:
         with naming(path=store.path), job.taking_part():
             job.begin(call, partial(_wait, [store.path] if near is None else [store.path, near.path]))
+            if job.exchange.size > 1 or store.path != full_path(path):
+                load = replace(load, store=store.look())  # what others saved meanwhile was not there yet
             if tag is None:
                 value, report = load.newest()
             else:

@@ -87,12 +87,11 @@ class Load:
         """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
         damaged: dict[Candidate, CorruptCheckpointError] = {}
         changed: list[CheckpointError] = []
-        todo = self._newest_first("tags")
+        load, todo = self, self._newest_first("tags")
         while todo:
             tag, is_near = todo.pop(0)
             try:
-                exchange = self.job.exchange.within(f"{len(changed)}/{tag}/{is_near}")
-                value, report = self._one(is_near, tag, exchange)
+                value, report = load._one(is_near, tag, self.job.exchange.within(f"{len(changed)}/{tag}/{is_near}"))
             except CorruptCheckpointError as error:
                 logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
                 damaged[tag, is_near] = error
@@ -101,7 +100,8 @@ class Load:
                 if len(changed) == SEARCHES:
                     raise
                 logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
-                todo = [one for one in self._newest_first(f"tags/{len(changed)}") if one not in damaged]
+                load = replace(self, store=self.store.look())
+                todo = [one for one in load._newest_first(f"tags/{len(changed)}") if one not in damaged]
             else:
                 return value, replace(report, corrupt_tags=tuple(tag for tag, _ in damaged))
         if damaged:

@@ -11,7 +11,7 @@ from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
 from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
-from xla_ckpt.storage.door import PathLike, full_path, store_at
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.local_first import journal_of
@@ -37,7 +37,7 @@ def list_tags(path: PathLike, *, local: PathLike | None = None) -> list[str]:
     """
     if local is not None:
         return [entry.tag for entry, _, _ in both_places(*near_and_far(path, local))]
-    return tag_names(store_at(path))
+    return tag_names(store_at(path).look())
 
 
 def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectStore]:
@@ -96,11 +96,12 @@ def located(path: PathLike, tag: str | None) -> tuple[Store, str | None]:
     Raises:
         InvalidTagError: The tag is no string.
     """
-    if tag is None and (inside := registry.named_itself(full_path(path))) is not None:
-        return inside
+    store = store_at(path).look()
     if tag is not None:
-        check_is_text(tag, full_path(path))
-    return store_at(path), tag
+        check_is_text(tag, store.path)
+    elif (inside := registry.named_itself(store)) is not None:
+        return inside
+    return store, tag
 
 
 def chosen_tag(store: Store, tag: str | None) -> str:
@@ -129,7 +130,7 @@ def has_checkpoint(path: PathLike, *, local: PathLike | None = None) -> bool:
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     store, tag = located(path, None)
-    exists = tag is not None or bool(list_tags(path, local=local))
+    exists = tag is not None or bool(tag_names(store) if local is None else list_tags(path, local=local))
     if not exists and (below := roots_below(root_of(store))):
         logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below))
     if not exists:

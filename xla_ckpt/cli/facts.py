@@ -63,8 +63,8 @@ def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
     if local is not None:
         both = summaries_of_both(*near_and_far(root, local))
         return {"path": root, "tags": [_fields(summary) for summary in both], "roots": []}
-    store = store_at(root)
-    if not store.is_directory(""):
+    store = store_at(root).look()
+    if not root_of(store).is_certain() and not store.is_directory(""):
         raise no_tag(store, None)
     tags = [_fields(summary) for summary in summaries(store)]
     return {"path": root, "tags": tags, "roots": [] if tags else roots_below(root)}
@@ -95,7 +95,7 @@ def roots_below(path: str) -> list[dict[str, Any]]:
 
 def tag_list_facts(root: str, tag: str) -> dict[str, Any]:
     """The same of one tag, or of what is none, and which no root lists: a single file, say."""
-    store = store_at(root)
+    store = store_at(root).look()
     foreign = find_foreign(store, tag)
     if foreign is not None and not foreign[0].tagged:
         return {"path": root, "tags": [_fields(summary_of(store, *foreign))], "roots": []}
@@ -120,7 +120,7 @@ def _fields(value: TagSummary | StoredArray | StoredFile) -> dict[str, Any]:
 
 def report_facts(root: str, tag: str) -> dict[str, Any]:
     """What the ranks measured of the save of a tag, until its commit; the slowest rank first."""
-    store = store_at(root)
+    store = store_at(root).look()
     report = root_of(store).report_of(tag) if find_foreign(store, tag) is None else None
     ranks, measured = measured_of(report, store.path, tag)
     return {

@@ -7,7 +7,7 @@ once more for the stripes, if there are any.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -328,19 +328,24 @@ def reads_as(
     return got == len(target) and digest(target) == wanted
 
 
-def verify_parity(directory: Directory, manifest: Manifest) -> tuple[list[CheckpointError], frozenset[str]]:
+def verify_parity(
+    directory: Directory, manifest: Manifest, files: Iterable[str]
+) -> tuple[list[CheckpointError], frozenset[str]]:
     """What is wrong with the parity of a tag, and the names of its files. Nothing and none where there is no parity.
+
+    `files` are all files of the tag.
 
     Raises:
         OSError: The storage refused.
     """
-    if not has_parity(directory):
+    of_parity = frozenset(name for name in files if name.startswith(FOLDER))
+    if not of_parity & {PARITY_INDEX, COPY}:
         return [], frozenset()
     try:
         index = read_index(directory, manifest)
     except CheckpointError as error:
         error.at(hint=REPAIR)
-        return [error], frozenset(name for name in directory.files() if name.startswith(FOLDER))
+        return [error], of_parity
     problems: list[CheckpointError] = [
         CorruptCheckpointError("the parity is damaged", file=place.file, found=f"{kind} {number}", hint=REPAIR)
         for (kind, number), place in damaged_sums(directory, index).items()

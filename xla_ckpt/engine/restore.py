@@ -28,6 +28,9 @@ STAGED_BYTES = 128 * 1024 * 1024
 """Bytes of small arrays in the program's memory, at most, that are read into other memory and copied, in place of being
 read twice. Of a large one the pages of that memory would cost more than a second read from the page cache."""
 
+FAR_STAGED_BYTES = 4 << 30
+"""The same of arrays of any size, where no cache keeps what was read: a second read would be a second transfer."""
+
 
 UNCHECKED_BYTES = 1 << 30
 """Bytes of new memory that are taken without a look at the files that are to fill it."""
@@ -96,8 +99,8 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
     """Fill the memory of all targets. All ranks of the job call it; all raise the same error.
 
     What goes into memory that the program uses is read twice: once to verify it, and once to overwrite the memory.
-    Small arrays are read once, and wait in other memory, up to `STAGED_BYTES`. No rank overwrites before all ranks have
-    verified their part, so a damaged tag changes nothing anywhere.
+    Small arrays are read once, and wait in other memory; from an object store large ones, too (`FAR_STAGED_BYTES`). No
+    rank overwrites before all ranks have verified their part, so a damaged tag changes nothing anywhere.
 
     Args:
         reader: The tag.
@@ -128,7 +131,7 @@ def fill(reader: TagReader, targets: Mapping[str, Target], how: Filling) -> tupl
         reads = plan if shared is None else shared.reads
         # What other ranks send would go to the wrong memory: it comes when the staged bytes are in place.
         with collector_paused():
-            staged = {} if shared is not None else _staged(memory)
+            staged = {} if shared is not None else _staged(memory, cached=reader.directory.costs.cached)
             slots = [staged.get(i, slot) for i, slot in enumerate(slots)]
             twice = memory.live - staged.keys()
             to_live = reads.of_slots(twice)
@@ -174,11 +177,11 @@ def _check_sizes(reader: TagReader, targets: Mapping[str, Target]) -> None:
                 reader.source(file)
 
 
-def _staged(memory: WantedMemory) -> dict[int, memoryview]:
-    """Other memory for small slots of the program's, in their order, as many as `STAGED_BYTES` allow; by slot."""
-    small = [slot for slot in sorted(memory.live) if len(memory.slots[slot]) < STRAIGHT_BYTES]
+def _staged(memory: WantedMemory, *, cached: bool) -> dict[int, memoryview]:
+    """Other memory for slots of the program's that are not read twice, in their order, as many as may be; by slot."""
+    small = [slot for slot in sorted(memory.live) if not cached or len(memory.slots[slot]) < STRAIGHT_BYTES]
     sizes = [len(memory.slots[slot]) for slot in small]
-    fitting = bisect_right(list(accumulate(sizes)), STAGED_BYTES)
+    fitting = bisect_right(list(accumulate(sizes)), STAGED_BYTES if cached else FAR_STAGED_BYTES)
     return dict(zip(small[:fitting], memory.slabs.views(sizes[:fitting]), strict=True))
 
 

@@ -57,7 +57,7 @@ def stale_since(root: Root, newest: TagEntry | None, new: TagReader) -> tuple[st
     if known is not None and (known.head.tag, known.head.sequence) != (newest.tag, newest.sequence):
         known = None  # another job has saved since
     try:
-        with TagReader(root.open(newest.tag), root.path, newest.tag, known) as old:
+        with TagReader(root.open_listed(newest), root.path, newest.tag, known) as old:
             evidence = _evidence(old, new)
             return None if evidence is None else (old.tag, evidence)
     except (CheckpointError, OSError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from xla_ckpt.engine import pickles
@@ -193,7 +193,7 @@ class TagReader:
         """
         source = self.source(file)
         with naming(path=self.root, tag=self.tag):
-            return head_of(source, self.manifest.files[file], self.hint)
+            return head_of(source, self.manifest.files[file], lambda: self.hint)
 
     def object(self, index: int, leaf: str, *, trust: bool) -> Any:
         """The object of this number in the skeleton.
@@ -266,7 +266,7 @@ def absent(directory: Directory, problem: str, **facts: Any) -> CheckpointError:
     return CorruptCheckpointError(problem, **facts)
 
 
-def head_of(source: Source, record: FileRecord, hint: str) -> bytes:
+def head_of(source: Source, record: FileRecord, hint: Callable[[], str]) -> bytes:
     """The bytes of a file that no region holds, compared with the digest in its record.
 
     Raises:
@@ -288,6 +288,6 @@ def head_of(source: Source, record: FileRecord, hint: str) -> bytes:
             file=record.path,
             expected=f"digest {to_hex(record.digest)}",
             found=to_hex(actual),
-            hint=hint,
+            hint=hint(),
         )
     return bytes(data)

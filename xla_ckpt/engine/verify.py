@@ -65,10 +65,11 @@ def verify_tag(reader: TagReader, *, marks: frozenset[str] = frozenset(), worker
     began = time.monotonic()
     report = verify_payload(reader, workers=workers)
     with storage_errors("reading the parity", path=reader.root, tag=reader.tag):
-        problems, of_parity = verify_parity(reader.directory, reader.manifest)
+        files = reader.directory.files()
+        problems, of_parity = verify_parity(reader.directory, reader.manifest, files)
     report.problems += [problem.at(path=reader.root, tag=reader.tag) for problem in problems]
     known = {f.path for f in reader.manifest.files} | OF_COMMITS | {MANIFEST} | marks | of_parity
-    report.strangers = [name for name in reader.directory.files() if name not in known]
+    report.strangers = [name for name in files if name not in known]
     report.seconds = time.monotonic() - began
     return report
 

@@ -25,8 +25,6 @@ from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.listing import names_in
-from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import path as paths
 
 if TYPE_CHECKING:
@@ -163,11 +161,19 @@ class Layout:
         """Whether a tag of ours, given its manifest, was written in this layout."""
         return False
 
-    def tags(self, store: Store) -> list[TagEntry]:
-        """The complete tags of it that have no manifest of ours, oldest first. Cheap, and without a framework."""
+    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
+        """The complete tags of it, oldest first. Cheap, and without a framework.
+
+        Args:
+            store: The root directory.
+            names: What lies in it and is not ours.
+
+        Raises:
+            StorageError: It cannot be read.
+        """
         if not self.origin:
             return []
-        entries = (self.find(store, name) for name in names_in(store) if may_be_foreign(store, name))
+        entries = (self.find(store, name) for name in names)
         return sorted((tag for tag in entries if tag is not None and tag.complete), key=lambda tag: tag.created)
 
     def find(self, store: Store, tag: str) -> TagEntry | None:

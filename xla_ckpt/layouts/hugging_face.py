@@ -22,7 +22,6 @@ from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_object
 
@@ -45,7 +44,7 @@ class HuggingFace(Layout):
     model_names = ModelNames.HUGGING_FACE
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        if may_be_foreign(store, tag) and any(store.has(f"{tag}/{name}") for name in (SINGLE, WEIGHT_INDEX)):
+        if any(store.has(f"{tag}/{name}") for name in (SINGLE, WEIGHT_INDEX)):
             return TagEntry(tag=tag, directory=tag)
         return None
 

@@ -24,7 +24,6 @@ from xla_ckpt.plan.export_plan import plan_export
 from xla_ckpt.plan.file_plan import FilePlan
 from xla_ckpt.storage.base import Directory, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.roots import may_be_foreign
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.json_object import json_object
@@ -55,7 +54,7 @@ class Peft(HuggingFace):
     model_names = ModelNames.PROGRAM
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
-        if may_be_foreign(store, tag) and store.has(f"{tag}/{ARRAYS}"):
+        if store.has(f"{tag}/{ARRAYS}"):
             return TagEntry(tag=tag, directory=tag)
         return None
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 from xla_ckpt.engine.repair import repair_tag
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.engine.verify import VerifyReport, verify_tag
-from xla_ckpt.errors import CorruptCheckpointError, NoCheckpointError, UsageError, storage_errors
+from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, NoCheckpointError, UsageError, storage_errors
 from xla_ckpt.keywords import meant
 from xla_ckpt.layouts.base import HuggingFaceModel, Layout
 from xla_ckpt.layouts.dcp.layout import TORCHTITAN, Dcp
@@ -31,8 +31,11 @@ from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.missing import no_such_tag
-from xla_ckpt.tags.roots import may_be_foreign, root_of
+from xla_ckpt.tags.names import is_tag_name
+from xla_ckpt.tags.root import Root
+from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,14 +115,17 @@ def all_tags(store: Store) -> list[tuple[Layout | None, TagEntry]]:
     Raises:
         StorageError: The directory cannot be read.
     """
-    ours = root_of(store).entries()
-    names = {e.tag for e in ours}
+    root = root_of(store)
+    ours = root.entries()
+    known = {e.tag for e in ours}
+    names = [name for name in names_in(store) if name not in known and _may_be_foreign(root, name)]
     foreign: list[tuple[float, Layout, TagEntry]] = []
-    for layout in _layouts:
+    for layout in _layouts if names else ():
         latest = 0.0
-        for entry in layout.tags(store):
-            if entry.tag not in names:
-                names.add(entry.tag)
+        for entry in layout.tags(store, names):
+            # A tag of ours that was just being replaced, in this layout, has its manifest again.
+            if entry.tag not in known and not root.is_ours(entry.tag):
+                known.add(entry.tag)
                 # Those of one layout keep its own order, which need not be that of the time stamps.
                 latest = max(latest, _time(entry) if entry.created else 0.0)
                 foreign.append((latest, layout, entry))
@@ -152,14 +158,20 @@ def _time(entry: TagEntry) -> float:
 
 def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
     """A tag without a manifest of ours, complete or not, and the layout that opens it; None if there is none."""
-    if may_be_foreign(store, tag):
+    root = root_of(store)
+    if _may_be_foreign(root, tag):
         for layout in _layouts:
             with storage_errors("looking for a tag", path=store.path, tag=tag):
                 entry = layout.find(store, tag)
             if entry is not None:
                 # A tag of ours that was just being replaced, in this layout, has its manifest again.
-                return None if root_of(store).is_ours(tag) else (layout, entry)
+                return None if root.is_ours(tag) else (layout, entry)
     return None
+
+
+def _may_be_foreign(root: Root, name: str) -> bool:
+    """Whether what has this name may be a tag that another library wrote."""
+    return is_tag_name(name) and not root.knows(name)
 
 
 def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
@@ -178,13 +190,21 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         directory = root_of(store).open(tag)
     except NoCheckpointError as error:
         raise _better(error, store) from None
-    reader = TagReader(directory, store.path, tag)
-    layout = layout_of(reader.manifest)
-    if store.file_system is not None:  # else nobody else's files get into its directory
-        reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
     try:
+        reader = TagReader(directory, store.path, tag)
+    except ChangedTagError:
+        if store.object_store is None:
+            raise
+        # A newer version may have replaced it since the look.
+        if root_of(now := store.look()).place_of(tag) == directory.name:
+            raise CorruptCheckpointError("the tag has no files", path=store.path, tag=tag) from None
+        return open_tag(now, tag, hints)
+    layout = layout_of(reader.manifest)
+    try:
+        if store.file_system is not None:  # else nobody else's files get into its directory
+            reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
+            _tell_beside(store, tag, [other for other in _layouts if other.marks - layout.marks])
         layout.check(reader)
-        _tell_beside(store, tag, [other for other in _layouts if other.marks - layout.marks])
     except BaseException:
         reader.close()  # nobody else will
         raise
@@ -246,24 +266,27 @@ def _better(error: NoCheckpointError, store: Store) -> NoCheckpointError:
     if foreign and len(foreign) == len(tags):
         error.problem += meant(error.tag, [tag for _, tag in foreign])
         error.hint = f"{foreign[-1][0]} wrote the tags there: {', '.join(tag for _, tag in foreign[-10:])}."
-    elif (inside := named_itself(store.path)) is not None:
+    elif (inside := named_itself(store)) is not None:
         above, name = inside
         error.hint = f"This is a checkpoint by itself: pass it without a tag, or pass {above.path} and the tag {name}."
     return error
 
 
-def named_itself(path: str) -> tuple[Store, str] | None:
-    """(root directory, tag) if a path is that of a tag itself, or (directory above, name) of what a tag is made of.
+def named_itself(root: Store) -> tuple[Store, str] | None:
+    """(root directory, tag) if a root is a tag itself, or (directory above, name) of what a tag is made of.
 
     A directory in which there are tags is their root, whatever else lies in it, if its layout may hold tags.
     """
+    if root_of(root).is_certain():
+        return None
     try:
-        store, name = door.above(path)
+        above, name = door.above(root.path)
     except UsageError:
         return None
-    if root_of(store).is_ours(name):
-        return store, name
-    foreign = find_foreign(store, name)
-    if foreign is None or (foreign[0].may_hold_tags and all_tags(door.store_at(path))):
+    above = above.look()
+    if root_of(above).is_ours(name):
+        return above, name
+    foreign = find_foreign(above, name)
+    if foreign is None or (foreign[0].may_hold_tags and all_tags(root)):
         return None
-    return store, name
+    return above, name

@@ -21,9 +21,12 @@ class Costs:
     in_flight: int
     """Reads at a time that the storage needs to be fast. 0: as many as the caller says."""
 
+    cached: bool
+    """Whether what was read is cheap to read again: the page cache has it."""
+
 
 STRAIGHT_BYTES = 256 * 1024
 """As `Costs.straight_bytes`, for a disk."""
 
-DISK = Costs(batch_bytes=8 * 1024 * 1024, straight_bytes=STRAIGHT_BYTES, max_gap=32 * 1024, in_flight=0)
+DISK = Costs(batch_bytes=8 * 1024 * 1024, straight_bytes=STRAIGHT_BYTES, max_gap=32 * 1024, in_flight=0, cached=True)
 """A disk of this machine."""

@@ -162,6 +162,13 @@ class Store(Protocol):
     def object_store(self) -> ObjectStore | None:
         """The same, if it replaces records on a condition. A store is one of the two."""
 
+    def look(self) -> Store:
+        """The same root for one call of a reader, who asks many things about one state of it.
+
+        An object store, where each question is a request, then reads its records and the names in the root once. Who
+        waits for a change looks anew. A file system is never looked at as a whole: it returns itself.
+        """
+
     def address(self, name: str) -> str:
         """What a name stands for, in full and with links followed: equal ones mean the same directory."""
 
@@ -261,7 +268,9 @@ class ObjectStore(Store, Protocol):
     """
 
     def fill(self, name: str) -> Streaming:
-        """A directory whose files are about to be written, perhaps by several processes."""
+        """The directory of this name, without asking whether there is one: its files are about to be written, perhaps
+        by several processes, or a record says that they are there.
+        """
 
     def check_conditions(self) -> None:
         """Find out whether records are replaced only on their condition.
@@ -279,8 +288,11 @@ class ObjectStore(Store, Protocol):
     def read_record(self, name: str) -> tuple[bytes, str] | None:
         """A small file that may be replaced, and its version; None if there is none."""
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
         """Replace a record if it has this version; make it if `version` is None, and there is none.
+
+        Returns:
+            The version that it has now.
 
         Raises:
             Changed: It has another version.

@@ -179,6 +179,10 @@ class LocalStore:
             return None
         return status.st_dev, status.st_ino
 
+    def look(self) -> LocalStore:
+        """Itself."""
+        return self
+
     def address(self, name: str) -> str:
         return os.path.realpath(self._at(name))
 

@@ -42,8 +42,8 @@ class MemoryFiles(MutableMapping[str, bytes]):
 
         self._versions = itertools.count(1)
 
-    def put(self, name: str, data: bytes, version: str | None) -> None:
-        """Write a file if it has this version; with None, if there is none.
+    def put(self, name: str, data: bytes, version: str | None) -> str:
+        """Write a file if it has this version; with None, if there is none. The version that it has then.
 
         Raises:
             Changed: It has another one.
@@ -53,6 +53,7 @@ class MemoryFiles(MutableMapping[str, bytes]):
             if version != (None if file is None else file.version):
                 raise Changed(name)
             self[name] = data
+            return self._files[name].version
 
     def file(self, name: str) -> File | None:
         """A file as it is now; None if there is none."""
@@ -233,6 +234,10 @@ class MemoryStore:
         """Itself."""
         return self
 
+    def look(self) -> MemoryStore:
+        """Itself: no question costs anything."""
+        return self
+
     def address(self, name: str) -> str:
         return f"{self.path}/{name}"
 
@@ -297,5 +302,5 @@ class MemoryStore:
         file = self._objects.file(self._full(name))
         return None if file is None else (file.data, file.version)
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
-        self._objects.put(self._full(name), data, version)
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
+        return self._objects.put(self._full(name), data, version)

@@ -6,6 +6,7 @@ Nothing of a file can be seen before its last byte is there. A record is replace
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import tempfile
@@ -33,8 +34,17 @@ PARTS_AT_ONCE = 4
 SPOOL_BYTES = 64 * MIB
 """A file that is not written in the order of its bytes is kept in memory up to this size, then in a temporary file."""
 
-COSTS = Costs(batch_bytes=16 * MIB, max_gap=2 * MIB, straight_bytes=4 * MIB, in_flight=32)
+COSTS = Costs(
+    batch_bytes=16 * MIB,
+    max_gap=2 * MIB,
+    straight_bytes=4 * MIB,
+    in_flight=32,
+    cached=False,
+)
 """A request takes some 25 ms before its first byte, in which 2 MiB come through another one."""
+
+START_BYTES = 1 * MIB
+"""Bytes that are read at once of a file whose size is not known: all of most manifests."""
 
 DELETED_AT_ONCE = 1000
 """Names in one request that deletes files."""
@@ -53,6 +63,8 @@ class RemoteSource:
 
     def __init__(self, client: Client, key: str, size: int | None, versions: dict[str, str]) -> None:
         self._client, self._key, self._size, self._versions = client, key, size, versions
+        self._start = memoryview(b"")
+        """The beginning of the file, as far as it came with its size."""
 
     @property
     def _version(self) -> str | None:
@@ -72,14 +84,19 @@ class RemoteSource:
         return self._size
 
     def look(self) -> None:
-        """Ask for its size and version. FileNotFoundError if there is none."""
-        meta = self._client.head(self._key)
-        self._size, self._version = meta["size"], meta["e_tag"]
+        """Ask for its size and version. FileNotFoundError if there is none.
+
+        The answer has the beginning of the file, too: who does not know the size reads a small file, or a header.
+        """
+        self._start, self._size, self._version = self._client.start(self._key, START_BYTES)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         wanted = len(buffer) if self._size is None else min(len(buffer), self._size - offset)
         if wanted <= 0:
             return 0
+        if offset + wanted <= len(self._start):
+            buffer[:wanted] = self._start[offset : offset + wanted]
+            return wanted
         data, version = self._client.read(self._key, offset, wanted, self._version)
         self._version = self._version or version
         buffer[: len(data)] = data
@@ -212,6 +229,8 @@ class RemoteStore:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._seen: dict[str, Any] | None = None
+        """What was read of records and of the names in the root, by its name; None where nothing is kept."""
         scheme, _, location = path.partition("://")
         bucket, _, prefix = location.partition("/")
         self._client = client_of(scheme, bucket)
@@ -224,6 +243,19 @@ class RemoteStore:
     def object_store(self) -> RemoteStore:
         """Itself."""
         return self
+
+    def look(self) -> RemoteStore:
+        seen = copy.copy(self)
+        seen._seen = {}
+        return seen
+
+    def _once(self, name: str, read: Callable[[], Any]) -> Any:
+        """What `read` gives; that of its first call, in a look."""
+        if self._seen is None:
+            return read()
+        if name not in self._seen:
+            self._seen[name] = read()
+        return self._seen[name]
 
     def address(self, name: str) -> str:
         return f"{self.path}/{name}"
@@ -248,7 +280,10 @@ class RemoteStore:
         self._client.check_conditions(self._prefix)
 
     def names(self, path: str = "") -> list[str]:
-        return self._client.names_below(self._below(path))
+        if path:
+            return self._client.names_below(self._below(path))
+        names: list[str] = self._once("", lambda: self._client.names_below(self._below("")))
+        return list(names)
 
     def has(self, path: str) -> bool:
         return self._exists(self._key(path)) or self.is_directory(path)
@@ -287,16 +322,25 @@ class RemoteStore:
         self._client.copy(self._key(source), self._key(target))
 
     def remove(self, name: str) -> None:
-        keys = [self._key(name), *self._client.below(self._below(name))]
+        # A store without a request for many files ends at the first that is not there: only such names are told as are.
+        keys = self._client.below(self._below(name)) or [self._key(name)]
         for at in range(0, len(keys), DELETED_AT_ONCE):
             self._client.delete(keys[at : at + DELETED_AT_ONCE])
 
     def read_record(self, name: str) -> tuple[bytes, str] | None:
+        record: tuple[bytes, str] | None = self._once(name, lambda: self._record(name))
+        return record
+
+    def _record(self, name: str) -> tuple[bytes, str] | None:
         try:
             data, version = self._client.read_version(self._key(name))
         except FileNotFoundError:
             return None
         return data, json.dumps(version)
 
-    def write_record(self, name: str, data: bytes, version: str | None) -> None:
-        self._client.write_if(self._key(name), data, None if version is None else json.loads(version))
+    def write_record(self, name: str, data: bytes, version: str | None) -> str:
+        if self._seen is not None:
+            self._seen.clear()  # it is another one then, or was before
+        return json.dumps(
+            self._client.write_if(self._key(name), data, None if version is None else json.loads(version))
+        )

@@ -22,7 +22,7 @@ from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.remote_errors import NO_STORE, os_error
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import ObjectMeta, PutResult
     from obstore.store import ObjectStore
 
 SCHEMES = ("s3", "gs", "az")
@@ -148,6 +148,18 @@ class Client:
         return data, answer.meta["e_tag"]
 
     @_quickly
+    def start(self, key: str, nbytes: int) -> tuple[memoryview, int, str | None]:
+        """The first bytes of a file, its size, and its version."""
+        try:
+            answer = self._quick.get(key, options={"range": (0, nbytes)})
+            data = memoryview(answer.bytes())
+        except Exception as error:
+            if "416 Range Not Satisfiable" not in str(error):
+                raise
+            return memoryview(b""), 0, None  # it is empty
+        return data, answer.meta["size"], answer.meta["e_tag"]
+
+    @_quickly
     def read_version(self, key: str) -> tuple[bytes, dict[str, str]]:
         """All of a small file, and what it takes to replace this version of it."""
         answer = self._quick.get(key)
@@ -162,8 +174,8 @@ class Client:
         self._patient.put(key, data, chunk_size=part_bytes, max_concurrency=parts_at_once)
 
     @_quickly
-    def write_if(self, key: str, data: bytes, version: dict[str, str] | None) -> None:
-        """Write a small file if it has this version; with None, if there is none.
+    def write_if(self, key: str, data: bytes, version: dict[str, str] | None) -> dict[str, str]:
+        """Write a small file if it has this version; with None, if there is none. The version that it has then.
 
         Raises:
             Changed: It has another one, or there is one, or none. The store says so of a write of its own, too, that it
@@ -172,7 +184,8 @@ class Client:
         from obstore import exceptions
 
         try:
-            self._quick.put(key, data, mode="create" if version is None else version, use_multipart=False)  # type: ignore[arg-type]
+            mode: Any = "create" if version is None else version
+            return _version_of(self._quick.put(key, data, mode=mode, use_multipart=False))
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
             raise Changed(key) from error
         except FileNotFoundError as error:
@@ -256,7 +269,7 @@ def _careless(what: str) -> UsageError:
     )
 
 
-def _version_of(meta: ObjectMeta) -> dict[str, str]:
+def _version_of(meta: ObjectMeta | PutResult) -> dict[str, str]:
     """What tells the versions of a file apart: an entity tag, and on Google's servers a generation."""
     return {name: value for name in ("e_tag", "version") if (value := meta.get(name))}  # type: ignore[misc]
 

@@ -46,13 +46,17 @@ class Attempt:
     is_open: bool = True
 
     def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
-        self._check_owner(self.record.read())  # else its files may be gone, which says less
+        if self.kind is Kind.REPAIR:
+            self._check_owner(self.record.read())
+            self._carry_over()
+        try:
+            start = self.record.store.start_of(f"{self.directory.name}/{MANIFEST}", manifest_json.HEAD_BYTES)
+        except FileNotFoundError:
+            self._check_owner(self.record.read())  # who has taken the root over has removed it
+            raise
+        head = manifest_json.parse_head(start)
         if report is not None:
             write_small(self.directory, REPORT, json.dumps(report).encode())
-        if self.kind is Kind.REPAIR:
-            self._carry_over()
-        start = self.record.store.start_of(f"{self.directory.name}/{MANIFEST}", manifest_json.HEAD_BYTES)
-        head = manifest_json.parse_head(start)
 
         def change(ledger: Ledger) -> Ledger:
             its = ledger.tags.get(self.tag)

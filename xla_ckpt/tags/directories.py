@@ -66,12 +66,21 @@ class DirectoryRoot:
             raise no_such_tag(self, tag)
         return directory
 
+    def open_listed(self, entry: TagEntry) -> LocalFiles:
+        return self.store.open(entry.directory)
+
     def report_of(self, tag: str) -> Any:
         with contextlib.closing(self.open(tag)) as directory:
             return listing.custom_metadata(self.store, directory.name).get("report")
 
     def is_ours(self, name: str) -> bool:
         return listing.is_ours(self.store, name)
+
+    def knows(self, name: str) -> bool:
+        return self.is_ours(name)
+
+    def is_certain(self) -> bool:
+        return False
 
     def is_root(self, name: str) -> bool:
         return any(self.store.has(f"{name}/{tag}/{MANIFEST}") for tag in self.store.names(name)[:3])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from xla_ckpt.errors import CorruptCheckpointError, RootInUseError, StorageError, storage_errors
+from xla_ckpt.errors import RootInUseError, storage_errors
 from xla_ckpt.storage.base import Directory, ObjectStore, read_whole
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
@@ -87,16 +87,10 @@ class LedgerRoot:
         return entry
 
     def open(self, tag: str) -> Directory:
-        before = None
-        while (entry := self._existing(tag)) != before:
-            before = entry
-            try:
-                return self.store.open(entry.directory)
-            except FileNotFoundError:
-                continue  # a newer version has replaced it since the look, and its files are gone
-            except OSError as error:
-                raise StorageError.of(error, "opening a tag", path=self.path, tag=tag) from error
-        raise CorruptCheckpointError("the tag has no files", path=self.path, tag=tag)
+        return self.open_listed(self._existing(tag))
+
+    def open_listed(self, entry: TagEntry) -> Directory:
+        return self.store.fill(entry.directory)
 
     def report_of(self, tag: str) -> Any:
         directory = self.open(tag)
@@ -110,6 +104,12 @@ class LedgerRoot:
     def is_ours(self, name: str) -> bool:
         return name in self.read().tags
 
+    def knows(self, name: str) -> bool:
+        return rules.knows(self.read(), name)
+
+    def is_certain(self) -> bool:
+        return self._record.exists()
+
     def is_root(self, name: str) -> bool:
         return self.store.has(f"{name}/{LEDGER}")
 
@@ -117,7 +117,7 @@ class LedgerRoot:
         if kind not in (Kind.TAG, Kind.UPLOAD, Kind.REPAIR):
             is_file = kind in (Kind.FILE, Kind.RENEWED_FILE)
             return Placed.begin(self.store, name, self.store.fill("" if is_file else name))
-        due = rules.due(self._record.edit(self._without_dead))
+        due = self._due()
         try:
             self._record.sweep(due)
         except OSError as error:  # who may write there and not delete can save all the same
@@ -211,7 +211,14 @@ class LedgerRoot:
         return rules.without_dead(ledger, self._writer, frozenset(WRITING))
 
     def clean(self, only: str | None = None) -> None:
-        self._record.sweep(rules.due(self._record.edit(self._without_dead)))
+        self._record.sweep(self._due())
+
+    def _due(self) -> list[str]:
+        """The attempts whose files may go, when those that nobody writes any more are given up."""
+        ledger = self._record.last()
+        if self._without_dead(ledger) != ledger:
+            ledger = self._record.edit(self._without_dead)
+        return rules.due(ledger)
 
     def clean_all(self, within: float) -> Cleaned:
         listed = attempts_in(self.store)

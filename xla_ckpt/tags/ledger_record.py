@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from xla_ckpt.errors import naming, storage_errors
+from xla_ckpt.errors import CheckpointError, naming, storage_errors
 from xla_ckpt.storage.base import Changed, ObjectStore
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.ledger_rules import Ledger
@@ -36,11 +36,18 @@ class LedgerRecord:
 
     def __init__(self, store: ObjectStore) -> None:
         self.store = store
+        self._last: tuple[Ledger, str | None] | None = None
+        """The ledger and its version, as an edit left it. Another process may have changed it since."""
 
     @property
     def path(self) -> str:
         """The root, as users call it."""
         return self.store.path
+
+    def exists(self) -> bool:
+        """Whether there is one, be it damaged."""
+        with naming(path=self.path, file=LEDGER), storage_errors("reading the record of the tags", path=self.path):
+            return self.store.read_record(LEDGER) is not None
 
     def read(self) -> Ledger:
         """The ledger as it is now.
@@ -49,6 +56,10 @@ class LedgerRecord:
             CheckpointError: It is damaged, or cannot be read.
         """
         return self._read(rules.parse_ledger)[0]
+
+    def last(self) -> Ledger:
+        """The ledger as the last edit left it; as it is now, if there was none."""
+        return self.read() if self._last is None else self._last[0]
 
     def _read(self, parse: Callable[[bytes], Ledger]) -> tuple[Ledger, str | None]:
         about = {"path": self.path, "file": LEDGER}
@@ -59,18 +70,25 @@ class LedgerRecord:
     def edit(self, change: Callable[[Ledger], Ledger], parse: Callable[[bytes], Ledger] = rules.parse_ledger) -> Ledger:
         """Replace the ledger by what `change` makes of it, which is asked again if somebody else has changed it.
 
+        The last edit's ledger is tried first: a write on the condition that it is still there costs no look before. It
+        proves nothing unless it is written.
+
         Raises:
             Unanswered: The storage does not say what became of it.
             OSError: The storage refused.
         """
+        last, self._last = self._last, None
+        if last is not None and not _changes(change, last[0]):
+            last = None
         while True:
-            before, version = self._read(parse)
+            (before, version), last = last or self._read(parse), None
             after = change(before)
             if after == before:
+                self._last = before, version
                 return before
             write, refused = uuid.uuid4().hex, None
             try:
-                self._write(rules.ledger_json(after, write), version)
+                self._last = after, self._write(rules.ledger_json(after, write), version)
                 return after
             except Changed:
                 pass
@@ -88,7 +106,7 @@ class LedgerRecord:
             if refused is not None:
                 raise Unanswered(refused.errno, refused.strerror or str(refused)) from refused
 
-    def _write(self, data: bytes, version: str | None) -> None:
+    def _write(self, data: bytes, version: str | None) -> str:
         """Write it, several times if need be. Of all errors that is raised which says least."""
         raised: OSError | None = None
         for _ in range(TRIES):
@@ -105,4 +123,13 @@ class LedgerRecord:
         """Delete the files of attempts that nobody needs any more."""
         for attempt in attempts:
             self.store.remove(attempt)
-        self.edit(partial(rules.swept, attempts=attempts))
+        if attempts:
+            self.edit(partial(rules.swept, attempts=attempts))
+
+
+def _changes(change: Callable[[Ledger], Ledger], ledger: Ledger) -> bool:
+    """Whether a change would do something to a ledger, and does not refuse it."""
+    try:
+        return change(ledger) != ledger
+    except (CheckpointError, OSError):
+        return False  # it is asked again, with the ledger as it is

@@ -129,6 +129,12 @@ def attempt_name(tag: str, token: str) -> str:
     return f"{tag}/.{token}"
 
 
+def knows(ledger: Ledger, name: str) -> bool:
+    """Whether a tag has this name, or an attempt that is being written, or whose files are still to go."""
+    attempts = (*ledger.open, *ledger.doomed)
+    return name in ledger.tags or any(attempt.startswith(attempt_name(name, "")) for attempt in attempts)
+
+
 def taken(ledger: Ledger, job: str) -> Ledger:
     """A job is the one that saves there. What was begun before it took over is not committed any more."""
     epoch = ledger.epoch + (ledger.owner not in ("", job))

@@ -111,6 +111,13 @@ class Root(Protocol):
             InvalidTagError: `tag` cannot be one.
         """
 
+    def open_listed(self, entry: TagEntry) -> Directory:
+        """The same of a tag that was listed, where nobody minds if it has gone since.
+
+        Raises:
+            OSError: It has, or the storage refused. An object store says it only when a file is read.
+        """
+
     def begin(self, name: str, kind: Kind) -> Draft:
         """Make the directory that is filled, after what killed writers left behind has been removed.
 
@@ -162,6 +169,12 @@ class Root(Protocol):
 
     def is_ours(self, name: str) -> bool:
         """Whether a directory is a tag of ours, damaged or not."""
+
+    def knows(self, name: str) -> bool:
+        """Whether what has this name is ours: a tag, one that is being written, or what one has left."""
+
+    def is_certain(self) -> bool:
+        """Whether something says that this is a root of tags, so that it is no checkpoint itself."""
 
     def is_root(self, name: str) -> bool:
         """Whether a directory holds tags of ours itself, as far as few looks tell."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.names import is_tag_name
 from xla_ckpt.tags.root import Root
 
 
@@ -15,8 +14,3 @@ def root_of(store: Store) -> Root:
         return LedgerRoot(store.object_store)
     assert store.file_system is not None, "a store is one of the two"
     return DirectoryRoot(store.file_system)
-
-
-def may_be_foreign(store: Store, name: str) -> bool:
-    """Whether what has this name may be a tag that another library wrote."""
-    return is_tag_name(name) and not root_of(store).is_ours(name)

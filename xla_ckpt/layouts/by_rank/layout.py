@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from xla_ckpt.engine.tag_reader import TagReader
@@ -13,7 +14,6 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.storage.pool import READERS
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.listing import names_in
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.by_rank.files import RankFiles
@@ -32,13 +32,13 @@ class RankLayout(Layout):
         """The files of a tag, whose directory is open."""
         raise NotImplementedError
 
-    def complete_tags(self, store: Store) -> list[RankTag]:
-        """The complete tags, oldest first.
+    def complete_tags(self, store: Store, names: Sequence[str]) -> list[RankTag]:
+        """The complete tags among some names, oldest first.
 
         Raises:
             StorageError: The root cannot be read.
         """
-        tags = (self.tag_at(store, name) for name in names_in(store)) if self.origin else ()
+        tags = (self.tag_at(store, name) for name in names) if self.origin else ()
         return sorted((tag for tag in tags if tag is not None and tag.complete), key=by_time)
 
     def entry_of(self, store: Store, tag: RankTag) -> TagEntry:
@@ -53,8 +53,8 @@ class RankLayout(Layout):
         """
         return looked_up_again(self.tag_at, store, name)
 
-    def tags(self, store: Store) -> list[TagEntry]:
-        return [self.entry_of(store, tag) for tag in self.complete_tags(store)]
+    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
+        return [self.entry_of(store, tag) for tag in self.complete_tags(store, names)]
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         of_ranks = self.tag_at(store, tag) if self.origin else None

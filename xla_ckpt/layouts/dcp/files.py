@@ -175,7 +175,7 @@ class DcpFiles:
         last = bisect_left(record.regions, (span.offset + span.nbytes, 0)) - 1  # the last that begins before its end
         if last < 0 or sum(record.regions[last]) <= span.offset:  # it lies in no region
             if span.file not in self._sound_heads:
-                head_of(ahead.source, record, self.saved_over)
+                head_of(ahead.source, record, lambda: self.saved_over)
                 self._sound_heads.add(span.file)
             return
         if span.file not in self._tables:

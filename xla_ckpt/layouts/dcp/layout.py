@@ -6,7 +6,7 @@ our manifest beside `.metadata`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -69,8 +69,8 @@ class Dcp(Layout):
         number = next(i for i, file in enumerate(reader.manifest.files) if file.path == METADATA)
         reader.head(number)
 
-    def tags(self, store: Store) -> list[TagEntry]:
-        return tags.complete_dcp_tags(store) if self.finds else []
+    def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
+        return tags.complete_dcp_tags(store, names) if self.finds else []
 
     def find(self, store: Store, tag: str) -> TagEntry | None:
         return tags.find_dcp_tag(store, tag) if self.finds else None

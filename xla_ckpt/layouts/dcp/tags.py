@@ -13,8 +13,6 @@ from xla_ckpt.layouts.dcp.metadata import METADATA
 from xla_ckpt.layouts.foreign_tags import time_text
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.listing import names_in
-from xla_ckpt.tags.roots import may_be_foreign
 
 DISTCP_SUFFIX = ".distcp"
 """What names of DCP's files of tensors end with."""
@@ -32,9 +30,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
-    """The directory of DCP's that has this name, complete or not; None if it is none, or a tag of ours."""
-    if not may_be_foreign(store, tag):
-        return None
+    """The directory of DCP's that has this name, complete or not; None if it is none."""
     try:
         time = store.modified(f"{tag}/{METADATA}") or store.modified(f"{tag}/__0{METADATA}")
         if time is None:
@@ -49,18 +45,13 @@ def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
     return TagEntry(tag=tag, created=time_text(time or 0), directory=tag, complete=time is not None)
 
 
-def complete_dcp_tags(store: Store) -> list[TagEntry]:
-    """The complete ones, oldest first.
+def complete_dcp_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
+    """The complete ones among some names, oldest first.
 
     Those whose names differ in numbers only are ordered by these numbers: a copy of a root may have other time stamps.
     All others are ordered by the time stamps of `.metadata`.
-
-    Raises:
-        StorageError: The root directory cannot be read.
     """
-    complete = [
-        entry for name in names_in(store) if (entry := find_dcp_tag(store, name)) is not None and entry.complete
-    ]
+    complete = [entry for name in names if (entry := find_dcp_tag(store, name)) is not None and entry.complete]
     groups: dict[str, list[TagEntry]] = {}
     for entry in complete:
         groups.setdefault(_DIGITS.sub("0", entry.tag), []).append(entry)

@@ -15,7 +15,7 @@ from xla_ckpt.layouts.by_rank.tags import RankTag, marked_tag, modified
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import COMMITTED, MANIFEST
-from xla_ckpt.tags.roots import may_be_foreign, root_of
+from xla_ckpt.tags.roots import root_of
 
 if TYPE_CHECKING:
     from xla_ckpt.engine.writing import Writing
@@ -81,8 +81,6 @@ class NeuronxDistributed(RankLayout):
         return f"neuronx-distributed's files. {self.saved_over(store, tag)}"
 
     def tag_at(self, store: Store, name: str) -> RankTag | None:
-        if not may_be_foreign(store, name):
-            return None
         if (marked := marked_tag(store, name)) is not None:
             return marked
         try:

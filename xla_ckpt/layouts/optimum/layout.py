@@ -8,6 +8,7 @@ instead. With the metadata that lie in ``shards`` and ``adapter_shards`` no mode
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,6 @@ from xla_ckpt.layouts.foreign_tags import merged_by_time
 from xla_ckpt.layouts.optimum.metadata import METADATA_FILE
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.roots import may_be_foreign
 
 if TYPE_CHECKING:
     from xla_ckpt.layouts.by_rank.files import RankFiles
@@ -40,16 +40,14 @@ class OptimumNeuron(RankLayout):
 
     def tag_at(self, store: Store, name: str) -> RankTag | None:
         """A checkpoint, or the rank files of one with metadata beside them."""
-        if not may_be_foreign(store, name):
-            return None
         if _CHECKPOINT.fullmatch(name):
             return _checkpoint(store, name)
         if any(METADATA_FILE.fullmatch(file) for file in store.names(name)):
             return marked_tag(store, name)
         return None
 
-    def complete_tags(self, store: Store) -> list[RankTag]:
-        tags = super().complete_tags(store)
+    def complete_tags(self, store: Store, names: Sequence[str]) -> list[RankTag]:
+        tags = super().complete_tags(store, names)
         # A checkpoint's number says when it was made. Time stamps do not: a copy of the directory may change them.
         numbered = sorted((t for t in tags if _CHECKPOINT.fullmatch(t.tag)), key=lambda t: int(t.tag.split("-")[1]))
         return merged_by_time(numbered, (t for t in tags if t not in numbered), lambda t: t.time)

@@ -8,6 +8,7 @@ beside this one, and loads torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from xla_ckpt.layouts.base import Rewriting, StoredState, Topology
@@ -40,8 +41,8 @@ class SageMaker(RankLayout):
     def tag_at(self, store: Store, name: str) -> RankTag | None:
         return tags.find_smp_tag(store, name)
 
-    def complete_tags(self, store: Store) -> list[RankTag]:
-        return [*tags.complete_smp_tags(store)]
+    def complete_tags(self, store: Store, names: Sequence[str]) -> list[RankTag]:
+        return [*tags.complete_smp_tags(store, names)]
 
     def files(self, store: Store, tag: RankTag, directory: Directory) -> RankFiles:
         from xla_ckpt.layouts.smp.scan import SmpFiles

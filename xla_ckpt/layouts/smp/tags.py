@@ -17,8 +17,6 @@ from xla_ckpt.layouts.by_rank.tags import RankTag
 from xla_ckpt.layouts.foreign_tags import merged_by_time
 from xla_ckpt.storage.base import Directory, Store
 from xla_ckpt.tags.entry import TagEntry
-from xla_ckpt.tags.listing import names_in
-from xla_ckpt.tags.roots import may_be_foreign
 
 NEWEST = "newest"
 """The file in the root that lists the directories, oldest first."""
@@ -161,8 +159,6 @@ def find_smp_tag(store: Store, tag: str) -> SmpTag | None:
     A file of that name is no set: it is what ``smp.save(..., partial=False)`` wrote. With ``_*`` behind it, the name is
     that of the set beside such a file.
     """
-    if not may_be_foreign(store, tag):
-        return None
     try:
         if store.is_directory(tag):
             return _directory(store, tag)
@@ -173,13 +169,12 @@ def find_smp_tag(store: Store, tag: str) -> SmpTag | None:
         return None
 
 
-def complete_smp_tags(store: Store) -> list[SmpTag]:
-    """The complete ones, oldest first: directories in the order of `newest`, all others where their time stamps say.
+def complete_smp_tags(store: Store, names: Sequence[str]) -> list[SmpTag]:
+    """The complete ones among some names, oldest first: directories in the order of `newest`, others by time stamps.
 
     Raises:
         StorageError: The root cannot be read.
     """
-    names = names_in(store)
     by_name = {name: tag for name in names if (tag := find_smp_tag(store, name)) is not None and tag.directory}
     # What a directory of `save_checkpoint` consists of is no set of its own: the directory would be a root of tags.
     prefixes = listed_sets(name for name in names if not sets_in([name]) and not store.is_directory(name))
