@@ -18,7 +18,7 @@ from xla_ckpt.plan.merge import Replicas
 from xla_ckpt.plan.parity import Parity
 from xla_ckpt.snapshot.arena import BUDGET_BYTES
 from xla_ckpt.snapshot.take import Mode
-from xla_ckpt.storage.door import PathLike
+from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.pool import READERS
 
 MAX_MEMORY = 1 << 30
@@ -89,6 +89,13 @@ class SaveOptions:
     timeout: float = TIMEOUT
     """Seconds that a rank which is done waits for the others before all that are left give up."""
 
+    local: PathLike | None = None
+    """Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, which all
+    hosts of the job see. The save commits there, and rank 0 uploads the tag in the background, after those before it.
+    An upload that fails is logged, does not fail the save, and is repeated with the next one, in this process or a
+    later one; `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. ``num_kept_ckpts``
+    counts in both places; the directory keeps tags beyond it until they are in the bucket (docs/object-stores.md)."""
+
     def __post_init__(self) -> None:
         check_choice("replicas", self.replicas, get_args(Replicas))
         check_choice("stale", self.stale, get_args(Stale))
@@ -106,6 +113,7 @@ class SaveOptions:
             "parity": self.parity,
             "stale": self.stale,
             "on_error": "a function" if callable(self.on_error) else self.on_error,
+            "local": None if self.local is None else full_path(self.local),
         }
 
 
@@ -135,13 +143,17 @@ class LoadOptions:
     timeout: float = TIMEOUT
     """Seconds that a rank waits for another one."""
 
+    local: PathLike | None = None
+    """The directory of `SaveOptions.local`. The newest tag of both places is loaded, by the number of its commit; a tag
+    that is in both is read from the directory, and from the bucket if it is damaged there."""
+
     def __post_init__(self) -> None:
         check_choice("replica_read", self.replica_read, get_args(ReplicaRead))
         _check_timeout(self.timeout)
 
     def in_common(self) -> dict[str, Any]:
         """What all ranks of a job have to say alike, by name."""
-        return {"replica_read": self.replica_read}
+        return {"replica_read": self.replica_read, "local": None if self.local is None else full_path(self.local)}
 
 
 @known_fields

@@ -120,10 +120,10 @@ def test_what_comes_after_the_commit_may_fail(
     def refuse(*args: object) -> None:
         raise OSError(5, "Input/output error")
 
-    from xla_ckpt.tags import directories
+    from xla_ckpt.tags import cleaning
 
     with monkeypatch.context() as patch:
-        patch.setattr(directories, "move_to_trash", refuse)
+        patch.setattr(cleaning, "move_to_trash", refuse)
         put(tmp_path, "b", 2, num_kept_ckpts=1)
         xla_ckpt.finalize_checkpoint()
     assert held(tmp_path) == {"a": 1, "b": 2}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from xla_ckpt.api.load_steps import Load, LoadWish
-from xla_ckpt.api.tags import expect_commit, located
+from xla_ckpt.api.tags import expect_commit, located, near_and_far
 from xla_ckpt.engine.background import SAVES, install_exit_hook
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.phases import LOAD, LOAD_PHASES, Phases, as_line, rate
@@ -211,6 +211,7 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     phases = Phases(LOAD_PHASES, keep=file is not None)
     SAVES.settle(full_path(path))  # what this process saves there is a tag before anybody looks
     store, tag = located(path, tag)
+    near = None if options.local is None else near_and_far(path, options.local)[0]
     install_exit_hook()
     if wish.alone:
         job = job_alone(options.timeout)
@@ -233,6 +234,7 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
         job.exchange.waited = phases.waited
     load = Load(
         store=store,
+        near=near,
         job=job,
         content=content,
         wish=wish,
@@ -240,25 +242,26 @@ def _load(path: PathLike, tag: str | None, content: Objects | Like, wish: LoadWi
     )
     try:
         with naming(path=store.path), job.taking_part():
-            job.begin(call, partial(_wait, store.path))
+            job.begin(call, partial(_wait, [store.path] if near is None else [store.path, near.path]))
             if job.exchange.size > 1 or store.path != full_path(path):
                 load = replace(load, store=store.look())  # what others saved meanwhile was not there yet
             if tag is None:
                 value, report = load.newest()
             else:
-                value, report = load.one(tag, job.exchange.within("tag"))
+                value, report = load.one(tag)
     except Exception as error:
         # Raised to the caller; those who watch loads hear of it here.
         _end(LoadReport(path=store.path, tag=tag or "", error=error), phases, traced)
         raise
     if job.exchange.rank == 0:
-        expect_commit(store)
+        expect_commit(near or store)
     return value, _end(report, phases, traced)
 
 
-def _wait(path: str) -> None:
+def _wait(paths: Sequence[str]) -> None:
     """Wait for the saves that this load may not overtake."""
-    SAVES.wait(path)
+    for path in paths:
+        SAVES.wait(path)
     GUARD.wait()  # a save to another directory may not have copied yet what is overwritten now
 
 

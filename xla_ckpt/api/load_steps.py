@@ -38,12 +38,18 @@ from xla_ckpt.state.loading import Problem, Stored, incompatible
 from xla_ckpt.state.members import Like, Loadings, Objects
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
-from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.base import FileSystem, Store
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.upload_rules import newest_first
 from xla_ckpt.tree import path as paths
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
+
+Candidate = tuple[str, bool]
+"""A tag that may be read, and whether that is the one in the directory of ``local=``."""
 
 SEARCHES = 8
 """How often the newest tag is looked for, if the one that was found is always replaced or removed meanwhile."""
@@ -69,6 +75,9 @@ class Load:
     """One load on one rank, and what it needs."""
 
     store: Store
+    near: FileSystem | None
+    """The directory of ``local=``, if there is one."""
+
     job: Job
     content: Objects | Like
     wish: LoadWish
@@ -76,33 +85,40 @@ class Load:
 
     def newest(self) -> tuple[Any, LoadReport]:
         """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
-        damaged: dict[str, CorruptCheckpointError] = {}
+        damaged: dict[Candidate, CorruptCheckpointError] = {}
         changed: list[CheckpointError] = []
         load, todo = self, self._newest_first("tags")
         while todo:
-            tag = todo.pop(0)
+            tag, is_near = todo.pop(0)
             try:
-                value, report = load.one(tag, self.job.exchange.within(f"{len(changed)}/{tag}"))
+                value, report = load._one(is_near, tag, self.job.exchange.within(f"{len(changed)}/{tag}/{is_near}"))
             except CorruptCheckpointError as error:
                 logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
-                damaged[tag] = error
+                damaged[tag, is_near] = error
             except (ChangedTagError, NoCheckpointError) as error:
                 changed.append(error)
                 if len(changed) == SEARCHES:
                     raise
                 logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
                 load = replace(self, store=self.store.look())
-                todo = [tag for tag in load._newest_first(f"tags/{len(changed)}") if tag not in damaged]
+                todo = [one for one in load._newest_first(f"tags/{len(changed)}") if one not in damaged]
             else:
-                return value, replace(report, corrupt_tags=tuple(damaged))
+                return value, replace(report, corrupt_tags=tuple(tag for tag, _ in damaged))
         if damaged:
             raise _all_damaged(damaged)
         raise no_tag(self.store, None)
 
-    def one(self, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
+    def one(self, tag: str) -> tuple[Any, LoadReport]:
+        """Load a tag by its name, from the nearer place if it is in both."""
+        exchange = self.job.exchange.within("tag")
+        is_near = self.near is not None and _of_lead(exchange, "near", lambda: (tag, True) in self._candidates(tag)[:1])
+        return self._one(is_near, tag, exchange)
+
+    def _one(self, is_near: bool, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
         """Load one tag: open it, check it against the targets, plan, read and verify, install."""
+        store = self.near if is_near and self.near is not None else self.store
         with self.phases.timed("open"):
-            reader = self._open(tag, exchange)
+            reader = self._open(store, tag, exchange)
         with reader:
             self._check_version(reader, exchange)
             with self.phases.timed("check"):
@@ -131,7 +147,7 @@ class Load:
             if late_loss.error is not None:
                 raise _loaded_without(late_loss.error, reader)
         report = LoadReport(
-            path=self.store.path,
+            path=store.path,
             tag=tag,
             skipped=skipped,
             arrays=len(loadings.targets),
@@ -140,11 +156,17 @@ class Load:
         )
         return value, report
 
-    def _newest_first(self, key: str) -> list[str]:
+    def _newest_first(self, key: str) -> list[Candidate]:
         """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
-        return _of_lead(self.job.exchange, key, self._listed)
+        return [(tag, is_near) for tag, is_near in _of_lead(self.job.exchange, key, self._candidates)]
 
-    def _listed(self) -> list[str]:
+    def _candidates(self, tag: str | None = None) -> list[Candidate]:
+        """What may be read, the best first: all tags, or those of one name."""
+        tags = self._listed()
+        both = newest_first([] if self.near is None else root_of(self.near).entries(), tags)
+        return [(entry.tag, is_near) for entry, is_near in both if tag in (None, entry.tag)]
+
+    def _listed(self) -> list[TagEntry]:
         tags = all_tags(self.store)
         if (newer := passed_over(tags)) is not None:
             logger.warning(
@@ -155,27 +177,22 @@ class Load:
                 newer[1],
                 tags[-1][1].tag,
             )
-        return [entry.tag for _, entry in tags][::-1]
+        return [entry for _, entry in tags]
 
-    def _open(self, tag: str, exchange: Round) -> TagReader:
+    def _open(self, store: Store, tag: str, exchange: Round) -> TagReader:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
         # Ranks that look at different moments may see different tags, and would wait for different messages.
         hints: Hints | None = None
-        if _of_lead(exchange, "asks", lambda: self._asks(tag)):
+        if _of_lead(exchange, "asks", lambda: _asks(store, tag)):
             with agreed(exchange, "describing"):
                 hints = self.content.hints(StateShardings(self.job.placement, self.wish.rules))
             hints = self._of_all_stages(hints, exchange)
         with contextlib.ExitStack() as unless_all_have:
             with agreed(exchange, "opening"):
-                reader = unless_all_have.enter_context(open_tag(self.store, tag, hints))
+                reader = unless_all_have.enter_context(open_tag(store, tag, hints))
             unless_all_have.pop_all()
         # Where another rank could not open it, it is closed: retention leaves a tag alone that is open.
         return reader
-
-    def _asks(self, tag: str) -> bool:
-        """Whether the files of a tag do not say everything."""
-        foreign = find_foreign(self.store, tag)
-        return foreign is not None and foreign[0].asks
 
     def _check_version(self, reader: TagReader, exchange: Round) -> None:
         """Refuse a tag of which this rank and rank 0 have opened two versions: parts of both would be loaded.
@@ -257,17 +274,23 @@ class Load:
         if refused and (self.wish.strict or (not fits and reader.manifest.arrays)):
             optional = isinstance(self.content, Objects)
             error = incompatible(refused, fits=fits, optional=optional, ranks=self.job.placement.world)
-            raise error.at(path=self.store.path, tag=reader.tag)
+            raise error.at(path=reader.root, tag=reader.tag)
         for problem in problems:
             logger.warning("tag %s: not loaded: %s", reader.tag, problem)
         return tuple(map(str, problems))
 
 
-def _all_damaged(damaged: Mapping[str, CorruptCheckpointError]) -> CorruptCheckpointError:
+def _asks(store: Store, tag: str) -> bool:
+    """Whether the files of a tag do not say everything."""
+    foreign = find_foreign(store, tag)
+    return foreign is not None and foreign[0].asks
+
+
+def _all_damaged(damaged: Mapping[Candidate, CorruptCheckpointError]) -> CorruptCheckpointError:
     """The error for a root in which no tag is good: that of the newest one, which names the others."""
     (_, newest), *others = damaged.items()
     if others:
-        lines = [f"  tag {tag}: {error.problem}" for tag, error in others]
+        lines = [f"  tag {tag}: {error.problem}" for (tag, _), error in others]
         newest.details = "\n".join(filter(None, (newest.details, "All other tags are damaged, too:", *lines)))
     return newest
 

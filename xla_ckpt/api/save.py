@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xla_ckpt.api.freezing import freeze
+from xla_ckpt.api.tags import near_and_far
 from xla_ckpt.api.wish import Wish, chosen_layouts
-from xla_ckpt.engine.background import MISTAKES, SAVES, SaveHandle, install_exit_hook
+from xla_ckpt.engine.background import SAVES, SaveHandle, install_exit_hook
 from xla_ckpt.engine.cancellation import Cancellation
-from xla_ckpt.engine.ending import end
+from xla_ckpt.engine.ending import MISTAKES, end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Order, Save, Timing
 from xla_ckpt.engine.trace import Trace
+from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, StorageError, UsageError
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
@@ -34,6 +36,7 @@ from xla_ckpt.storage.door import PathLike, above, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.names import check_is_text, check_tag
 from xla_ckpt.tags.retention import check_keep
+from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
 logger = logging.getLogger(__name__)
@@ -173,12 +176,12 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
     none of the program's memory.
     """
     began, options = time.perf_counter(), wish.options
-    root, file = root_of(store_at(path)), trace_file(options.trace)
+    (root, uploader), file = _root_of(path, options), trace_file(options.trace)
     check_is_text(tag, root.path)
     phases = Phases(keep=file is not None)
     install_exit_hook()
     cancellation = Cancellation()
-    handle = SaveHandle(root.path, tag, cancellation)
+    handle = SaveHandle(root.path, tag, cancellation, uploader=uploader)
     frozen: Frozen | CheckpointError | None = None
     refused: BaseException | None = None
     try:
@@ -227,6 +230,14 @@ def _save(path: PathLike, tag: str, content: Objects | Tree, wish: Wish) -> Save
         raise
     finally:
         del frozen, refused  # or this frame and the error's traceback would keep each other, and the state, in memory
+
+
+def _root_of(path: PathLike, options: SaveOptions) -> tuple[Root, Uploader | None]:
+    """Where a save commits, and what brings its tag to where the caller wants it, if that is another place."""
+    if options.local is None:
+        return root_of(store_at(path)), None
+    uploader = UPLOADS.of(*near_and_far(path, options.local))
+    return uploader.root, uploader
 
 
 def _stalled(phases: Phases, began: float) -> float:
@@ -300,11 +311,15 @@ def _prepared(order: Order, content: Objects | Tree, placement: Placement, phase
 def finalize_checkpoint() -> None:
     """Wait for all saves in flight, those of `xla_ckpt.dcp` too, and free the memory that was kept for snapshots.
 
+    On rank 0 it waits for uploads, too (`SaveOptions.local`), and repeats those that failed.
+
     Raises:
-        CheckpointError: One of them failed, and nobody has been told yet. (Futures tell of those of `xla_ckpt.dcp`.)
+        CheckpointError: A save failed, and nobody has been told yet; or a tag was not uploaded. (Futures tell of the
+            saves of `xla_ckpt.dcp`.)
     """
     try:
         SAVES.wait()
+        UPLOADS.wait()
     finally:
         POOL.free()
         GUARD.close()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from xla_ckpt.api.tags import both_places
 from xla_ckpt.errors import CheckpointError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.layouts.registry import all_tags, layout_of, open_tag
-from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.tags.entry import TagEntry
 
 
@@ -45,6 +46,10 @@ class TagSummary:
     note: str = ""
     """What else is to be known about it."""
 
+    where: str = ""
+    """Of a directory and the bucket where its tags go, where it is: ``local``, ``uploading 40 %``, ``remote`` or
+    ``both``. Empty if nobody has asked for both."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
@@ -60,6 +65,15 @@ class StoredFile:
 def summaries(store: Store) -> tuple[TagSummary, ...]:
     """All tags of a root directory, oldest commit first."""
     return tuple(summary_of(store, layout, entry) for layout, entry in all_tags(store))
+
+
+def summaries_of_both(near: FileSystem, far: ObjectStore) -> tuple[TagSummary, ...]:
+    """All tags of a directory and of the object store where they go, each once, oldest commit first."""
+    layouts = {entry.tag: layout for layout, entry in all_tags(far)}
+    return tuple(
+        replace(summary_of(near if is_near else far, None if is_near else layouts.get(entry.tag), entry), where=where)
+        for entry, is_near, where in both_places(near, far)
+    )
 
 
 def summary_of(store: Store, layout: Layout | None, entry: TagEntry) -> TagSummary:

@@ -6,23 +6,28 @@ import logging
 import sys
 
 from xla_ckpt.engine.verify import VerifyReport
-from xla_ckpt.errors import naming, storage_errors
+from xla_ckpt.errors import UsageError, naming, storage_errors
 from xla_ckpt.keywords import known_options
 from xla_ckpt.layouts import registry
 from xla_ckpt.layouts.registry import no_tag, tag_names
-from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.base import FileSystem, ObjectStore, Store
 from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.local_first import journal_of
 from xla_ckpt.tags.missing import roots_below
 from xla_ckpt.tags.names import check_is_text
 from xla_ckpt.tags.roots import root_of
+from xla_ckpt.tags.upload_rules import whereabouts
 
 logger = logging.getLogger(__name__)
 
 
 @known_options
-def list_tags(path: PathLike) -> list[str]:
+def list_tags(path: PathLike, *, local: PathLike | None = None) -> list[str]:
     """Names of the committed tags in `path`, oldest commit first (by commit sequence, never by time stamps).
+
+    With `local`, those of that directory, too (see `SaveOptions.local`).
 
     Complete tags that another library wrote there come before them, in its own order (neuronx-distributed's: by time
     stamps; optimum-neuron's: by the numbers in their names; SageMaker model parallel's: as its file `newest` says).
@@ -30,18 +35,42 @@ def list_tags(path: PathLike) -> list[str]:
     Raises:
         StorageError: The directory cannot be read. (One that does not exist has no tags.)
     """
+    if local is not None:
+        return [entry.tag for entry, _, _ in both_places(*near_and_far(path, local))]
     return tag_names(store_at(path).look())
 
 
+def near_and_far(path: PathLike, local: PathLike) -> tuple[FileSystem, ObjectStore]:
+    """The directory that a caller names with ``local=``, and the object store that the path names.
+
+    Raises:
+        UsageError: They are none.
+    """
+    far, near = store_at(path), store_at(local)
+    if far.object_store is None or near.file_system is None:
+        raise UsageError(
+            "local= is a directory for tags that go to an object store",
+            expected="local='/nvme/run' with a path such as s3://bucket/run",
+            found=f"local={near.path!r} with the path {far.path}",
+        )
+    return near.file_system, far.object_store
+
+
+def both_places(near: FileSystem, far: ObjectStore) -> list[tuple[TagEntry, bool, str]]:
+    """All tags of a directory and the object store where they go: see `xla_ckpt.tags.upload_rules.whereabouts`."""
+    local, remote = root_of(near).entries(), [entry for _, entry in registry.all_tags(far)]
+    return whereabouts(local, remote, {entry.tag: journal_of(near, entry, far.path) for entry in local})
+
+
 @known_options
-def latest_tag(path: PathLike) -> str | None:
-    """The newest committed tag in `path`; None when there is none.
+def latest_tag(path: PathLike, *, local: PathLike | None = None) -> str | None:
+    """The newest committed tag in `path`, or in `local` (see `list_tags`); None when there is none.
 
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
-    tags = list_tags(path)
+    tags = list_tags(path, local=local)
     if not tags:
-        expect_commit(store_at(path))
+        expect_commit(store_at(path if local is None else local))
     return tags[-1] if tags else None
 
 
@@ -90,8 +119,10 @@ def chosen_tag(store: Store, tag: str | None) -> str:
 
 
 @known_options
-def has_checkpoint(path: PathLike) -> bool:
+def has_checkpoint(path: PathLike, *, local: PathLike | None = None) -> bool:
     """Whether `path` holds a committed tag, or is what a load takes itself: a tag, or a file (``.pt``).
+
+    With `local`, whether that directory holds a tag will do (see `list_tags`).
 
     Of a set of SageMaker model parallel's files it is enough that there is one part: a load tells what is missing, and
     nobody begins anew over the others.
@@ -99,11 +130,11 @@ def has_checkpoint(path: PathLike) -> bool:
     Where there is none, a program that trains saves next, so what commits is started (see `expect_commit`).
     """
     store, tag = located(path, None)
-    exists = tag is not None or bool(tag_names(store))
+    exists = tag is not None or bool(tag_names(store) if local is None else list_tags(path, local=local))
     if not exists and (below := roots_below(root_of(store))):
         logger.warning("there is no checkpoint in %s, but in %s below it", store.path, ", ".join(below))
     if not exists:
-        expect_commit(store)
+        expect_commit(store if local is None else store_at(local))
     return exists
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.api.contents import TagContents
-from xla_ckpt.api.summaries import StoredFile, TagSummary, summaries, summary_of
-from xla_ckpt.api.tags import chosen_tag, list_tags, located, repair, verify
+from xla_ckpt.api.summaries import StoredFile, TagSummary, summaries, summaries_of_both, summary_of
+from xla_ckpt.api.tags import chosen_tag, list_tags, located, near_and_far, repair, verify
 from xla_ckpt.engine.rank_timings import measured_of
 from xla_ckpt.errors import CheckpointError, CorruptCheckpointError, UsageError
 from xla_ckpt.layouts.registry import find_foreign, no_tag
@@ -58,8 +58,11 @@ def tags_beside(root: str, tag: str) -> int:
     return sum(other != tag for other in list_tags(root))
 
 
-def list_facts(root: str) -> dict[str, Any]:
-    """All tags of a root directory, oldest first."""
+def list_facts(root: str, local: str | None = None) -> dict[str, Any]:
+    """All tags of a root directory, oldest first; with `local` those of that directory, too, and where each is."""
+    if local is not None:
+        both = summaries_of_both(*near_and_far(root, local))
+        return {"path": root, "tags": [_fields(summary) for summary in both], "roots": []}
     store = store_at(root).look()
     if not root_of(store).is_certain() and not store.is_directory(""):
         raise no_tag(store, None)

@@ -11,6 +11,9 @@ from xla_ckpt.cli.output import print_answer
 def add_ls(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``ls``."""
     options.add_path(parser)
+    parser.add_argument(
+        "--local", metavar="DIR", help="the directory whose tags go to the bucket PATH: say of each tag where it is"
+    )
 
 
 def ls(args: argparse.Namespace) -> int:
@@ -20,7 +23,7 @@ def ls(args: argparse.Namespace) -> int:
 
     root, tag = facts.locate(args.path, None)
     with collector_paused():
-        answer = facts.list_facts(root) if tag is None else facts.tag_list_facts(root, tag)
+        answer = facts.list_facts(root, args.local) if tag is None else facts.tag_list_facts(root, tag)
         print_answer(args, answer, render.tag_table)
     return int(any(t["problem"] for t in answer["tags"]))
 

@@ -46,6 +46,7 @@ _COMMANDS: dict[str, _Command] = {
         examples="""\
   xla-ckpt ls runs/lm                      tags, oldest first
   xla-ckpt ls runs                         all roots below, and their newest tags
+  xla-ckpt ls s3://bucket/lm --local /nvme/lm    where each tag is: local, uploading 40 %, remote, both
   xla-ckpt ls runs/lm | cut -f1            in a pipe: tabs between columns""",
     ),
     "show": _Command(

@@ -145,7 +145,7 @@ def tag_table(facts: dict[str, Any]) -> RenderableType:
         return Text(f"No tags in {facts['path']}")
     rows = []
     for i, t in enumerate(facts["tags"]):
-        marks = ["newest"] if i == len(facts["tags"]) - 1 else []
+        marks = ([t["where"]] if t.get("where") else []) + (["newest"] if i == len(facts["tags"]) - 1 else [])
         marks += ["pinned"] if t["pinned"] else []
         marks += [t["layout"]] if t["layout"] not in (None, "native") else []
         marks += [t["note"]] if t["note"] else []

@@ -6,12 +6,15 @@ import atexit
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from xla_ckpt.engine.cancellation import Cancellation
+from xla_ckpt.engine.ending import tell_error
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError, from_json
+from xla_ckpt.engine.upload import UPLOADS, Uploader
+from xla_ckpt.errors import CheckpointError, UsageError, from_json
 from xla_ckpt.job.job import leave
 from xla_ckpt.options import OnError
 from xla_ckpt.snapshot.freezing import Freezing
@@ -19,10 +22,6 @@ from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.lease import LEASES
 
 logger = logging.getLogger(__name__)
-
-
-MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
-"""Errors of the program, which fail every save and not this one alone. They are raised in any case."""
 
 
 class InFlight(Protocol):
@@ -49,8 +48,16 @@ class InFlight(Protocol):
 class SaveHandle:
     """A save that may still be in flight."""
 
-    def __init__(self, path: str, tag: str, cancellation: Cancellation, *, error_heard: bool = False) -> None:
-        self._cancellation = cancellation
+    def __init__(
+        self,
+        path: str,
+        tag: str,
+        cancellation: Cancellation,
+        *,
+        error_heard: bool = False,
+        uploader: Uploader | None = None,
+    ) -> None:
+        self._cancellation, self._uploader = cancellation, uploader
         self._freezing: Freezing | None = None
         self.path = path
         """Root directory."""
@@ -116,6 +123,25 @@ class SaveHandle:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def uploaded(self, timeout: float | None = None) -> SaveReport:
+        """As `result`; and wait until the tag is in the object store, too, if it was saved with ``local=``.
+
+        Rank 0 uploads. On other ranks, and after a save without ``local=``, there is nothing more to wait for.
+
+        Args:
+            timeout: Seconds to wait at most; None waits for as long as it takes.
+
+        Raises:
+            CheckpointError: The save failed, or the tag did not go up. The next save tries that again, and so does
+                `finalize_checkpoint`.
+            TimeoutError: It is still on its way.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        report = self.result(timeout)
+        if self._uploader is not None:
+            self._uploader.uploaded(report.sequence, None if until is None else max(until - time.monotonic(), 0.0))
+        return report
 
     def finish(self) -> None:
         """Wait until the save has committed or failed.
@@ -218,7 +244,7 @@ class Saves:
                 handle._report = save.run()
             except BaseException as error:
                 # Raised by handle.result(), or by the next call; logged at exit if nobody asks.
-                handle._error_heard = handle._error_heard or _tell(on_error, error)
+                handle._error_heard = handle._error_heard or tell_error(on_error, error)
                 handle._error = error
             finally:
                 handle._settled.set()
@@ -294,21 +320,6 @@ def _raise_to_later(handle: SaveHandle) -> NoReturn:
     raise from_json(error.to_json() | {"problem": problem}) from error
 
 
-def _tell(on_error: OnError, error: BaseException) -> bool:
-    """Tell of the error of a save as its caller wishes; whether that is enough."""
-    if on_error == "raise" or not isinstance(error, CheckpointError) or isinstance(error, MISTAKES):
-        return False
-    if on_error == "warn":
-        logger.warning("a save failed, and the program goes on: %s", error)
-        return True
-    try:
-        on_error(error)
-    except Exception:
-        logger.exception("the function that hears of failed saves has failed itself")
-        return False  # the error is raised, as if there were no such function
-    return True
-
-
 SAVES = Saves()
 """The saves of this process."""
 
@@ -327,4 +338,5 @@ def install_exit_hook() -> None:
 
     _register(leave)
     _register(LEASES.give_back)
+    _register(UPLOADS.at_exit)
     _register(SAVES.at_exit)

@@ -1,4 +1,7 @@
-"""What becomes of the report of a call that is done: its trace is written, and the program's functions hear of it."""
+"""What becomes of the report of a call that is done: its trace is written, and the program's functions hear of it.
+
+And who hears of the error of a save that runs in the background.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ from collections.abc import Callable
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.report import LoadReport, SaveReport
 from xla_ckpt.engine.trace import Trace
+from xla_ckpt.errors import CheckpointError, InvalidTagError, UnsupportedStateError, UsageError
+from xla_ckpt.options import OnError
 
 logger = logging.getLogger(__name__)
 
 Report = SaveReport | LoadReport
 Listener = Callable[[Report], object]
+
+MISTAKES = (UsageError, UnsupportedStateError, InvalidTagError)
+"""Errors of the program, which fail every save and not this one alone. They are raised in any case."""
 
 
 class Listeners:
@@ -82,3 +90,18 @@ def end(report: Report, phases: Phases, trace: Trace | None) -> None:
     if trace is not None:
         trace.write(phases, report.tag, report.error)
     LISTENERS.tell(report)
+
+
+def tell_error(on_error: OnError, error: BaseException) -> bool:
+    """Tell of the error of a save as its caller wishes; whether that is enough."""
+    if on_error == "raise" or not isinstance(error, CheckpointError) or isinstance(error, MISTAKES):
+        return False
+    if on_error == "warn":
+        logger.warning("a save failed, and the program goes on: %s", error)
+        return True
+    try:
+        on_error(error)
+    except Exception:
+        logger.exception("the function that hears of failed saves has failed itself")
+        return False  # the error is raised, as if there were no such function
+    return True

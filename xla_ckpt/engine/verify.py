@@ -17,10 +17,10 @@ from xla_ckpt.errors import CheckpointError, storage_errors
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.restore_plan import RestorePlan, whole_reads
 from xla_ckpt.storage.pool import READERS
-from xla_ckpt.tags.entry import COMMITTED, MANIFEST, REPORT
+from xla_ckpt.tags.entry import COMMITTED, MANIFEST, REPORT, UPLOAD
 from xla_ckpt.tree.skeleton import array_paths
 
-OF_COMMITS = frozenset({"_CHECKPOINT_METADATA", COMMITTED, REPORT})
+OF_COMMITS = frozenset({"_CHECKPOINT_METADATA", COMMITTED, REPORT, UPLOAD})
 """What a commit leaves in a tag; nothing here depends on it."""
 
 

@@ -18,7 +18,7 @@ from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import Ledger, LedgerTag
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.placing import overtaken
-from xla_ckpt.tags.root import Root
+from xla_ckpt.tags.root import Kind, Root
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class Attempt:
     """That of the ledger when this was begun."""
 
     directory: Directory
-    is_repair: bool
+    kind: Kind
     sequence: int
     newest: TagEntry | None
     is_open: bool = True
 
     def commit(self, *, num_kept: int | None, report: Any, within: float) -> float:
-        if self.is_repair:
+        if self.kind is Kind.REPAIR:
             self._check_owner(self.record.read())
             self._carry_over()
         try:
@@ -63,8 +63,9 @@ class Attempt:
             self._check_owner(ledger)
             if (its or self.before) != self.before and its is not None:
                 raise overtaken(self.record.path, self.tag)
-            pinned, sequence = head.pinned, ledger.sequence + 1
-            if self.is_repair:
+            pinned = head.pinned
+            sequence = head.sequence if self.kind is Kind.UPLOAD else ledger.sequence + 1
+            if self.kind is Kind.REPAIR:
                 if its is None:
                     raise no_such_tag(self.root, self.tag)
                 pinned, sequence = its.pinned, its.sequence
@@ -75,7 +76,7 @@ class Attempt:
             ledger = self.record.edit(change)
         except Unanswered as error:
             ledger = self._settle(error)
-        if not self.is_repair:
+        if self.kind is not Kind.REPAIR:
             LEASES.note(self.record.path, self.tag, ledger.sequence)
         self._close()
         return 0.0

@@ -11,8 +11,7 @@ import contextlib
 import errno
 import itertools
 import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from xla_ckpt.storage.base import (
     write_small,
 )
 from xla_ckpt.tags import listing
-from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, remove, remove_unused
+from xla_ckpt.tags.cleaning import clean, is_draft, leftovers, move_to_trash, remove, remove_unused, retire_older
 from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.lease import LEASES
@@ -39,7 +38,6 @@ from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
-from xla_ckpt.tags.retention import TagFact, superfluous
 from xla_ckpt.tags.root import Cleaned, Kind, Transaction
 
 logger = logging.getLogger(__name__)
@@ -100,14 +98,23 @@ class DirectoryRoot:
                 kind=kind,
                 before=before,
                 replaced=self.store.identity(name),
-                sequence=1 + max((entry.sequence for entry in entries), default=0) if kind is Kind.TAG else 0,
+                sequence=1 + max((self.above(), *(e.sequence for e in entries))) if kind is Kind.TAG else 0,
                 newest=next((entry for entry in reversed(entries) if entry.damage is None), None),
                 directory=_new_directory(self.store, f"{NEW_PREFIX}{name}{suffix}"),
+                retire_older=self.retire_older,
             )
         except BaseException:
             if before is not None:
                 before.close()
             raise
+
+    def above(self) -> int:
+        """Above which number the next tag has its own, whatever those in this directory have."""
+        return 0
+
+    def retire_older(self, tag: str, num_kept: int | None) -> float:
+        """Retire the tags that are too many since this one was committed; how long that took (s)."""
+        return retire_older(self.store, tag, num_kept)
 
     def join(self, draft: str) -> LocalFiles:
         return self.store.open(draft, lock=False)
@@ -223,6 +230,9 @@ class DirectoryDraft:
 
     sequence: int
     newest: TagEntry | None
+    retire_older: Callable[[str, int | None], float]
+    """What the root does about older tags when this is one."""
+
     placed: bool = False
     """Whether the directory has its name. That of the draft may be the old version's by now."""
 
@@ -239,7 +249,7 @@ class DirectoryDraft:
                 if old is not None:
                     _move_away(self.store, old)  # its files go with `Root.clean`, when all ranks know of the commit
                 LEASES.note(self.store.path, self.name, self.sequence)
-                return retire_older(self.store, self.name, num_kept)
+                return self.retire_older(self.name, num_kept)
             case Kind.CHECKPOINT:
                 self._place()
             case Kind.NEW:
@@ -303,25 +313,6 @@ class DirectoryDraft:
             self.directory.close()
             if self.before is not None:
                 self.before.close()
-
-
-def retire_older(store: FileSystem, tag: str, num_kept: int | None) -> float:
-    """Retire the tags that are too many since this one came, but for those that somebody reads; how long that took (s).
-
-    That one cannot be deleted is logged, and no error: the new tag is there.
-    """
-    if num_kept is None:
-        return 0.0  # a root of 10,000 tags takes a third of a second to look through
-    began = time.perf_counter()
-    try:
-        facts = [TagFact(entry.tag, entry.sequence, entry.pinned) for entry in listing.entries(store)]
-        for old in superfluous(facts, num_kept):
-            if not store.in_use(old):
-                with contextlib.suppress(FileNotFoundError):  # another job has retired it
-                    move_to_trash(store, old)
-    except (OSError, CheckpointError) as error:
-        logger.warning("%s: tag %s is committed, but deleting older tags failed: %s", store.path, tag, error)
-    return time.perf_counter() - began
 
 
 def _move_away(store: FileSystem, name: str) -> None:

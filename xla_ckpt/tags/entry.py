@@ -12,6 +12,9 @@ MANIFEST = "manifest.json"
 REPORT = "report.json"
 """What the commit of a tag keeps for people, where it is a file of its own."""
 
+UPLOAD = "upload.json"
+"""What a tag keeps of its upload, where tags go to an object store afterwards (`tags/upload_rules.py`)."""
+
 COMMITTED = "commit_success.txt"
 """orbax's mark of a committed directory."""
 

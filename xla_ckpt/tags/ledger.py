@@ -114,7 +114,7 @@ class LedgerRoot:
         return self.store.has(f"{name}/{LEDGER}")
 
     def begin(self, name: str, kind: Kind) -> Draft:
-        if kind not in (Kind.TAG, Kind.REPAIR):
+        if kind not in (Kind.TAG, Kind.UPLOAD, Kind.REPAIR):
             is_file = kind in (Kind.FILE, Kind.RENEWED_FILE)
             return Placed.begin(self.store, name, self.store.fill("" if is_file else name))
         due = self._due()
@@ -122,12 +122,22 @@ class LedgerRoot:
             self._record.sweep(due)
         except OSError as error:  # who may write there and not delete can save all the same
             logger.warning("%s: files that nobody needs any more stay: %s", self.path, error)
-        attempt = attempt_name(name, uuid.uuid4().hex)
+        attempt = self._attempt(name, kind, attempt_name(name, uuid.uuid4().hex), is_new=True)
+        assert attempt is not None, "a new one is begun"
+        return attempt
 
+    def resume(self, tag: str, attempt: str) -> Attempt | None:
+        """Go on with an upload that an earlier process, or this one, has begun; None if it was given up since.
+
+        Whoever calls it does so before anything else in the root is begun, which would give the upload up.
+        """
+        return self._attempt(tag, Kind.UPLOAD, attempt, is_new=False)
+
+    def _attempt(self, name: str, kind: Kind, attempt: str, *, is_new: bool) -> Attempt | None:
         def change(ledger: Ledger) -> Ledger:
             if self._epoch not in (None, ledger.epoch):
                 raise taken_over(self.path, ledger)
-            return rules.begun(ledger, attempt, self._writer)
+            return rules.begun(ledger, attempt, self._writer) if is_new or attempt in ledger.open else ledger
 
         WRITING.add(attempt)
         try:
@@ -135,6 +145,9 @@ class LedgerRoot:
         except BaseException:
             WRITING.discard(attempt)
             raise
+        if attempt not in ledger.open:
+            WRITING.discard(attempt)
+            return None
         return Attempt(
             root=self,
             record=self._record,
@@ -142,7 +155,7 @@ class LedgerRoot:
             before=ledger.tags.get(name),
             epoch=ledger.epoch,
             directory=self.store.fill(attempt),
-            is_repair=kind is Kind.REPAIR,
+            kind=kind,
             sequence=ledger.sequence + 1,
             newest=next(reversed(_listed(ledger)), None),
         )
@@ -266,4 +279,5 @@ def _listed(ledger: Ledger) -> list[TagEntry]:
         TagEntry(tag=tag, sequence=its.sequence, pinned=its.pinned, created=its.created, directory=its.attempt)
         for tag, its in ledger.tags.items()
     ]
-    return sorted(entries, key=lambda entry: (entry.sequence, entry.tag))
+    # Uploads keep the number that they have on their machine: two machines may have given the same one.
+    return sorted(entries, key=lambda entry: (entry.sequence, entry.created, entry.tag))

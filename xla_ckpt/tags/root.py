@@ -40,6 +40,9 @@ class Kind(enum.Enum):
     """A single file, which takes the place of one of that name. The draft holds it alone. Several processes may write
     one at once: the last one counts."""
 
+    UPLOAD = "upload"
+    """A tag that another root has committed: it keeps the number that it has there. Object stores alone have this."""
+
     REPAIR = "repair"
     """Files of a tag that is there, which take the places of those that it has."""
 

@@ -1,0 +1,409 @@
+"""Saves that commit in a directory, and go to a bucket in the background: what arrives there, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import xla_ckpt
+from tests.buckets.s3_server import Fault, S3Server
+from tests.jobs import run_alone, run_on_ranks
+from tests.nursery import Call, bear
+from tests.runs import environment
+from xla_ckpt import LoadOptions, SaveOptions
+from xla_ckpt.cli.main import main
+from xla_ckpt.engine.upload import UPLOADS
+from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, StorageError, UsageError
+from xla_ckpt.storage import remote_client
+from xla_ckpt.tags import orbax_commit  # noqa: F401  # its process is started before the server is slow
+
+SOON = 60.0
+
+
+class Gate(Fault):
+    """Requests that the server has got, and answers when `go` is set."""
+
+    def __init__(self, part: str, method: str = "PUT", count: int = 1) -> None:
+        self.method, self.part, self.kind, self.count = method, part, "slow", count
+        self.reached, self.go = threading.Event(), threading.Event()
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        self.reached.set()
+        assert self.go.wait(SOON), "nobody has opened the gate"
+        return 0.0
+
+
+class Away:
+    """The store answers nothing but errors, until it is back."""
+
+    def __init__(self, s3: S3Server) -> None:
+        self._s3 = s3
+        s3.faults += [Fault(method, "run", "before503", count=10**6) for method in ("GET", "PUT", "HEAD")]
+
+    def is_back(self) -> None:
+        self._s3.faults.clear()
+
+
+@pytest.fixture
+def gate(s3: S3Server) -> Iterator[Callable[[str], Gate]]:
+    gates: list[Gate] = []
+
+    def new(part: str, **more: Any) -> Gate:
+        gates.append(Gate(part, **more))
+        s3.faults.append(gates[-1])
+        return gates[-1]
+
+    yield new
+    for one in gates:
+        one.go.set()
+
+
+@pytest.fixture(autouse=True)
+def own_uploads(s3: S3Server, gate: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What fails fails at once, and no test has the uploads of another one."""
+    monkeypatch.setattr(remote_client, "RETRIES", 0)
+    UPLOADS.__init__()  # type: ignore[misc]
+    yield
+    s3.faults.clear()
+    UPLOADS.at_exit()
+
+
+def tree(number: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(1000) + number, "v": torch.ones(3)}
+
+
+def save(root: str, local: Path, tag: str, number: int = 0, **more: Any) -> xla_ckpt.SaveHandle:
+    return xla_ckpt.save(root, tag, tree(number), options=SaveOptions(local=local), **more)
+
+
+def is_number(root: object, number: int, tag: str | None = None, **more: Any) -> bool:
+    restored = xla_ckpt.restore(root, tag, **more).tree  # type: ignore[arg-type]
+    return torch.equal(restored["w"], tree(number)["w"])
+
+
+def bytes_of(root: str | Path, tag: str) -> dict[str, bytes]:
+    """The files of a tag, but for what the directory and the bucket each have for themselves."""
+    from xla_ckpt.storage.base import read_whole
+    from xla_ckpt.storage.door import store_at
+    from xla_ckpt.tags.roots import root_of
+
+    directory = root_of(store_at(root)).open(tag)
+    files = {path: read_whole(directory, path) for path in directory.files()}
+    directory.close()
+    return {path: data for path, data in files.items() if path not in ("upload.json", "report.json")}
+
+
+def puts(s3: S3Server) -> Counter[str]:
+    """How often each file of a tag went up."""
+    return Counter(r.path for r in s3.requests if r.method == "PUT" and "/." in r.path and "/run/." not in r.path)
+
+
+def attempt_of(path: str) -> str:
+    return path.partition("/.")[2].partition("/")[0]
+
+
+def listed(root: str, local: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Where each tag is, as ``xla-ckpt ls`` says it."""
+    capsys.readouterr()
+    assert main(["ls", root, "--local", str(local), "--json"]) == 0
+    return {t["tag"]: t["where"] for t in json.loads(capsys.readouterr().out)["tags"]}
+
+
+def test_what_is_saved_comes_back_from_either(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        handle = save(root, tmp_path, f"step_{step}", step, async_save=True)
+        assert handle.uploaded(SOON).sequence == step
+    for place in (root, tmp_path):
+        assert xla_ckpt.list_tags(place) == ["step_1", "step_2"]
+        assert is_number(place, 2)
+        assert is_number(place, 1, "step_1")
+        report = xla_ckpt.verify(place)
+        assert report.ok
+        assert not report.strangers
+        assert main(["show", str(place), "--report"]) == 0
+    assert bytes_of(root, "step_2") == bytes_of(tmp_path, "step_2")
+    assert listed(root, tmp_path, capsys) == {"step_1": "both", "step_2": "both"}
+
+
+def test_a_training_state_in_another_layout_goes_up(root: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(30, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = SaveOptions(local=tmp_path, parity="file")
+    xla_ckpt.save_checkpoint(root, "a", model, optimizer, use_xser=True, options=options).uploaded(SOON)
+    assert xla_ckpt.verify(root).ok
+    assert bytes_of(root, "a") == bytes_of(tmp_path, "a")
+    before = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    xla_ckpt.load_checkpoint(root, model=model, optimizer=optimizer)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_load_reads_the_directory_where_it_can(root: str, tmp_path: Path, s3: S3Server) -> None:
+    save(root, tmp_path, "a", 1).uploaded(SOON)
+    options = LoadOptions(local=tmp_path)
+    for tag in (None, "a"):
+        s3.requests.clear()
+        assert is_number(root, 1, tag, options=options)
+        assert not [r for r in s3.requests if "/run/a/." in r.path]
+    save(root, tmp_path / "other", "b", 2).uploaded(SOON)
+    assert xla_ckpt.list_tags(root, local=tmp_path) == ["a", "b"]
+    assert xla_ckpt.latest_tag(root, local=tmp_path) == "b"
+    assert is_number(root, 2, options=options)
+    assert is_number(root, 2, "b", options=options)
+    with pytest.raises(xla_ckpt.NoCheckpointError):
+        xla_ckpt.restore(root, "c", options=options)
+
+
+def damage(local: Path, tag: str) -> None:
+    (file,) = (local / tag).rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_what_is_damaged_in_the_directory_is_read_from_the_bucket(root: str, tmp_path: Path) -> None:
+    save(root, tmp_path, "a", 1).uploaded(SOON)
+    damage(tmp_path, "a")
+    assert is_number(root, 1, options=LoadOptions(local=tmp_path))
+
+
+def test_what_is_damaged_does_not_go_up(root: str, tmp_path: Path, gate: Callable[[str], Gate], s3: S3Server) -> None:
+    slow = gate("_CHECKPOINT_METADATA")
+    first = save(root, tmp_path, "a", 1)
+    assert slow.reached.wait(SOON)
+    damage(tmp_path, "a")
+    slow.go.set()
+    with pytest.raises(CorruptCheckpointError, match="not what was saved"):
+        first.uploaded(SOON)
+    save(root, tmp_path, "b", 2).uploaded(SOON)
+    assert xla_ckpt.list_tags(root) == ["b"]
+    assert not [path for path in puts(s3) if "/a/" in path and "manifest" in path]
+
+
+def test_the_loop_is_not_held_up(
+    root: str, tmp_path: Path, gate: Callable[..., Gate], capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(root, tmp_path, "a", 1).uploaded(SOON)
+    slow = gate("safetensors", count=10**6)
+    for number in (2, 3, 4):
+        save(root, tmp_path, f"t{number}", number)
+    assert slow.reached.wait(SOON)
+    assert xla_ckpt.list_tags(tmp_path) == ["a", "t2", "t3", "t4"]
+    assert xla_ckpt.list_tags(root) == ["a"]
+    assert is_number(root, 4, options=LoadOptions(local=tmp_path))
+    places = listed(root, tmp_path, capsys)
+    assert places.pop("t2").startswith("uploading ")
+    assert places == {"a": "both", "t3": "local", "t4": "local"}
+    slow.go.set()
+    xla_ckpt.finalize_checkpoint()
+    assert xla_ckpt.list_tags(root) == ["a", "t2", "t3", "t4"]
+
+
+def test_a_store_that_is_away_during_three_saves(root: str, tmp_path: Path, s3: S3Server) -> None:
+    save(root, tmp_path, "a").uploaded(SOON)
+    away = Away(s3)
+    handles = [save(root, tmp_path, tag, number) for number, tag in enumerate("zyx")]
+    with pytest.raises(StorageError, match="503"):
+        handles[-1].uploaded(SOON)
+    with pytest.raises(StorageError):
+        xla_ckpt.finalize_checkpoint()
+    away.is_back()
+    s3.requests.clear()
+    xla_ckpt.finalize_checkpoint()
+    handles[0].uploaded(SOON)
+    assert xla_ckpt.list_tags(root) == ["a", "z", "y", "x"]
+    manifests = [r.path.split("/")[-3] for r in s3.requests if r.method == "PUT" and "manifest.json" in r.path]
+    assert manifests == ["z", "y", "x"]
+
+
+def test_a_process_that_begins_while_the_store_is_away(
+    root: str, tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(root, tmp_path, "a").uploaded(SOON)
+    UPLOADS.__init__()  # type: ignore[misc]  # as in a new process
+    away = Away(s3)
+    with pytest.raises(StorageError):  # nothing says which numbers there are
+        save(root, tmp_path / "fresh", "b")
+    with caplog.at_level(logging.WARNING):
+        handle = save(root, tmp_path, "b")
+    assert "new tags are numbered after those in" in caplog.text
+    away.is_back()
+    xla_ckpt.finalize_checkpoint()
+    assert handle.result().sequence == 2
+    assert xla_ckpt.list_tags(root) == ["a", "b"]
+
+
+def test_retention_keeps_what_is_not_uploaded(root: str, tmp_path: Path, s3: S3Server) -> None:
+    for tag in "ab":
+        save(root, tmp_path, tag, num_kept_ckpts=1).uploaded(SOON)
+    assert xla_ckpt.list_tags(tmp_path) == ["b"]
+    away = Away(s3)
+    for tag in "cde":
+        save(root, tmp_path, tag, num_kept_ckpts=1)
+    assert xla_ckpt.list_tags(tmp_path) == ["b", "c", "d", "e"]
+    empty = root.replace("/run", "/empty")
+    assert xla_ckpt.has_checkpoint(empty, local=tmp_path)
+    assert not xla_ckpt.has_checkpoint(empty, local=tmp_path / "empty")
+    away.is_back()
+    xla_ckpt.finalize_checkpoint()
+    for tag in "cde":  # each of them came, although the bucket has retired it since
+        assert [path for path in puts(s3) if f"/{tag}/." in path and "manifest.json" in path]
+    assert xla_ckpt.list_tags(tmp_path) == xla_ckpt.list_tags(root) == ["e"]
+    assert not list((tmp_path / ".trash").glob("*"))
+
+
+def test_a_machine_that_comes_back_does_not_win(root: str, tmp_path: Path, s3: S3Server) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    save(root, old, "a").uploaded(SOON)
+    away = Away(s3)
+    unsent, replaced = save(root, old, "unsent", 1), save(root, old, "same", 2)
+    with pytest.raises(StorageError):
+        replaced.uploaded(SOON)
+    away.is_back()
+    sequences = [save(root, new, tag, 3).uploaded(SOON).sequence for tag in ("b", "c", "same")]
+    assert sequences == [2, 3, 4]
+    xla_ckpt.finalize_checkpoint()
+    unsent.uploaded(SOON)
+    with pytest.raises(ChangedTagError, match="newer tag of this name"):
+        replaced.uploaded(SOON)
+    assert xla_ckpt.list_tags(root)[-1] == "same"
+    assert is_number(root, 1, "unsent")
+    for place in (old, new):
+        assert is_number(root, 3, options=LoadOptions(local=place))
+    assert is_number(old, 2, "same")
+    assert save(root, old, "next", 4).uploaded(SOON).sequence == 5
+
+
+def test_a_tag_is_saved_anew_while_it_goes_up(root: str, tmp_path: Path, gate: Callable[[str], Gate]) -> None:
+    slow = gate("safetensors")
+    first = save(root, tmp_path, "same", 1)
+    assert slow.reached.wait(SOON)
+    second = save(root, tmp_path, "same", 2)
+    slow.go.set()
+    first.uploaded(SOON)
+    second.uploaded(SOON)
+    assert xla_ckpt.list_tags(root) == ["same"]
+    assert is_number(root, 2)
+    assert bytes_of(root, "same") == bytes_of(tmp_path, "same")
+
+
+def test_ctrl_c_while_uploads_are_waited_for(root: str, tmp_path: Path, gate: Callable[[str], Gate]) -> None:
+    slow = gate("safetensors")
+    save(root, tmp_path, "a", 1)
+    assert slow.reached.wait(SOON)
+    with pytest.raises(TimeoutError):
+        save(root, tmp_path, "b", 2).uploaded(0.0)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    timer = threading.Timer(0.1, signal.pthread_kill, (main_thread, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        xla_ckpt.finalize_checkpoint()
+    timer.join()
+    slow.go.set()
+    xla_ckpt.finalize_checkpoint()
+    assert xla_ckpt.list_tags(root) == ["a", "b"]
+
+
+def saves_and_waits(root: str, local: Path, tag: str, number: int) -> None:
+    save(root, local, tag, number).uploaded()
+
+
+@pytest.mark.parametrize("at", ["_CHECKPOINT_METADATA", "safetensors", "manifest.json", ".ledger"])
+def test_a_kill_while_a_tag_goes_up(
+    at: str, root: str, tmp_path: Path, s3: S3Server, gate: Callable[..., Gate]
+) -> None:
+    # Not in this process: the others, which descend from it, would save under its lease.
+    env = environment({**s3.environment, "XLA_CKPT_LEASE": "take"})
+    run_alone(saves_and_waits, root, tmp_path, "a", 0, env=env)
+    s3.requests.clear()
+    slow = gate(at)
+    if at == ".ledger":  # the commit, after the manifest
+        s3.faults.remove(slow)
+        first = gate("manifest.json")
+    killed = bear(Call.of(saves_and_waits, root, tmp_path, "b", 1), env=env)
+    if at == ".ledger":
+        assert first.reached.wait(SOON)
+        s3.faults.append(slow)
+        first.go.set()
+    assert slow.reached.wait(SOON)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    slow.go.set()
+    run_alone(saves_and_waits, root, tmp_path, "c", 2, env=env)
+    assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
+    assert is_number(root, 1, "b")
+    assert bytes_of(root, "b") == bytes_of(tmp_path, "b")
+    of_b = {path: count for path, count in puts(s3).items() if "/b/" in path}
+    assert len({attempt_of(path) for path in of_b}) == 1
+    sent_again = [path for path, count in of_b.items() if count > 1]
+    assert all(count <= 2 for count in of_b.values())
+    assert all(at in path for path in sent_again), sent_again
+    assert xla_ckpt.verify(root, "b").ok
+
+
+def test_an_upload_that_another_job_has_given_up_begins_anew(
+    root: str, tmp_path: Path, s3: S3Server, gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = environment({**s3.environment, "XLA_CKPT_LEASE": "take"})
+    slow = gate("manifest.json")
+    killed = bear(Call.of(saves_and_waits, root, tmp_path, "b", 1), env=env)
+    assert slow.reached.wait(SOON)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    slow.go.set()
+    monkeypatch.setenv("XLA_CKPT_LEASE", "take")
+    xla_ckpt.save(root, "z", tree(3))
+    run_alone(saves_and_waits, root, tmp_path, "c", 2, env=env)
+    assert xla_ckpt.list_tags(root) == ["b", "z", "c"]  # b and z have one number, and b was saved before
+    assert is_number(root, 1, "b")
+    assert len({attempt_of(path) for path in puts(s3) if "/b/" in path}) == 2
+
+
+def test_the_end_of_a_process_waits_for_uploads(root: str, tmp_path: Path, s3: S3Server) -> None:
+    ended = bear(Call.of(only_saves, root, tmp_path), env=environment(s3.environment))
+    ended.communicate(SOON)
+    assert ended.returncode == 0
+    assert xla_ckpt.list_tags(root) == ["a", "b"]
+
+
+def only_saves(root: str, local: Path) -> None:
+    save(root, local, "a", 1)
+    save(root, local, "b", 2, async_save=True)
+
+
+def saves_a_part(rank: int, root: str, local: Path, environ: dict[str, str]) -> int:
+    import os
+
+    os.environ.update(environ)
+    handle = xla_ckpt.save(
+        root, "a", {"w": torch.full((3,), float(rank))}, mesh=xla_ckpt.Mesh(tp=2), shardings=[("w", ("tp",))],
+        options=SaveOptions(local=local),
+    )  # fmt: skip
+    handle.uploaded()
+    xla_ckpt.finalize_checkpoint()
+    loaded = xla_ckpt.restore(root, mesh=xla_ckpt.Mesh(dp=2), options=LoadOptions(local=local))
+    return int(loaded.tree["w"].sum())
+
+
+def test_a_job_of_two_ranks(root: str, tmp_path: Path, s3: S3Server) -> None:
+    assert run_on_ranks(saves_a_part, 2, root, tmp_path, s3.environment) == [3, 3]
+    assert xla_ckpt.restore(root).tree["w"].tolist() == [0.0] * 3 + [1.0] * 3
+
+
+def test_a_directory_and_a_bucket_are_needed(root: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="local= is a directory"):
+        save(str(tmp_path), tmp_path, "a")
+    with pytest.raises(UsageError, match="local= is a directory"):
+        xla_ckpt.restore(root, options=LoadOptions(local=root))

@@ -1,0 +1,68 @@
+"""Where tags are that go to an object store, and which of them still have to."""
+
+from __future__ import annotations
+
+import pytest
+
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.upload_rules import Journal, newest_first, parse_journal, step_of, whereabouts
+
+HERE = "s3://bucket/run"
+
+
+def entry(tag: str, sequence: int, created: str = "2026-01-01") -> TagEntry:
+    return TagEntry(tag=tag, sequence=sequence, created=created, directory=tag)
+
+
+def test_a_journal_survives_its_file() -> None:
+    journal = Journal(address=HERE, nbytes=7, attempt="a/.5eed", sent={"f": 3}, is_remote=True)
+    assert parse_journal(journal.to_json(), HERE) == journal
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"{", b"[]", b"null", b'{"sent": 1}', b'{"sent": {"a": "b"}, "address": "s3://bucket/run"}',
+        b'{"sent": {}, "address": "s3://bucket/run", "later": 1}', Journal(address="s3://other", nbytes=1).to_json(),
+    ],
+)  # fmt: skip
+def test_any_other_file_says_that_nothing_is_there(data: bytes) -> None:
+    assert parse_journal(data, HERE) == Journal(address=HERE)
+
+
+@pytest.mark.parametrize(
+    ("remote", "step"),
+    [
+        ([], "send"),
+        ([entry("other", 9)], "send"),
+        ([entry("a", 4)], "send"),
+        ([entry("a", 5)], "nothing"),
+        ([entry("a", 5, "2026-01-02")], "drop"),  # another machine gave the same number
+        ([entry("a", 6)], "drop"),
+    ],
+)
+def test_what_is_done_with_a_tag(remote: list[TagEntry], step: str) -> None:
+    assert step_of(entry("a", 5), remote) == step
+
+
+def test_the_newest_comes_first_and_of_the_same_the_nearer() -> None:
+    local, remote = [entry("a", 1), entry("b", 2)], [entry("x", 0), entry("y", 0), entry("b", 2), entry("c", 3)]
+    found = [(one.tag, is_local) for one, is_local in newest_first(local, remote)]
+    assert found == [("c", False), ("b", True), ("b", False), ("a", True), ("y", False), ("x", False)]
+    later = entry("z", 2, "2026-01-02")
+    assert newest_first([entry("b", 2)], [later])[0] == (later, False)
+
+
+def test_places_in_words() -> None:
+    local = [entry("both", 1), entry("here", 2), entry("half", 3), entry("old", 4)]
+    remote = [entry("both", 1), entry("there", 2, "2026-01-02"), entry("old", 5)]
+    journals = {"half": Journal(address=HERE, nbytes=10, sent={"f": 4}), "here": Journal(address=HERE)}
+    assert [
+        (one.tag, one.sequence, is_local, where) for one, is_local, where in whereabouts(local, remote, journals)
+    ] == [
+        ("both", 1, True, "both"),
+        ("here", 2, True, "local"),
+        ("there", 2, False, "remote"),
+        ("half", 3, True, "uploading 40 %"),
+        ("old", 5, False, "remote"),
+    ]

@@ -1,0 +1,85 @@
+"""A root directory whose tags go to an object store afterwards. It commits as any other one does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from xla_ckpt.errors import CheckpointError
+from xla_ckpt.storage.base import FileSystem, LocalFiles
+from xla_ckpt.tags.cleaning import retire_older
+from xla_ckpt.tags.directories import DirectoryRoot
+from xla_ckpt.tags.entry import UPLOAD, TagEntry
+from xla_ckpt.tags.ledger import LedgerRoot
+from xla_ckpt.tags.upload_rules import Journal, parse_journal
+
+logger = logging.getLogger(__name__)
+
+MAX_JOURNAL = 1 << 26
+"""No more bytes of a journal are read."""
+
+
+class LocalFirst(DirectoryRoot):
+    """The root directory of tags that go to an object store.
+
+    Args:
+        store: The directory.
+        remote: Where the tags go.
+        committed: Is called after each commit with the number of tags to keep.
+    """
+
+    def __init__(self, store: FileSystem, remote: LedgerRoot, committed: Callable[[int | None], object]) -> None:
+        super().__init__(store)
+        self.remote = remote
+        self._committed = committed
+        self._above: int | None = None
+
+    def hold(self, within: float) -> None:
+        super().hold(within)
+        if self._above is None:  # asked once: while the store is away, saves must not wait for it
+            try:
+                self.have_seen(self.remote.entries())
+            except CheckpointError as error:
+                if not self.entries():
+                    raise  # nothing says which numbers there are
+                logger.warning("%s: new tags are numbered after those in %s: %s", self.remote.path, self.path, error)
+                self.have_seen([])
+
+    def have_seen(self, remote: list[TagEntry]) -> None:
+        """Number the next tags above all that are in the object store."""
+        self._above = max((self.above(), *(entry.sequence for entry in remote)))
+
+    def above(self) -> int:
+        return self._above or 0
+
+    def retire_older(self, tag: str, num_kept: int | None) -> float:
+        """Retire nothing: tags go when they are in the object store (see `retire_sent`)."""
+        self._committed(num_kept)
+        return 0.0
+
+    def retire_sent(self, tag: str, num_kept: int | None) -> None:
+        """Retire tags that are in the object store and too many since this one is there. That it fails is logged."""
+        retire_older(
+            self.store, tag, num_kept, lambda old: self.journal(old).is_remote and not self.is_written(old.tag)
+        )
+        try:
+            self.clean()
+        except OSError as error:
+            logger.warning("could not clean up in %s after tag %s: %s", self.path, tag, error)
+
+    def journal(self, entry: TagEntry) -> Journal:
+        """What a tag says of its upload."""
+        return journal_of(self.store, entry, self.remote.path)
+
+
+def journal_of(store: FileSystem, entry: TagEntry, address: str) -> Journal:
+    """What a tag in a directory says of its upload to an address."""
+    try:
+        return parse_journal(store.start_of(f"{entry.directory}/{UPLOAD}", MAX_JOURNAL, links=False), address)
+    except OSError:  # none was begun, or the tag is gone
+        return Journal(address=address)
+
+
+def write_journal(directory: LocalFiles, journal: Journal) -> None:
+    """Keep what is known of the upload of a tag, in its directory, which may have lost its name meanwhile."""
+    directory.replace(UPLOAD, journal.to_json())

@@ -1,0 +1,111 @@
+"""Tags in a directory that go to an object store afterwards: what goes there, and where a tag is. Pure.
+
+Each tag keeps a journal of its upload, which says what is there already. Numbers of commits are comparable in both
+places: a save takes one above all that it has seen, and an upload keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from xla_ckpt.tags.entry import TagEntry
+
+UploadStep = Literal["send", "nothing", "drop"]
+"""What is to be done with a tag: it goes up; it is there; or there is a newer one of its name, and it stays here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Journal:
+    """What a tag keeps of its upload."""
+
+    address: str
+    """Where it goes."""
+
+    nbytes: int = 0
+    """Bytes of all its files; 0 before the upload has begun."""
+
+    attempt: str = ""
+    """The directory that is filled there."""
+
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Files that are there -> their sizes (bytes): for people. A later try looks itself."""
+
+    is_remote: bool = False
+    """Whether it was committed there."""
+
+    def to_json(self) -> bytes:
+        """The file in which it is kept."""
+        return json.dumps(asdict(self)).encode()
+
+    @property
+    def percent(self) -> int:
+        """How much of it is there.
+
+        >>> Journal(address="s3://b/r", nbytes=400, sent={"a": 100}).percent
+        25
+        """
+        return 100 * sum(self.sent.values()) // max(self.nbytes, 1)
+
+
+def parse_journal(data: bytes, address: str) -> Journal:
+    """The journal in a file. One that is damaged, or of an upload to another place, says that nothing is there yet."""
+    try:
+        raw: Any = json.loads(data)
+        journal = Journal(**{**raw, "sent": {str(path): int(size) for path, size in raw["sent"].items()}})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return Journal(address=address)
+    return journal if journal.address == address else Journal(address=address)
+
+
+def is_same(one: TagEntry, other: TagEntry | None) -> bool:
+    """Whether two entries are the same version of a tag."""
+    return other is not None and (one.tag, one.sequence, one.created) == (other.tag, other.sequence, other.created)
+
+
+def step_of(entry: TagEntry, remote: Iterable[TagEntry]) -> UploadStep:
+    """What is to be done with a tag that is not known to be in the object store, which has the tags `remote`."""
+    there = next((other for other in remote if other.tag == entry.tag), None)
+    if there is None or there.sequence < entry.sequence:
+        return "send"
+    return "nothing" if is_same(entry, there) else "drop"
+
+
+def newest_first(local: Sequence[TagEntry], remote: Sequence[TagEntry]) -> list[tuple[TagEntry, bool]]:
+    """All that a load may read, the best first, and whether it is in the directory: of two that are the same, that one.
+
+    Args:
+        local: The tags in the directory, oldest first.
+        remote: Those in the object store, oldest first.
+    """
+    both = [*((entry, False) for entry in reversed(remote)), *((entry, True) for entry in reversed(local))]
+    return sorted(both, key=_rank, reverse=True)
+
+
+def _rank(candidate: tuple[TagEntry, bool]) -> tuple[int, str, bool]:
+    entry, is_local = candidate
+    # Two machines may have given one number. Tags of other libraries have none, and keep their order.
+    return entry.sequence, entry.created if entry.sequence else "", is_local
+
+
+def whereabouts(
+    local: Sequence[TagEntry], remote: Sequence[TagEntry], journals: Mapping[str, Journal]
+) -> list[tuple[TagEntry, bool, str]]:
+    """The newest version of each tag, oldest first; whether it is in the directory; and where it is, in words."""
+    there = {entry.tag: entry for entry in remote}
+    here = {entry.tag: entry for entry in local}
+    listed: dict[str, tuple[TagEntry, bool, str]] = {}
+    for entry, is_local in newest_first(local, remote):
+        if entry.tag in listed:
+            continue
+        journal = journals.get(entry.tag)
+        if is_same(entry, there.get(entry.tag)) and is_same(entry, here.get(entry.tag)):
+            where = "both"
+        elif not is_local:
+            where = "remote"
+        else:
+            where = "local" if journal is None or not journal.nbytes else f"uploading {journal.percent} %"
+        listed[entry.tag] = (entry, is_local, where)
+    return list(listed.values())[::-1]
