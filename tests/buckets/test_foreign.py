@@ -13,6 +13,7 @@ from tests.buckets.content import client, download, names_below, read, split, up
 from tests.buckets.s3_server import S3Server
 from tests.buckets.test_saves_and_loads import model_and_optimizer
 from tests.layouts.gold import FOLDERS, FUSED, SMALL, Gold, Target
+from xla_ckpt.storage import remote
 from xla_ckpt.storage.door import store_at
 from xla_ckpt.storage.remote_client import Client
 
@@ -81,6 +82,13 @@ def test_more_tags_than_one_page_of_a_listing_has(root: str, s3: S3Server) -> No
     assert len([r for r in s3.requests if "list-type=2" in r.path and "continuation-token" in r.path]) >= 1
 
 
+@pytest.fixture
+def short_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are no smaller than what comes with their sizes, so that their bytes are read later."""
+    monkeypatch.setattr(remote, "START_BYTES", 10)
+
+
+@pytest.mark.usefixtures("short_starts")
 def test_a_file_that_is_overwritten_while_it_is_read(root: str) -> None:
     upload(SMALL / "tp2_pp2_dp1/ckpt", root)
     path = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
@@ -96,6 +104,7 @@ def test_a_file_that_is_overwritten_while_it_is_read(root: str) -> None:
     assert store_at(root).open("step_40").open(path).read_into(buffer, 0) == 100  # who begins now reads the new one
 
 
+@pytest.mark.usefixtures("short_starts")
 @pytest.mark.parametrize("folder", ["model", "optim"])
 def test_a_load_that_meets_an_overwritten_file_changes_nothing(
     folder: str, root: str, monkeypatch: pytest.MonkeyPatch

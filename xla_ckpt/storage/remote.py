@@ -129,10 +129,8 @@ class SpooledSink:
             self._file.write(data)
 
     def commit(self) -> None:
-        self._file.seek(0, 2)
-        if (written := self._file.tell()) < self._size:
+        if self._file.seek(0, 2) < self._size:
             self.patch(bytes(1), self._size - 1)  # nobody has written its last bytes, which are zeros then
-            assert written < self._size
         self._file.seek(0)
         try:
             self._send(self._file)
