@@ -17,6 +17,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ELSEWHERE = {
     "leaving-xla.md": "its commands run, too: tests/test_leaving_xla.py",
     "tutorial.md": "its program and its commands run in tests/test_tutorial.py",
+    "object-stores.md": "it needs a bucket: tests/buckets/test_documented.py",
     "trainers.md": "it needs trainers: tests/integrations/test_documented.py",
 }
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")

@@ -227,12 +227,10 @@ class Bench:
         if code or seen is None:
             return [f"who comes next ends with {code}: {self._printed.read_text()[-1500:]}"]
         self.done = seen["found"] == operation.after
-        # Who cannot ask the store what became of a request cannot know.
-        asks = all(blow.length < FOR_EVER for blow in blows)
-        return judged(operation, ends, seen, asks)
+        return judged(operation, ends, seen)
 
 
-def judged(operation: Operation, ends: list[tuple[int, Any]], seen: dict[str, Any], asks: bool) -> list[str]:
+def judged(operation: Operation, ends: list[tuple[int, Any]], seen: dict[str, Any]) -> list[str]:
     """What is wrong in what is there, and in what the ranks said of it."""
     state, problems = seen["found"], []
     done = list(state.items()) == list(operation.after.items())
@@ -248,7 +246,7 @@ def judged(operation: Operation, ends: list[tuple[int, Any]], seen: dict[str, An
             problems.append(f"hangs: {told['text'][-2000:]}")
         elif not told and not done:
             problems.append("wrong: the save returned, and nothing is committed")
-        elif told and told["committed"] != done and told["error"] != "UnknownOutcomeError" and asks and not killed:
+        elif told and told["committed"] != done and told["error"] != "UnknownOutcomeError" and not killed:
             problems.append(
                 f"wrong: {told['error']} was raised, and it {'is' if done else 'is not'} there: {told['text']}"
             )
