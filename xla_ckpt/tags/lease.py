@@ -119,12 +119,12 @@ class Leases:
             )
         if orders == "off":
             return None
-        path = place.path
-        if (lease := self._held.get(path)) is not None and lease.sequence is not None:
-            self._find_loss(lease, lease.sequence)
-        until, warned = time.monotonic() + within, False
+        path, until, warned = place.path, time.monotonic() + within, False
         while True:
-            sight = self._look(place)
+            data = place.read()
+            if (lease := self._held.get(path)) is not None and lease.sequence is not None:
+                self._find_loss(lease, lease.sequence, data)
+            sight = self._look(place, data)
             verdict = decide(sight, silence=place.silence, lost=path in self._lost, by_force=orders == "take")
             if verdict == "share":
                 assert sight is not None
@@ -156,7 +156,7 @@ class Leases:
             OSError: The storage refused.
         """
         if (lease := self._held.get(path)) is not None:
-            self._find_loss(lease, sequence - 1)
+            self._find_loss(lease, sequence - 1, lease.place.read())
             if lease.over.is_set():
                 raise self._refusal(path, None)
 
@@ -181,9 +181,8 @@ class Leases:
             # As long as a descriptor is open, the lock says that the parent runs.
             lease.place.close()
 
-    def _look(self, place: LeasePlace) -> Sight | None:
-        """The lease as it is now; None if there is none."""
-        data = place.read()
+    def _look(self, place: LeasePlace, data: bytes | None) -> Sight | None:
+        """The lease, of which `data` was read just now; None if there is none."""
         if data is None:
             self._watched.pop(place.path, None)
             return None
@@ -238,13 +237,12 @@ class Leases:
         )
         return True
 
-    def _find_loss(self, lease: _Held, sequence: int) -> None:
+    def _find_loss(self, lease: _Held, sequence: int, data: bytes | None) -> None:
         """Find out whether another process has taken over a lease, also one that has given it back since.
 
-        Then there is a successor. Without any, somebody has removed the lease, or all of the root, and nothing is in
-        the way.
+        `data` is what the lease says now. Then there is a successor. Without any, somebody has removed the lease, or
+        all of the root, and nothing is in the way.
         """
-        data = lease.place.read()
         owner = owner_of(data) if data else None
         if owner is not None and not _is_mine(owner):
             taker = str(owner)
