@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 # Else each process that a test starts compiles this library anew, which takes longer than importing it.
@@ -24,6 +25,9 @@ from tests.helper import FromNursery, InThread
 from tests.nursery import end_all
 from xla_ckpt.storage.remote_client import client_of
 from xla_ckpt.tags import orbax_commit
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and each process that a test starts, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if TYPE_CHECKING:
     from tests.buckets.s3_server import S3Server

@@ -407,3 +407,13 @@ def test_a_directory_and_a_bucket_are_needed(root: str, tmp_path: Path) -> None:
         save(str(tmp_path), tmp_path, "a")
     with pytest.raises(UsageError, match="local= is a directory"):
         xla_ckpt.restore(root, options=LoadOptions(local=root))
+
+
+def test_the_directory_of_another_root_is_refused(root: str, tmp_path: Path) -> None:
+    options = xla_ckpt.SaveOptions(local=tmp_path)
+    xla_ckpt.save(root, "a", {"w": torch.ones(3)}, options=options)
+    xla_ckpt.finalize_checkpoint()
+    with pytest.raises(xla_ckpt.UsageError, match="has tags of another root"):
+        xla_ckpt.save(f"{root}2", "b", {"w": torch.ones(3)}, options=options)
+    assert xla_ckpt.list_tags(tmp_path) == xla_ckpt.list_tags(root) == ["a"]
+    assert xla_ckpt.list_tags(f"{root}2") == []

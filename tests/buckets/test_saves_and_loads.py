@@ -41,3 +41,18 @@ def test_a_large_file_goes_up_in_parts(root: str, s3: S3Server) -> None:
     tree = xla_ckpt.restore(root, "a").tree
     assert torch.equal(tree["w"], state["w"])
     assert torch.equal(tree["v"], state["v"])
+
+
+def test_the_name_of_a_tag_is_no_root(root: str) -> None:
+    xla_ckpt.save(root, "a", {"w": torch.ones(3)})
+    with pytest.raises(xla_ckpt.UsageError, match="directory of a tag, and no root directory"):
+        xla_ckpt.save(f"{root}/a", "b", {"w": torch.ones(3)})
+    assert xla_ckpt.list_tags(f"{root}/a") == []
+    assert xla_ckpt.verify(root).ok
+
+
+def test_addresses_that_have_lost_something() -> None:
+    with pytest.raises(xla_ckpt.UsageError, match="makes one slash of the two"):
+        xla_ckpt.save("s3:/bucket/run", "a", {"w": torch.ones(3)})
+    with pytest.raises(xla_ckpt.UsageError, match="names no bucket"):
+        xla_ckpt.save("s3:///run", "a", {"w": torch.ones(3)})

@@ -90,9 +90,9 @@ def work_on(inputs: Sequence[tuple[str, int]], made: Path, work: Path) -> Callab
     def do(write: int) -> None:
         from tests.fuzz.probes import Bench, lines
         from tests.fuzz.specimens import SPECIMENS
-        from xla_ckpt.tags import lease
+        from xla_ckpt.tags import lease_places
 
-        lease.SILENCE = 0.0  # a lease that names nobody is watched for a minute, which says nothing of its content
+        lease_places.DIRECTORY_SILENCE = 0.0  # else one that names nobody is watched for a minute
         bench = Bench([SPECIMENS[name] for name in dict(inputs)], made, work)
 
         def begun(outcome: Outcome) -> None:

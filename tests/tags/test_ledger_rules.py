@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xla_ckpt.errors import CheckpointError, FormatError, UnsupportedVersionError
+from xla_ckpt.manifest.digest import sealed
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.ledger_rules import LAG, Ledger, LedgerTag, attempt_name, ledger_json, parse_ledger
 
@@ -136,13 +137,27 @@ def test_the_last_writes_are_named() -> None:
     assert (ledger.recent[0], ledger.recent[-1], len(ledger.recent)) == ("w5", f"w{rules.RECENT + 4}", rules.RECENT)
 
 
-RAW = json.loads(ledger_json(rules.begun(Ledger(tags={"a": LedgerTag("a/.1", 1, False, "")}), "a/.2", "one"), "w"))
+RECORD = ledger_json(rules.begun(Ledger(tags={"a": LedgerTag("a/.1", 1, False, "")}), "a/.2", "one"), "w")
+RAW = {name: value for name, value in json.loads(RECORD).items() if name != "digest"}
+
+
+def record_of(raw: dict[str, object]) -> bytes:
+    """A record that has its digest, whatever it says."""
+    return sealed(json.dumps(raw).removesuffix("}").encode())
+
+
+@given(st.integers(0, len(RECORD) - 1), st.integers(0, 7))
+def test_a_flipped_bit_is_noticed(at: int, bit: int) -> None:
+    changed = bytearray(RECORD)
+    changed[at] ^= 1 << bit
+    with pytest.raises(FormatError, match="damaged"):
+        parse_ledger(bytes(changed))
 
 
 @given(st.sampled_from(sorted(RAW)), st.none() | st.integers(-2, 9) | st.text(max_size=3) | st.lists(st.integers()))
 def test_a_damaged_ledger_is_refused_or_whole(name: str, value: object) -> None:
     try:
-        ledger = parse_ledger(json.dumps({**RAW, name: value}).encode())
+        ledger = parse_ledger(record_of({**RAW, name: value}))
     except CheckpointError:
         return
     assert set(asdict(ledger)) == set(RAW) - {"format", "version"}
@@ -152,12 +167,12 @@ def test_a_damaged_ledger_is_refused_or_whole(name: str, value: object) -> None:
 def test_nothing_but_attempts_can_be_doomed(name: str) -> None:
     """All files below a doomed name are deleted."""
     with pytest.raises(FormatError, match="damaged"):
-        parse_ledger(json.dumps({**RAW, "doomed": {name: 0}}).encode())
+        parse_ledger(record_of({**RAW, "doomed": {name: 0}}))
 
 
 def test_a_ledger_of_a_newer_version_is_left_alone() -> None:
     with pytest.raises(UnsupportedVersionError):
-        parse_ledger(json.dumps({**RAW, "version": 2}).encode())
+        parse_ledger(record_of({**RAW, "version": 2}))
 
 
 ATTEMPTS = st.dictionaries(

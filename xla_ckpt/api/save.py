@@ -34,6 +34,7 @@ from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.door import PathLike, above, store_at
 from xla_ckpt.storage.trace_file import trace_file
+from xla_ckpt.tags.missing import no_root
 from xla_ckpt.tags.names import check_is_text, check_tag
 from xla_ckpt.tags.retention import check_keep
 from xla_ckpt.tags.root import Root
@@ -280,7 +281,7 @@ def _prepare(store: Store) -> None:
 def _check_is_no_tag(store: Store) -> None:
     """Refuse the directory of a tag as a root: retention would remove the tags in it with the one that it is.
 
-    In an object store it would not: the files of a tag are in a directory of their own, below that of its name.
+    An object store is asked by `LedgerRoot.hold`: the caller does not wait for that.
     """
     if store.object_store is not None:
         return
@@ -289,11 +290,7 @@ def _check_is_no_tag(store: Store) -> None:
     except UsageError:  # nothing is above it
         return
     if root_of(above_it).is_ours(name):
-        raise UsageError(
-            "this is the directory of a tag, and no root directory",
-            path=store.path,
-            hint=f"Pass {above_it.path}, and the name of the new tag.",
-        )
+        raise no_root(store.path, above_it.path)
 
 
 def _prepared(order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish) -> Frozen:

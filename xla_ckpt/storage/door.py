@@ -17,7 +17,7 @@ PathLike = str | os.PathLike[str]
 _MEMORY = MemoryFiles()
 """What this process keeps in memory: ``memory://``."""
 
-_LOST_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/[^/]")
+_LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/[^/]")
 """What pathlib makes of the beginning of an address such as ``s3://bucket``."""
 
 
@@ -75,7 +75,8 @@ def full_path(path: PathLike) -> str:
             found=repr(path),
             hint='To mean that directory, write ".".',
         )
-    if isinstance(path, os.PathLike) and _LOST_SLASH.match(text):
+    lost = _LOST_SLASH.match(text)
+    if lost and (isinstance(path, os.PathLike) or lost.group(1) in _SCHEMES):
         raise UsageError(
             "pathlib makes one slash of the two in an address, so that this is a directory beside the program",
             expected=f"the address as a str, {text.replace(':/', '://', 1)!r}",
@@ -102,6 +103,8 @@ def full_path(path: PathLike) -> str:
             found=text,
             hint="S3 stands for all servers that speak as it does: AWS_ENDPOINT_URL names theirs.",
         )
+    if location.startswith("/") and scheme != "memory":  # else the name of a folder would be that of the bucket
+        raise UsageError("the address names no bucket", expected=f"{scheme}://bucket/path", found=text)
     return f"{scheme}://{'/'.join(part for part in location.split('/') if part not in ('', '.'))}"
 
 

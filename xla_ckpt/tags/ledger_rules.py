@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from xla_ckpt.errors import FormatError, UnsupportedVersionError
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, UnsupportedVersionError
+from xla_ckpt.manifest.digest import sealed, unsealed
 from xla_ckpt.tags.retention import TagFact, superfluous
 
 LEDGER_VERSION = 1
@@ -80,7 +81,8 @@ class Ledger:
 def ledger_json(ledger: Ledger, write: str) -> bytes:
     """The record in which it is stored, with the name of the write that stores it."""
     signed = replace(ledger, recent=(*ledger.recent, write)[-RECENT:])
-    return json.dumps({"format": "xla_ckpt ledger", "version": LEDGER_VERSION, **asdict(signed)}).encode()
+    text = json.dumps({"format": "xla_ckpt ledger", "version": LEDGER_VERSION, **asdict(signed)})
+    return sealed(text.removesuffix("}").encode())
 
 
 @functools.lru_cache(maxsize=4)
@@ -92,7 +94,7 @@ def parse_ledger(data: bytes) -> Ledger:
         UnsupportedVersionError: A newer version of this library wrote it.
     """
     try:
-        raw: Any = json.loads(data)
+        raw: Any = json.loads(unsealed(data, "the record of the tags") + b"}")
         if raw["format"] == "xla_ckpt ledger" and raw["version"] > LEDGER_VERSION:
             raise UnsupportedVersionError("a newer version of this library saves there", found=raw["version"])
         fields = {name: raw[name] for name in _KINDS}
@@ -106,7 +108,7 @@ def parse_ledger(data: bytes) -> Ledger:
         return Ledger(**{**fields, "recent": tuple(fields["recent"]), "tags": tags, "open": begun})
     except UnsupportedVersionError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (CorruptCheckpointError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         hint = "xla-ckpt adopt ROOT makes a new one from the manifests of the tags."
         raise FormatError("the record of the tags is damaged", found=error, hint=hint) from None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from xla_ckpt.errors import CheckpointError
+from xla_ckpt.errors import CheckpointError, UsageError
 from xla_ckpt.storage.base import FileSystem, LocalFiles
 from xla_ckpt.tags.cleaning import retire_older
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
-from xla_ckpt.tags.upload_rules import Journal, parse_journal
+from xla_ckpt.tags.upload_rules import Journal, address_in, parse_journal
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class LocalFirst(DirectoryRoot):
 
     def hold(self, within: float) -> None:
         super().hold(within)
+        if self._above is None:
+            self._check_is_its_directory()
         if self._above is None:  # asked once: while the store is away, saves must not wait for it
             try:
                 self.have_seen(self.remote.entries())
@@ -44,6 +46,24 @@ class LocalFirst(DirectoryRoot):
                     raise  # nothing says which numbers there are
                 logger.warning("%s: new tags are numbered after those in %s: %s", self.remote.path, self.path, error)
                 self.have_seen([])
+
+    def _check_is_its_directory(self) -> None:
+        """Refuse the directory of another root: its tags would go to this one, too, and be taken for newer ones.
+
+        Raises:
+            UsageError: It has tags that go to another address.
+        """
+        for entry in self.entries():
+            address = address_in(_journal_data(self.store, entry))
+            if address not in (None, self.remote.path):
+                raise UsageError(
+                    "the directory given as local= has tags of another root",
+                    path=self.path,
+                    tag=entry.tag,
+                    expected=self.remote.path,
+                    found=address,
+                    hint="Give each root a directory of its own.",
+                )
 
     def have_seen(self, remote: list[TagEntry]) -> None:
         """Number the next tags above all that are in the object store."""
@@ -74,10 +94,14 @@ class LocalFirst(DirectoryRoot):
 
 def journal_of(store: FileSystem, entry: TagEntry, address: str) -> Journal:
     """What a tag in a directory says of its upload to an address."""
+    return parse_journal(_journal_data(store, entry), address)
+
+
+def _journal_data(store: FileSystem, entry: TagEntry) -> bytes:
     try:
-        return parse_journal(store.start_of(f"{entry.directory}/{UPLOAD}", MAX_JOURNAL, links=False), address)
-    except OSError:  # none was begun, or the tag is gone
-        return Journal(address=address)
+        return store.start_of(f"{entry.directory}/{UPLOAD}", MAX_JOURNAL, links=False)
+    except OSError:
+        return b""  # no upload was begun, or the tag is gone
 
 
 def write_journal(directory: LocalFiles, journal: Journal) -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from xla_ckpt.errors import CheckpointError, NoCheckpointError
+from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.keywords import meant
 from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX, is_tag_name
 from xla_ckpt.tags.root import Root
 
 MAX_LOOKED_INTO = 100
 """Directories that are looked into for the sake of a hint, at most."""
+
+
+def no_root(path: str, above: str) -> UsageError:
+    """The error for the directory of a tag that is taken for a root."""
+    return UsageError(
+        "this is the directory of a tag, and no root directory",
+        path=path,
+        hint=f"Pass {above}, and the name of the new tag.",
+    )
 
 
 def no_such_tag(root: Root, tag: str | None) -> NoCheckpointError:

@@ -60,6 +60,15 @@ def parse_journal(data: bytes, address: str) -> Journal:
     return journal if journal.address == address else Journal(address=address)
 
 
+def address_in(data: bytes) -> str | None:
+    """Where the tag with this journal goes; None if it does not say so."""
+    try:
+        address = json.loads(data)["address"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return address if isinstance(address, str) else None
+
+
 def is_same(one: TagEntry, other: TagEntry | None) -> bool:
     """Whether two entries are the same version of a tag."""
     return other is not None and (one.tag, one.sequence, one.created) == (other.tag, other.sequence, other.created)
