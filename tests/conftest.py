@@ -25,6 +25,7 @@ from tests.helper import FromNursery, InThread
 from tests.nursery import end_all
 from xla_ckpt.storage.remote_client import client_of
 from xla_ckpt.tags import orbax_commit
+from xla_ckpt.tags.lease import LEASES
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and each process that a test starts, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -81,6 +82,7 @@ def s3(server_of_all: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3S
     yield server_of_all
     server_of_all.forget()
     xla_ckpt.finalize_checkpoint()  # what saves do after their commit is not to meet the next test's faults
+    LEASES.give_back()  # else they would be beaten while the next test counts its requests
     client_of.cache_clear()
 
 
