@@ -20,7 +20,7 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save import Order, Save, Timing
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.upload import UPLOADS, Uploader
-from xla_ckpt.errors import CheckpointError, StorageError, UsageError
+from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.keywords import taking_values
@@ -32,9 +32,9 @@ from xla_ckpt.snapshot.arena import POOL
 from xla_ckpt.state.guard import GUARD
 from xla_ckpt.state.members import Objects, Tree
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, above, store_at
+from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
-from xla_ckpt.tags.missing import no_root
+from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import check_is_text, check_tag
 from xla_ckpt.tags.retention import check_keep
 from xla_ckpt.tags.root import Root
@@ -265,7 +265,9 @@ def _refused(order: Order, timing: Timing, error: BaseException) -> SaveReport:
 
 def _prepare(store: Store) -> None:
     """Fail early where a save could not even begin."""
-    _check_is_no_tag(store)
+    if store.file_system is not None:  # `LedgerRoot.hold` asks an object store: the caller does not wait for that
+        # Retention would remove the tags in the directory of a tag with the one that it is.
+        check_is_no_tag(store.path, root_of)
     try:
         store.prepare()
     except (FileExistsError, NotADirectoryError) as error:
@@ -276,21 +278,6 @@ def _prepare(store: Store) -> None:
         problem = StorageError.of(error, "making the root directory", path=store.path)
         problem.hint = "Nothing was written. Pass a directory in which this user may make files."
         raise problem from error
-
-
-def _check_is_no_tag(store: Store) -> None:
-    """Refuse the directory of a tag as a root: retention would remove the tags in it with the one that it is.
-
-    An object store is asked by `LedgerRoot.hold`: the caller does not wait for that.
-    """
-    if store.object_store is not None:
-        return
-    try:
-        above_it, name = above(store.path)
-    except UsageError:  # nothing is above it
-        return
-    if root_of(above_it).is_ours(name):
-        raise no_root(store.path, above_it.path)
 
 
 def _prepared(order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish) -> Frozen:

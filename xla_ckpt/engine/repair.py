@@ -45,7 +45,7 @@ from xla_ckpt.plan.parity import (
     file_sizes,
     solve,
 )
-from xla_ckpt.storage.base import Directory, Source, read_whole, write_small
+from xla_ckpt.storage.base import Directory, Source, read_whole, size_of, write_small
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 from xla_ckpt.tags.root import Kind, Root, Transaction
@@ -191,11 +191,9 @@ def _damage(directory: Directory, index: ParityIndex, *, manifest_lost: bool, wo
 
 def _size(directory: Directory, path: str) -> int | None:
     try:
-        source = directory.open(path)
+        return size_of(directory, path)
     except OSError:
         return None  # missing, or unreadable: it is made anew
-    source.close()
-    return source.size
 
 
 def _too_much(index: ParityIndex, left: set[BlockAt], sums: Mapping[Sum, SumPlace]) -> CorruptCheckpointError:

@@ -17,7 +17,7 @@ from operator import attrgetter, itemgetter
 import numpy as np
 
 from xla_ckpt.engine.phases import Phases
-from xla_ckpt.files.codec import Glue
+from xla_ckpt.files.codec import Glue, known_glue
 from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest import digest as digests
 from xla_ckpt.manifest.digest import JoinedDigest
@@ -59,8 +59,7 @@ class PayloadFile:
         """(non-empty region, file offset) -> (CRC-32, bytes) of a part of it, where the codec wants them."""
         self.left = max(-(-self.size // segment_bytes), 1)
         """Segments that are still to be written."""
-        of_bytes = plan.codec.wants_digests or plan.codec.wants_crc32
-        self.glue: Glue | None = None if of_bytes else plan.codec.glue((), ())
+        self.glue: Glue | None = known_glue(plan.codec)
         """What stands between the regions, in file order; None until the digests that it is made of are known."""
         self.streamed = self.glue is not None or self.left == 1
         """Whether it can be written in the order of its bytes: its glue is known before they are written."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from xla_ckpt.errors import StorageError
 from xla_ckpt.manifest.records import FileRecord
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.base import Directory, size_of
 from xla_ckpt.tags.root import Root
 
 ONE_DIRECTORY = "All hosts must see the same directory under the checkpoint path, such as a shared file system."
@@ -52,8 +52,6 @@ def check_written(directory: Directory, rank: int, files: Iterable[FileRecord]) 
 
 def _size(directory: Directory, path: str) -> int | None:
     try:
-        source = directory.open(path)
+        return size_of(directory, path)
     except FileNotFoundError:
         return None
-    source.close()
-    return source.size

@@ -17,7 +17,7 @@ from xla_ckpt.engine.cast import Cast
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.files.codec import Glue
+from xla_ckpt.files.codec import Glue, known_glue
 from xla_ckpt.files.crc32 import crc32, joined_crc32
 from xla_ckpt.manifest.digest import BlockDigester
 from xla_ckpt.manifest.records import FileRecord
@@ -100,8 +100,7 @@ class _File:
     def write(self, directory: Directory) -> FileRecord:
         """Write all of it; what the manifest says of it."""
         codec, streaming = self.plan.codec, directory.streaming
-        if streaming is not None and not (codec.wants_digests or codec.wants_crc32):
-            glue = codec.glue((), ())
+        if streaming is not None and (glue := known_glue(codec)) is not None:
             streaming.stream(self.plan.path, codec.size, self._in_order(glue))
             return codec.record(self.plan.path, glue, self._digests())
         if self.plan.folder is not None:

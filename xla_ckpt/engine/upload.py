@@ -24,7 +24,7 @@ from xla_ckpt.errors import (
 )
 from xla_ckpt.job.verdict import as_checkpoint_error
 from xla_ckpt.manifest.digest import BlockDigester, JoinedDigest
-from xla_ckpt.storage.base import Directory, FileSystem, LocalFiles, ObjectStore, Source
+from xla_ckpt.storage.base import Directory, FileSystem, LocalFiles, ObjectStore, Source, size_of
 from xla_ckpt.storage.this_process import after_fork
 from xla_ckpt.storage.undisturbed import undisturbed
 from xla_ckpt.tags.attempt import Attempt
@@ -173,7 +173,7 @@ class Uploader:
     def _fill(self, reader: TagReader, directory: LocalFiles, entry: TagEntry) -> None:
         """Send what is not there yet, the manifest last, and commit."""
         files = [path for path in directory.files() if not path.startswith(UPLOAD) and path != MANIFEST]
-        sizes = {path: _size(directory, path) for path in (*files, MANIFEST)}
+        sizes = {path: size_of(directory, path) for path in (*files, MANIFEST)}
         remote, attempt = self.root.remote, self.root.journal(entry).attempt
         resumed = remote.resume(entry.tag, attempt) if attempt.startswith(attempt_name(entry.tag, "")) else None
         draft = remote.begin(entry.tag, Kind.UPLOAD) if resumed is None else resumed
@@ -200,7 +200,7 @@ class Uploader:
 
     def _sent(self, attempt: Attempt, sizes: Mapping[str, int]) -> dict[str, int]:
         """The files that an earlier try has sent, with their sizes. They are whole: else they would not be there."""
-        sent = {path: _size(attempt.directory, path) for path in attempt.directory.files()}
+        sent = {path: size_of(attempt.directory, path) for path in attempt.directory.files()}
         for path, size in sent.items():
             if path in sizes and size != sizes[path]:  # a pin has changed the manifest since
                 self.root.remote.store.remove(f"{attempt.directory.name}/{path}")
@@ -252,11 +252,6 @@ def _whole(directory: Directory, path: str) -> Iterator[memoryview]:
     """A file that is not in the manifest, such as the manifest itself, which has a digest of its own."""
     with contextlib.closing(directory.open(path)) as source:
         yield from _pieces(source, 0, source.size, CorruptCheckpointError("the file is cut off", file=path))
-
-
-def _size(directory: Directory, path: str) -> int:
-    with contextlib.closing(directory.open(path)) as source:
-        return source.size
 
 
 def _again(error: CheckpointError) -> CheckpointError:

@@ -50,6 +50,11 @@ class Codec(Protocol):
         """What the manifest says of the file."""
 
 
+def known_glue(codec: Codec) -> Glue | None:
+    """Everything between the regions of a file, if it is known before any byte of them; else None."""
+    return None if codec.wants_digests or codec.wants_crc32 else codec.glue((), ())
+
+
 def record_with_regions(path: str, codec: Codec, glue: Glue, digests: Sequence[int]) -> FileRecord:
     """What the manifest says of a file that does not hold the digests of its regions itself."""
     between = b"".join(text for _, text in glue)

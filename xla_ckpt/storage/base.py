@@ -324,6 +324,18 @@ def read_whole(directory: Directory, path: str, *, limit: int | None = None, wha
         source.close()
 
 
+def size_of(directory: Directory, path: str) -> int:
+    """Bytes in a file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: The storage refused.
+    """
+    source = directory.open(path)
+    source.close()
+    return source.size
+
+
 def write_small(directory: Directory, path: str, data: bytes) -> None:
     """Write a whole small file durably.
 

@@ -88,7 +88,7 @@ class RemoteSource:
 
         The answer has the beginning of the file, too: who does not know the size reads a small file, or a header.
         """
-        self._start, self._size, self._version = self._client.start(self._key, START_BYTES)
+        self._start, self._size, self._version = self._client.read(self._key, 0, START_BYTES, None)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         wanted = len(buffer) if self._size is None else min(len(buffer), self._size - offset)
@@ -97,7 +97,7 @@ class RemoteSource:
         if offset + wanted <= len(self._start):
             buffer[:wanted] = self._start[offset : offset + wanted]
             return wanted
-        data, version = self._client.read(self._key, offset, wanted, self._version)
+        data, _, version = self._client.read(self._key, offset, wanted, self._version)
         self._version = self._version or version
         buffer[: len(data)] = data
         return len(data)

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult
     from obstore.store import ObjectStore
 
-SCHEMES = ("s3", "gs", "az")
-"""What an address of a bucket begins with: S3 and what speaks as it does, Google Cloud Storage, Azure."""
-
 CONNECT_TIMEOUT = "5s"
 
 READ_TIMEOUT = "15s"
@@ -133,8 +130,11 @@ class Client:
         return self._quick.head(key)
 
     @_quickly
-    def read(self, key: str, offset: int, nbytes: int, version: str | None) -> tuple[memoryview, str | None]:
-        """Some bytes of a file, fewer where it ends, and its version. With `version` it must have that one."""
+    def read(self, key: str, offset: int, nbytes: int, version: str | None) -> tuple[memoryview, int, str | None]:
+        """Some bytes of a file, its size, and its version. With `version` it must have that one.
+
+        Bytes are fewer where it ends. If it ends before them, its size is at most the offset.
+        """
         options: dict[str, Any] = {"range": (offset, offset + nbytes)}
         if version is not None:
             options["if_match"] = version
@@ -143,20 +143,8 @@ class Client:
             data = memoryview(answer.bytes()) if nbytes else memoryview(b"")
         except Exception as error:
             if "416 Range Not Satisfiable" in str(error):
-                return memoryview(b""), None  # the file ends before
+                return memoryview(b""), offset, None
             raise
-        return data, answer.meta["e_tag"]
-
-    @_quickly
-    def start(self, key: str, nbytes: int) -> tuple[memoryview, int, str | None]:
-        """The first bytes of a file, its size, and its version."""
-        try:
-            answer = self._quick.get(key, options={"range": (0, nbytes)})
-            data = memoryview(answer.bytes())
-        except Exception as error:
-            if "416 Range Not Satisfiable" not in str(error):
-                raise
-            return memoryview(b""), 0, None  # it is empty
         return data, answer.meta["size"], answer.meta["e_tag"]
 
     @_quickly

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any
 
 from xla_ckpt.errors import RootInUseError, StorageError, UsageError, storage_errors
-from xla_ckpt.storage.base import Directory, ObjectStore, read_whole
-from xla_ckpt.storage.door import above
+from xla_ckpt.storage.base import Directory, ObjectStore, Store, read_whole
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
 from xla_ckpt.tags.attempt import WRITING, Attempt, taken_over
@@ -37,7 +36,7 @@ from xla_ckpt.tags.ledger_cleaning import (
 )
 from xla_ckpt.tags.ledger_record import LedgerRecord
 from xla_ckpt.tags.ledger_rules import LAG, Ledger, attempt_name
-from xla_ckpt.tags.missing import no_root, no_such_tag
+from xla_ckpt.tags.missing import check_is_no_tag, no_such_tag
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX, check_tag
 from xla_ckpt.tags.placed import Placed
 from xla_ckpt.tags.root import Cleaned, Draft, Kind
@@ -266,16 +265,12 @@ class LedgerRoot:
             UsageError: It is the name of a tag.
         """
         try:
-            root, name = above(self.path)
-            is_tag = root.object_store is not None and LedgerRoot(root.object_store).is_ours(name)
+            check_is_no_tag(self.path, _ledger_root)
         except UsageError:
-            return  # nothing is above it
+            self.store.remove(LEDGER)  # nothing was committed there
+            raise
         except StorageError as error:
             logger.debug("%s: what is above it cannot be read: %s", self.path, error)  # as who may use this path alone
-            return
-        if is_tag:
-            self.store.remove(LEDGER)  # nothing was committed there
-            raise no_root(self.path, root.path)
 
     def _lease(self, within: float) -> str | None:
         self.store.check_conditions()
@@ -292,6 +287,11 @@ class LedgerRoot:
 
     def await_ready(self, within: float) -> bool:
         return False
+
+
+def _ledger_root(store: Store) -> LedgerRoot:
+    assert store.object_store is not None, "what is above an object store's root is in it"
+    return LedgerRoot(store.object_store)
 
 
 def _listed(ledger: Ledger) -> list[TagEntry]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from xla_ckpt.errors import CheckpointError, NoCheckpointError, UsageError
 from xla_ckpt.keywords import meant
+from xla_ckpt.storage.base import Store
+from xla_ckpt.storage.door import above
 from xla_ckpt.tags.names import NEW_PREFIX, TMP_SUFFIX, is_tag_name
 from xla_ckpt.tags.root import Root
 
@@ -13,13 +15,22 @@ MAX_LOOKED_INTO = 100
 """Directories that are looked into for the sake of a hint, at most."""
 
 
-def no_root(path: str, above: str) -> UsageError:
-    """The error for the directory of a tag that is taken for a root."""
-    return UsageError(
-        "this is the directory of a tag, and no root directory",
-        path=path,
-        hint=f"Pass {above}, and the name of the new tag.",
-    )
+def check_is_no_tag(path: str, root_of: Callable[[Store], Root]) -> None:
+    """Refuse a root that is itself a tag of the root above it, which `root_of` makes of a store.
+
+    Raises:
+        UsageError: It is one.
+    """
+    try:
+        store, name = above(path)
+    except UsageError:
+        return  # nothing is above it
+    if root_of(store).is_ours(name):
+        raise UsageError(
+            "this is the directory of a tag, and no root directory",
+            path=path,
+            hint=f"Pass {store.path}, and the name of the new tag.",
+        )
 
 
 def no_such_tag(root: Root, tag: str | None) -> NoCheckpointError:
