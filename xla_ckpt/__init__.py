@@ -14,6 +14,7 @@
   deletes.
 - `SaveOptions`, `LoadOptions`, `ConvertOptions`: how such a call goes about its work; `default_options` says it for a
   block. `LlamaJob`: a Llama-like model, and how a job has it.
+- `LatestN`, `BestN`, `EveryNSteps`, `EveryNSeconds`, `LatestDuration`, `AnyOf`: which tags a save keeps.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: what differs between two tags.
 - `register_layout`, `Layout`: a layout of one's own (docs/adding-a-layout.md).
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
@@ -97,6 +98,13 @@ if TYPE_CHECKING:
     from xla_ckpt.state.per_rank import PerRank as PerRank
     from xla_ckpt.state.registered import register_optimizer as register_optimizer
     from xla_ckpt.state.rng import RNGState as RNGState
+    from xla_ckpt.tags.retention import AnyOf as AnyOf
+    from xla_ckpt.tags.retention import BestN as BestN
+    from xla_ckpt.tags.retention import EveryNSeconds as EveryNSeconds
+    from xla_ckpt.tags.retention import EveryNSteps as EveryNSteps
+    from xla_ckpt.tags.retention import LatestDuration as LatestDuration
+    from xla_ckpt.tags.retention import LatestN as LatestN
+    from xla_ckpt.tags.retention import Retention as Retention
     from xla_ckpt.tree.optimizer_schema import OptimizerSchema as OptimizerSchema
 
 __version__ = "0.1.0"
@@ -154,6 +162,7 @@ _HOMES = {
     "sharding.mesh": ("Mesh",),
     "options": ("ConvertOptions", "LoadOptions", "SaveOptions", "default_options"),
     "plan.explain": ("Explanation",),
+    "tags.retention": ("AnyOf", "BestN", "EveryNSeconds", "EveryNSteps", "LatestDuration", "LatestN", "Retention"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -20,6 +20,7 @@ from xla_ckpt.snapshot.arena import BUDGET_BYTES
 from xla_ckpt.snapshot.take import Mode
 from xla_ckpt.storage.door import PathLike, full_path
 from xla_ckpt.storage.pool import READERS
+from xla_ckpt.tags.retention import Retention, check_policy
 
 MAX_MEMORY = 1 << 30
 """Bytes of array data in memory at a time while tags are converted or compared, by default."""
@@ -89,11 +90,17 @@ class SaveOptions:
     timeout: float = TIMEOUT
     """Seconds that a rank which is done waits for the others before all that are left give up."""
 
+    retention: Retention | None = None
+    """Which tags are kept after the commit, in place of ``num_kept_ckpts`` (docs/retention.md): ``LatestN(3)``,
+    ``BestN("loss", n=2)``, ``EveryNSteps(1000)``, ``EveryNSeconds(86400)``, ``LatestDuration(timedelta(days=7))``, or
+    what one of several keeps: ``LatestN(3) | BestN("loss")``. None keeps all. The newest tag and pinned ones are
+    kept in any case."""
+
     local: PathLike | None = None
     """Where the path is an address such as ``s3://bucket/run``: a directory of this machine's file systems, which all
     hosts of the job see. The save commits there, and rank 0 uploads the tag in the background, after those before it.
     An upload that fails is logged, does not fail the save, and is repeated with the next one, in this process or a
-    later one; `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. ``num_kept_ckpts``
+    later one; `SaveHandle.uploaded` and `finalize_checkpoint` wait for it, and raise its error. Retention
     counts in both places; the directory keeps tags beyond it until they are in the bucket (docs/object-stores.md)."""
 
     def __post_init__(self) -> None:
@@ -103,6 +110,8 @@ class SaveOptions:
         check_choice("snapshot", self.snapshot, get_args(Mode))
         if not callable(self.on_error):
             check_choice("on_error", self.on_error, ("raise", "warn"), " or a function")
+        if self.retention is not None:
+            check_policy("retention", self.retention)
         _check_number("snapshot_budget", self.snapshot_budget, "bytes")
         _check_timeout(self.timeout)
 
@@ -113,6 +122,7 @@ class SaveOptions:
             "parity": self.parity,
             "stale": self.stale,
             "on_error": "a function" if callable(self.on_error) else self.on_error,
+            "retention": self.retention,
             "local": None if self.local is None else full_path(self.local),
         }
 

@@ -15,9 +15,10 @@ from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.ending import MISTAKES, end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save import Order, Save, Timing
+from xla_ckpt.engine.save import Save
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, StorageError
@@ -36,7 +37,7 @@ from xla_ckpt.storage.door import PathLike, store_at
 from xla_ckpt.storage.trace_file import trace_file
 from xla_ckpt.tags.missing import check_is_no_tag
 from xla_ckpt.tags.names import check_is_text, check_tag
-from xla_ckpt.tags.retention import check_keep
+from xla_ckpt.tags.retention import policy_of
 from xla_ckpt.tags.root import Root
 from xla_ckpt.tags.roots import root_of
 
@@ -81,7 +82,7 @@ def save_checkpoint(
         num_workers: Threads that write, at most.
         use_xser: Write neuronx-distributed's xser layout, with a manifest beside it: short for ``layout="xser"``.
         num_kept_ckpts: Keep this many of the newest tags that are not pinned, and delete older ones after the commit;
-            None keeps all.
+            None keeps all. `SaveOptions.retention` has other policies.
         async_save: Return as soon as the state is frozen, and write in the background.
         zero1_optimizer: Accepted for compatibility with neuronx-distributed; a ZeRO-1 optimizer is recognised.
         extras: Named objects with ``state_dict`` and ``load_state_dict`` (data loaders, `RNGState`), or dicts. One
@@ -283,7 +284,7 @@ def _prepare(store: Store) -> None:
 def _prepared(order: Order, content: Objects | Tree, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
     """What this rank saves. Mistakes of the program are found before the root directory is made."""
     check_tag(order.tag, order.root.path)
-    check_keep(order.num_kept)
+    policy_of(order.num_kept, order.options.retention)
     with phases.timed("describe"), collector_paused():
         state = content.state(placement)
     if placement.rank == 0:

@@ -353,7 +353,7 @@ def exported(facts: dict[str, Any]) -> RenderableType:
 
 
 def done(facts: dict[str, Any]) -> RenderableType:
-    """The answer of ``rm``, ``pin``, ``unpin`` and ``adopt``."""
+    """The answer of ``rm``, ``retain``, ``pin``, ``unpin`` and ``adopt``."""
     return Text("\n".join(f"{t['tag']}: {t['done']}" for t in facts["tags"]))
 
 
