@@ -15,6 +15,7 @@
 - `SaveOptions`, `LoadOptions`, `ConvertOptions`: how such a call goes about its work; `default_options` says it for a
   block. `LlamaJob`: a Llama-like model, and how a job has it.
 - `LatestN`, `BestN`, `EveryNSteps`, `EveryNSeconds`, `LatestDuration`, `AnyOf`: which tags a save keeps.
+- `Product`: what is made of a tag after its commit, such as a directory of Hugging Face's.
 - `explain`, `convert`, `export_hf`: other meshes, other layouts, Hugging Face; `diff`: what differs between two tags.
 - `register_layout`, `Layout`: a layout of one's own (docs/adding-a-layout.md).
 - `Mesh`, `add_mesh_source`, `PerRank`, `RNGState`: jobs of many ranks, and what each rank has of its own.
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from xla_ckpt.layouts.registry import register_layout as register_layout
     from xla_ckpt.options import ConvertOptions as ConvertOptions
     from xla_ckpt.options import LoadOptions as LoadOptions
+    from xla_ckpt.options import Product as Product
     from xla_ckpt.options import SaveOptions as SaveOptions
     from xla_ckpt.options import default_options as default_options
     from xla_ckpt.plan.explain import Explanation as Explanation
@@ -160,7 +162,7 @@ _HOMES = {
     "layouts.base": ("Layout",),
     "layouts.registry": ("register_layout",),
     "sharding.mesh": ("Mesh",),
-    "options": ("ConvertOptions", "LoadOptions", "SaveOptions", "default_options"),
+    "options": ("ConvertOptions", "LoadOptions", "Product", "SaveOptions", "default_options"),
     "plan.explain": ("Explanation",),
     "tags.retention": ("AnyOf", "BestN", "EveryNSeconds", "EveryNSteps", "LatestDuration", "LatestN", "Retention"),
 }

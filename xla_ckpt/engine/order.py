@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from xla_ckpt.engine.phases import Phases
@@ -26,6 +27,9 @@ class Order:
     pinned: bool | None = None
     num_kept: int | None = None
     """How many of the newest tags are kept, if `options` do not say it."""
+
+    committed: Callable[[int], object] = lambda number: None
+    """Is called on rank 0 after the commit, with its number. Never raises."""
 
     workers: int = WRITERS
     shown: bool | None = None

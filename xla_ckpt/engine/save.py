@@ -251,6 +251,7 @@ class Save:
         self.phases.add("commit", ended - began - retained, ended=ended - retained)
         self.phases.add("retain", retained, ended=ended)
         remember(self.order.root, manifest)
+        self.order.committed(transaction.sequence)
 
     def _follow(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
         """The part of any other rank: write, report, hear the verdict."""
