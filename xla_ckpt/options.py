@@ -72,7 +72,8 @@ class Product:
     """A `LlamaJob`, as in `convert` and `export_hf`."""
 
     keep: Retention | None = None
-    """For layouts with tags: which of the new tags are kept. None keeps all."""
+    """Which products are kept; None keeps all. Not for single files. A directory gets a file ``xla_ckpt.json`` then, by
+    which it is known; others are not touched."""
 
     def __post_init__(self) -> None:
         _check_number("every", self.every, "steps")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import textwrap
 import threading
@@ -18,8 +19,9 @@ import xla_ckpt
 from tests.jobs import run_on_ranks
 from tests.nursery import Call, Program, bear
 from tests.runs import environment
-from xla_ckpt import LatestN, Product, SaveOptions, StorageError, UsageError
+from xla_ckpt import BestN, LatestN, Product, SaveOptions, StorageError, UsageError
 from xla_ckpt.api import export
+from xla_ckpt.storage.door import store_at
 from xla_ckpt.tags.directories import DirectoryDraft
 
 
@@ -58,6 +60,24 @@ def test_a_tag_of_another_layout_with_a_retention_of_its_own(tmp_path: Path, lay
     assert xla_ckpt.list_tags(tmp_path / "theirs") == ["step_3"]
     assert xla_ckpt.list_tags(tmp_path / "run") == ["step_1", "step_2", "step_3"]
     assert xla_ckpt.restore(tmp_path / "theirs").tree["model"]["weight"][0, 0] == 3
+
+
+@pytest.mark.parametrize("kind", ["directory", "memory"])
+def test_directories_have_a_retention_too_which_takes_nothing_else(tmp_path: Path, kind: str) -> None:
+    hf = tmp_path / "hf" if kind == "directory" else f"memory://{tmp_path}/hf"
+    best = Product(to=f"{hf}/{{tag}}-model", keep=LatestN(1) | BestN("step", 1))
+    for step in (1, 2, 3):
+        save(tmp_path / "run", step, best, retention=LatestN(1))
+        xla_ckpt.finalize_checkpoint()
+        if step == 1:
+            xla_ckpt.export_hf(tmp_path / "run", f"{hf}/step_0-model")  # by hand: it has no mark
+            if kind == "directory":
+                shutil.copytree(tmp_path / "hf/step_1-model", tmp_path / "hf/copied")
+    left = set(store_at(hf).names())
+    assert left - {"copied"} == {"step_0-model", "step_1-model", "step_3-model"}
+    assert ("copied" in left) == (kind == "directory")
+    xla_ckpt.convert(f"{hf}/step_3-model", tmp_path / "back")
+    assert xla_ckpt.restore(tmp_path / "back").tree["model"]["weight"][0, 0] == 3
 
 
 def test_a_mesh_and_a_single_file(tmp_path: Path) -> None:
@@ -117,7 +137,8 @@ def test_an_error_fails_no_save_and_is_told_once(tmp_path: Path, caplog: pytest.
         ({"to": "hf"}, r"needs a place of its own.*\{tag\}"),
         ({"to": "dcp/{tag}", "layout": "dcp"}, r"without \{tag\}"),
         ({"to": "hf/{tag}", "layout": "safetensor"}, "did you mean 'safetensors'"),
-        ({"to": "hf/{tag}", "keep": LatestN(1)}, "keep= is for layouts with tags"),
+        ({"to": "{tag}.pt", "layout": "torch", "keep": LatestN(1)}, "keep= is for tags and directories"),
+        ({"to": "hf/{tag}/bf16", "keep": LatestN(1)}, "in the last part of to="),
         ({"to": "dcp", "layout": "dcp", "dtype": "bfloat16"}, "dtype= is for the layout safetensors"),
         ({"to": "hf/{tag}", "mesh": "tp=2"}, "mesh= is for other layouts"),
         ({"to": "run", "layout": "dcp"}, "another root directory"),

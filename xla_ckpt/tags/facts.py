@@ -13,7 +13,7 @@ import numpy as np
 
 from xla_ckpt.errors import CheckpointError, FormatError, naming, storage_errors
 from xla_ckpt.manifest import manifest_json
-from xla_ckpt.storage.base import Store, read_whole
+from xla_ckpt.storage.base import Store, directory_in, read_whole
 from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.retention import TagFact
 from xla_ckpt.tree import path as paths
@@ -67,9 +67,7 @@ def _metric(store: Store, entry: TagEntry, name: str) -> float | None:
 
 def _content(store: Store, entry: TagEntry) -> Any:
     """The skeleton of what a program saved besides its objects."""
-    objects = store.object_store
-    directory = store.open(entry.directory, lock=False) if objects is None else objects.fill(entry.directory)
-    with contextlib.closing(directory):
+    with contextlib.closing(directory_in(store, entry.directory)) as directory:
         skeleton = manifest_json.skeleton_of(read_whole(directory, MANIFEST))
     return skeleton.get(USER_CONTENT, skeleton) if isinstance(skeleton, dict) else skeleton
 
