@@ -73,6 +73,8 @@ class Attempt:
                 pinned, sequence = its.pinned, its.sequence
             entry = LedgerTag(self.directory.name, sequence, pinned, head.created)
             after = rules.committed(ledger, self.tag, entry)
+            if retention is None:
+                return after
             facts = facts_of(self.record.store, rules.entries_in(after))
             return rules.retired(after, superfluous(facts, retention))
 

@@ -47,9 +47,8 @@ def retire_marked(store: Store, name_of: Callable[[str], str], retention: Retent
             store.object_store.remove(name)
         elif store.file_system is not None:
             with contextlib.suppress(FileNotFoundError):  # another job has deleted it
-                remove(
-                    store.file_system, move_to_trash(store.file_system, name)
-                )  # one that is killed here leaves trash
+                # By one rename: nobody is to find a half of it under its name.
+                remove(store.file_system, move_to_trash(store.file_system, name))
             clean(store.file_system, name)
 
 
@@ -57,11 +56,10 @@ def _marked(store: Store, name: str) -> TagFact | None:
     """What the mark of a directory says; None if there is none."""
     try:
         about = json.loads(store.start_of(f"{name}/{MARK}", MAX_MARK, links=False))
-        return TagFact(
-            str(about["tag"]), int(about["sequence"]), created=str(about["created"]), metric=dict(about["metrics"]).get
-        )
+        metrics = {name: value if value is None else float(value) for name, value in about["metrics"].items()}
+        return TagFact(str(about["tag"]), int(about["sequence"]), created=str(about["created"]), metric=metrics.get)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         logger.warning("%s in %s is left alone: its mark is damaged: %s", name, store.path, error)
         return None
