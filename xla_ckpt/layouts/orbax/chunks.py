@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
+import numpy.typing as npt
 import tensorstore
 
 from xla_ckpt import dtypes
@@ -35,7 +36,7 @@ MAX_CHUNKS = 1 << 22
 DECODED_BYTES = 1 << 30
 """Bytes of chunks that are decoded at a time, or one chunk, if that is larger."""
 
-CACHE_BYTES = 1 << 26
+CACHE_BYTES = 1 << 28
 """Decoded chunks that tensorstore keeps, for reads that want another part of one."""
 
 _OF_STORAGE = ("PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED", "INTERNAL")
@@ -102,39 +103,46 @@ class ChunkedArray:
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill `buffer` from `offset` on; all chunks of that range are decoded at once."""
         wanted = min(len(buffer), self.size - offset)
-        into = np.frombuffer(buffer, np.uint8)
+        into = np.frombuffer(buffer, np.uint8)[:wanted]
+        first = int(np.searchsorted(self._ends, offset, side="right"))
+        last = int(np.searchsorted(self._ends, offset + wanted, side="left")) + 1
         with tensorstore_errors(self.name):
-            first = int(np.searchsorted(self._ends, offset, side="right"))
-            parts = []
-            for row in range(first, len(self._ends)):
+            waiting = []
+            for row in range(first, last):
                 begin = int(self._ends[row - 1]) if row else 0
-                if begin >= offset + wanted:
-                    break
-                low = max(offset - begin, 0)
-                high = min(offset + wanted, int(self._ends[row])) - begin
-                parts.append((begin + low - offset, *self._part(row, low, high)))
-            for at, future, skip, nbytes in parts:
-                data = np.ascontiguousarray(future.result()).reshape(-1).view(np.uint8)
-                into[at : at + nbytes] = data[skip : skip + nbytes]
+                low, high = max(offset - begin, 0), min(offset + wanted, int(self._ends[row])) - begin
+                waiting.append(self._part(row, low, into[begin + low - offset : begin + high - offset]))
+            for future, copy in waiting:
+                copy(future.result())
         return wanted
 
-    def _part(self, row: int, low: int, high: int) -> tuple[Any, int, int]:
-        """The elements of a chunk in which some of its bytes lie, being read; the first of these bytes; their number.
+    def _part(self, row: int, low: int, into: npt.NDArray[np.uint8]) -> tuple[Any, Callable[[Any], object]]:
+        """Have some bytes of a chunk decoded, from byte `low` of it on; what is done with the result.
 
-        They are cut along the first dim that has more than one element.
+        tensorstore gives boxes. This one is cut along the first dim that has more than one element, and where it holds
+        these bytes alone, they come where they are wanted.
         """
         start, stop = self._start[row].tolist(), self._stop[row].tolist()
         dim = next((d for d, (a, b) in enumerate(zip(start, stop, strict=True)) if b - a > 1), None)
-        skip = low
         if dim is not None:
-            step = self.dtype.itemsize * math.prod(
-                b - a for a, b in zip(start[dim + 1 :], stop[dim + 1 :], strict=True)
+            step = (
+                self.dtype.itemsize
+                * math.prod(b - a for a, b in zip(start, stop, strict=True))
+                // (stop[dim] - start[dim])
             )
-            first, last = low // step, -(-high // step)
+            first, last = low // step, -(-(low + len(into)) // step)
             start[dim], stop[dim] = start[dim] + first, start[dim] + last
-            skip = low - first * step
-        index = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-        return self._array[index].read(), skip, high - low
+            low -= first * step
+        part = self._array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+        kind, shape = self._array.dtype.numpy_dtype, tuple(b - a for a, b in zip(start, stop, strict=True))
+        aligned = into.ctypes.data % kind.itemsize == 0
+        if aligned and len(into) == math.prod(shape) * kind.itemsize:
+            return tensorstore.array(into.view(kind).reshape(shape)).write(part), lambda _: None
+
+        def copy(elements: Any) -> None:
+            into[:] = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)[low : low + len(into)]
+
+        return part.read(), copy
 
     def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
         """As `read_into`: tensorstore has memory of its own."""
@@ -200,7 +208,6 @@ class DecodedFiles:
         return replace(
             DISK,
             batch_bytes=batch,
-            straight_bytes=batch + 1,
             max_gap=0,
             in_flight=max(DECODED_BYTES // batch, 1) if batch * 8 > DECODED_BYTES else 0,
             cached=False,
