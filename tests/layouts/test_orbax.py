@@ -31,10 +31,7 @@ from xla_ckpt.storage.door import store_at
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with all checkpoints of `orbax_saves`."""
     folder = tmp_path_factory.mktemp("orbax")
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.layouts.orbax_saves", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    orbax_saves.save_all(folder)
     return folder
 
 
@@ -227,3 +224,30 @@ def test_a_bucket_is_refused(saved: Path) -> None:
         sink.commit()
     with pytest.raises(xla_ckpt.UsageError, match="Copy it to a disk"):
         xla_ckpt.restore("memory://orbax", tag="12")
+
+
+def test_a_pipe_and_a_link_are_no_chunks(saved: Path, tmp_path: Path) -> None:
+    copy = damaged(saved, tmp_path, "host-files")
+    chunk = next(path for path in copy.rglob("0.0") if path.is_file())
+    data = chunk.read_bytes()
+    chunk.unlink()
+    os.mkfifo(chunk)
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="not a regular file"):
+        xla_ckpt.restore(copy)
+    chunk.unlink()
+    (tmp_path / "elsewhere").write_bytes(data)
+    chunk.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="not a regular file"):
+        xla_ckpt.restore(copy)
+
+
+@pytest.mark.parametrize("name", ["pytree", "pytree-files"])
+def test_an_older_one_has_no_tree(saved: Path, tmp_path: Path, name: str) -> None:
+    copy = damaged(saved, tmp_path, name)
+    (copy / "_METADATA").unlink()
+    if name == "pytree-files":
+        assert xla_ckpt.list_tags(tmp_path) == []  # nothing says that orbax wrote it
+        return
+    state = xla_ckpt.restore(copy).tree["model"]  # as every dict of arrays with dotted names
+    assert_equal(state["params.a.b/c"], orbax_saves.arrays()["whole"])
+    assert state["step"].tolist() == 12

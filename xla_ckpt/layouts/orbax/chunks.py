@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import tensorstore
 from xla_ckpt import dtypes
 from xla_ckpt.dtypes import DType
 from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
+from xla_ckpt.layouts.orbax.tags import OCDBT
 from xla_ckpt.manifest.shards import ShardColumns
 from xla_ckpt.plan.costs import DISK, Costs
 from xla_ckpt.sharding.corners import Corners
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 MAX_CHUNKS = 1 << 22
 """Chunks that an array may have: an array that a hostile file describes may have any number."""
+
+ODD_BYTES = 1 << 16
+"""Bytes that a chunk may have, however small its array is."""
 
 DECODED_BYTES = 1 << 30
 """Bytes of chunks that are decoded at a time, or one chunk, if that is larger."""
@@ -66,15 +70,29 @@ def tensorstore_errors(name: str) -> Iterator[None]:
 class ChunkedArray:
     """An array as a file of its chunks, decoded. A `Source`."""
 
-    def __init__(self, name: str, array: Any) -> None:
+    def __init__(self, name: str, array: Any, chunks: int) -> None:
         self.name = name
         self._array = array
         self.shape: tuple[int, ...] = tuple(array.shape)
         self.dtype: DType = dtypes.dtype(array.dtype.name)
         grid = array.chunk_layout.read_chunk.shape or ()  # None for an array without dims
+        # tensorstore ends the process where it has no memory for a chunk, which a hostile file may call as large as it
+        # likes. Those of orbax are no larger than their arrays.
+        largest = max(math.prod(self.shape), 1) * self.dtype.itemsize
+        if math.prod(grid) * self.dtype.itemsize > max(2 * largest, ODD_BYTES):
+            raise FormatError(
+                "a chunk is larger than its array", file=name, expected=f"at most {self.shape}", found=grid
+            )
         count = math.prod(-(-n // max(chunk, 1)) for n, chunk in zip(self.shape, grid, strict=True))
         if count > MAX_CHUNKS:
             raise FormatError("an array has too many chunks", file=name, expected=f"at most {MAX_CHUNKS}")
+        # Of zarr version 3, several chunks may be one entry of the store. Memory is taken for what is there only.
+        entries = array.chunk_layout.write_chunk.shape or ()
+        expected = math.prod(-(-n // max(size, 1)) for n, size in zip(self.shape, entries, strict=True))
+        if chunks < expected:
+            raise CorruptCheckpointError(
+                "chunks of an array are missing", file=name, expected=f"{expected} chunks", found=chunks
+            )
         cuts = [np.append(np.arange(0, n, max(chunk, 1)), n) for n, chunk in zip(self.shape, grid, strict=True)]
         start, stop = ([*itertools.product(*some)] for some in ([c[:-1] for c in cuts], [c[1:] for c in cuts]))
         self._start, self._stop = (np.array(ends, np.int64).reshape(count, len(cuts)) for ends in (start, stop))
@@ -161,12 +179,14 @@ class DecodedFiles:
         """Path of each file -> the array."""
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
-    def add(self, item: str, names: Iterable[str], *, zarr3: bool, together: bool) -> Mapping[str, tuple[str, Any]]:
+    def add(
+        self, item: str, chunks: Mapping[str, int], *, zarr3: bool, together: bool
+    ) -> Mapping[str, tuple[str, ChunkedArray]]:
         """Open arrays of an item, all at once.
 
         Args:
             item: The item; ``""`` is the checkpoint itself.
-            names: What orbax calls the arrays.
+            chunks: What orbax calls each array -> how many chunks of it there are.
             zarr3: Whether they are zarr version 3.
             together: Whether they lie in one database (OCDBT); else each has a directory of its own.
 
@@ -179,7 +199,7 @@ class DecodedFiles:
         """
         base = f"/proc/self/fd/{self._directory.fd}/{item + '/' if item else ''}"  # wherever it is moved meanwhile
         opened = []
-        for name in names:
+        for name in chunks:
             if together:
                 place: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": base}, "path": f"{name}/"}
             else:
@@ -192,7 +212,7 @@ class DecodedFiles:
             path = quote(f"{item}/{name}" if item else name, safe="/")
             path = path.replace("//", "/%2F").strip("/") or "%2F"
             with tensorstore_errors(path):
-                self.arrays[path] = ChunkedArray(path, future.result())
+                self.arrays[path] = ChunkedArray(path, future.result(), chunks[name])
             arrays[name] = path, self.arrays[path]
         return arrays
 
@@ -228,15 +248,21 @@ class DecodedFiles:
         self._directory.close()
 
 
-def names_in_database(directory: LocalFiles, item: str) -> Sequence[str]:
-    """Names of the arrays of an item that has no metadata of its own, as older versions of orbax wrote it.
+def keys_of(directory: LocalFiles, item: str, files: Sequence[str]) -> list[str]:
+    """What an item stores for its arrays, whether in one database (OCDBT) or in a directory for each array.
+
+    Args:
+        directory: That of the checkpoint.
+        item: The item; ``""`` is the checkpoint itself.
+        files: All files in the directory.
 
     Raises:
         CorruptCheckpointError: The database is damaged.
     """
-    base = f"/proc/self/fd/{directory.fd}/{item + '/' if item else ''}"
-    with tensorstore_errors(item or "manifest.ocdbt"):
-        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": base}}
+    below = f"{item}/" if item else ""
+    if below + OCDBT not in files:
+        return [path.removeprefix(below) for path in files if path.startswith(below)]
+    with tensorstore_errors(below + OCDBT):
+        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"/proc/self/fd/{directory.fd}/{below}"}}
         keys = tensorstore.KvStore.open(spec).result().list().result()
-    texts = (key.decode(errors="surrogateescape") for key in keys)
-    return sorted(text.removesuffix("/.zarray") for text in texts if text.endswith("/.zarray"))
+    return [key.decode(errors="surrogateescape") for key in keys]

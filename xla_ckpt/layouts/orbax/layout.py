@@ -83,6 +83,8 @@ def _state_of(directory: LocalFiles, files: DecodedFiles) -> dict[str, Any]:
         CheckpointError: It is damaged, or holds what cannot be described.
     """
     names = directory.files()
+    for path in names:
+        directory.open(path).close()  # tensorstore would wait for a pipe, and follow a link to anywhere
     trees = {item: _tree_of(directory, files, item, names) for item in items_of(names)}
     if not trees:
         raise CorruptCheckpointError("a file is missing", file=TREE_METADATA)
@@ -97,17 +99,18 @@ def _state_of(directory: LocalFiles, files: DecodedFiles) -> dict[str, Any]:
 
 def _tree_of(directory: LocalFiles, files: DecodedFiles, item: str, names: Sequence[str]) -> Any:
     """The tree of an item."""
+    from xla_ckpt.layouts.orbax.chunks import keys_of
+
     below = f"{item}/" if item else ""
     together = below + OCDBT in names
     with naming(file=below + TREE_METADATA):
         said = _item_of(directory, below, names)
+        keys = keys_of(directory, item, names)
         leaves = said.leaves
         if leaves is None:
-            from xla_ckpt.layouts.orbax.chunks import names_in_database
-
-            leaves = [OrbaxLeaf((name,), metadata.ARRAY) for name in names_in_database(directory, item)]
-    stored = [leaf for leaf in leaves if leaf.kind in (metadata.ARRAY, metadata.NUMPY, metadata.SCALAR)]
-    arrays = files.add(item, [leaf.name for leaf in stored], zarr3=said.zarr3, together=together)
+            leaves = [OrbaxLeaf((name,), metadata.ARRAY) for name in metadata.names_of(keys)]
+    stored = [leaf.name for leaf in leaves if leaf.kind in (metadata.ARRAY, metadata.NUMPY, metadata.SCALAR)]
+    arrays = files.add(item, metadata.chunks_of(keys, stored), zarr3=said.zarr3, together=together)
     number = {path: i for i, path in enumerate(files.arrays)}
     values: dict[OrbaxLeaf, Any] = {}
     for leaf in leaves:

@@ -129,3 +129,32 @@ def random_keys_of(data: bytes) -> dict[str, str]:
     except (TypeError, KeyError, AttributeError) as error:
         raise FormatError("orbax's metadata of arrays are broken", found=repr(error)[:80]) from error
     return {name: impl for name, impl in named if type(name) is str and type(impl) is str}
+
+
+_OF_ARRAY = (".zarray", ".zattrs", "zarr.json")
+"""What else is stored of an array, beside its chunks."""
+
+
+def names_of(keys: Sequence[str]) -> list[str]:
+    """Names of the arrays in a store: older versions of orbax say them nowhere else.
+
+    >>> names_of(["a.b/.zarray", "a.b/0", "c/.zarray"])
+    ['a.b', 'c']
+    """
+    return sorted(key.removesuffix("/.zarray") for key in keys if key.endswith("/.zarray"))
+
+
+def chunks_of(keys: Sequence[str], names: Sequence[str]) -> dict[str, int]:
+    """Name of each array -> how many chunks of it a store has. A name may begin with another one.
+
+    >>> chunks_of(["a/.zarray", "a/0.0", "a/0.1", "a/b/c/0/0", "d"], ["a", "a/b"])
+    {'a': 2, 'a/b': 1}
+    """
+    counts = dict.fromkeys(names, 0)
+    for key in keys:
+        above, _, name = key.rpartition("/")
+        while above and above not in counts:
+            above = above.rpartition("/")[0]
+        if above and name not in _OF_ARRAY:
+            counts[above] += 1
+    return counts
