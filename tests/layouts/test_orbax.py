@@ -251,3 +251,99 @@ def test_an_older_one_has_no_tree(saved: Path, tmp_path: Path, name: str) -> Non
     state = xla_ckpt.restore(copy).tree["model"]  # as every dict of arrays with dotted names
     assert_equal(state["params.a.b/c"], orbax_saves.arrays()["whole"])
     assert state["step"].tolist() == 12
+
+
+def written(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer, Path]:
+    """A training state, and what `convert` makes of it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2).to(torch.bfloat16))
+    model[1].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.125)
+    model[0](torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    content = {"step": 7, "name": "run", "flag": True, "none": None, "empty": [{}, []], "pair": (1, -0.5)}
+    xla_ckpt.save_checkpoint(folder / "run", "step_7", model, optimizer, user_content=content)
+    xla_ckpt.convert(folder / "run", folder / "orbax", to="orbax")
+    return model, optimizer, folder / "orbax" / "step_7"
+
+
+def as_numpy(value: Any) -> Any:
+    """A state as orbax gives it back."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return value.view(torch.int16).numpy().view("bfloat16") if value.dtype == torch.bfloat16 else value.numpy()
+    if isinstance(value, dict):
+        return {key: as_numpy(member) for key, member in value.items()}
+    return [as_numpy(member) for member in value] if isinstance(value, list | tuple) else value
+
+
+def test_orbax_restores_what_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import orbax.checkpoint as v0
+    from orbax.checkpoint import v1
+
+    from xla_ckpt.layouts.orbax import rewriting
+
+    monkeypatch.setattr(rewriting, "CHUNK_BYTES", 40)  # several chunks, the last of which is filled up
+    model, _, path = written(tmp_path)
+    assert len([*(path / "model.0.weight").glob("*.0")]) == 2
+    expected = as_numpy(xla_ckpt.restore(tmp_path / "run").tree)
+    assert_equal(v0.StandardCheckpointer().restore(path), expected)
+    assert_equal(v1.load(path), expected)
+    like = {"model": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), expected["model"])}
+    part = v0.Checkpointer(v0.PyTreeCheckpointHandler()).restore(
+        path, v0.args.PyTreeRestore(like, partial_restore=True)
+    )
+    assert_equal(part, {"model": expected["model"]})
+    assert torch.equal(torch.as_tensor(np.array(part["model"]["0.bias"])), model[0].bias)
+
+
+def test_what_is_converted_has_digests_and_is_loaded(tmp_path: Path) -> None:
+    model, optimizer, path = written(tmp_path)
+    assert xla_ckpt.list_tags(path.parent) == ["step_7"]
+    assert xla_ckpt.verify(path.parent).digests
+    again = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2).to(torch.bfloat16))
+    other = torch.optim.AdamW(again[0].parameters())
+    loaded = xla_ckpt.load_checkpoint(path.parent, model=again, optimizer=other)
+    assert loaded.user_content["pair"] == (1, -0.5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    chunk = path / "model.0.weight" / "0.0"
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"!")
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match="damaged"):
+        xla_ckpt.load_checkpoint(path.parent, model=again)
+
+
+def test_what_is_converted_is_orbaxs_without_our_manifest(tmp_path: Path) -> None:
+    path = written(tmp_path)[2]
+    for name in ("manifest.json", "report.json", "_CHECKPOINT_METADATA", "commit_success.txt"):
+        (path / name).unlink(missing_ok=True)
+    assert_equal(xla_ckpt.restore(path).tree, as_numpy(xla_ckpt.restore(tmp_path / "run").tree))
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"a": {1, 2}}, "no place for a set"),
+        ({"a": 1 << 70}, "no place for a int"),
+        ({"a": torch.empty(0, 3)}, "an array without elements"),
+        ({"a": torch.ones(1, dtype=torch.float8_e8m0fnu)}, "no element type float8_e8m0fnu"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "as it would a/b"),
+        ({1: torch.ones(1), "1": torch.ones(1)}, "have one name"),
+        ({"..": torch.ones(1)}, "make a directory"),
+    ],
+)
+def test_what_orbax_has_no_place_for(tmp_path: Path, state: Any, problem: str) -> None:
+    xla_ckpt.save(tmp_path / "run", "a", state)
+    with pytest.raises(xla_ckpt.UnsupportedStateError, match=problem):
+        xla_ckpt.convert(tmp_path / "run", tmp_path / "orbax", to="orbax")
+    assert xla_ckpt.list_tags(tmp_path / "orbax") == []
+
+
+def test_tied_arrays_are_written_twice(tmp_path: Path) -> None:
+    import orbax.checkpoint as v0
+
+    tied = torch.arange(3.0)
+    xla_ckpt.save(tmp_path / "run", "a", {"model": {"x": tied, "y": tied}})
+    xla_ckpt.convert(tmp_path / "run", tmp_path / "orbax", to="orbax")
+    state = v0.StandardCheckpointer().restore(tmp_path / "orbax" / "a")
+    assert_equal(state, {"model": {"x": tied.numpy(), "y": tied.numpy()}})
+    assert xla_ckpt.verify(tmp_path / "orbax").ok

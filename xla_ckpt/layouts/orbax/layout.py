@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from xla_ckpt.arrays.pytree import KEY
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UsageError, naming
-from xla_ckpt.layouts.base import Layout
+from xla_ckpt.layouts.base import Layout, Rewriting, StoredState, Topology
 from xla_ckpt.layouts.orbax import metadata
 from xla_ckpt.layouts.orbax.metadata import OrbaxItem, OrbaxLeaf
 from xla_ckpt.layouts.orbax.tags import OCDBT, TREE_METADATA, find_orbax_tag, items_of, json_items_of, orbax_tags
@@ -16,7 +16,7 @@ from xla_ckpt.layouts.scanned import MAX_JSON, directory_to_scan, scanned_manife
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.manifest.arrays import ArrayRecord, array_record
 from xla_ckpt.manifest.digest import digest
-from xla_ckpt.manifest.records import FileRecord
+from xla_ckpt.manifest.records import FileRecord, Manifest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage.base import LocalFiles, Store, read_whole
 from xla_ckpt.tags.entry import TagEntry
@@ -39,8 +39,15 @@ class Orbax(Layout):
 
     name = "orbax"
     origin = "orbax"
-    converts = False
     asks = True
+
+    def wrote(self, manifest: Manifest) -> bool:
+        return any(file.path == TREE_METADATA for file in manifest.files)
+
+    def rewriting(self, stored: StoredState, to: Topology) -> Rewriting:
+        from xla_ckpt.layouts.orbax.rewriting import item_of
+
+        return item_of(stored)
 
     def tags(self, store: Store, names: Sequence[str]) -> list[TagEntry]:
         return orbax_tags(store, names)
@@ -118,7 +125,7 @@ def _tree_of(directory: LocalFiles, files: DecodedFiles, item: str, names: Seque
             values[leaf] = metadata.EMPTY[leaf.kind]
         elif leaf.kind == metadata.STRING:
             if leaf.name not in said.texts:
-                raise CorruptCheckpointError("a text is missing", leaf=leaf.name, file=below + "_strings.json")
+                raise CorruptCheckpointError("a text is missing", leaf=leaf.name, file=below + metadata.TEXTS)
             values[leaf] = said.texts[leaf.name]
         else:
             path, array = arrays[leaf.name]
@@ -145,7 +152,7 @@ def _item_of(directory: LocalFiles, below: str, names: Sequence[str]) -> OrbaxIt
     if together and below + OCDBT not in names:
         hint = "The save has not ended, or the file was removed."
         raise CorruptCheckpointError(f"a checkpoint of orbax's has no {OCDBT}", hint=hint)
-    texts = metadata.texts_of(read(below + "_strings.json")) if below + "_strings.json" in names else {}
+    texts = metadata.texts_of(read(below + metadata.TEXTS)) if below + metadata.TEXTS in names else {}
     random_keys: dict[str, str] = {}
     for path in names:
         if path.startswith(below + "array_metadatas/"):

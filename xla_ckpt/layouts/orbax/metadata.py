@@ -19,6 +19,9 @@ _SEQUENCE, _DICT = 1, 2
 EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": {}}
 """Types of leaves that are stored by their name alone, and what they are."""
 
+TEXTS = "_strings.json"
+"""The file of all leaves that are texts."""
+
 STRING, SCALAR, ARRAY, NUMPY = "string", "scalar", "jax.Array", "np.ndarray"
 """The other types: a text in a file of texts, a number that is an array without dims, and arrays."""
 
@@ -86,11 +89,25 @@ def _leaf(text: str, entry: Any) -> OrbaxLeaf:
         kind = entry["value_metadata"]["value_type"]
     except (TypeError, KeyError, ValueError) as error:
         raise FormatError("a leaf of orbax's metadata is broken", leaf=text[:200], found=repr(error)[:80]) from error
-    if any(part in ("", ".", "..") for part in ".".join(map(str, keys)).split("/")) and kind not in EMPTY:
+    if kind not in EMPTY and not is_inside(".".join(map(str, keys))):
         raise FormatError("an array of orbax's would lie outside of its checkpoint", leaf=text[:200])
     if type(kind) is not str or kind not in (*EMPTY, STRING, SCALAR, ARRAY, NUMPY):
         raise FormatError("a leaf is of a type that is not known", leaf=text[:200], found=str(kind)[:80])
     return OrbaxLeaf(keys, kind)
+
+
+def is_inside(name: str) -> bool:
+    """Whether what has this name lies in the directory of its item.
+
+    >>> is_inside("a.b/c"), is_inside("../c")
+    (True, False)
+    """
+    return not any(part in ("", ".", "..") for part in name.split("/"))
+
+
+def key_type(key: str | int) -> int:
+    """How orbax tells a place in a sequence from a key of a dict."""
+    return _SEQUENCE if isinstance(key, int) else _DICT
 
 
 def _key(key: Any, kind: Any) -> str | int:
@@ -104,7 +121,7 @@ def _key(key: Any, kind: Any) -> str | int:
 
 
 def texts_of(data: bytes) -> dict[str, str]:
-    """What ``_strings.json`` holds: name of a leaf -> its text.
+    """What `TEXTS` holds: name of a leaf -> its text.
 
     Raises:
         FormatError: It is something else.

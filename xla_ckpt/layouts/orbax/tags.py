@@ -34,11 +34,9 @@ def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
     try:
         names = store.names(tag)
         inside = [name for name in names if _may_be_named(name) and store.is_directory(f"{tag}/{name}")]
-        items = [name for name in ("", *inside) if _is_item(store, f"{tag}/{name}" if name else tag)]
-        if not items:
+        if not _is_item(store, tag) and not any(_is_below(store, f"{tag}/{name}") for name in inside):
             return None
-        last = CHECKPOINT_METADATA if CHECKPOINT_METADATA in names else items[0]
-        time = store.modified(f"{tag}/{last}" if last else tag)
+        time = store.modified(f"{tag}/{CHECKPOINT_METADATA}") or store.modified(tag)
     except OSError:
         return None
     return TagEntry(tag=tag, created=time_text(time or 0), directory=tag)
@@ -51,6 +49,11 @@ def _may_be_named(name: str) -> bool:
 
 def _is_item(store: Store, directory: str) -> bool:
     return store.has(f"{directory}/{TREE_METADATA}") or store.has(f"{directory}/{OCDBT}")
+
+
+def _is_below(store: Store, directory: str) -> bool:
+    """Whether a directory is an item of the checkpoint that it lies in; else it may be one by itself, in its root."""
+    return _is_item(store, directory) and not store.has(f"{directory}/{CHECKPOINT_METADATA}")
 
 
 def orbax_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
