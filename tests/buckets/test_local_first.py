@@ -13,7 +13,7 @@ import torch
 
 import xla_ckpt
 from tests.buckets.s3_server import S3Server
-from tests.buckets.uploads import SOON, Away, Gate, bytes_of, damage, is_number, listed, puts, save
+from tests.buckets.uploads import SOON, Away, Gate, bytes_of, damage, is_number, listed, puts, save, tree
 from tests.jobs import run_on_ranks
 from xla_ckpt import LoadOptions, SaveOptions
 from xla_ckpt.cli.main import main
@@ -70,10 +70,19 @@ def test_a_load_reads_the_directory_where_it_can(root: str, tmp_path: Path, s3: 
         xla_ckpt.restore(root, "c", options=options)
 
 
-def test_what_is_damaged_in_the_directory_is_read_from_the_bucket(root: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tag", [None, "a"])
+def test_what_is_damaged_in_the_directory_is_read_from_the_bucket(
+    tag: str | None, root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(root, tmp_path, "a", 1).uploaded(SOON)
     damage(tmp_path, "a")
-    assert is_number(root, 1, options=LoadOptions(local=tmp_path))
+    loaded = xla_ckpt.restore(root, tag, options=LoadOptions(local=tmp_path))
+    assert torch.equal(loaded.tree["w"], tree(1)["w"])
+    assert (loaded.report.path, loaded.report.corrupt_tags) == (root, ())
+    assert "tag a is damaged and read from the other place" in caplog.text
+    xla_ckpt.Checkpoints(root).delete("a", force=True)
+    with pytest.raises(CorruptCheckpointError):
+        xla_ckpt.restore(root, tag, options=LoadOptions(local=tmp_path))
 
 
 def test_what_is_damaged_does_not_go_up(root: str, tmp_path: Path, gate: Callable[[str], Gate], s3: S3Server) -> None:
