@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +122,32 @@ def test_the_command_uploads_what_a_killed_job_has_left(
     xla_ckpt.Checkpoints(tmp_path).delete("a")
     assert main(["upload", str(tmp_path), root]) == 0
     assert capsys.readouterr().out == "old: was there already\nb: was there already\n"
+
+
+def test_ctrl_c_ends_the_command_after_the_file_that_it_sends(
+    root: str, tmp_path: Path, s3: S3Server, gate: Callable[..., Gate]
+) -> None:
+    for number, tag in enumerate("ab"):
+        xla_ckpt.save(tmp_path, tag, tree(number))
+    xla_ckpt.finalize_checkpoint()
+    LEASES.give_back()
+    slow = gate("safetensors")
+    words = [sys.executable, "-m", "xla_ckpt", "upload", str(tmp_path), root]
+    env = environment({**s3.environment, "XLA_CKPT_LEASE": "take"})
+    with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) as command:
+        assert slow.reached.wait(SOON)
+        command.send_signal(signal.SIGINT)
+        assert command.stderr is not None
+        assert command.stderr.readline() == "xla-ckpt: interrupted\n"
+        slow.go.set()
+        assert command.wait(SOON) == 130
+    sent = puts(s3)
+    assert len([path for path in sent if "safetensors" in path]) == 1
+    assert not [path for path in sent if "manifest" in path]
+    assert xla_ckpt.list_tags(root) == []
+    assert main(["upload", str(tmp_path), root]) == 0
+    assert xla_ckpt.list_tags(root) == ["a", "b"]
+    assert set(puts(s3).values()) == {1}, "nothing is sent again"
 
 
 def test_the_command_needs_a_directory_of_tags(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
