@@ -165,7 +165,7 @@ class NotDurableError(CheckpointError, RuntimeError):
 
 
 class UnknownOutcomeError(SaveError):
-    """The storage did not answer whether it has committed the tag: it is there, whole, or as it was before."""
+    """The storage did not answer whether it has committed, pinned or deleted the tag: it has, or all is as before."""
 
 
 class RootInUseError(SaveError):

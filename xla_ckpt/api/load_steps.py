@@ -85,15 +85,23 @@ class Load:
 
     def newest(self) -> tuple[Any, LoadReport]:
         """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
+        return self._first_good(None)
+
+    def one(self, tag: str) -> tuple[Any, LoadReport]:
+        """Load a tag by its name: if it is in both places, from the nearer one, unless it is damaged there."""
+        return self._first_good(tag) if self.near else self._one(False, tag, self.job.exchange.within("tag"))
+
+    def _first_good(self, name: str | None) -> tuple[Any, LoadReport]:
         damaged: dict[Candidate, CorruptCheckpointError] = {}
         changed: list[CheckpointError] = []
-        load, todo = self, self._newest_first("tags")
+        load, todo = self, self._newest_first("tags", name)
         while todo:
             tag, is_near = todo.pop(0)
             try:
                 value, report = load._one(is_near, tag, self.job.exchange.within(f"{len(changed)}/{tag}/{is_near}"))
             except CorruptCheckpointError as error:
-                logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
+                passed = "read from the other place" if todo and todo[0][0] == tag else "passed over"
+                logger.error("tag %s is damaged and %s: %s", tag, passed, error)  # noqa: TRY400
                 damaged[tag, is_near] = error
             except (ChangedTagError, NoCheckpointError) as error:
                 changed.append(error)
@@ -101,18 +109,12 @@ class Load:
                     raise
                 logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
                 load = replace(self, store=self.store.look())
-                todo = [one for one in load._newest_first(f"tags/{len(changed)}") if one not in damaged]
+                todo = [one for one in load._newest_first(f"tags/{len(changed)}", name) if one not in damaged]
             else:
-                return value, replace(report, corrupt_tags=tuple(tag for tag, _ in damaged))
+                return value, replace(report, corrupt_tags=tuple(other for other, _ in damaged if other != tag))
         if damaged:
             raise _all_damaged(damaged)
-        raise no_tag(self.store, None)
-
-    def one(self, tag: str) -> tuple[Any, LoadReport]:
-        """Load a tag by its name, from the nearer place if it is in both."""
-        exchange = self.job.exchange.within("tag")
-        is_near = self.near is not None and _of_lead(exchange, "near", lambda: (tag, True) in self._candidates(tag)[:1])
-        return self._one(is_near, tag, exchange)
+        raise no_tag(self.store, name)
 
     def _one(self, is_near: bool, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
         """Load one tag: open it, check it against the targets, plan, read and verify, install."""
@@ -156,15 +158,13 @@ class Load:
         )
         return value, report
 
-    def _newest_first(self, key: str) -> list[Candidate]:
-        """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
-        return [(tag, is_near) for tag, is_near in _of_lead(self.job.exchange, key, self._candidates)]
+    def _newest_first(self, key: str, name: str | None) -> list[Candidate]:
+        """All tags, newest first, or those of one name, as rank 0 sees them: another rank may look a moment later."""
+        return [(tag, is_near) for tag, is_near in _of_lead(self.job.exchange, key, lambda: self._candidates(name))]
 
-    def _candidates(self, tag: str | None = None) -> list[Candidate]:
-        """What may be read, the best first: all tags, or those of one name."""
-        tags = self._listed()
-        both = newest_first([] if self.near is None else root_of(self.near).entries(), tags)
-        return [(entry.tag, is_near) for entry, is_near in both if tag in (None, entry.tag)]
+    def _candidates(self, name: str | None) -> list[Candidate]:
+        both = newest_first([] if self.near is None else root_of(self.near).entries(), self._listed())
+        return [(entry.tag, is_near) for entry, is_near in both if name in (None, entry.tag)]
 
     def _listed(self) -> list[TagEntry]:
         tags = all_tags(self.store)
