@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.report import LoadReport
@@ -21,21 +22,24 @@ from xla_ckpt.errors import (
     ChangedTagError,
     CheckpointError,
     CorruptCheckpointError,
-    LoadError,
     NoCheckpointError,
     RankFailedError,
     naming,
+    storage_errors,
 )
 from xla_ckpt.job.job import Job
+from xla_ckpt.job.lead import of_lead, put_together
 from xla_ckpt.job.shared_reads import SharedReads
-from xla_ckpt.job.verdict import LEAD, Deadline, LateLoss, Round, agreed, as_checkpoint_error
+from xla_ckpt.job.verdict import LateLoss, Round, agreed
 from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
 from xla_ckpt.options import LoadOptions
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
 from xla_ckpt.state.loading import Problem, Stored, incompatible
-from xla_ckpt.state.members import Like, Loadings, Objects
+from xla_ckpt.state.loadings import Loadings
+from xla_ckpt.state.members import Like, Objects
+from xla_ckpt.state.proof import Proof, prove
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
 from xla_ckpt.storage.base import FileSystem, Store
@@ -111,7 +115,7 @@ class Load:
     def one(self, tag: str) -> tuple[Any, LoadReport]:
         """Load a tag by its name, from the nearer place if it is in both."""
         exchange = self.job.exchange.within("tag")
-        is_near = self.near is not None and _of_lead(exchange, "near", lambda: (tag, True) in self._candidates(tag)[:1])
+        is_near = self.near is not None and of_lead(exchange, "near", lambda: (tag, True) in self._candidates(tag)[:1])
         return self._one(is_near, tag, exchange)
 
     def _one(self, is_near: bool, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
@@ -146,6 +150,7 @@ class Load:
                     value = loadings.install()
             if late_loss.error is not None:
                 raise _loaded_without(late_loss.error, reader)
+            proof = self._proof(reader, loadings, exchange) if self.wish.options.prove else Proof()
         report = LoadReport(
             path=store.path,
             tag=tag,
@@ -153,12 +158,26 @@ class Load:
             arrays=len(loadings.targets),
             needed_bytes=needed,
             read_bytes=read,
+            proven_bytes=proof.nbytes,
+            unproven=proof.unproven,
         )
         return value, report
 
+    def _proof(self, reader: TagReader, loadings: Loadings, exchange: Round) -> Proof:
+        """Compare what is installed with the tag.
+
+        Raises:
+            UnprovenLoadError: Something differs, on some rank.
+        """
+        with agreed(exchange, "proving"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
+            proof = prove(reader, loadings, Crew(workers=self.wish.workers, phases=self.phases))
+        for array in proof.unproven:
+            logger.warning("tag %s: not proven: %s", reader.tag, array)
+        return proof
+
     def _newest_first(self, key: str) -> list[Candidate]:
         """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
-        return [(tag, is_near) for tag, is_near in _of_lead(self.job.exchange, key, self._candidates)]
+        return [(tag, is_near) for tag, is_near in of_lead(self.job.exchange, key, self._candidates)]
 
     def _candidates(self, tag: str | None = None) -> list[Candidate]:
         """What may be read, the best first: all tags, or those of one name."""
@@ -183,7 +202,7 @@ class Load:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
         # Ranks that look at different moments may see different tags, and would wait for different messages.
         hints: Hints | None = None
-        if _of_lead(exchange, "asks", lambda: _asks(store, tag)):
+        if of_lead(exchange, "asks", lambda: _asks(store, tag)):
             with agreed(exchange, "describing"):
                 hints = self.content.hints(StateShardings(self.job.placement, self.wish.rules))
             hints = self._of_all_stages(hints, exchange)
@@ -220,7 +239,7 @@ class Load:
             return hints
         first = [mesh.rank({"pp": stage}) for stage in range(mesh.pp)]
         groups = None if hints.groups is None else [list(g) for g in hints.groups]
-        return replace(hints, groups=_put_together(exchange, "groups", groups, united, first))
+        return replace(hints, groups=put_together(exchange, "groups", groups, united, first))
 
     def _stored(self, reader: TagReader) -> Stored:
         return Stored(
@@ -243,7 +262,7 @@ class Load:
             everywhere = set(own).intersection(*of_ranks)
             return [[p.leaf, p.text] for leaf, p in own.items() if leaf in everywhere]
 
-        common = _put_together(exchange, "unwanted", list(own), by_nobody, range(exchange.size))
+        common = put_together(exchange, "unwanted", list(own), by_nobody, range(exchange.size))
         return [Problem(leaf, text) for leaf, text in common]
 
     def _anything_fits(self, loadings: Loadings, exchange: Round) -> bool:
@@ -251,7 +270,7 @@ class Load:
         fits = bool(loadings.targets)
         if self.wish.strict or exchange.size == 1:
             return fits
-        return bool(_put_together(exchange, "fits", fits, any, range(exchange.size)))
+        return bool(put_together(exchange, "fits", fits, any, range(exchange.size)))
 
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
@@ -304,32 +323,6 @@ def _loaded_without(lost: RankFailedError, reader: TagReader) -> RankFailedError
         rank=lost.rank,
         hint=lost.hint,
     )
-
-
-def _of_lead(exchange: Round, key: str, look: Callable[[], Answer]) -> Answer:
-    """What rank 0 finds; it is told to all, and so is an error that it meets."""
-    if exchange.size == 1:
-        return look()
-    if exchange.rank == 0:
-        try:
-            exchange.say(key, look())
-        except Exception as error:
-            # The others wait for it.
-            exchange.say(key, error=as_checkpoint_error(error, "looking for tags", 0, LoadError))
-    answer: Answer = exchange.hear(key, 0)
-    return answer
-
-
-def _put_together(
-    exchange: Round, name: str, own_value: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
-) -> Any:
-    """What rank 0 makes, by `unite`, of what some ranks say, in their order; it is told to all."""
-    if exchange.rank in ranks:
-        exchange.say(f"{name}/{exchange.rank}", own_value)
-    if exchange.rank == 0:
-        deadline = Deadline(exchange.timeout * LEAD)
-        exchange.say(name, unite([exchange.hear(f"{name}/{rank}", rank, deadline) for rank in ranks]))
-    return exchange.hear(name, 0)
 
 
 def united(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:

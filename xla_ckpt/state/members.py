@@ -6,32 +6,27 @@ into it, and what it knows about the arrays that it wants.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from xla_ckpt.arrays import pytree
 from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
-from xla_ckpt.engine.target import Target, install_all
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.job.verdict import Round
 from xla_ckpt.keywords import nearest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
-from xla_ckpt.state.handover import Handing, changing
 from xla_ckpt.state.loading import Loading, Stored, absent_part, plan_arrays
+from xla_ckpt.state.loadings import Loadings
 from xla_ckpt.state.program_hints import hints_of, hints_of_tree
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model
-from xla_ckpt.storage.undisturbed import Undisturbed
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave, children, leaves_below, part_at
@@ -66,64 +61,6 @@ class State:
 
     experts: frozenset[str] | None = None
     """Names of the parameters that its part for experts has; None if it has no such part."""
-
-
-@dataclass(frozen=True)
-class Loadings:
-    """All parts of a load, checked but not yet begun."""
-
-    parts: list[Loading]
-    result: Make
-    """The value that the load returns, from the restored arrays by leaf path."""
-
-    @functools.cached_property
-    def targets(self) -> dict[str, Target]:
-        """Leaf path -> where the array goes."""
-        return {path: target for part in self.parts for path, target in part.targets.items()}
-
-    handed: dict[str, Any] = field(default_factory=dict, init=False)
-    """The arrays that code of the program has taken, by leaf path."""
-
-    @property
-    def alone(self) -> frozenset[str]:
-        """Leaf paths of arrays that code of the program takes before anything else is changed."""
-        return frozenset(path for part in self.parts for path in part.handed_paths)
-
-    @contextlib.contextmanager
-    def handing_over(self, exchange: Round) -> Iterator[Callable[[], None]]:
-        """Around the reading and the installation. Gives what hands over to code of the program what that takes.
-
-        It is called when the arrays `alone` are filled, and the memory that the program uses is not yet overwritten. If
-        that or anything after it fails, the members get back what they had. From its end on all is overwritten and
-        installed before a signal handler of the program runs, which may raise: a half-loaded model looks like a good
-        one.
-        """
-        handing = Handing([part.handover for part in self.parts if part.handover is not None])
-
-        def install() -> Mapping[str, Any]:
-            alone = self.alone
-            self.handed.update(install_all({p: t for p, t in self.targets.items() if p in alone}))
-            return self.handed
-
-        with Undisturbed() as calm, handing.put_back_on_failure():
-
-            def hand_over() -> None:
-                handing.run(install, exchange)
-                calm.begin()
-
-            yield hand_over
-
-    def install(self) -> Any:
-        """Put everything in place, now that the memory of all targets is filled; returns the load's value.
-
-        Raises:
-            LoadError: That fails, which leaves a part of the objects changed.
-        """
-        with changing():
-            arrays = self.handed | install_all({p: t for p, t in self.targets.items() if p not in self.handed})
-            for part in self.parts:
-                part.finish(arrays)
-            return self.result(arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
