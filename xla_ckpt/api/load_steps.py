@@ -33,12 +33,14 @@ from xla_ckpt.job.shared_reads import SharedReads
 from xla_ckpt.job.verdict import LateLoss, Round, agreed
 from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
 from xla_ckpt.options import LoadOptions
-from xla_ckpt.plan.hints import Hints
+from xla_ckpt.plan.hints import Hints, united_groups
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
-from xla_ckpt.state.loading import Problem, Stored, incompatible
+from xla_ckpt.state.frozen_base import united_base
+from xla_ckpt.state.loading import Stored
 from xla_ckpt.state.loadings import Loadings
 from xla_ckpt.state.members import Like, Objects
+from xla_ckpt.state.problems import Problem, incompatible
 from xla_ckpt.state.proof import Proof, prove
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
@@ -130,8 +132,9 @@ class Load:
                     loadings = self.content.loadings(self._stored(reader))
                 unwanted = self._unwanted(loadings, exchange)
                 fits = self._anything_fits(loadings, exchange)
+                other_base = self._other_base(loadings, exchange)
                 with agreed(exchange, "comparing"):
-                    skipped = self._compare(reader, loadings, unwanted, fits=fits)
+                    skipped = self._compare(reader, loadings, [*unwanted, *other_base], fits=fits)
                 self._tell_divergent(reader, loadings)
             late_loss = LateLoss(exchange)
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
@@ -235,11 +238,11 @@ class Load:
     def _of_all_stages(self, hints: Hints, exchange: Round) -> Hints:
         """The same, with the optimizer's groups of all pipeline stages: foreign optimizers number their parameters."""
         mesh = self.job.placement.mesh
-        if mesh.pp == 1 or exchange.size == 1:
+        if mesh.pp == 1:
             return hints
         first = [mesh.rank({"pp": stage}) for stage in range(mesh.pp)]
         groups = None if hints.groups is None else [list(g) for g in hints.groups]
-        return replace(hints, groups=put_together(exchange, "groups", groups, united, first))
+        return replace(hints, groups=put_together(exchange, "groups", groups, united_groups, first))
 
     def _stored(self, reader: TagReader) -> Stored:
         return Stored(
@@ -255,7 +258,7 @@ class Load:
     def _unwanted(self, loadings: Loadings, exchange: Round) -> list[Problem]:
         """What is stored and not wanted here; over pipeline stages, what none of them wants."""
         own = {p.leaf: p for part in loadings.parts for p in part.unwanted}
-        if self.job.placement.mesh.pp == 1 or exchange.size == 1:
+        if self.job.placement.mesh.pp == 1:
             return list(own.values())
 
         def by_nobody(of_ranks: list[list[str]]) -> list[list[str]]:
@@ -268,9 +271,14 @@ class Load:
     def _anything_fits(self, loadings: Loadings, exchange: Round) -> bool:
         """Whether an array of some rank fits."""
         fits = bool(loadings.targets)
-        if self.wish.strict or exchange.size == 1:
-            return fits
-        return bool(put_together(exchange, "fits", fits, any, range(exchange.size)))
+        return fits if self.wish.strict else bool(put_together(exchange, "fits", fits, any, range(exchange.size)))
+
+    def _other_base(self, loadings: Loadings, exchange: Round) -> list[Problem]:
+        """That the ranks have another base than the tag names, if it names one."""
+        if loadings.base is None:
+            return []
+        here = put_together(exchange, "base", loadings.base.own, united_base, range(exchange.size))
+        return loadings.base.problems(here)
 
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
@@ -323,21 +331,3 @@ def _loaded_without(lost: RankFailedError, reader: TagReader) -> RankFailedError
         rank=lost.rank,
         hint=lost.hint,
     )
-
-
-def united(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:
-    """The groups of an optimizer's parameters over all pipeline stages: group by group, each name once.
-
-    None if a stage does not know its own.
-
-    >>> united([[["a", "tied"], ["b"]], [["tied", "c"]]])
-    [['a', 'tied', 'c'], ['b']]
-    """
-    known = [groups for groups in stages if groups is not None]
-    if len(known) < len(stages):
-        return None
-    merged: list[list[str]] = [[] for _ in range(max(map(len, known), default=0))]
-    for groups in known:
-        for n, names in enumerate(groups):
-            merged[n] += [name for name in names if name not in merged[n]]
-    return merged

@@ -29,6 +29,8 @@ def put_together(
     exchange: Round, name: str, own_value: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
 ) -> Any:
     """What rank 0 makes, by `unite`, of what some ranks say, in their order; it is told to all."""
+    if exchange.size == 1:
+        return unite([own_value])
     if exchange.rank in ranks:
         exchange.say(f"{name}/{exchange.rank}", own_value)
     if exchange.rank == 0:

@@ -10,6 +10,7 @@ from typing import Any
 
 from xla_ckpt.engine.target import Target, install_all
 from xla_ckpt.job.verdict import Round
+from xla_ckpt.state.frozen_base import Base, forget_digests
 from xla_ckpt.state.handover import Handing, changing
 from xla_ckpt.state.loading import Loading
 from xla_ckpt.storage.undisturbed import Undisturbed
@@ -28,6 +29,9 @@ class Loadings:
     def targets(self) -> dict[str, Target]:
         """Leaf path -> where the array goes."""
         return {path: target for part in self.parts for path, target in part.targets.items()}
+
+    base: Base | None = None
+    """What the tag leaves out of the model, and names; None if it leaves out nothing."""
 
     installed: dict[str, Any] = field(default_factory=dict, init=False)
     """The arrays that are in place, by leaf path: first those that code of the program takes."""
@@ -57,6 +61,8 @@ class Loadings:
 
             def hand_over() -> None:
                 handing.run(install, exchange)
+                if self.base is None and any(target.live for target in self.targets.values()):
+                    forget_digests()  # what adapters are loaded into is no base
                 calm.begin()
 
             yield hand_over

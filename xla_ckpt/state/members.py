@@ -19,6 +19,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
+from xla_ckpt.state.frozen_base import adapters_of, split_base
 from xla_ckpt.state.loading import Loading, Stored, absent_part, plan_arrays
 from xla_ckpt.state.loadings import Loadings
 from xla_ckpt.state.program_hints import hints_of, hints_of_tree
@@ -59,6 +60,9 @@ class State:
     zero1: tuple[str, ...] | None = None
     """Mesh axes over which a ZeRO-1 optimizer deals rows out; None for any other optimizer."""
 
+    base: Mapping[str, Any] | None = None
+    """The parameters that are left out, by name; None if nothing is."""
+
     experts: frozenset[str] | None = None
     """Names of the parameters that its part for experts has; None if it has no such part."""
 
@@ -72,6 +76,8 @@ class Objects:
     scheduler: Any = None
     user_content: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    adapters_alone: bool = False
+    """Whether a save leaves out what is not trained of the model."""
 
     def __post_init__(self) -> None:
         mistakes.check_extras(self.extras)
@@ -83,6 +89,7 @@ class Objects:
         """
         usual = {schema.MODEL: self.model, schema.OPTIMIZER: self.optimizer, schema.SCHEDULER: self.scheduler}
         names = [name for name, value in usual.items() if value is not None]
+        names += ["adapters alone"] if self.adapters_alone else []
         return ", ".join([*names, *map(schema.in_extras, sorted(map(str, self.extras)))])
 
     def state(self, placement: Placement) -> State:
@@ -101,7 +108,10 @@ class Objects:
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
-        by_name, axes, experts = False, None, None
+        by_name, axes, experts, base = False, None, None, None
+        if self.adapters_alone:
+            model, base = adapters_of(model, placement)
+            alone.append(schema.of_rank(schema.BASE, rank))
         if model is not None and not isinstance(model, NamesOnly):
             tree[schema.MODEL] = module.tree_of(model)
             buffers = frozenset(map(schema.weight, module.buffer_names(model)))
@@ -147,6 +157,7 @@ class Objects:
             by_name=by_name,
             zero1=axes,
             experts=experts,
+            base=base,
         )
 
     def hints(self, shardings: StateShardings) -> Hints:
@@ -171,6 +182,7 @@ class Objects:
         model = unwrapped_model(self.model, loading=True, stored={paths.unescape(n) for n in names or ()})
         optimizer = bare_optimizer(self.optimizer, stored.at(schema.OPTIMIZER))
         mistakes.check_members(model, optimizer, loading=True)
+        model, base = split_base(stored, model)
         stored = replace(stored, shardings=stored.shardings.of_model(model))
         parts = []
         for path, load in self._members(model, optimizer, stored.shardings.placement):
@@ -178,16 +190,16 @@ class Objects:
             parts += [absent_part(stored, path)] if part is None else load(part)
         content = stored.at(schema.USER_CONTENT)
         if content is None:
-            return Loadings(parts, lambda arrays: None)
+            return Loadings(parts, lambda arrays: None, base)
         fresh = Loading()
         try:
             content.build()  # an object that may not be loaded is found out before anything is changed
         except IncompatibleCheckpointError as error:
             # A class of the program that saved is missing here. Weights can be loaded without it, if the load is told.
             fresh.add_problem(error.leaf or content.prefix, f"{error.problem}. {error.hint or ''}".rstrip())
-            return Loadings([*parts, fresh], lambda arrays: None)
+            return Loadings([*parts, fresh], lambda arrays: None, base)
         plan_arrays(content, fresh, {})
-        return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]))
+        return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]), base)
 
     def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, _Load]]:
         """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
