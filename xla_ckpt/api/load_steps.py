@@ -172,8 +172,10 @@ class Load:
         Raises:
             UnprovenLoadError: Something differs, on some rank.
         """
-        with agreed(exchange, "proving"), storage_errors("reading a tag", path=reader.root, tag=reader.tag):
-            proof = prove(reader, loadings, Crew(workers=self.wish.workers, phases=self.phases))
+        crew = Crew(workers=self.wish.workers, phases=self.phases)
+        naming_tag = storage_errors("reading a tag", path=reader.root, tag=reader.tag)
+        with agreed(exchange, "proving"), naming_tag, collector_paused():
+            proof = prove(reader, loadings, crew)
         for array in proof.unproven:
             logger.warning("tag %s: not proven: %s", reader.tag, array)
         return proof

@@ -86,7 +86,8 @@ def _groups(arrays: Sequence[_Installed]) -> Iterator[list[_Installed]]:
 
 def _compare(reader: TagReader, group: Sequence[_Installed], crew: Crew) -> None:
     """Compare some arrays of one kind with what is stored of them."""
-    shards_of_each = group[0].adapter.host([(array.value, array.local) for array in group])
+    with crew.phases.timed("prove"):
+        shards_of_each = group[0].adapter.host([(array.value, array.local) for array in group])
     aliases: Mapping[str, str] = reader.manifest.aliases
     pieces = [
         (array.leaf, piece.box, shard)
