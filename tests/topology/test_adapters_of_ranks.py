@@ -77,6 +77,20 @@ def test_a_base_is_known_again_over_other_ranks(tmp_path: Path, world: int) -> N
     assert (columns, unknown) == (18.0, "loaded")
 
 
+def replicas(rank: int, root: Path) -> str | None:
+    """What is said of a load by two replicas, of which the second has another base."""
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError) as caught:
+        xla_ckpt.load_checkpoint(root, "tp=2", Layer(0, 1, value=float(rank)), mesh=Mesh(dp=2))
+    return caught.value.details
+
+
+def test_each_replica_has_to_have_the_base(tmp_path: Path) -> None:
+    run_on_ranks(saves, 2, tmp_path, 2)
+    one, other = run_on_ranks(replicas, 2, tmp_path)
+    assert one == other
+    assert "is named, that differs between ranks is here" in str(one)
+
+
 def fsdp2(rank: int, root: Path) -> list[Any]:
     """A base that FSDP2 has split, and then a base of another rank's."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -31,7 +31,7 @@ from xla_ckpt.tree import schema
 
 Said = dict[str, str]
 """What one rank says of the base: name of an array -> ``float32 64x16 0-32-9114de54bcb7862e``, its element type, shape,
-and rows: the first, one past the last, and their digest. What another replica says is left out."""
+and rows: the first, one past the last, and their digest."""
 
 BaseArrays = dict[str, list[Any]]
 """The arrays of a base, as JSON: name -> [element type, shape, digest of all rows; None if parts of it have none]."""
@@ -83,15 +83,15 @@ def without(model: torch.nn.Module, base: Mapping[str, Any]) -> ModelView:
     )
 
 
-def said_of(base: Mapping[str, Any], shardings: StateShardings, *, anew: bool) -> Said:
-    """What this rank says of a base. `anew`: whether all of it is digested, also what was digested before."""
-    if anew:
+def said_of(base: Mapping[str, Any], shardings: StateShardings, *, loading: bool) -> Said:
+    """What this rank says of a base. In a load all of it is digested, whatever was digested before or by replicas."""
+    if loading:
         forget_digests()
     said: Said = {}
     for path, value in arrays_of(base, schema.MODEL).items():
         adapter = shardings.adapters.require(value, path)
         local = shardings.local(path, value, adapter)
-        if local.replica == 0:
+        if loading or local.replica == 0:
             shape = "x".join(map(str, local.shape))
             rows = _digested(value, local, adapter)
             said[schema.below_member(path)] = " ".join([adapter.dtype(value, path).name, shape, *rows])
@@ -114,9 +114,8 @@ def _digested(value: Any, local: LocalArray, adapter: ArrayAdapter) -> list[str]
     digested = []
     for piece, shard in zip(local.pieces, adapter.host([(value, local)])[0], strict=True):
         first, last = (piece.box.start[0], piece.box.stop[0]) if local.shape else (0, 1)
-        is_first = piece.copy is None or piece.copy.index == 0
         whole = piece.box.shape[1:] == local.shape[1:] and first % together == 0
-        if is_first and first < last and whole and (last % together == 0 or last == count):
+        if first < last and whole and (last % together == 0 or last == count):
             digested.append(f"{first}-{last}-{to_hex(rows_digest(shard.data, row_bytes, first))}")
     if state is not None:
         _digests[value] = state, digested
@@ -140,30 +139,32 @@ def _state(value: Any, local: LocalArray, adapter: ArrayAdapter) -> Hashable:
 def tree_of_base(base: Mapping[str, Any], shardings: StateShardings) -> Any:
     """What is stored of a base: what each rank says of it."""
     placement = shardings.placement
-    return {schema.WORLD: placement.world, schema.RANKS: {str(placement.rank): said_of(base, shardings, anew=False)}}
+    return {schema.WORLD: placement.world, schema.RANKS: {str(placement.rank): said_of(base, shardings, loading=False)}}
 
 
 def united_base(of_ranks: Sequence[Said]) -> BaseArrays:
-    """The arrays of a base, from what all ranks say. Rows that several of them have count once.
+    """The arrays of a base, from what all ranks say. Rows that several of them have alike count once.
 
     Raises:
         FormatError: A tag says what no rank does.
     """
     named: BaseArrays = {}
-    rows: dict[str, set[tuple[int, int, int]]] = {}
+    rows: dict[str, dict[tuple[int, int], set[int]]] = {}
     try:
         for said in of_ranks:
             for name, text in said.items():
                 dtype, shape, *parts = text.split(" ")
                 named[name] = [dtype, [int(n) for n in shape.split("x") if n], None]
                 for first, last, digest in (part.split("-") for part in parts):
-                    rows.setdefault(name, set()).add((int(first), int(last), int(digest, 16)))
+                    rows.setdefault(name, {}).setdefault((int(first), int(last)), set()).add(int(digest, 16))
     except (ValueError, AttributeError) as error:
         raise FormatError("what is stored of the base makes no sense", leaf=schema.BASE) from error
     for name, array in named.items():
-        of_array = rows.get(name, set())
-        if sum(last - first for first, last, _ in of_array) == (array[1][0] if array[1] else 1):
-            array[2] = to_hex(sum(digest for _, _, digest in of_array) % (1 << 64))
+        of_array = rows.get(name, {})
+        if any(len(digests) > 1 for digests in of_array.values()):
+            array[2] = "that differs between ranks"
+        elif sum(last - first for first, last in of_array) == (array[1][0] if array[1] else 1):
+            array[2] = to_hex(sum(digest for digests in of_array.values() for digest in digests) % (1 << 64))
     return named
 
 
@@ -209,4 +210,4 @@ def split_base(stored: Stored, model: Any) -> tuple[Any, Base | None]:
     named = united_base([*of_ranks[schema.RANKS].values()])
     names = {paths.unescape(paths.split(name)[0]) for name in named}
     here = {name: value for name, value in tree_of(model).items() if name in names}
-    return without(model, here), Base(named, said_of(here, stored.shardings.of_model(model), anew=True))
+    return without(model, here), Base(named, said_of(here, stored.shardings.of_model(model), loading=True))
