@@ -188,6 +188,10 @@ class LoadError(CheckpointError, RuntimeError):
     """The stored state is sound and fits, but an object of the program did not take it. `leaf` names the object."""
 
 
+class UnprovenLoadError(LoadError):
+    """After a load with ``prove=True``, memory of the program has other bytes than the tag. `leaf` names the array."""
+
+
 class UsageError(CheckpointError, ValueError):
     """An argument that makes no sense, or that ranks disagree about."""
 
@@ -246,6 +250,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         ChangedStateError,
         RankFailedError,
         LoadError,
+        UnprovenLoadError,
         UsageError,
     )
 }
