@@ -52,7 +52,7 @@ def test_every_second_tag_becomes_a_directory_of_hugging_faces(tmp_path: Path, k
     assert (weight.dtype, weight[0, 0].item()) == (torch.bfloat16, 2)
 
 
-@pytest.mark.parametrize("layout", ["dcp", "xser", "native", "smp"])
+@pytest.mark.parametrize("layout", ["dcp", "xser", "native", "smp", "orbax"])
 def test_a_tag_of_another_layout_with_a_retention_of_its_own(tmp_path: Path, layout: str) -> None:
     for step in (1, 2, 3):
         save(tmp_path / "run", step, Product(to=tmp_path / "theirs", layout=layout, keep=LatestN(1)))

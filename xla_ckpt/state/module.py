@@ -13,17 +13,8 @@ from xla_ckpt.arrays.torch_host import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.handover import Handover, PutBack, copied
-from xla_ckpt.state.loading import (
-    ABSENT,
-    UNWANTED,
-    ArrayAt,
-    Loading,
-    Problem,
-    Stored,
-    arrays_of,
-    plan_arrays,
-    plan_freely,
-)
+from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, plan_freely
+from xla_ckpt.state.problems import ABSENT, UNWANTED, Problem
 from xla_ckpt.state.wrappers import ModelView
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.nested import leaves

@@ -39,7 +39,7 @@ from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
 from xla_ckpt.tags.retention import Retention
-from xla_ckpt.tags.root import Cleaned, Kind, Transaction
+from xla_ckpt.tags.root import Cleaned, Kind, Transaction, go_on
 
 logger = logging.getLogger(__name__)
 
@@ -202,9 +202,9 @@ class DirectoryRoot:
             expected="a root in an object store",
         )
 
-    def hold(self, within: float) -> None:
+    def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
         self.store.prepare()
-        LEASES.hold(LeaseDirectory(self.store), within)
+        LEASES.hold(LeaseDirectory(self.store), within, check)
 
     def expect(self) -> None:
         COMMITTER.start()
