@@ -200,6 +200,21 @@ def test_every_sample_is_seen_once(tmp_path: Path, make: Callable[[int, int], Da
     assert sorted(sample for step in seen for sample in step) == list(range(SAMPLES))
 
 
+def stands(rank: int, root: Path) -> int:
+    """What a rank gets back where the ranks that read the same samples are others, and as many."""
+    before, now = (Mesh.parse(text).coordinates(rank)["dp"] for text in ("dp=2,tp=2", "pp=2,dp=2"))
+    sampler = Turns(Numbers(), 2, now)  # type: ignore[arg-type]
+    sampler.index = 10 + before
+    extras = {"data": PerRank(sampler, position="index")}
+    xla_ckpt.save_checkpoint(root, "a", extras=extras, mesh="dp=2,tp=2")
+    xla_ckpt.load_checkpoint(root, "a", extras=extras, mesh="pp=2,dp=2")
+    return sampler.index
+
+
+def test_ranks_that_read_the_same_samples_count_as_one(tmp_path: Path) -> None:
+    assert run_on_ranks(stands, 4, tmp_path / "ckpt") == [10, 11, 10, 11]
+
+
 def changes_nothing(rank: int, root: Path) -> list[tuple[str, str]]:
     """Loads that are refused, for one rank's reason or all ranks': what each of them raises."""
     options = xla_ckpt.LoadOptions(timeout=60)

@@ -22,10 +22,9 @@ Deal = Callable[[Sequence[Any], int, int], Any]
 """From the states of all data-parallel ranks that saved, a rank and how many there are now, to that rank's state."""
 
 _ELSEWHERE = (
-    "Load it on as many data-parallel ranks as saved it, or give PerRank a function of your own, reshard=, which makes "
-    "each rank's state."
+    "Load it on as many data-parallel ranks as saved it, give PerRank a function of your own (reshard=), or leave the "
+    "member out of extras."
 )
-
 
 _YIELDED = "yielded"
 """What torchdata's own sampler calls the number of samples that a rank has taken."""
