@@ -16,6 +16,8 @@ from tests.integrations.environment import needs
 from tests.jobs import run_on_ranks
 from xla_ckpt import Mesh, PerRank
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.15
+
 SAMPLES, GLOBAL_BATCH = 96, 8
 MESHES = ["dp=4", "dp=2,tp=2", "dp=8"]
 """Of the jobs that go on one after the other. The second one has as many ranks as the first one."""

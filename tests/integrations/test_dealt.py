@@ -13,6 +13,8 @@ from tests.integrations.environment import needs
 from xla_ckpt.errors import IncompatibleCheckpointError, UsageError
 from xla_ckpt.state.dealt import Deal, deal_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.15
+
 SAMPLES = list(range(48))
 
 
