@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,20 +76,58 @@ def states_after(steps: int, loaders: list[Any]) -> list[Any]:
     return states
 
 
+@pytest.mark.parametrize("steps", [8, 20])
 @needs("torchdata")
-def test_loaders_at_the_end_of_an_epoch_begin_the_next_one() -> None:
-    states = states_after(20, [loader_of(rank, 3, 2) for rank in range(3)])
+def test_loaders_at_the_end_of_an_epoch_begin_the_next_one(steps: int) -> None:
+    """After 8 steps a loader has given all that it has, and does not know yet."""
+    states = states_after(steps, [loader_of(rank, 3, 2) for rank in range(3)])
+    assert {state["_iterator_finished"] for state in states} == {steps > 8}
     seen = []
     for rank, state in enumerate(dealt_to_loaders(states, new := [loader_of(rank, 5, 2) for rank in range(5)])):
         new[rank].load_state_dict(state)
-        new[rank].sampler.set_epoch(1)
-        seen += [sample for batch in new[rank] for sample in batch.tolist()]
+        seen += [sample for _ in range(1 + (steps == 8)) for batch in new[rank] for sample in batch.tolist()]
     assert set(seen) == set(SAMPLES)
+    assert len(seen) == 5 * 10  # 48 samples, filled up
 
 
 def dealt_to_loaders(states: list[Any], loaders: list[Any]) -> list[Any]:
     deals = [deal_of(loader, None) for loader in loaders]
     return [deal(states, rank, len(loaders)) for rank, deal in enumerate(deals) if deal is not None]
+
+
+class Backwards:
+    """A sampler of a program's own."""
+
+    index = 0
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.order = SAMPLES[::-1][rank::world]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        while self.index < len(self.order):
+            self.index += 1
+            yield self.order[self.index - 1]
+        self.index = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"index": self.index}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.index = state["index"]
+
+
+@pytest.mark.parametrize("steps", [6, 20])
+@needs("torchdata")
+def test_loaders_with_a_sampler_of_their_own(steps: int) -> None:
+    states = states_after(steps, [loader_of(rank, 3, 2, sampler=Backwards(rank, 3)) for rank in range(3)])
+    new = [loader_of(rank, 4, 2, sampler=Backwards(rank, 4)) for rank in range(4)]
+    for rank, state in enumerate(dealt(deal_of(new[0], "index"), states, 4)):
+        new[rank].load_state_dict(state)
+    left = [sample for loader in new for batch in loader for sample in batch.tolist()]
+    assert sorted(left) == (SAMPLES if steps == 20 else SAMPLES[:12])
 
 
 @needs("torchdata")

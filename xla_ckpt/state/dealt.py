@@ -38,7 +38,7 @@ def deal_of(member: Any, position: str | None) -> Deal | None:
         position: What `PerRank` was told.
     """
     of_torchdata = _is_of(member, "torchdata", "StatefulDataLoader")
-    if of_torchdata and isinstance(member.sampler, DistributedSampler):
+    if of_torchdata and (position is not None or isinstance(member.sampler, DistributedSampler)):
         return partial(_of_torchdata, member, position or _YIELDED)
     if position is not None or isinstance(member, DistributedSampler):
         return partial(_counted, position or _YIELDED)
@@ -66,24 +66,28 @@ def _counted(key: str, states: Sequence[Any], _rank: int, world: int) -> Any:
 
 
 def _of_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, world: int) -> Any:
-    """States of a `StatefulDataLoader` whose sampler is a `DistributedSampler`."""
+    """States of a `StatefulDataLoader` whose sampler deals out samples in turn."""
     sampler = loader.sampler
-    if (sampler.num_replicas, sampler.rank) != (world, rank):
+    is_torchs = isinstance(sampler, DistributedSampler)
+    if is_torchs and (sampler.num_replicas, sampler.rank) != (world, rank):
         raise _refused(
             f"the loader's DistributedSampler does not follow the mesh: it has rank={sampler.rank} and "
             f"num_replicas={sampler.num_replicas}, and this is data-parallel rank {rank} of {world}"
         )
-    # Every state has its own seed for the workers: the copy of another rank's gets another one, lest they draw alike.
-    state, copies = copy.deepcopy(states[rank % len(states)]), rank // len(states)
     if any(one.get("_steps_since_snapshot") for one in states):
         raise _refused(
             "batches were taken since the last snapshot of the loader, and their samples are not counted",
             hint=f"Make the loader with snapshot_every_n_steps=1. {_ELSEWHERE}",
         )
-    main = _main(state)
+    # Every state has its own seed for the workers: the copy of another rank's gets another one, lest they draw alike.
+    state, copies = copy.deepcopy(states[rank % len(states)]), rank // len(states)
+    main, samplers = _main(state), [_main(one)["_sampler_iter_state"] for one in states]
     if "_base_seed" in main:
         main["_base_seed"] = (main["_base_seed"] + (copies << 40)) % (1 << 63)
-    samplers = [_main(one)["_sampler_iter_state"] for one in states]
+    if all(one["_iterator_finished"] for one in states):
+        _check_same(samplers, "at the end of an epoch")
+        main["_sampler_iter_state"] = {**samplers[0], "samples_yielded": len(sampler)}
+        return state
     if not all(_is_a_count(one, key) for one in samplers) or any(map(_states_of_data, states)):
         raise _refused(
             "the dataset, or the sampler, has a state of its own beside the number of samples taken",
@@ -91,10 +95,9 @@ def _of_torchdata(loader: Any, key: str, states: Sequence[Any], rank: int, world
         )
     _check_same([_with_count(one, 0, key) for one in samplers], "beside the number of samples that were taken")
     counts = [one["samples_yielded"] for one in samplers]
-    # At the end of an epoch, ranks have filled up their parts, or left the last samples out, as their number demanded.
-    over = all(one["_iterator_finished"] for one in states) or min(counts) * len(counts) >= len(sampler.dataset)
-    taken = len(sampler) if over else _share(counts, world)
-    main["_sampler_iter_state"] = _with_count(main["_sampler_iter_state"], taken, key)
+    # torch's sampler has filled up the ranks' parts, or left the last samples out, as their number demanded.
+    over = is_torchs and min(counts) * len(counts) >= len(sampler.dataset)
+    main["_sampler_iter_state"] = _with_count(samplers[0], len(sampler) if over else _share(counts, world), key)
     return state
 
 
