@@ -89,15 +89,15 @@ def load(stored: Stored, member: Any) -> Loading:
         mesh = as_mesh(stored.skeleton.get(schema.MESH))
         alike = schema.same_ranks(stored.skeleton, where.world, str(where.mesh))
         parts = {r: part for r in range(saved_by) if (part := stored.at(schema.of_rank(paths.ROOT, r))) is not None}
-    told = member if isinstance(member, PerRank) else PerRank(member)
+    wrapped = member if isinstance(member, PerRank) else PerRank(member)
     if alike and where.rank in parts:
         return stateful.load(parts[where.rank], inner)
-    if (reshard := told.reshard) is not None:
+    if (reshard := wrapped.reshard) is not None:
         return _load_made(list(parts.values()), inner, lambda states: reshard(states, where.rank, where.world))
     if isinstance(inner, RNGState):
         own = parts.get(where.rank)
         return _left_alone(stored, where.rank, saved_by) if own is None else stateful.load(own, inner)
-    deal = deal_of(told.member, told.position)
+    deal = deal_of(wrapped.member, wrapped.position)
     replicas = [] if mesh is None else [parts[r] for i in range(mesh.dp) if (r := mesh.rank({"dp": i})) in parts]
     if deal is None or mesh is None or len(replicas) < mesh.dp:
         return _refused(
