@@ -19,6 +19,7 @@ from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.merged import merged_manifest, new_head, repeats_the_tag_before
+from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
@@ -29,14 +30,11 @@ from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.shared_directory import check_written, open_shared
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
-from xla_ckpt.engine.trace import Trace
-from xla_ckpt.engine.write import WRITERS, check_space, write_files, write_objects
+from xla_ckpt.engine.write import check_space, write_files, write_objects
 from xla_ckpt.errors import CheckpointError, RankFailedError, naming
-from xla_ckpt.job.call import Call
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.options import SaveOptions
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.same_arrays import check_same_arrays, fingerprint, first_of_stage, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
@@ -44,39 +42,10 @@ from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory
-from xla_ckpt.tags.root import Root, Transaction
+from xla_ckpt.tags.root import Transaction
 from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a program wants saved where, as far as it concerns the writing."""
-
-    root: Root
-    tag: str
-    call: Call
-    """What the program called, for the other ranks to compare."""
-
-    options: SaveOptions = field(default_factory=SaveOptions)
-    pinned: bool | None = None
-    num_kept: int | None = None
-    workers: int = WRITERS
-    shown: bool | None = None
-    """Whether this rank shows a progress bar; None decides by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """What is measured of a save."""
-
-    phases: Phases = field(default_factory=Phases)
-    stall: float = 0.0
-    """Seconds that the caller waited before the save was begun."""
-
-    trace: Trace | None = None
-    """Where a trace goes, if one is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,11 +248,12 @@ class Save:
             raise given_up  # another rank, which has told its caller so
         began = time.perf_counter()
         report = kept([part.measured for part in parts])
-        retained = transaction.commit(num_kept=self.order.num_kept, report=report, within=within)
+        retained = transaction.commit(retention=self.order.retention, report=report, within=within)
         ended = time.perf_counter()
         self.phases.add("commit", ended - began - retained, ended=ended - retained)
         self.phases.add("retain", retained, ended=ended)
         remember(self.order.root, manifest)
+        self.order.committed(transaction.sequence)
 
     def _follow(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
         """The part of any other rank: write, report, hear the verdict."""
