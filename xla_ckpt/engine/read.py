@@ -27,6 +27,11 @@ from xla_ckpt.storage.pool import HUGE_BYTES, work_off
 SCRATCH_BYTES = HUGE_BYTES
 """What a thread reads at a time where it goes around the cache of the storage: into one huge page (see `work_off`)."""
 
+_UNPROVEN = (
+    "Load again, into new memory or on another device; if the error returns, the device, or the program that writes to "
+    "this memory, is at fault. The load cannot be undone: the objects have their new state, with these bytes wrong."
+)
+
 Slots = Sequence[memoryview]
 """Memory of the wanted boxes: writable bytes in C order, by `Want.slot`."""
 
@@ -117,9 +122,7 @@ def check_slots(tag: TagReader, plan: RestorePlan, slots: Slots, crew: Crew) -> 
                 data,
                 UnprovenLoadError,
                 "after the load, memory holds other bytes than the tag",
-                "Load again, into new memory or on another device; if the error returns, the device, or the program "
-                "that writes to this memory, is at fault. The load cannot be undone: the objects have their new state, "
-                "with these bytes wrong.",
+                lambda: _UNPROVEN,
             )
         crew.progress(batch.nbytes)
 
@@ -206,7 +209,7 @@ def _verify(tag: TagReader, batch: ReadBatch, data: memoryview) -> None:
     """Compare each block of a batch, whose bytes are `data`, with its digest. Some foreign files have no digests."""
     blocks = _Blocks.of(batch)
     if (expected := blocks.stored(tag)) is not None:
-        blocks.compare(tag, expected, data, CorruptCheckpointError, "stored bytes are damaged", tag.hint)
+        blocks.compare(tag, expected, data, CorruptCheckpointError, "stored bytes are damaged", lambda: tag.hint)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,9 +263,12 @@ class _Blocks:
         data: memoryview,
         error: type[CheckpointError],
         problem: str,
-        hint: str | None,
+        hint: Callable[[], str],
     ) -> None:
-        """Raise an error if a block of the batch, whose bytes are `data`, has another digest than is expected."""
+        """Raise an error if a block of the batch, whose bytes are `data`, has another digest than is expected.
+
+        The hint is asked for only then: whether there is a parity is a question to the storage.
+        """
         actual = self.digests(data)
         different = np.flatnonzero(actual != expected)
         if different.size:
@@ -276,7 +282,7 @@ class _Blocks:
                 tag=tag.tag,
                 expected=f"digest {to_hex(int(expected[bad]))}",
                 found=to_hex(int(actual[bad])),
-                hint=hint,
+                hint=hint(),
             )
 
 
