@@ -9,7 +9,7 @@ from xla_ckpt.api.wish import Wish
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.writing import Writing
-from xla_ckpt.errors import UnsupportedStateError
+from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.layouts.base import Layout
 from xla_ckpt.options import SaveOptions
 from xla_ckpt.sharding.placement import Placement
@@ -28,6 +28,14 @@ copying far ahead of the writers, and fresh memory costs more than the copy."""
 
 def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Frozen:
     """What the caller of an asynchronous save waits for: the state described, and its bytes frozen."""
+    for layout in wish.layouts:
+        if wish.options.share and not layout.shares:
+            raise UsageError(
+                "SaveOptions.share is for the native layout alone",
+                expected='layout="native"',
+                found=layout.name,
+                hint="Save without share, or convert a tag of the native layout when it is needed in another one.",
+            )
     with phases.timed("describe"):
         structure = any(layout.pickles for layout in wish.layouts)
         description = describe(
@@ -51,6 +59,7 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
         speaks=description.speaks,
         alone=state.alone,
         parts=description.parts,
+        fixed=state.fixed,
     )
 
 

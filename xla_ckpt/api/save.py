@@ -15,9 +15,10 @@ from xla_ckpt.engine.cancellation import Cancellation
 from xla_ckpt.engine.ending import MISTAKES, end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.phases import STALL, WAIT, Phases
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save import Order, Save, Timing
+from xla_ckpt.engine.save import Save
 from xla_ckpt.engine.trace import Trace
 from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, StorageError

@@ -19,64 +19,35 @@ from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.merged import merged_manifest, new_head, repeats_the_tag_before
+from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save_messages import Begun, Committed, Part, hear_verdict
+from xla_ckpt.engine.save_messages import Base, Begun, Committed, Part, hear_verdict
 from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.shared_directory import check_written, open_shared
+from xla_ckpt.engine.sharing import share
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
-from xla_ckpt.engine.trace import Trace
-from xla_ckpt.engine.write import WRITERS, check_space, write_files, write_objects
+from xla_ckpt.engine.write import check_space, write_files, write_objects
 from xla_ckpt.errors import CheckpointError, RankFailedError, naming
-from xla_ckpt.job.call import Call
 from xla_ckpt.job.job import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
-from xla_ckpt.options import SaveOptions
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.same_arrays import check_same_arrays, fingerprint, first_of_stage, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
+from xla_ckpt.plan.sharing import Sharing
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
 from xla_ckpt.storage.base import Directory
-from xla_ckpt.tags.root import Root, Transaction
+from xla_ckpt.tags.root import Transaction
 from xla_ckpt.tree.path import listed
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What a program wants saved where, as far as it concerns the writing."""
-
-    root: Root
-    tag: str
-    call: Call
-    """What the program called, for the other ranks to compare."""
-
-    options: SaveOptions = field(default_factory=SaveOptions)
-    pinned: bool | None = None
-    num_kept: int | None = None
-    workers: int = WRITERS
-    shown: bool | None = None
-    """Whether this rank shows a progress bar; None decides by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """What is measured of a save."""
-
-    phases: Phases = field(default_factory=Phases)
-    stall: float = 0.0
-    """Seconds that the caller waited before the save was begun."""
-
-    trace: Trace | None = None
-    """Where a trace goes, if one is wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,22 +99,23 @@ class Save:
                     sequence, written = self._lead(odd) if self.exchange.rank == 0 else self._follow(odd)
         except Exception as error:
             # Raised to who waits for the save; those who watch saves hear of it here.
-            self._end(began, 0, SavePlan(()), error)
+            self._end(began, 0, Sharing(SavePlan(())), error)
             raise
         finally:
             self.release()
         return self._end(began, sequence, written)
 
-    def _end(self, began: float, sequence: int, written: SavePlan, error: Exception | None = None) -> SaveReport:
+    def _end(self, began: float, sequence: int, written: Sharing, error: Exception | None = None) -> SaveReport:
         """The report of this save, which is done now; the trace and the program's functions have it, too."""
         ended = time.perf_counter()
-        self.phases.keep(SAVE, began, ended, written.nbytes, about=self.order.tag)
+        self.phases.keep(SAVE, began, ended, written.plan.nbytes, about=self.order.tag)
         report = SaveReport(
             path=self.order.root.path,
             tag=self.order.tag,
             sequence=sequence,
-            nbytes=written.nbytes,
-            files=len(written.files),
+            nbytes=written.plan.nbytes,
+            files=len(written.plan.files),
+            shared=written.nbytes,
             seconds=ended - began,
             stall=self.timing.stall + (self.freezing.stall if self.freezing is not None else 0.0),
             phases=self.phases.report(),
@@ -201,7 +173,7 @@ class Save:
             raise self.frozen
         return self.frozen
 
-    def _lead(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
+    def _lead(self, odd: Sequence[int]) -> tuple[int, Sharing]:
         """Rank 0's part: the transaction, the records of all, the commit."""
         exchange, transaction = self.exchange, Transaction(self.order.root, self.order.tag)
         try:
@@ -210,11 +182,12 @@ class Save:
                 with self.phases.timed("commit"):
                     self.order.root.hold(exchange.timeout * LEAD)
                     transaction.begin()
+                    base = self._base(transaction)
                 if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
-                    exchange.say("begin", Begun(transaction.directory.name).to_json())
-                plan = self._plan(frozen)
-                record = self._write(frozen, plan, transaction.directory)
-                parts = self._hear_parts(record, plan)
+                    exchange.say("begin", Begun(transaction.directory.name, base).to_json())
+                sharing = self._share(frozen, base, transaction.directory)
+                record = self._write(frozen, sharing, transaction.directory)
+                parts = self._hear_parts(record, sharing.plan)
                 self._commit(
                     transaction, self._sealed(transaction, frozen, [part.record for part in parts], odd), parts
                 )
@@ -222,7 +195,7 @@ class Save:
             transaction.abandon()
         if exchange.size > 1:
             exchange.say("verdict", Committed(transaction.sequence).to_json())
-        return transaction.sequence, plan
+        return transaction.sequence, sharing
 
     @contextlib.contextmanager
     def _failing_on_all_ranks(self) -> Iterator[None]:
@@ -283,22 +256,23 @@ class Save:
         self.phases.add("retain", retained, ended=ended)
         remember(self.order.root, manifest)
 
-    def _follow(self, odd: Sequence[int]) -> tuple[int, SavePlan]:
+    def _follow(self, odd: Sequence[int]) -> tuple[int, Sharing]:
         """The part of any other rank: write, report, hear the verdict."""
-        exchange, root, plan = self.exchange, self.order.root, SavePlan(())
+        exchange, root, sharing = self.exchange, self.order.root, Sharing(SavePlan(()))
         draft: str | None = None
         try:
             frozen = self._ready()
-            draft = Begun.from_json(exchange.hear("begin", 0)).draft
+            begun = Begun.from_json(exchange.hear("begin", 0))
+            draft = begun.draft
             directory = open_shared(root, draft)
             try:
-                plan = self._plan(frozen)
-                record = self._write(frozen, plan, directory, tells_all=exchange.rank in odd)
+                sharing = self._share(frozen, begun.base, directory)
+                record = self._write(frozen, sharing, directory, tells_all=exchange.rank in odd)
                 directory.sync()
             finally:
                 directory.close()
             self.cancellation.close()  # rank 0 may commit as soon as it has this
-            exchange.say(f"record/{exchange.rank}", Part(record, self._measured(plan)).to_json())
+            exchange.say(f"record/{exchange.rank}", Part(record, self._measured(sharing.plan)).to_json())
         except Exception as error:
             # Rank 0 must hear of it; what all ranks raise is rank 0's verdict.
             problem = as_checkpoint_error(error, "saving", exchange.rank)
@@ -310,7 +284,7 @@ class Save:
         if self._parity is not None and draft is not None:
             self._parity.follow(root, draft)
         with self.phases.timed("meet"):
-            return hear_verdict(exchange).sequence, plan
+            return hear_verdict(exchange).sequence, sharing
 
     @property
     def _parity(self) -> ParityRound | None:
@@ -324,13 +298,32 @@ class Save:
     def _stages(self) -> Stages:
         return Stages(self.exchange, self.mesh)
 
-    def _plan(self, frozen: Frozen) -> SavePlan:
-        plan = self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
-        return plan if self.order.root.store.object_store is None else plan.streamed()
+    def _base(self, transaction: Transaction) -> Base | None:
+        """The tag whose files this one may share."""
+        wanted = self.order.options.share
+        if not wanted:
+            return None
+        entry = transaction.newest if wanted is True else self.order.root.entry(wanted)
+        if entry is None or entry.damage is not None:
+            level = logging.DEBUG if wanted is True else logging.WARNING  # a first save has nothing to share with
+            logger.log(level, "tag %s shares nothing: there is no earlier tag that can be read", self.order.tag)
+            return None
+        return Base(entry.directory, entry.tag, entry.sequence)
 
-    def _write(self, frozen: Frozen, plan: SavePlan, directory: Directory, *, tells_all: bool = False) -> Record:
+    def _share(self, frozen: Frozen, base: Base | None, directory: Directory) -> Sharing:
+        """Decide what this rank writes, and share what need not be written."""
+        plan = self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
+        root = self.order.root
+        plan = plan if root.store.object_store is None else plan.streamed()
+        if not self.order.options.share:
+            return Sharing(plan)
+        crew = self._crew(lambda _: self.cancellation.check())
+        with self.cancellation.reading(), self.phases.timed("share"):
+            return share(plan, frozen, frozen.snapshot.to_write(), base, root, directory, crew)
+
+    def _write(self, frozen: Frozen, sharing: Sharing, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""
-        rank, world, snapshot = self.exchange.rank, self.exchange.size, frozen.snapshot
+        rank, world, snapshot, plan = self.exchange.rank, self.exchange.size, frozen.snapshot, sharing.plan
         check_space(directory, plan)
         with self.cancellation.reading(), Progress(f"save {self.order.tag}", plan.nbytes, self.order.shown) as bar:
 
@@ -343,6 +336,7 @@ class Save:
             written = write_files(directory, plan, memory, self._crew(dealt), budget=snapshot.budget)
             samples = snapshot.samples() if world > 1 else {}
         self._tell_torn(snapshot)
+        written = written.and_shared(sharing.shared)
         files = (*written.files, *write_objects(directory, frozen.objects, rank, world))
         return Record.of(
             written.shards,

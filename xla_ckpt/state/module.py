@@ -79,6 +79,13 @@ def buffer_names(model: Any) -> list[str]:
     return [n for n, _ in model.named_buffers(remove_duplicate=False)] if isinstance(model, torch.nn.Module) else []
 
 
+def fixed_names(model: Any) -> list[str]:
+    """Names of the parameters of a module that are not trained."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    return [n for n, value in model.named_parameters(remove_duplicate=False) if not value.requires_grad]
+
+
 def parameter_name(parameter: Any, names: Mapping[Any, str]) -> str | None:
     """The name of an optimizer's parameter in a model's `parameter_names`."""
     if (name := names.get(id(parameter))) is not None:

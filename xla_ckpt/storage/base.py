@@ -95,6 +95,16 @@ class Directory(Protocol):
                 that there is no such file, or that it ends before.
         """
 
+    def link(self, source: Directory, path: str, name: str) -> None:
+        """Have a finished file of another directory of the store here, too, under a name that no file has yet.
+
+        Its bytes are not sent, and where the storage can they are not copied either. Each of the two stays if the other
+        one is removed. `sync` makes the name durable.
+
+        Raises:
+            OSError: The storage cannot do that, or refused.
+        """
+
     def files(self) -> list[str]:
         """Paths of all files below, sorted."""
 
@@ -278,9 +288,6 @@ class ObjectStore(Store, Protocol):
         Raises:
             UsageError: They are not: two jobs would overwrite what the other one has committed.
         """
-
-    def copy(self, source: str, target: str) -> None:
-        """Have a file under a second name, where no file is yet."""
 
     def remove(self, name: str) -> None:
         """Delete the file of this name and all files below it, if there are any."""

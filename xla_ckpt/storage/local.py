@@ -87,6 +87,12 @@ class LocalDirectory:
         os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self._fd)
         self._touched.update(parents)
 
+    def link(self, source: Directory, path: str, name: str) -> None:
+        assert isinstance(source, LocalDirectory), "both are directories of one store"
+        parents = self._make(name.split("/")[:-1])
+        os.link(path, name, src_dir_fd=source.fd, dst_dir_fd=self._fd, follow_symlinks=False)
+        self._touched.update(parents)
+
     def _make(self, parts: list[str]) -> list[str]:
         """Make a directory and its parents; the paths of all of them."""
         paths: list[str] = []

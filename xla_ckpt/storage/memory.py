@@ -16,7 +16,7 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
 from xla_ckpt.plan.costs import DISK
-from xla_ckpt.storage.base import Changed
+from xla_ckpt.storage.base import Changed, Directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,15 @@ class MemoryDirectory:
         except KeyError:
             raise _error(errno.ENOENT, path) from None
 
+    def link(self, source: Directory, path: str, name: str) -> None:
+        assert isinstance(source, MemoryDirectory), "both are directories of one store"
+        try:
+            self.objects.put(self._full(name), source.objects[source._full(path)], None)
+        except KeyError:
+            raise _error(errno.ENOENT, path) from None
+        except Changed:
+            raise _error(errno.EEXIST, name) from None
+
     def files(self) -> list[str]:
         return [name[len(self.prefix) :] for name in self.objects.below(self._full(""))]
 
@@ -285,14 +294,6 @@ class MemoryStore:
 
     def check_conditions(self) -> None:
         """Nothing: they are."""
-
-    def copy(self, source: str, target: str) -> None:
-        try:
-            self._objects.put(self._full(target), self._objects[self._full(source)], None)
-        except KeyError:
-            raise _error(errno.ENOENT, source) from None
-        except Changed:
-            raise _error(errno.EEXIST, target) from None
 
     def remove(self, name: str) -> None:
         for full in (self._full(name), *self._objects.below(self._below(name))):

@@ -37,14 +37,11 @@ class SavedFiles:
     def create(self, path: str, size: int) -> Sink:
         raise UsageError("a file of torch.save is only read", file=path)
 
-    def adopt(self, other: Directory, path: str) -> None:
-        raise UsageError("a file of torch.save is only read", file=path)
-
     def make(self, path: str) -> None:
         raise UsageError("a file of torch.save is only read", file=path)
 
-    def replace(self, path: str, data: bytes) -> None:
-        raise UsageError("a file of torch.save is only read", file=path)
+    def link(self, source: Directory, path: str, name: str) -> None:
+        raise UsageError("a file of torch.save is only read", file=name)
 
     def open(self, path: str, size: int | None = None) -> Source:
         if path not in self._files:

@@ -1,0 +1,41 @@
+"""What a program asks of a save, and what is measured of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from xla_ckpt.engine.phases import Phases
+from xla_ckpt.engine.trace import Trace
+from xla_ckpt.engine.write import WRITERS
+from xla_ckpt.job.call import Call
+from xla_ckpt.options import SaveOptions
+from xla_ckpt.tags.root import Root
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a program wants saved where, as far as it concerns the writing."""
+
+    root: Root
+    tag: str
+    call: Call
+    """What the program called, for the other ranks to compare."""
+
+    options: SaveOptions = field(default_factory=SaveOptions)
+    pinned: bool | None = None
+    num_kept: int | None = None
+    workers: int = WRITERS
+    shown: bool | None = None
+    """Whether this rank shows a progress bar; None decides by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What is measured of a save."""
+
+    phases: Phases = field(default_factory=Phases)
+    stall: float = 0.0
+    """Seconds that the caller waited before the save was begun."""
+
+    trace: Trace | None = None
+    """Where a trace goes, if one is wanted."""
