@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +16,21 @@ from xla_ckpt.engine.segments import ShardBytes
 from xla_ckpt.engine.stale import remembered
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CheckpointError
-from xla_ckpt.manifest.digest import DigestColumn, block_count, block_size, digest
+from xla_ckpt.manifest.digest import block_count, block_size, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import Sources
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.plan.sharing import Sharing, Twins, divided, names_of, twins_of, whole_files, without_twins
-from xla_ckpt.sharding.corners import Flags
+from xla_ckpt.sharding.corners import Flags, Ints
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tags.root import Root
 
 logger = logging.getLogger(__name__)
+
+AT_ONCE = 64
+"""Regions that a thread compares before it asks for more."""
 
 
 def share(
@@ -59,8 +61,7 @@ def share(
             with TagReader(root.store.open(base.directory), root.path, base.tag, known) as reader:
                 with collector_paused():
                     twins = twins_of(plan, frozen.leaves, reader.manifest)
-                regions = _regions(plan, twins, memory, reader)
-                _compare(regions, holds, crew)
+                _compare(plan, twins, holds, memory, reader, crew)
                 shared = _linked(plan, twins, holds, reader, directory)
         except (CheckpointError, OSError) as error:
             crew.progress(0)  # if the save was given up, this is where it ends
@@ -70,55 +71,58 @@ def share(
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
-    """A region of a plan that the base has, too, perhaps with other bytes."""
+class _Pair:
+    """Regions of a planned file, and their twins in a file of the base."""
 
-    file: int
-    """Index of the planned file."""
+    rows: Ints
+    """The regions of the planned file."""
 
-    row: int
-    """Index of the region in it."""
+    sources: Sources
+    known: Sequence[int]
+    """The digests of all blocks of the base's file."""
 
-    data: memoryview
-    known: DigestColumn
-    """The digests of its blocks in the base."""
+    first: Ints
+    """The place of the first digest of each twin."""
+
+    same: Flags
+    """Which regions of the planned file have the bytes of their twins: filled in."""
 
 
-def _regions(plan: SavePlan, twins: Sequence[Twins], memory: ShardBytes, base: TagReader) -> list[_Region]:
-    """All regions with a twin, but for those that are not in host memory yet."""
-    regions = []
-    for n, (file, its) in enumerate(zip(plan.files, twins, strict=True)):
-        sources = Sources.of(file.sources)
+def _compare(
+    plan: SavePlan, twins: Sequence[Twins], holds: Sequence[Flags], memory: ShardBytes, base: TagReader, crew: Crew
+) -> None:
+    """Find out which regions have the bytes of their twins. What is not in host memory yet counts as changed."""
+    pairs = []
+    for file, its, same in zip(plan.files, twins, holds, strict=True):
         for number in np.unique(its.file[its.file >= 0]).tolist():
-            table = base.digest_table(number)
-            if table is None:
-                continue
-            rows = np.flatnonzero(its.file == number)
-            columns = (rows, sources.shard[rows], sources.offset[rows], sources.nbytes[rows])
-            first = table.find(its.offset[rows], sources.nbytes[rows])
-            for row, shard, offset, nbytes, at in zip(*(c.tolist() for c in (*columns, first)), strict=True):
-                source = memory[sources.leaf[row], shard]
-                if not isinstance(source, Deferred):
-                    known = table.digests[at : at + block_count(nbytes)]
-                    regions.append(_Region(n, row, source[offset : offset + nbytes], known))
-    return regions
+            if (table := base.digest_table(number)) is not None:
+                rows = np.flatnonzero(its.file == number)
+                sources = Sources.of(file.sources).rows(rows)
+                first = table.find(its.offset[rows], sources.nbytes)
+                pairs.append(_Pair(rows, sources, table.digests.tolist(), first, same))
+
+    def compare(task: tuple[_Pair, slice], _: memoryview) -> None:
+        pair, part = task
+        sources = pair.sources
+        columns = (pair.rows, sources.shard, sources.offset, sources.nbytes, pair.first)
+        numbers = zip(sources.leaf[part], *(column[part].tolist() for column in columns), strict=True)
+        for leaf, row, shard, offset, nbytes, first in numbers:
+            crew.progress(0)
+            source = memory[leaf, shard]
+            if not isinstance(source, Deferred):
+                pair.same[row] = _is_same(source[offset : offset + nbytes], pair.known, first)
+
+    tasks = [(pair, slice(at, at + AT_ONCE)) for pair in pairs for at in range(0, len(pair.rows), AT_ONCE)]
+    work_off(tasks, compare, workers=threads(crew.workers, 1), buffer_bytes=0, name="xla_ckpt-share")
 
 
-def _compare(regions: Sequence[_Region], holds: Sequence[Flags], crew: Crew) -> None:
-    """Find out which regions have the bytes of their twins."""
-
-    def compare(region: _Region, _: memoryview) -> None:
-        crew.progress(0)
-        holds[region.file][region.row] = _is_same(region.data, region.known)
-
-    work_off(regions, compare, workers=threads(crew.workers, 1), buffer_bytes=0, name="xla_ckpt-share")
-
-
-def _is_same(data: memoryview, known: DigestColumn) -> bool:
-    """Whether some bytes have these digests. What was trained differs nearly everywhere: one block tells it."""
+def _is_same(data: memoryview, known: Sequence[int], first: int) -> bool:
+    """Whether some bytes have the digests from `first` on. What was trained differs nearly everywhere: one tells it."""
     block = block_size(len(data))
-    blocks = itertools.chain((0,), range(len(known) - 1, 0, -1))  # what is filled up bit by bit differs at its end
-    return all(digest(data[b * block : (b + 1) * block]) == int(known[b]) for b in blocks)
+    if digest(data[:block]) != known[first]:
+        return False
+    blocks = range(block_count(len(data)) - 1, 0, -1)  # what is filled up bit by bit differs at its end
+    return all(digest(data[b * block : (b + 1) * block]) == known[first + b] for b in blocks)
 
 
 def _linked(

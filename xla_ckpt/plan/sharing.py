@@ -7,7 +7,6 @@ stays as it is must not share a file with what changes: it is written into a fil
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,32 +53,31 @@ class Sharing:
 def twins_of(plan: SavePlan, leaves: Leaves, base: Manifest) -> list[Twins]:
     """Where the base has the regions of each file of a plan. Whether their bytes are equal is not asked yet."""
     arrays = base.arrays
-    types = {path: leaves.forms[form][0] for path, form in zip(leaves.paths, leaves.form.tolist(), strict=True)}
-    form_of, first = arrays.form.tolist(), arrays.first.tolist()
+    form_of = dict(zip(leaves.paths, leaves.form.tolist(), strict=True))
 
-    @functools.cache
-    def cell(form: int, box: Box) -> int | None:
-        """Which cell of the arrays of a form is this box."""
-        return next((i for i, its in arrays.forms[form].touching(box) if its == box), None)
-
-    def place(leaf: str, box: Box) -> int:
-        """The row of the cell that is this box of a leaf; -1 if there is none."""
-        row = arrays.row.get(leaf)
-        if row is None or arrays.forms[form_of[row]].dtype != types[leaf]:
-            return -1
-        i = cell(form_of[row], box)
-        return -1 if i is None or first[row] + i in arrays.frames else first[row] + i
+    def cell(base_form: int, box: Box, form: int) -> int:
+        """Which cell of the arrays of a form of the base is this box of a leaf; -1 if none is."""
+        theirs = arrays.forms[base_form]
+        cells = (i for i, its in theirs.touching(box) if its == box)
+        return next(cells, -1) if theirs.dtype == leaves.forms[form][0] else -1
 
     found = without_twins(plan)
     for file, twins in zip(plan.files, found, strict=True):
         entries = _entries(file)
-        boxes = [entries.boxes[number] for number in entries.box.tolist()]
-        cells = np.array([place(leaf, box) for leaf, box in zip(entries.leaf, boxes, strict=True)], np.int64)
+        row = np.array([arrays.row.get(leaf, -1) for leaf in entries.leaf], np.int64)
+        form = np.array([form_of[leaf] for leaf in entries.leaf], np.int64)
+        has = np.flatnonzero(row >= 0)
+        # Few boxes are different ones, and each is looked for once.
+        alike = np.array([arrays.form[row[has]], entries.box[has], form[has]])
+        kinds, which = np.unique(alike, axis=1, return_inverse=True)
+        cells = [cell(base_form, entries.boxes[box], form) for base_form, box, form in kinds.T.tolist()]
+        of_array = np.array(cells, np.int64)[which.reshape(-1)]
+        place = arrays.first[row[has]] + of_array
         # Who reads the files of a directory without the manifest would miss what lies elsewhere, or is no such file.
         near = np.array([_is_like(record.path, file.path) for record in base.files], np.bool_)
-        has = np.flatnonzero(cells >= 0)
-        has = has[near[arrays.file[cells[has]]]]
-        twins.file[has], twins.offset[has] = arrays.file[cells[has]], arrays.offset[cells[has]]
+        good = np.flatnonzero((of_array >= 0) & ~np.isin(place, list(arrays.frames)))
+        good = good[near[arrays.file[place[good]]]]
+        twins.file[has[good]], twins.offset[has[good]] = arrays.file[place[good]], arrays.offset[place[good]]
     return found
 
 
@@ -138,8 +136,10 @@ def divided(
             stays[:] = False
         apart = ((file.path, ~is_shared & ~stays), (_named(file.path, "apart"), stays))
         for path, which in apart:
-            part = file.only(np.flatnonzero(which)) if which.any() else None
-            files += [] if part is None else [replace(part, path=path)]
+            if which.all():
+                files.append(file)
+            elif which.any() and (part := file.only(np.flatnonzero(which))) is not None:
+                files.append(replace(part, path=path))
         rows = np.flatnonzero(is_shared)
         if len(rows):
             nbytes += int(sources.nbytes[rows].sum())
