@@ -198,11 +198,12 @@ def test_a_repair_of_one_tag_leaves_the_other_one_as_it_is(tmp_path: Path) -> No
     assert is_there(tmp_path, "step_3", 3)
 
 
-def test_pins_and_conversions_leave_the_other_tag_as_it_is(tmp_path: Path) -> None:
+def test_pins_conversions_and_deletions_leave_the_other_tag_as_it_is(tmp_path: Path) -> None:
     three_saves(tmp_path)
-    xla_ckpt.pin(tmp_path, "step_1")
+    checkpoints = xla_ckpt.Checkpoints(tmp_path)
+    checkpoints.pin("step_1")
     xla_ckpt.convert(tmp_path, tmp_path / "out", "step_2", to="native")
-    xla_ckpt.delete_tag(tmp_path, "step_2") if hasattr(xla_ckpt, "delete_tag") else shutil.rmtree(tmp_path / "step_2")
+    checkpoints.delete("step_2")
     assert is_there(tmp_path, "step_1", 1)
     assert is_there(tmp_path / "out", "step_2", 2)
 
