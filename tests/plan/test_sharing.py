@@ -83,7 +83,7 @@ class Run:
 
     def _share(
         self, plan: SavePlan, leaves: Leaves, values: Values, fixed: frozenset[str]
-    ) -> tuple[sharing.Sharing, dict[tuple[str, int, str], int]]:
+    ) -> tuple[sharing.SharedPlan, dict[tuple[str, int, str], int]]:
         base = self.manifest
         if base is None:
             twins = sharing.without_twins(plan)

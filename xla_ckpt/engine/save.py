@@ -28,7 +28,7 @@ from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save_messages import Base, Begun, Committed, Part, hear_verdict
 from xla_ckpt.engine.seal import Ending, seal
 from xla_ckpt.engine.shared_directory import check_written, open_shared
-from xla_ckpt.engine.sharing import share
+from xla_ckpt.engine.sharing import share_files
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
 from xla_ckpt.engine.write import check_space, write_files, write_objects
@@ -39,7 +39,7 @@ from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.same_arrays import check_same_arrays, fingerprint, first_of_stage, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
-from xla_ckpt.plan.sharing import Sharing
+from xla_ckpt.plan.sharing import SharedPlan
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.snapshot.freezing import Freezing
 from xla_ckpt.snapshot.take import Snapshot
@@ -99,13 +99,13 @@ class Save:
                     sequence, written = self._lead(odd) if self.exchange.rank == 0 else self._follow(odd)
         except Exception as error:
             # Raised to who waits for the save; those who watch saves hear of it here.
-            self._end(began, 0, Sharing(SavePlan(())), error)
+            self._end(began, 0, SharedPlan(SavePlan(())), error)
             raise
         finally:
             self.release()
         return self._end(began, sequence, written)
 
-    def _end(self, began: float, sequence: int, written: Sharing, error: Exception | None = None) -> SaveReport:
+    def _end(self, began: float, sequence: int, written: SharedPlan, error: Exception | None = None) -> SaveReport:
         """The report of this save, which is done now; the trace and the program's functions have it, too."""
         ended = time.perf_counter()
         self.phases.keep(SAVE, began, ended, written.plan.nbytes, about=self.order.tag)
@@ -173,7 +173,7 @@ class Save:
             raise self.frozen
         return self.frozen
 
-    def _lead(self, odd: Sequence[int]) -> tuple[int, Sharing]:
+    def _lead(self, odd: Sequence[int]) -> tuple[int, SharedPlan]:
         """Rank 0's part: the transaction, the records of all, the commit."""
         exchange, transaction = self.exchange, Transaction(self.order.root, self.order.tag)
         try:
@@ -256,9 +256,9 @@ class Save:
         self.phases.add("retain", retained, ended=ended)
         remember(self.order.root, manifest)
 
-    def _follow(self, odd: Sequence[int]) -> tuple[int, Sharing]:
+    def _follow(self, odd: Sequence[int]) -> tuple[int, SharedPlan]:
         """The part of any other rank: write, report, hear the verdict."""
-        exchange, root, sharing = self.exchange, self.order.root, Sharing(SavePlan(()))
+        exchange, root, sharing = self.exchange, self.order.root, SharedPlan(SavePlan(()))
         draft: str | None = None
         try:
             frozen = self._ready()
@@ -310,18 +310,18 @@ class Save:
             return None
         return Base(entry.directory, entry.tag, entry.sequence)
 
-    def _share(self, frozen: Frozen, base: Base | None, directory: Directory) -> Sharing:
+    def _share(self, frozen: Frozen, base: Base | None, directory: Directory) -> SharedPlan:
         """Decide what this rank writes, and share what need not be written."""
         plan = self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
         root = self.order.root
         plan = plan if root.store.object_store is None else plan.streamed()
         if not self.order.options.share:
-            return Sharing(plan)
+            return SharedPlan(plan)
         crew = self._crew(lambda _: self.cancellation.check())
         with self.cancellation.reading(), self.phases.timed("share"):
-            return share(plan, frozen, frozen.snapshot.to_write(), base, root, directory, crew)
+            return share_files(plan, frozen, frozen.snapshot.to_write(), base, root, directory, crew)
 
-    def _write(self, frozen: Frozen, sharing: Sharing, directory: Directory, *, tells_all: bool = False) -> Record:
+    def _write(self, frozen: Frozen, sharing: SharedPlan, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""
         rank, world, snapshot, plan = self.exchange.rank, self.exchange.size, frozen.snapshot, sharing.plan
         check_space(directory, plan)

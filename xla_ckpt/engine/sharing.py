@@ -20,7 +20,7 @@ from xla_ckpt.manifest.digest import block_count, block_size, digest
 from xla_ckpt.manifest.records import FileRecord
 from xla_ckpt.plan.file_plan import Sources
 from xla_ckpt.plan.save_plan import SavePlan
-from xla_ckpt.plan.sharing import Sharing, Twins, divided, names_of, twins_of, whole_files, without_twins
+from xla_ckpt.plan.sharing import SharedPlan, Twins, divided, names_of, twins_of, whole_files, without_twins
 from xla_ckpt.sharding.corners import Flags, Ints
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.storage.base import Directory
@@ -33,9 +33,9 @@ AT_ONCE = 64
 """Regions that a thread compares before it asks for more."""
 
 
-def share(
+def share_files(
     plan: SavePlan, frozen: Frozen, memory: ShardBytes, base: Base | None, root: Root, directory: Directory, crew: Crew
-) -> Sharing:
+) -> SharedPlan:
     """Have all files of the base that still hold in the directory of a new tag. Without a base, nothing is shared.
 
     That the base is damaged or gone is logged, and no error: then all is written.

@@ -37,7 +37,7 @@ class Twins:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class SharedPlan:
     """What one process writes of a tag, and what it shares."""
 
     plan: SavePlan
@@ -61,8 +61,8 @@ def twins_of(plan: SavePlan, leaves: Leaves, base: Manifest) -> list[Twins]:
         cells = (i for i, its in theirs.touching(box) if its == box)
         return next(cells, -1) if theirs.dtype == leaves.forms[form][0] else -1
 
-    found = without_twins(plan)
-    for file, twins in zip(plan.files, found, strict=True):
+    of_files = without_twins(plan)
+    for file, twins in zip(plan.files, of_files, strict=True):
         entries = _entries(file)
         row = np.array([arrays.row.get(leaf, -1) for leaf in entries.leaf], np.int64)
         form = np.array([form_of[leaf] for leaf in entries.leaf], np.int64)
@@ -78,7 +78,7 @@ def twins_of(plan: SavePlan, leaves: Leaves, base: Manifest) -> list[Twins]:
         good = np.flatnonzero((of_array >= 0) & ~np.isin(place, list(arrays.frames)))
         good = good[near[arrays.file[place[good]]]]
         twins.file[has[good]], twins.offset[has[good]] = arrays.file[place[good]], arrays.offset[place[good]]
-    return found
+    return of_files
 
 
 def without_twins(plan: SavePlan) -> list[Twins]:
@@ -96,8 +96,8 @@ def whole_files(twins: Sequence[Twins], holds: Sequence[Flags], regions: Mapping
         holds: Likewise: whether the bytes of each region are those of its twin.
         regions: How many regions that are not empty each file of the base has, of those with twins.
     """
-    held = Counter(file for its, same in zip(twins, holds, strict=True) for file in its.file[same].tolist())
-    return sorted(file for file, count in held.items() if count == regions[file])
+    counts = Counter(file for its, same in zip(twins, holds, strict=True) for file in its.file[same].tolist())
+    return sorted(file for file, count in counts.items() if count == regions[file])
 
 
 def names_of(plan: SavePlan, twins: Sequence[Twins], files: Sequence[int]) -> dict[int, str]:
@@ -115,7 +115,7 @@ def divided(
     holds: Sequence[Flags],
     shared: Mapping[int, FileRecord],
     fixed: Collection[str] = (),
-) -> Sharing:
+) -> SharedPlan:
     """What is written if some files of the base are shared.
 
     Args:
@@ -149,7 +149,7 @@ def divided(
                 offset=its.offset[rows],
             )
             shards.append(LeafShards([entries.leaf[row] for row in rows.tolist()], columns))
-    return Sharing(SavePlan(tuple(files)), Written(tuple(shared.values()), LeafShards.joined(shards)), nbytes)
+    return SharedPlan(SavePlan(tuple(files)), Written(tuple(shared.values()), LeafShards.joined(shards)), nbytes)
 
 
 def _entries(file: FilePlan) -> Entries:
