@@ -18,7 +18,7 @@ from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.ending import end
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
-from xla_ckpt.engine.merged import merged_manifest, new_head, repeats_the_tag_before
+from xla_ckpt.engine.merged import sealed_manifest
 from xla_ckpt.engine.order import Order, Timing
 from xla_ckpt.engine.parity_round import ParityRound
 from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
@@ -26,9 +26,8 @@ from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save_messages import Base, Begun, Committed, Part, hear_verdict
-from xla_ckpt.engine.seal import Ending, seal
-from xla_ckpt.engine.shared_directory import check_written, open_shared
-from xla_ckpt.engine.sharing import share_files
+from xla_ckpt.engine.shared_directory import open_shared
+from xla_ckpt.engine.sharing import base_of, share_files
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
 from xla_ckpt.engine.write import check_space, write_files, write_objects
@@ -37,7 +36,7 @@ from xla_ckpt.job.job import Job
 from xla_ckpt.job.verdict import LEAD, Deadline, Round, as_checkpoint_error
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.plan.record import Record
-from xla_ckpt.plan.same_arrays import check_same_arrays, fingerprint, first_of_stage, odd_ones
+from xla_ckpt.plan.same_arrays import fingerprint, first_of_stage, odd_ones
 from xla_ckpt.plan.save_plan import SavePlan
 from xla_ckpt.plan.sharing import SharedPlan
 from xla_ckpt.sharding.mesh import Mesh
@@ -182,15 +181,15 @@ class Save:
                 with self.phases.timed("commit"):
                     self.order.root.hold(exchange.timeout * LEAD)
                     transaction.begin()
-                    base = self._base(transaction)
+                    base = base_of(self.order, transaction.newest)
                 if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
                     exchange.say("begin", Begun(transaction.directory.name, base).to_json())
                 sharing = self._share(frozen, base, transaction.directory)
                 record = self._write(frozen, sharing, transaction.directory)
                 parts = self._hear_parts(record, sharing.plan)
-                self._commit(
-                    transaction, self._sealed(transaction, frozen, [part.record for part in parts], odd), parts
-                )
+                records = [part.record for part in parts]
+                manifest = sealed_manifest(self.order, transaction, frozen, records, odd, self.mesh, self._parity)
+                self._commit(transaction, manifest, parts)
         finally:
             transaction.abandon()
         if exchange.size > 1:
@@ -218,27 +217,6 @@ class Save:
                 raise
             raise problem from error
 
-    def _sealed(
-        self, transaction: Transaction, frozen: Frozen, records: Sequence[Record], odd: Sequence[int]
-    ) -> Manifest:
-        """The manifest of what all ranks have written; with it, the tag needs nothing but its name."""
-        order, directory = self.order, transaction.directory
-        if directory.streaming is None:  # else all hosts have one store
-            for record in records:
-                check_written(directory, record.rank, record.files)
-        check_same_arrays([record.arrays for record in records], odd, self.mesh)
-        head = new_head(order.root, order.tag, transaction.sequence, pinned=order.pinned)
-        manifest = merged_manifest(head, records, self.mesh, order.options.replicas, directory, order.root.path)
-        if order.options.stale != "ignore":
-            stale = repeats_the_tag_before(order.root, transaction, manifest)
-            if stale is not None and order.options.stale == "raise":
-                raise stale
-            if stale is not None:
-                logger.warning("tag %s: %s", order.tag, stale)
-        parity = None if self._parity is None else partial(self._parity.lead, directory)
-        ending = Ending(index=frozen.writing.index, marks=frozen.writing.marks, parity=parity)
-        return seal(transaction, order.root.path, manifest, ending)
-
     def _commit(self, transaction: Transaction, manifest: Manifest, parts: Sequence[Part]) -> None:
         within = self.exchange.timeout * LEAD
         began = time.perf_counter()
@@ -263,8 +241,7 @@ class Save:
         try:
             frozen = self._ready()
             begun = Begun.from_json(exchange.hear("begin", 0))
-            draft = begun.draft
-            directory = open_shared(root, draft)
+            directory = open_shared(root, draft := begun.draft)
             try:
                 sharing = self._share(frozen, begun.base, directory)
                 record = self._write(frozen, sharing, directory, tells_all=exchange.rank in odd)
@@ -297,18 +274,6 @@ class Save:
     @property
     def _stages(self) -> Stages:
         return Stages(self.exchange, self.mesh)
-
-    def _base(self, transaction: Transaction) -> Base | None:
-        """The tag whose files this one may share."""
-        wanted = self.order.options.share
-        if not wanted:
-            return None
-        entry = transaction.newest if wanted is True else self.order.root.entry(wanted)
-        if entry is None or entry.damage is not None:
-            level = logging.DEBUG if wanted is True else logging.WARNING  # a first save has nothing to share with
-            logger.log(level, "tag %s shares nothing: there is no earlier tag that can be read", self.order.tag)
-            return None
-        return Base(entry.directory, entry.tag, entry.sequence)
 
     def _share(self, frozen: Frozen, base: Base | None, directory: Directory) -> SharedPlan:
         """Decide what this rank writes, and share what need not be written."""

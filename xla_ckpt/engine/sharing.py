@@ -11,6 +11,7 @@ import numpy as np
 from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.garbage_collection import collector_paused
+from xla_ckpt.engine.order import Order
 from xla_ckpt.engine.save_messages import Base
 from xla_ckpt.engine.segments import ShardBytes
 from xla_ckpt.engine.stale import remembered
@@ -25,12 +26,26 @@ from xla_ckpt.sharding.corners import Flags, Ints
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.storage.base import Directory
 from xla_ckpt.storage.pool import threads, work_off
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.root import Root
 
 logger = logging.getLogger(__name__)
 
 AT_ONCE = 64
 """Regions that a thread compares before it asks for more."""
+
+
+def base_of(order: Order, newest: TagEntry | None) -> Base | None:
+    """The tag whose files a save may share, if it asks for that and there is one."""
+    wanted = order.options.share
+    if not wanted:
+        return None
+    entry = newest if wanted is True else order.root.entry(wanted)
+    if entry is None or entry.damage is not None:
+        level = logging.DEBUG if wanted is True else logging.WARNING  # a first save has nothing to share with
+        logger.log(level, "tag %s shares nothing: there is no earlier tag that can be read", order.tag)
+        return None
+    return Base(entry.directory, entry.tag, entry.sequence)
 
 
 def share_files(
