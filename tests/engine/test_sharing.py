@@ -299,6 +299,22 @@ def test_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_there("memory://sharing", "step_2", 2)
 
 
+@pytest.mark.parametrize("mode", ["host", "device", "overlap"])
+def test_what_is_not_in_host_memory_yet_is_written(tmp_path: Path, mode: Any) -> None:
+    options = xla_ckpt.SaveOptions(share=True, stale="ignore", snapshot=mode)
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    reports = []
+    for n in range(2):
+        handle = xla_ckpt.save_checkpoint(tmp_path, f"{n}", model, optimizer, async_save=True, options=options)
+        model(torch.ones(WIDTH)).sum().backward()
+        optimizer.step()
+        reports.append(handle.result())
+    assert (reports[1].shared == 0) == (mode == "overlap")
+    assert xla_ckpt.verify(tmp_path, "1").ok
+    assert torch.equal(xla_ckpt.restore(tmp_path, "1").tree["model"]["weight"], model.weight)
+
+
 def test_with_a_directory_in_front_of_a_bucket(tmp_path: Path) -> None:
     options = xla_ckpt.SaveOptions(share=True, stale="ignore", local=tmp_path)
     reports = three_saves("memory://far", options=options)
@@ -340,3 +356,22 @@ def test_ranks_share_what_each_of_them_wrote_and_other_meshes_share_later(tmp_pa
     assert saves_as_rank(0, tmp_path, 1, [4, 5, 6])[0] == (STILL_BYTES + no, 0)
     assert is_there(tmp_path, "step_6", 6)
     assert in_common(tmp_path / "step_5", tmp_path / "step_6")
+
+
+def saves_a_stage(rank: int, root: Path) -> list[tuple[int, int]]:
+    """Each of two pipeline stages has arrays of its own, and one that both have."""
+    reports = []
+    for seed in range(3):
+        state = {f"stage.{rank}.{name}": value for name, value in a_state(seed).items()}
+        state["tied"] = torch.ones(WIDTH, WIDTH)
+        handle = xla_ckpt.save_checkpoint(root, f"step_{seed}", state, mesh=xla_ckpt.Mesh(pp=2), options=SHARE)
+        reports.append(handle.result())
+    return [(report.nbytes, report.shared) for report in reports]
+
+
+def test_what_two_stages_have_is_shared_once(tmp_path: Path) -> None:
+    one = WIDTH * WIDTH * 4
+    first, second = run_on_ranks(saves_a_stage, 2, tmp_path)
+    assert (first[2], second[2]) == ((TRAINED_BYTES, STILL_BYTES + one), (TRAINED_BYTES, STILL_BYTES))
+    assert xla_ckpt.verify(tmp_path).ok
+    assert len(xla_ckpt.restore(tmp_path).tree["model"]) == 2 * 4 + 1

@@ -18,6 +18,8 @@ from xla_ckpt.snapshot.take import Freeze, Sampling, Snapshot, lasts, take
 from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
 from xla_ckpt.state.guard import GUARD, stepped
 from xla_ckpt.state.members import State
+from xla_ckpt.state.module import fixed_names
+from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
         speaks=description.speaks,
         alone=state.alone,
         parts=description.parts,
-        fixed=state.fixed,
+        fixed=frozenset(map(schema.weight, fixed_names(state.model) if wish.options.share else ())),
     )
 
 

@@ -257,6 +257,8 @@ class Written:
 
     def and_shared(self, other: Written) -> Written:
         """This, and what was there already."""
+        if not other.files:
+            return self
         moved = replace(other.shards.columns, file=other.shards.columns.file + len(self.files))
         shards = LeafShards.joined([self.shards, LeafShards(other.shards.leaf, moved)])
         return Written((*self.files, *other.files), shards)

@@ -52,9 +52,6 @@ class State:
     buffers: frozenset[str] = frozenset()
     """Leaf paths of buffers, which may differ between ranks."""
 
-    fixed: frozenset[str] = frozenset()
-    """Leaf paths of parameters that are not trained."""
-
     alone: tuple[str, ...] = ()
     """Leaf paths of what this rank alone has: they begin the paths of its leaves."""
 
@@ -165,13 +162,12 @@ class Objects:
         mistakes.check_scheduler(self.scheduler)
         rank, world = placement.rank, placement.world
         tree: dict[str, Any] = {}
-        parts, alone, buffers, fixed = [], [], frozenset[str](), frozenset[str]()
+        parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
         by_name, axes, experts = False, None, None
         if model is not None and not isinstance(model, NamesOnly):
             tree[schema.MODEL] = module.tree_of(model)
             buffers = frozenset(map(schema.weight, module.buffer_names(model)))
-            fixed = frozenset(map(schema.weight, module.fixed_names(model)))
             parts.append(schema.MODEL)
         if optimizer is not None:
             names = module.parameter_names(model)
@@ -209,7 +205,6 @@ class Objects:
             optimizer=optimizer,
             parameters=parameters,
             buffers=buffers,
-            fixed=fixed,
             alone=tuple(alone),
             parts=tuple(parts),
             by_name=by_name,
