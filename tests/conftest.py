@@ -15,7 +15,7 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import pytest
@@ -71,19 +71,29 @@ def server_of_all() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3(server_of_all: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def use_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Mapping[str, str]], None]]:
+    """Has the environment name a store, until the test ends."""
+
+    def use(environment: Mapping[str, str]) -> None:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        client_of.cache_clear()
+
+    yield use
+    client_of.cache_clear()
+
+
+@pytest.fixture
+def s3(server_of_all: S3Server, use_store: Callable[[Mapping[str, str]], None]) -> Iterator[S3Server]:
     """A server that answers as S3 does, without faults, and with its credentials in the environment."""
     import xla_ckpt
 
-    for name, value in server_of_all.environment.items():
-        monkeypatch.setenv(name, value)
-    client_of.cache_clear()
+    use_store(server_of_all.environment)
     server_of_all.forget()
     yield server_of_all
     server_of_all.forget()
     xla_ckpt.finalize_checkpoint()  # what saves do after their commit is not to meet the next test's faults
     LEASES.give_back()  # else they would be beaten while the next test counts its requests
-    client_of.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from xla_ckpt.errors import SaveError as SaveError
     from xla_ckpt.errors import StorageError as StorageError
     from xla_ckpt.errors import UnknownOutcomeError as UnknownOutcomeError
+    from xla_ckpt.errors import UnprovenLoadError as UnprovenLoadError
     from xla_ckpt.errors import UnsupportedStateError as UnsupportedStateError
     from xla_ckpt.errors import UnsupportedVersionError as UnsupportedVersionError
     from xla_ckpt.errors import UntrustedObjectError as UntrustedObjectError
@@ -144,6 +145,7 @@ _HOMES = {
         "SaveError",
         "StorageError",
         "UnknownOutcomeError",
+        "UnprovenLoadError",
         "UnsupportedStateError",
         "UnsupportedVersionError",
         "UntrustedObjectError",

@@ -165,7 +165,7 @@ class NotDurableError(CheckpointError, RuntimeError):
 
 
 class UnknownOutcomeError(SaveError):
-    """The storage did not answer whether it has committed the tag: it is there, whole, or as it was before."""
+    """The storage did not answer whether it has committed, pinned or deleted the tag: it has, or all is as before."""
 
 
 class RootInUseError(SaveError):
@@ -186,6 +186,10 @@ class RankFailedError(SaveError):
 
 class LoadError(CheckpointError, RuntimeError):
     """The stored state is sound and fits, but an object of the program did not take it. `leaf` names the object."""
+
+
+class UnprovenLoadError(LoadError):
+    """After a load with ``prove=True``, memory of the program has other bytes than the tag. `leaf` names the array."""
 
 
 class UsageError(CheckpointError, ValueError):
@@ -246,6 +250,7 @@ KINDS: dict[str, type[CheckpointError]] = {
         ChangedStateError,
         RankFailedError,
         LoadError,
+        UnprovenLoadError,
         UsageError,
     )
 }

@@ -144,6 +144,11 @@ class LoadOptions:
     rows, read a part each and send it to the others, so that the storage is read once. Each rank reads itself what
     goes through a `load_state_dict` of an object."""
 
+    prove: bool = False
+    """Read back what was loaded, when everything is installed, from the device where it is: the bytes have to be those
+    of the tag, block by block, or the load raises an `UnprovenLoadError` on all ranks. ``report.unproven`` names arrays
+    whose bytes cannot be compared (docs/reports.md)."""
+
     progress: bool | None = None
     """Show a progress bar: True, False, or None for only if it takes long, on a terminal."""
 
@@ -163,7 +168,11 @@ class LoadOptions:
 
     def in_common(self) -> dict[str, Any]:
         """What all ranks of a job have to say alike, by name."""
-        return {"replica_read": self.replica_read, "local": None if self.local is None else full_path(self.local)}
+        return {
+            "replica_read": self.replica_read,
+            "prove": self.prove,
+            "local": None if self.local is None else full_path(self.local),
+        }
 
 
 @known_fields

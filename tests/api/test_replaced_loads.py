@@ -73,7 +73,7 @@ def test_all_ranks_refuse_two_versions(
     assert [t["w"].tolist() for t in targets] == [[2] * 4] * 2
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 def test_a_tag_of_another_library_that_goes_while_the_ranks_look_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def test_a_load_says_where_its_time_went(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO, logger="xla_ckpt"):
         report = xla_ckpt.load_checkpoint(tmp_path, model=target).report
     assert in_order(report.phases, LOAD_PHASES)
-    assert {*report.phases} == {*LOAD_PHASES}
+    assert {*report.phases} == {*LOAD_PHASES} - {"prove"}  # nobody asked for it
     # The large array is verified, and read again over the memory of the program. The small one is read once.
     twice = target["w"].nbytes
     assert report.phases["read"].nbytes == report.phases["verify"].nbytes == report.read_bytes == NBYTES + twice

@@ -11,14 +11,13 @@ import subprocess
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 import xla_ckpt
-from xla_ckpt.storage.remote_client import client_of
 
 AZURITE = Path(__file__).parents[2] / ".azurite/node_modules/.bin/azurite-blob"
 ACCOUNT = "devstoreaccount1"
@@ -29,23 +28,21 @@ pytestmark = pytest.mark.skipif(not AZURITE.exists(), reason="Azurite is not the
 
 
 @pytest.fixture
-def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def container(tmp_path: Path, use_store: Callable[[Mapping[str, str]], None]) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
     words = ["--silent", "--location", str(tmp_path), "--blobPort", str(port), "--skipApiVersionCheck"]
     server = subprocess.Popen([str(AZURITE), *words])
     try:
-        for name, value in (("ACCOUNT_NAME", ACCOUNT), ("ACCOUNT_KEY", KEY), ("ENDPOINT", endpoint)):
-            monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
-        monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
-        client_of.cache_clear()
+        settings = {"ACCOUNT_NAME": ACCOUNT, "ACCOUNT_KEY": KEY, "ENDPOINT": endpoint}
+        named = {f"AZURE_STORAGE_{name}": value for name, value in settings.items()}
+        use_store({**named, "AZURE_ALLOW_HTTP": "true"})
         name = f"box-{uuid.uuid4().hex[:8]}"
         while not made(endpoint, name):
             assert server.poll() is None, "Azurite has ended"
         yield f"az://{name}/run"
     finally:
-        client_of.cache_clear()
         server.kill()  # it waits for open connections, if it is asked to end
         server.wait()
 

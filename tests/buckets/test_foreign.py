@@ -10,7 +10,7 @@ import torch
 
 import xla_ckpt
 from tests.buckets.content import client, download, names_below, read, split, upload, write
-from tests.buckets.s3_server import S3Server
+from tests.buckets.s3_server import Fault, S3Server
 from tests.buckets.test_saves_and_loads import model_and_optimizer
 from tests.layouts.gold import FOLDERS, FUSED, SMALL, Gold, Target
 from xla_ckpt.storage import remote
@@ -159,3 +159,57 @@ def test_what_was_converted_and_copied_is_a_tag_of_neuronx_distributeds(layout: 
     torch.nn.init.zeros_(other[0].weight)
     xla_ckpt.load_checkpoint(f"{root}-nxd", "a", other, its_optimizer)
     assert torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("layout", ["xser", "nxd"])
+def test_a_conversion_puts_a_tag_where_neuronx_distributed_looks(layout: str, root: str, s3: S3Server) -> None:
+    model, optimizer = model_and_optimizer()
+    xla_ckpt.save_checkpoint(root, "a", model, optimizer)
+    xla_ckpt.finalize_checkpoint()
+    s3.requests.clear()
+    xla_ckpt.convert(root, f"{root}-nxd", to=layout, mesh="dp=2")
+    sent = [r.path.partition("-nxd/")[2].partition("?")[0] for r in s3.requests if r.method == "PUT"]
+    assert sent[:2] == [".new-a", "a/checkpoint"]
+    assert sent[-1] == "a/done"
+    assert "a/model/dp_rank_00_tp_rank_00_pp_rank_00.pt" in names_below(f"{root}-nxd")
+    assert not [name for name in names_below(f"{root}-nxd") if name.startswith(".")]
+    before = {name: read(f"{root}-nxd/{name}") for name in names_below(f"{root}-nxd")}
+    with pytest.raises(xla_ckpt.UsageError, match="there is a tag of this name already"):
+        xla_ckpt.convert(root, f"{root}-nxd", to=layout)
+    with pytest.raises(xla_ckpt.UsageError, match="neuronx-distributed wrote this tag"):
+        xla_ckpt.Checkpoints(f"{root}-nxd").delete("a", force=True)
+    with pytest.raises(xla_ckpt.UsageError, match="has no parity"):
+        xla_ckpt.convert(root, f"{root}-nxd", to=layout, as_tag="b", parity="block")
+    assert {name: read(f"{root}-nxd/{name}") for name in names_below(f"{root}-nxd")} == before
+    xla_ckpt.convert(root, f"{root}-nxd", to=layout, as_tag="b")
+    assert xla_ckpt.list_tags(f"{root}-nxd") == ["a", "b"]
+    other, its_optimizer = model_and_optimizer()
+    torch.nn.init.zeros_(other[0].weight)
+    xla_ckpt.load_checkpoint(f"{root}-nxd", "a", other, its_optimizer)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_what_neuronx_distributed_has_saved_over_a_converted_tag_is_told(root: str) -> None:
+    """It leaves our manifest there, which is not that of its files."""
+    model, optimizer = model_and_optimizer()
+    xla_ckpt.save_checkpoint(root, "a", model, optimizer)
+    xla_ckpt.convert(root, f"{root}-nxd", to="nxd")
+    (file,) = (name for name in names_below(f"{root}-nxd") if name.startswith("a/model/"))
+    write(f"{root}-nxd/{file}", bytes(byte ^ 1 for byte in read(f"{root}-nxd/{file}")))
+    with pytest.raises(xla_ckpt.CorruptCheckpointError, match=r"neuronx-distributed.*[Rr]emove manifest\.json"):
+        xla_ckpt.load_checkpoint(f"{root}-nxd", "a", model, optimizer)
+    assert not xla_ckpt.verify(f"{root}-nxd").ok
+
+
+def test_a_conversion_that_was_killed_is_no_tag(root: str, s3: S3Server) -> None:
+    xla_ckpt.save(root, "a", {"model": {"w": torch.ones(3)}})
+    xla_ckpt.finalize_checkpoint()
+    s3.faults.append(Fault("PUT", "/a/model", "refuse403", count=10))
+    with pytest.raises(xla_ckpt.StorageError):
+        xla_ckpt.convert(root, f"{root}-nxd", to="nxd")
+    assert names_below(f"{root}-nxd") == []
+    write(f"{root}-nxd/a/checkpoint", b"1")  # as a kill leaves it
+    assert xla_ckpt.list_tags(f"{root}-nxd") == []
+    with pytest.raises(xla_ckpt.UsageError, match="something has this name"):
+        xla_ckpt.convert(root, f"{root}-nxd", to="nxd")
+    assert names_below(f"{root}-nxd") == ["a/checkpoint"]

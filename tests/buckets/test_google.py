@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
@@ -11,18 +11,14 @@ import xla_ckpt
 from tests.buckets.gcs_server import GcsServer
 from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.door import store_at
-from xla_ckpt.storage.remote_client import client_of
 
 
 @pytest.fixture
-def gcs(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
+def gcs(use_store: Callable[[Mapping[str, str]], None]) -> Iterator[GcsServer]:
     server = GcsServer()
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    client_of.cache_clear()
+    use_store(server.environment)
     yield server
     xla_ckpt.finalize_checkpoint()  # what a save does after its commit would wait for a server that is gone
-    client_of.cache_clear()
     server.close()
 
 

@@ -70,7 +70,7 @@ def test_a_second_job_is_told_and_the_first_goes_on(root: str, tmp_path: Path) -
     first = Job(root, tmp_path / "job", **HOW)
     before = ledger_of(root).read()
     said, told = another(root)
-    assert said.startswith("RootInUseError: another process saves to this directory [tag other, rank 0")
+    assert said.startswith("RootInUseError: another process saves to this root [tag other, rank 0")
     assert f"process {first.process.pid} of " in said
     assert len(told) == 1, "it waited, and said so"
     assert ledger_of(root).read() == before

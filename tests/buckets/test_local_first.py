@@ -2,121 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import signal
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import xla_ckpt
-from tests.buckets.s3_server import Fault, S3Server
-from tests.jobs import run_alone, run_on_ranks
-from tests.nursery import Call, bear
-from tests.runs import environment
+from tests.buckets.s3_server import S3Server
+from tests.buckets.uploads import SOON, Away, Gate, bytes_of, damage, is_number, listed, puts, save, tree
+from tests.jobs import run_on_ranks
 from xla_ckpt import LoadOptions, SaveOptions
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.upload import UPLOADS
 from xla_ckpt.errors import ChangedTagError, CorruptCheckpointError, StorageError, UsageError
-from xla_ckpt.storage import remote_client
 from xla_ckpt.tags import orbax_commit  # noqa: F401  # its process is started before the server is slow
 
-SOON = 60.0
-
-
-class Gate(Fault):
-    """Requests that the server has got, and answers when `go` is set."""
-
-    def __init__(self, part: str, method: str = "PUT", count: int = 1) -> None:
-        self.method, self.part, self.kind, self.count = method, part, "slow", count
-        self.reached, self.go = threading.Event(), threading.Event()
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        self.reached.set()
-        assert self.go.wait(SOON), "nobody has opened the gate"
-        return 0.0
-
-
-class Away:
-    """The store answers nothing but errors, until it is back."""
-
-    def __init__(self, s3: S3Server) -> None:
-        self._s3 = s3
-        s3.faults += [Fault(method, "run", "before503", count=10**6) for method in ("GET", "PUT", "HEAD")]
-
-    def is_back(self) -> None:
-        self._s3.faults.clear()
-
-
-@pytest.fixture
-def gate(s3: S3Server) -> Iterator[Callable[[str], Gate]]:
-    gates: list[Gate] = []
-
-    def new(part: str, **more: Any) -> Gate:
-        gates.append(Gate(part, **more))
-        s3.faults.append(gates[-1])
-        return gates[-1]
-
-    yield new
-    for one in gates:
-        one.go.set()
-
-
-@pytest.fixture(autouse=True)
-def own_uploads(s3: S3Server, gate: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What fails fails at once, and no test has the uploads of another one."""
-    monkeypatch.setattr(remote_client, "RETRIES", 0)
-    UPLOADS.__init__()  # type: ignore[misc]
-    yield
-    s3.faults.clear()
-    UPLOADS.at_exit()
-
-
-def tree(number: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.arange(1000) + number, "v": torch.ones(3)}
-
-
-def save(root: str, local: Path, tag: str, number: int = 0, **more: Any) -> xla_ckpt.SaveHandle:
-    return xla_ckpt.save(root, tag, tree(number), options=SaveOptions(local=local), **more)
-
-
-def is_number(root: object, number: int, tag: str | None = None, **more: Any) -> bool:
-    restored = xla_ckpt.restore(root, tag, **more).tree  # type: ignore[arg-type]
-    return torch.equal(restored["w"], tree(number)["w"])
-
-
-def bytes_of(root: str | Path, tag: str) -> dict[str, bytes]:
-    """The files of a tag, but for what the directory and the bucket each have for themselves."""
-    from xla_ckpt.storage.base import read_whole
-    from xla_ckpt.storage.door import store_at
-    from xla_ckpt.tags.roots import root_of
-
-    directory = root_of(store_at(root)).open(tag)
-    files = {path: read_whole(directory, path) for path in directory.files()}
-    directory.close()
-    return {path: data for path, data in files.items() if path not in ("upload.json", "report.json")}
-
-
-def puts(s3: S3Server) -> Counter[str]:
-    """How often each file of a tag went up."""
-    return Counter(r.path for r in s3.requests if r.method == "PUT" and "/." in r.path and "/run/." not in r.path)
-
-
-def attempt_of(path: str) -> str:
-    return path.partition("/.")[2].partition("/")[0]
-
-
-def listed(root: str, local: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """Where each tag is, as ``xla-ckpt ls`` says it."""
-    capsys.readouterr()
-    assert main(["ls", root, "--local", str(local), "--json"]) == 0
-    return {t["tag"]: t["where"] for t in json.loads(capsys.readouterr().out)["tags"]}
+pytestmark = pytest.mark.usefixtures("own_uploads")
 
 
 def test_what_is_saved_comes_back_from_either(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,17 +70,19 @@ def test_a_load_reads_the_directory_where_it_can(root: str, tmp_path: Path, s3: 
         xla_ckpt.restore(root, "c", options=options)
 
 
-def damage(local: Path, tag: str) -> None:
-    (file,) = (local / tag).rglob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
-def test_what_is_damaged_in_the_directory_is_read_from_the_bucket(root: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tag", [None, "a"])
+def test_what_is_damaged_in_the_directory_is_read_from_the_bucket(
+    tag: str | None, root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(root, tmp_path, "a", 1).uploaded(SOON)
     damage(tmp_path, "a")
-    assert is_number(root, 1, options=LoadOptions(local=tmp_path))
+    loaded = xla_ckpt.restore(root, tag, options=LoadOptions(local=tmp_path))
+    assert torch.equal(loaded.tree["w"], tree(1)["w"])
+    assert (loaded.report.path, loaded.report.corrupt_tags) == (root, ())
+    assert "tag a is damaged and read from the other place" in caplog.text
+    xla_ckpt.Checkpoints(root).delete("a", force=True)
+    with pytest.raises(CorruptCheckpointError):
+        xla_ckpt.restore(root, tag, options=LoadOptions(local=tmp_path))
 
 
 def test_what_is_damaged_does_not_go_up(root: str, tmp_path: Path, gate: Callable[[str], Gate], s3: S3Server) -> None:
@@ -314,73 +221,6 @@ def test_ctrl_c_while_uploads_are_waited_for(root: str, tmp_path: Path, gate: Ca
     slow.go.set()
     xla_ckpt.finalize_checkpoint()
     assert xla_ckpt.list_tags(root) == ["a", "b"]
-
-
-def saves_and_waits(root: str, local: Path, tag: str, number: int) -> None:
-    save(root, local, tag, number).uploaded()
-
-
-@pytest.mark.parametrize("at", ["_CHECKPOINT_METADATA", "safetensors", "manifest.json", ".ledger"])
-def test_a_kill_while_a_tag_goes_up(
-    at: str, root: str, tmp_path: Path, s3: S3Server, gate: Callable[..., Gate]
-) -> None:
-    # Not in this process: the others, which descend from it, would save under its lease.
-    env = environment({**s3.environment, "XLA_CKPT_LEASE": "take"})
-    run_alone(saves_and_waits, root, tmp_path, "a", 0, env=env)
-    s3.requests.clear()
-    slow = gate(at)
-    if at == ".ledger":  # the commit, after the manifest
-        s3.faults.remove(slow)
-        first = gate("manifest.json")
-    killed = bear(Call.of(saves_and_waits, root, tmp_path, "b", 1), env=env)
-    if at == ".ledger":
-        assert first.reached.wait(SOON)
-        s3.faults.append(slow)
-        first.go.set()
-    assert slow.reached.wait(SOON)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    slow.go.set()
-    run_alone(saves_and_waits, root, tmp_path, "c", 2, env=env)
-    assert xla_ckpt.list_tags(root) == ["a", "b", "c"]
-    assert is_number(root, 1, "b")
-    assert bytes_of(root, "b") == bytes_of(tmp_path, "b")
-    of_b = {path: count for path, count in puts(s3).items() if "/b/" in path}
-    assert len({attempt_of(path) for path in of_b}) == 1
-    sent_again = [path for path, count in of_b.items() if count > 1]
-    assert all(count <= 2 for count in of_b.values())
-    assert all(at in path for path in sent_again), sent_again
-    assert xla_ckpt.verify(root, "b").ok
-
-
-def test_an_upload_that_another_job_has_given_up_begins_anew(
-    root: str, tmp_path: Path, s3: S3Server, gate: Callable[..., Gate], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    env = environment({**s3.environment, "XLA_CKPT_LEASE": "take"})
-    slow = gate("manifest.json")
-    killed = bear(Call.of(saves_and_waits, root, tmp_path, "b", 1), env=env)
-    assert slow.reached.wait(SOON)
-    killed.send_signal(signal.SIGKILL)
-    killed.communicate()
-    slow.go.set()
-    monkeypatch.setenv("XLA_CKPT_LEASE", "take")
-    xla_ckpt.save(root, "z", tree(3))
-    run_alone(saves_and_waits, root, tmp_path, "c", 2, env=env)
-    assert xla_ckpt.list_tags(root) == ["b", "z", "c"]  # b and z have one number, and b was saved before
-    assert is_number(root, 1, "b")
-    assert len({attempt_of(path) for path in puts(s3) if "/b/" in path}) == 2
-
-
-def test_the_end_of_a_process_waits_for_uploads(root: str, tmp_path: Path, s3: S3Server) -> None:
-    ended = bear(Call.of(only_saves, root, tmp_path), env=environment(s3.environment))
-    ended.communicate(SOON)
-    assert ended.returncode == 0
-    assert xla_ckpt.list_tags(root) == ["a", "b"]
-
-
-def only_saves(root: str, local: Path) -> None:
-    save(root, local, "a", 1)
-    save(root, local, "b", 2, async_save=True)
 
 
 def saves_a_part(rank: int, root: str, local: Path, environ: dict[str, str]) -> int:

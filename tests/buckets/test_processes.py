@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import xla_ckpt
 from tests.buckets.s3_server import Fault, S3Server
+from xla_ckpt.storage.door import store_at
+from xla_ckpt.tags.lease_places import RECORD_SILENCE
+from xla_ckpt.tags.names import LEASE
 
 SLOW = 12.0
 """Seconds until the answer comes that a program waits for; one that it gives up waits for less."""
@@ -49,7 +53,8 @@ def test_ctrl_c_while_the_store_is_slow(
         while fault.count:
             assert process.poll() is None
             time.sleep(0.02)
-        time.sleep(0.2)  # the answer is waited for by then; without this it is interrupted a little before
+        while not sleeps(process.pid):  # it is interrupted while it waits, and not a little before
+            time.sleep(0.01)
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.stdout is not None
@@ -58,6 +63,28 @@ def test_ctrl_c_while_the_store_is_slow(
         assert process.wait(SLOW + 20) == 0, "it does not crash at its end, when another thread still asks"
     assert xla_ckpt.list_tags(root) == ["a"]
     assert xla_ckpt.verify(root).ok
+
+
+def sleeps(pid: int) -> bool:
+    """Whether the main thread of a process waits for something."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+def test_ctrl_c_while_the_lease_of_a_killed_job_is_watched(root: str) -> None:
+    store = store_at(root).object_store
+    assert store is not None
+    store.write_record(LEASE, b'{"token": 3}', None)
+    words = [sys.executable, "-c", PROGRAM, root, "save"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "waiting to see whether its last owner still runs" not in (line := process.stderr.readline()):
+            assert line, "the program has ended"
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate()
+    assert out == "interrupted\n"
+    assert time.monotonic() - begun < RECORD_SILENCE / 3
+    assert xla_ckpt.list_tags(root) == []
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same bucket", "another bucket"])

@@ -11,6 +11,7 @@ import torch
 import xla_ckpt
 from tests.buckets.s3_server import Request, S3Server
 from tests.buckets.test_saves_and_loads import model_and_optimizer
+from tests.jobs import run_on_ranks
 from xla_ckpt.cli.main import main
 from xla_ckpt.engine.read import read_into
 from xla_ckpt.errors import CorruptCheckpointError
@@ -88,6 +89,26 @@ def test_a_load_asks_for_the_ledger_the_manifest_and_its_ranges(saved: str, s3: 
     assert kinds(s3) == {"GET .ledger": 1, "GET manifest.json": 1, "GET file": 2}
     xla_ckpt.restore(f"{saved}/step_2")
     assert kinds(s3) == {"GET .ledger": 3, "GET manifest.json": 1, "GET file": 2}, "the tag's, the root's, and again"
+
+
+def loads(rank: int, root: str, tag: str | None, environ: dict[str, str]) -> float:
+    import os
+
+    os.environ.update(environ)
+    return float(xla_ckpt.restore(root, tag, mesh=xla_ckpt.Mesh(dp=2)).tree["w"].sum())
+
+
+@pytest.mark.parametrize(
+    ("tag", "others"), [(None, {"GET .ledger": 4, "LIST": 1}), ("a", {"GET .ledger": 2})], ids=["newest", "named"]
+)
+def test_each_rank_of_a_job_asks_for_the_ledger_and_the_manifest(
+    tag: str | None, others: dict[str, int], root: str, s3: S3Server
+) -> None:
+    """For the newest tag twice for the ledger: whether this is a root at all, and what is there when all have met."""
+    xla_ckpt.save(root, "a", {"w": torch.ones(4)})
+    settle(s3)
+    assert run_on_ranks(loads, 2, root, tag, s3.environment) == [4.0, 4.0]
+    assert kinds(s3) == {"GET manifest.json": 2, "GET file": 2, **others}
 
 
 def test_a_listing_asks_for_the_ledger_and_the_names(

@@ -43,12 +43,13 @@ def test_a_large_file_goes_up_in_parts(root: str, s3: S3Server) -> None:
     assert torch.equal(tree["v"], state["v"])
 
 
-def test_the_name_of_a_tag_is_no_root(root: str) -> None:
+def test_the_name_of_a_tag_is_no_root(root: str, s3: S3Server) -> None:
     xla_ckpt.save(root, "a", {"w": torch.ones(3)})
-    with pytest.raises(xla_ckpt.UsageError, match="directory of a tag, and no root directory"):
+    with pytest.raises(xla_ckpt.UsageError, match="this is a tag, and no root of tags"):
         xla_ckpt.save(f"{root}/a", "b", {"w": torch.ones(3)})
     assert xla_ckpt.list_tags(f"{root}/a") == []
     assert xla_ckpt.verify(root).ok
+    assert not [r for r in s3.requests if r.method in ("PUT", "POST", "DELETE") and "/a/.ledger" in r.path]
 
 
 def test_addresses_that_have_lost_something() -> None:

@@ -98,6 +98,19 @@ def test_a_save_says_that_its_outcome_is_unknown(root: str, s3: S3Server, monkey
     assert xla_ckpt.restore(root, "a").tree == {"x": 2}
 
 
+@pytest.mark.parametrize(("call", "done"), [("pin", "pinned"), ("delete", "deleted")])
+def test_pins_and_deletions_say_that_their_outcome_is_unknown(root: str, s3: S3Server, call: str, done: str) -> None:
+    for tag in "ab":
+        put(ledger_of(root), tag)
+    s3.faults.append(Fault("PUT", f"/{LEDGER}", "before503", 100))
+    with pytest.raises(UnknownOutcomeError, match=f"did not answer whether it has {done} this tag") as caught:
+        getattr(xla_ckpt.Checkpoints(root), call)("a")
+    assert (caught.value.tag, caught.value.path) == ("a", root)
+    s3.faults.clear()
+    getattr(xla_ckpt.Checkpoints(root), call)("a")
+    assert xla_ckpt.list_tags(root) == (["a", "b"] if call == "pin" else ["b"])
+
+
 def test_a_refusal_after_a_lost_answer_does_not_hide_that_it_was_done(root: str, s3: S3Server) -> None:
     """As where credentials expire just then."""
     ledger = ledger_of(root)

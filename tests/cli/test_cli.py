@@ -326,6 +326,7 @@ def test_bash_completes_commands_options_and_choices() -> None:
         "unpin",
         "clean",
         "adopt",
+        "upload",
         "completion",
     ],
 )

@@ -141,7 +141,7 @@ def test_only_a_record_of_tags_adopts_any(root: Path, capsys: pytest.CaptureFixt
     for command in ("clean", "adopt"):
         code, out, err = call(capsys, command, root / "nowhere")
         assert (code, out) == (1, "")
-        assert "The directory does not exist" in err
+        assert "Nothing lies there" in err
     assert not (root / "nowhere").exists()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import xla_ckpt
+from tests.broken import after_install
 from tests.device import sim
 from tests.jobs import run_alone, run_on_ranks
 from tests.snapshot.trials import SLAB, different, small_pieces, trials
@@ -234,3 +235,22 @@ def without_streams(root: Path) -> list[Any]:
 
 def test_a_backend_without_streams_and_pinned_memory(tmp_path: Path) -> None:
     assert run_alone(without_streams, tmp_path) == [1.0, 1.0, 1.0]
+
+
+def proofs(root: Path) -> list[Any]:
+    """What a load into the device's memory says that is good, and of one after which a byte there is another one."""
+    sim.load()
+    xla_ckpt.save_checkpoint(root, "a", model_of(1.0))
+    model, options = model_of(2.0), xla_ckpt.LoadOptions(prove=True)
+    report = xla_ckpt.load_checkpoint(root, "a", model, options=options).report
+    broken = torch.full((BYTES // 4,), 1.0)
+    broken[-1] = 3.0
+    with pytest.MonkeyPatch.context() as patch:
+        after_install(patch, lambda arrays: arrays["model/5"].data.copy_(broken))
+        with pytest.raises(xla_ckpt.UnprovenLoadError) as caught:
+            xla_ckpt.load_checkpoint(root, "a", model, options=options)
+    return [report.proven_bytes, report.unproven, caught.value.leaf]
+
+
+def test_a_load_is_proven_in_the_memory_of_the_device(tmp_path: Path) -> None:
+    assert run_alone(proofs, tmp_path) == [PIECES * BYTES, (), "model/5"]

@@ -22,6 +22,7 @@ import torch
 
 import xla_ckpt
 from tests.crash.operations import module
+from tests.layouts import orbax_saves
 from tests.runs import ROOT
 
 TAG = "new"
@@ -149,6 +150,17 @@ def _stock_dcp(root: Path) -> None:
     dcp.save({"model": made.state_dict(), "plain": [1, "a", (2, 3)], "step": 7}, checkpoint_id=root / "ckpt")
 
 
+def _orbax(name: str) -> Callable[[Path], object]:
+    """One that real orbax writes, which has no digests."""
+
+    def make(root: Path) -> None:
+        orbax_saves.save_all(root / "all")
+        (root / "all" / name).rename(root / "ckpt")
+        shutil.rmtree(root / "all")
+
+    return make
+
+
 SPECIMENS = {
     specimen.name: specimen
     for specimen in (
@@ -166,6 +178,8 @@ SPECIMENS = {
         Specimen("smp of others", _bare("smp")),
         Specimen("stock dcp", _stock_dcp, single="ckpt"),
         Specimen("stock dcp, fsdp", _copied("dcp/fsdp2_uneven/ckpt"), fits=False, single="ckpt"),
+        Specimen("orbax", _orbax("host"), fits=False, single="ckpt"),
+        Specimen("orbax, files", _orbax("host-files"), fits=False, single="ckpt"),
         Specimen("hugging face", _copied("dcp/hugging_face/ckpt"), fits=False, single="ckpt"),
     )
 }

@@ -17,11 +17,10 @@ from tests.fixtures.dcp.make import Full, Mlp, adam, alone, scheduler_of
 from tests.layouts.dcp_saves import save
 from tests.layouts.stock_dcp import STOCK, Stock, same, stock
 from xla_ckpt.errors import CorruptCheckpointError
-from xla_ckpt.layouts.dcp.keys import nested
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.manifest.records import UnknownArray
 from xla_ckpt.plan.hints import ArrayHint, Hints
-from xla_ckpt.tree.nested import leaves
+from xla_ckpt.tree.nested import leaves, nested
 
 
 class Array:

@@ -10,9 +10,9 @@ import torch
 
 import xla_ckpt
 from tests.layouts.stock_dcp import STOCK, Stock, differences, same, stock
-from xla_ckpt.layouts.dcp.keys import nested
 from xla_ckpt.layouts.training_state import training_state
 from xla_ckpt.plan.hints import Hints
+from xla_ckpt.tree.nested import nested
 
 READ = [s for s in STOCK if s.recipe.get("reader") in (None, "none: each rank loads its own")]
 

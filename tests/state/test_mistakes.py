@@ -326,12 +326,12 @@ def test_the_directory_of_a_tag_is_no_root_directory(tmp_path: Path) -> None:
     xla_ckpt.save(tmp_path / "run", "a", {"w": torch.ones(3)})
     before = sorted(tmp_path.rglob("*"))
     for call in (xla_ckpt.save, xla_ckpt.save_checkpoint):
-        with pytest.raises(xla_ckpt.UsageError, match="directory of a tag, and no root directory") as raised:
+        with pytest.raises(xla_ckpt.UsageError, match="this is a tag, and no root of tags") as raised:
             call(tmp_path / "run/a", "x", {"w": torch.ones(3)})
         assert f"Pass {tmp_path / 'run'}, and the name" in str(raised.value)
     assert sorted(tmp_path.rglob("*")) == before
     xla_ckpt.save("memory://mistakes", "a", {"w": 1})
-    with pytest.raises(xla_ckpt.UsageError, match="directory of a tag"):
+    with pytest.raises(xla_ckpt.UsageError, match="this is a tag, and no root of tags"):
         xla_ckpt.save("memory://mistakes/a", "x", {"w": 1})
 
 

@@ -196,7 +196,7 @@ def root(tmp_path: Path) -> Path:
 def test_a_second_job_is_told_and_the_first_goes_on(how: dict[str, Any], root: Path, tmp_path: Path) -> None:
     first = Job(root, tmp_path / "job", **how)
     said, told = another(root, **how)
-    assert said.startswith("RootInUseError: another process saves to this directory [tag other, rank 0")
+    assert said.startswith("RootInUseError: another process saves to this root [tag other, rank 0")
     assert f"process {first.process.pid} of " in said
     assert [line.split(":")[0] for line in told] == [f"WARNING {root}"], "it waited, and said so"
     assert first.go_on() == ""
@@ -243,7 +243,7 @@ def test_a_job_that_was_stopped_elsewhere_saves_no_more_when_it_was_replaced(roo
     first.end(signal.SIGSTOP)
     assert another(root, silence=0.5, elsewhere=True)[0] == ""
     first.end(signal.SIGCONT)
-    assert first.go_on().startswith("RootInUseError: another process has taken over the lease of this directory")
+    assert first.go_on().startswith("RootInUseError: another process has taken over the lease of this root")
     assert xla_ckpt.list_tags(root) == ["first", "other"]
 
 

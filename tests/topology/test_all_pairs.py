@@ -106,7 +106,7 @@ def restored(reader: TagReader, arrays: dict[str, tuple[LocalArray, torch.Tensor
     wants, slots, fills = [], [], {}
     for path, (local, like) in arrays.items():
         made, spread = torch.zeros_like(like), Spread(local)
-        wants += [Want(path, box, len(slots) + i) for i, box in enumerate(spread.boxes)]
+        wants += [Want(path, box, len(slots) + i) for i, box in enumerate(local.boxes)]
         slots += spread.over(made)
         fills[path] = spread, made
     plan = plan_restore(reader.manifest, wants)

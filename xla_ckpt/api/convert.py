@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from xla_ckpt.api.export import check_no_file, with_config, with_files, write_directory, write_file
@@ -19,6 +19,7 @@ from xla_ckpt.api.llama import (
     name_as_told,
     own_config,
 )
+from xla_ckpt.api.new_tag import NewTag
 from xla_ckpt.api.opened import (
     Knowledge,
     OpenState,
@@ -29,33 +30,22 @@ from xla_ckpt.api.opened import (
     without_rank_numbers,
 )
 from xla_ckpt.engine.crew import Crew
-from xla_ckpt.engine.merged import new_head
-from xla_ckpt.engine.parity import Covered, covered_files, write_alone
 from xla_ckpt.engine.progress import Progress
-from xla_ckpt.engine.seal import Ending, seal
-from xla_ckpt.engine.stream import stream_files
 from xla_ckpt.engine.tag_reader import TagReader
-from xla_ckpt.engine.write import write_objects
 from xla_ckpt.errors import CheckpointError, IncompatibleCheckpointError, UsageError, naming, storage_errors
 from xla_ckpt.keywords import taking_values
-from xla_ckpt.layouts.base import Layout, ModelNames, Rewriting, Topology
+from xla_ckpt.layouts.base import Layout, ModelNames, Topology
 from xla_ckpt.layouts.llama_manifest import reordered, to_fused
 from xla_ckpt.layouts.llama_names import Form, Projection
-from xla_ckpt.layouts.registry import find_foreign, layout_named, tag_names
-from xla_ckpt.manifest.arrays import Arrays
+from xla_ckpt.layouts.registry import find_foreign, layout_named
 from xla_ckpt.manifest.records import Manifest
 from xla_ckpt.options import ConvertOptions, chosen
-from xla_ckpt.plan.merge import merge
 from xla_ckpt.plan.parity import Parity
-from xla_ckpt.plan.record import Record
 from xla_ckpt.plan.stored_shardings import parameters_in
 from xla_ckpt.sharding.mesh import Mesh, as_mesh
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.storage.base import Store
-from xla_ckpt.storage.door import PathLike, full_path, same_directory, store_at
-from xla_ckpt.tags.names import check_tag
-from xla_ckpt.tags.root import Transaction
-from xla_ckpt.tags.roots import root_of
+from xla_ckpt.storage.door import PathLike, full_path, store_at
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
@@ -114,7 +104,8 @@ def convert(
         destination: Root directory of the new tag; for ``safetensors`` and ``peft`` a directory that does not exist
             yet, for ``torch`` a file that does not exist yet (``"out.pt"``).
         tag: Which checkpoint; None takes the newest.
-        to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts; ``"smp"``,
+        to: ``"native"``; ``"xser"`` or ``"pt"`` (``"nxd"`` is the same), neuronx-distributed's layouts, which lie in an
+            object store where its own reader looks, so that such a tag is neuronx-distributed's there; ``"smp"``,
             which SageMaker model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads;
             ``"torchtitan"``, the same under torchtitan's keys; ``"safetensors"``, the model alone, as `export_hf`
             writes it; ``"peft"``, its adapters alone, as PEFT has them; ``"torch"``, one file for torch.load.
@@ -175,8 +166,8 @@ def convert(
     about = Knowledge(rules=topology.rules, model=model, optimizer=optimizer, known=known)
     with opened(store, tag, about, part=wanted) as old_tag:
         if layout.tagged:
-            target = _Target(store_at(destination), called, topology.mesh, parity)
-            _check_free(target.store, called, store, tag)
+            target = NewTag(store_at(destination), called, topology.mesh, parity, layout.first_mark)
+            target.check_free(store, tag)
         # An error names the tag that is read. Only an error of the storage names the tag that is written.
         with (
             naming(path=store.path, tag=tag),
@@ -204,7 +195,7 @@ def convert(
             with Progress(f"convert {tag}", rewriting.nbytes, options.progress) as bar:
                 crew = Crew(workers=options.num_workers, progress=bar)
                 if layout.tagged:
-                    _write_tag(target, stored, rewriting, crew, max_memory=options.max_memory)
+                    target.write(stored, rewriting, crew, max_memory=options.max_memory)
                 else:
                     write = write_file if layout.one_file else write_directory
                     write(reader, destination, rewriting, crew, max_memory=options.max_memory)
@@ -249,22 +240,6 @@ def _tag_of(store: Store, tag: str) -> str:
     """The name of a tag that is made of another one, or of a file."""
     foreign = find_foreign(store, tag)
     return tag if foreign is None else foreign[0].tag_of(foreign[1])
-
-
-def _check_free(target: Store, called: str, source: Store, tag: str) -> None:
-    """Refuse to replace a tag: the one that is read, or another."""
-    check_tag(called, target.path)
-    if same_directory(source, tag, target, called):
-        raise UsageError(
-            "the new tag would replace the old one", path=target.path, tag=called, hint="Pass as_tag= (--as)."
-        )
-    if called in tag_names(target):
-        raise UsageError(
-            "there is a tag of this name already",
-            path=target.path,
-            tag=called,
-            hint="Pass as_tag= (--as), or remove it first.",
-        )
 
 
 def _check_arrays(reader: TagReader, to: Topology, part: str) -> None:
@@ -319,54 +294,3 @@ def _check_names(manifest: Manifest, leaves: Iterable[str]) -> None:
             leaf=leaf,
             hint="Give the model and its optimizer (model=, optimizer=; --like on the command line).",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """The tag that is to be."""
-
-    store: Store
-    tag: str
-    mesh: Mesh
-    parity: Parity | None
-
-
-def _write_tag(
-    target: _Target,
-    stored: OpenState,
-    rewriting: Rewriting,
-    crew: Crew,
-    *,
-    max_memory: int,
-) -> None:
-    """Write a new tag: all files, then the manifest, then the marks, then the commit."""
-    objects = stored.objects()  # one that is not trusted is found out before anything is written
-    files = [file for of_rank in rewriting.files for file in of_rank]
-    old = stored.manifest
-    root = root_of(target.store)
-    with Transaction(root, target.tag) as transaction:
-        written = stream_files(stored.reader, transaction.directory, files, crew, max_memory=max_memory)
-        records = [*written.files, *write_objects(transaction.directory, objects, 0, target.mesh.size)]
-        record = Record.of(
-            written.shards,
-            rank=0,
-            files=tuple(records),
-            arrays={leaf: (r.dtype.name, r.shape, rewriting.specs.get(leaf)) for leaf, r in old.arrays.items()},
-            aliases=old.aliases,
-            skeleton=old.skeleton,
-            objects=tuple(range(len(written.files), len(records))),
-        )
-        mesh, head = target.mesh, new_head(root, target.tag, transaction.sequence)
-        manifest = merge([record], mesh).manifest(head, mesh, mesh.size)
-        marked = {leaf: manifest.arrays[leaf].changed(divergent=True) for leaf in old.divergent}
-        manifest = replace(manifest, arrays=Arrays.of({**manifest.arrays, **marked}))
-        write_parity = None
-        if (parity := target.parity) is not None:
-
-            def write_parity(sealed: Manifest, text: bytes) -> None:
-                covered = Covered(transaction.directory, covered_files(sealed))
-                write_alone(covered, parity, text, 1, crew, transaction.directory)
-
-        ending = Ending(index=rewriting.index, marks=rewriting.marks, parity=write_parity)
-        seal(transaction, target.store.path, manifest, ending)
-        transaction.commit()

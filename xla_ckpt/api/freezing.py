@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from xla_ckpt.api.wish import Wish
 from xla_ckpt.engine.frozen import Frozen
 from xla_ckpt.engine.phases import Phases
@@ -16,9 +18,9 @@ from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.snapshot.freezing import Deferred
 from xla_ckpt.snapshot.take import Freeze, Sampling, Snapshot, lasts, take
 from xla_ckpt.state.describe import Description, describe, local_shards, shards_apart
+from xla_ckpt.state.frozen_base import base_of
 from xla_ckpt.state.guard import GUARD, stepped
 from xla_ckpt.state.members import State
-from xla_ckpt.state.module import fixed_names
 from xla_ckpt.tree import schema
 
 logger = logging.getLogger(__name__)
@@ -61,8 +63,13 @@ def freeze(state: State, placement: Placement, phases: Phases, wish: Wish) -> Fr
         speaks=description.speaks,
         alone=state.alone,
         parts=description.parts,
-        fixed=frozenset(map(schema.weight, fixed_names(state.model) if wish.options.share else ())),
+        fixed=_fixed(state.model) if wish.options.share else frozenset(),
     )
+
+
+def _fixed(model: object) -> frozenset[str]:
+    """Leaf paths of what the program says that it does not train."""
+    return frozenset(map(schema.weight, base_of(model))) if isinstance(model, torch.nn.Module) else frozenset()
 
 
 def _first_that_can(layouts: Sequence[Layout], description: Description) -> Writing:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from xla_ckpt.engine.crew import Crew
 from xla_ckpt.engine.garbage_collection import collector_paused
 from xla_ckpt.engine.phases import Phases
 from xla_ckpt.engine.report import LoadReport
@@ -21,21 +22,26 @@ from xla_ckpt.errors import (
     ChangedTagError,
     CheckpointError,
     CorruptCheckpointError,
-    LoadError,
     NoCheckpointError,
     RankFailedError,
     naming,
+    storage_errors,
 )
 from xla_ckpt.job.job import Job
+from xla_ckpt.job.lead import of_lead, put_together
 from xla_ckpt.job.shared_reads import SharedReads
-from xla_ckpt.job.verdict import LEAD, Deadline, LateLoss, Round, agreed, as_checkpoint_error
+from xla_ckpt.job.verdict import LateLoss, Round, agreed
 from xla_ckpt.layouts.registry import all_tags, find_foreign, no_tag, open_tag, passed_over
 from xla_ckpt.options import LoadOptions
-from xla_ckpt.plan.hints import Hints
+from xla_ckpt.plan.hints import Hints, united_groups
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.rules import Parsed
-from xla_ckpt.state.loading import Problem, Stored, incompatible
-from xla_ckpt.state.members import Like, Loadings, Objects
+from xla_ckpt.state.frozen_base import united_base
+from xla_ckpt.state.loading import Stored
+from xla_ckpt.state.loadings import Loadings
+from xla_ckpt.state.members import Like, Objects
+from xla_ckpt.state.problems import Problem, incompatible
+from xla_ckpt.state.proof import Proof, prove
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import resolver
 from xla_ckpt.storage.base import FileSystem, Store
@@ -85,15 +91,23 @@ class Load:
 
     def newest(self) -> tuple[Any, LoadReport]:
         """Load the newest tag that is not damaged. Other jobs may replace and remove tags meanwhile."""
+        return self._first_good(None)
+
+    def one(self, tag: str) -> tuple[Any, LoadReport]:
+        """Load a tag by its name: if it is in both places, from the nearer one, unless it is damaged there."""
+        return self._first_good(tag) if self.near else self._one(False, tag, self.job.exchange.within("tag"))
+
+    def _first_good(self, name: str | None) -> tuple[Any, LoadReport]:
         damaged: dict[Candidate, CorruptCheckpointError] = {}
         changed: list[CheckpointError] = []
-        load, todo = self, self._newest_first("tags")
+        load, todo = self, self._newest_first("tags", name)
         while todo:
             tag, is_near = todo.pop(0)
             try:
                 value, report = load._one(is_near, tag, self.job.exchange.within(f"{len(changed)}/{tag}/{is_near}"))
             except CorruptCheckpointError as error:
-                logger.error("tag %s is damaged and passed over: %s", tag, error)  # noqa: TRY400
+                passed = "read from the other place" if todo and todo[0][0] == tag else "passed over"
+                logger.error("tag %s is damaged and %s: %s", tag, passed, error)  # noqa: TRY400
                 damaged[tag, is_near] = error
             except (ChangedTagError, NoCheckpointError) as error:
                 changed.append(error)
@@ -101,18 +115,12 @@ class Load:
                     raise
                 logger.warning("tag %s was replaced or removed meanwhile; the newest is looked for again", tag)
                 load = replace(self, store=self.store.look())
-                todo = [one for one in load._newest_first(f"tags/{len(changed)}") if one not in damaged]
+                todo = [one for one in load._newest_first(f"tags/{len(changed)}", name) if one not in damaged]
             else:
-                return value, replace(report, corrupt_tags=tuple(tag for tag, _ in damaged))
+                return value, replace(report, corrupt_tags=tuple(other for other, _ in damaged if other != tag))
         if damaged:
             raise _all_damaged(damaged)
-        raise no_tag(self.store, None)
-
-    def one(self, tag: str) -> tuple[Any, LoadReport]:
-        """Load a tag by its name, from the nearer place if it is in both."""
-        exchange = self.job.exchange.within("tag")
-        is_near = self.near is not None and _of_lead(exchange, "near", lambda: (tag, True) in self._candidates(tag)[:1])
-        return self._one(is_near, tag, exchange)
+        raise no_tag(self.store, name)
 
     def _one(self, is_near: bool, tag: str, exchange: Round) -> tuple[Any, LoadReport]:
         """Load one tag: open it, check it against the targets, plan, read and verify, install."""
@@ -126,8 +134,9 @@ class Load:
                     loadings = self.content.loadings(self._stored(reader))
                 unwanted = self._unwanted(loadings, exchange)
                 fits = self._anything_fits(loadings, exchange)
+                other_base = self._other_base(loadings, exchange)
                 with agreed(exchange, "comparing"):
-                    skipped = self._compare(reader, loadings, unwanted, fits=fits)
+                    skipped = self._compare(reader, loadings, [*unwanted, *other_base], fits=fits)
                 self._tell_divergent(reader, loadings)
             late_loss = LateLoss(exchange)
             with naming(path=reader.root, tag=reader.tag), loadings.handing_over(exchange) as hand_over:
@@ -146,6 +155,7 @@ class Load:
                     value = loadings.install()
             if late_loss.error is not None:
                 raise _loaded_without(late_loss.error, reader)
+            proof = self._proof(reader, loadings, exchange) if self.wish.options.prove else Proof()
         report = LoadReport(
             path=store.path,
             tag=tag,
@@ -153,18 +163,32 @@ class Load:
             arrays=len(loadings.targets),
             needed_bytes=needed,
             read_bytes=read,
+            proven_bytes=proof.nbytes,
+            unproven=proof.unproven,
         )
         return value, report
 
-    def _newest_first(self, key: str) -> list[Candidate]:
-        """All tags, newest first, as rank 0 sees them: another rank may look a moment later."""
-        return [(tag, is_near) for tag, is_near in _of_lead(self.job.exchange, key, self._candidates)]
+    def _proof(self, reader: TagReader, loadings: Loadings, exchange: Round) -> Proof:
+        """Compare what is installed with the tag.
 
-    def _candidates(self, tag: str | None = None) -> list[Candidate]:
-        """What may be read, the best first: all tags, or those of one name."""
-        tags = self._listed()
-        both = newest_first([] if self.near is None else root_of(self.near).entries(), tags)
-        return [(entry.tag, is_near) for entry, is_near in both if tag in (None, entry.tag)]
+        Raises:
+            UnprovenLoadError: Something differs, on some rank.
+        """
+        crew = Crew(workers=self.wish.workers, phases=self.phases)
+        naming_tag = storage_errors("reading a tag", path=reader.root, tag=reader.tag)
+        with agreed(exchange, "proving"), naming_tag, collector_paused():
+            proof = prove(reader, loadings, crew)
+        for array in proof.unproven:
+            logger.warning("tag %s: not proven: %s", reader.tag, array)
+        return proof
+
+    def _newest_first(self, key: str, name: str | None) -> list[Candidate]:
+        """All tags, newest first, or those of one name, as rank 0 sees them: another rank may look a moment later."""
+        return [(tag, is_near) for tag, is_near in of_lead(self.job.exchange, key, lambda: self._candidates(name))]
+
+    def _candidates(self, name: str | None) -> list[Candidate]:
+        both = newest_first([] if self.near is None else root_of(self.near).entries(), self._listed())
+        return [(entry.tag, is_near) for entry, is_near in both if name in (None, entry.tag)]
 
     def _listed(self) -> list[TagEntry]:
         tags = all_tags(self.store)
@@ -183,7 +207,7 @@ class Load:
         """A reader of the tag. Files of some layouts do not say everything: the targets say the rest."""
         # Ranks that look at different moments may see different tags, and would wait for different messages.
         hints: Hints | None = None
-        if _of_lead(exchange, "asks", lambda: _asks(store, tag)):
+        if of_lead(exchange, "asks", lambda: _asks(store, tag)):
             with agreed(exchange, "describing"):
                 hints = self.content.hints(StateShardings(self.job.placement, self.wish.rules))
             hints = self._of_all_stages(hints, exchange)
@@ -216,11 +240,11 @@ class Load:
     def _of_all_stages(self, hints: Hints, exchange: Round) -> Hints:
         """The same, with the optimizer's groups of all pipeline stages: foreign optimizers number their parameters."""
         mesh = self.job.placement.mesh
-        if mesh.pp == 1 or exchange.size == 1:
+        if mesh.pp == 1:
             return hints
         first = [mesh.rank({"pp": stage}) for stage in range(mesh.pp)]
         groups = None if hints.groups is None else [list(g) for g in hints.groups]
-        return replace(hints, groups=_put_together(exchange, "groups", groups, united, first))
+        return replace(hints, groups=put_together(exchange, "groups", groups, united_groups, first))
 
     def _stored(self, reader: TagReader) -> Stored:
         return Stored(
@@ -236,22 +260,27 @@ class Load:
     def _unwanted(self, loadings: Loadings, exchange: Round) -> list[Problem]:
         """What is stored and not wanted here; over pipeline stages, what none of them wants."""
         own = {p.leaf: p for part in loadings.parts for p in part.unwanted}
-        if self.job.placement.mesh.pp == 1 or exchange.size == 1:
+        if self.job.placement.mesh.pp == 1:
             return list(own.values())
 
         def by_nobody(of_ranks: list[list[str]]) -> list[list[str]]:
             everywhere = set(own).intersection(*of_ranks)
             return [[p.leaf, p.text] for leaf, p in own.items() if leaf in everywhere]
 
-        common = _put_together(exchange, "unwanted", list(own), by_nobody, range(exchange.size))
+        common = put_together(exchange, "unwanted", list(own), by_nobody, range(exchange.size))
         return [Problem(leaf, text) for leaf, text in common]
 
     def _anything_fits(self, loadings: Loadings, exchange: Round) -> bool:
         """Whether an array of some rank fits."""
         fits = bool(loadings.targets)
-        if self.wish.strict or exchange.size == 1:
-            return fits
-        return bool(_put_together(exchange, "fits", fits, any, range(exchange.size)))
+        return fits if self.wish.strict else bool(put_together(exchange, "fits", fits, any, range(exchange.size)))
+
+    def _other_base(self, loadings: Loadings, exchange: Round) -> list[Problem]:
+        """That the ranks have another base than the tag names, if it names one."""
+        if loadings.base is None:
+            return []
+        here = put_together(exchange, "base", loadings.base.own, united_base, range(exchange.size))
+        return loadings.base.problems(here)
 
     def _tell_divergent(self, reader: TagReader, loadings: Loadings) -> None:
         """Say once for each pipeline stage which of its arrays were stored from replicas that differed."""
@@ -304,47 +333,3 @@ def _loaded_without(lost: RankFailedError, reader: TagReader) -> RankFailedError
         rank=lost.rank,
         hint=lost.hint,
     )
-
-
-def _of_lead(exchange: Round, key: str, look: Callable[[], Answer]) -> Answer:
-    """What rank 0 finds; it is told to all, and so is an error that it meets."""
-    if exchange.size == 1:
-        return look()
-    if exchange.rank == 0:
-        try:
-            exchange.say(key, look())
-        except Exception as error:
-            # The others wait for it.
-            exchange.say(key, error=as_checkpoint_error(error, "looking for tags", 0, LoadError))
-    answer: Answer = exchange.hear(key, 0)
-    return answer
-
-
-def _put_together(
-    exchange: Round, name: str, own_value: Any, unite: Callable[[list[Any]], Any], ranks: Sequence[int]
-) -> Any:
-    """What rank 0 makes, by `unite`, of what some ranks say, in their order; it is told to all."""
-    if exchange.rank in ranks:
-        exchange.say(f"{name}/{exchange.rank}", own_value)
-    if exchange.rank == 0:
-        deadline = Deadline(exchange.timeout * LEAD)
-        exchange.say(name, unite([exchange.hear(f"{name}/{rank}", rank, deadline) for rank in ranks]))
-    return exchange.hear(name, 0)
-
-
-def united(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:
-    """The groups of an optimizer's parameters over all pipeline stages: group by group, each name once.
-
-    None if a stage does not know its own.
-
-    >>> united([[["a", "tied"], ["b"]], [["tied", "c"]]])
-    [['a', 'tied', 'c'], ['b']]
-    """
-    known = [groups for groups in stages if groups is not None]
-    if len(known) < len(stages):
-        return None
-    merged: list[list[str]] = [[] for _ in range(max(map(len, known), default=0))]
-    for groups in known:
-        for n, names in enumerate(groups):
-            merged[n] += [name for name in names if name not in merged[n]]
-    return merged

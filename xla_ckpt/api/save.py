@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from xla_ckpt.api.freezing import freeze
 from xla_ckpt.api.tags import near_and_far
@@ -24,7 +24,7 @@ from xla_ckpt.engine.upload import UPLOADS, Uploader
 from xla_ckpt.errors import CheckpointError, StorageError
 from xla_ckpt.job.current import current_job
 from xla_ckpt.job.verdict import as_checkpoint_error
-from xla_ckpt.keywords import taking_values
+from xla_ckpt.keywords import check_choice, taking_values
 from xla_ckpt.options import SaveOptions, chosen
 from xla_ckpt.sharding.mesh import Mesh
 from xla_ckpt.sharding.placement import Placement
@@ -63,6 +63,7 @@ def save_checkpoint(
     shardings: Rules | None = None,
     pinned: bool | None = None,
     layout: str | Sequence[str] | None = None,
+    only: Literal["adapters"] | None = None,
     options: SaveOptions | None = None,
 ) -> SaveHandle:
     """Save a training state as one tag, completely or not at all.
@@ -97,6 +98,9 @@ def save_checkpoint(
         layout: ``"native"``; ``"xser"`` or ``"pt"``, which neuronx-distributed reads, too; ``"smp"``, which SageMaker
             model parallel reads; ``"dcp"``, which torch.distributed.checkpoint reads, or ``"torchtitan"``, the same
             under torchtitan's keys; or several of them, of which the first that can hold the state is written.
+        only: ``"adapters"`` leaves out the parameters of the model that have ``requires_grad=False`` and no ``lora_``
+            in their names. The tag names them, with digests, and a load is refused if the model has others
+            (docs/objects.md). None saves all.
         options: How the save goes about its work; by default those of `default_options`.
 
     Returns:
@@ -112,10 +116,18 @@ def save_checkpoint(
         CheckpointError: The save failed (the same error on all ranks), or an asynchronous save before it on the same
             path did. The tag is as it was before.
     """
+    check_choice("only", only, (None, "adapters"))
     return _save(
         path,
         tag,
-        Objects(model=model, optimizer=optimizer, scheduler=scheduler, user_content=user_content, extras=extras or {}),
+        Objects(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            user_content=user_content,
+            extras=extras or {},
+            adapters_alone=only is not None,
+        ),
         Wish(
             layouts=chosen_layouts(layout, use_xser=use_xser),
             workers=num_workers,

@@ -38,8 +38,7 @@ def cast(target: Target, stored: DType) -> Target:
 
     return ComposedTarget(
         dtype=stored,
-        shape=target.shape,
-        boxes=target.boxes,
+        local=target.local,
         live=False,
         fill=memory,
         finish=install,

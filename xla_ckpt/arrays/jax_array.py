@@ -50,7 +50,7 @@ class Jax:
         return LocalArray(shape=tuple(value.shape), pieces=pieces)
 
     def host(self, values: Sequence[tuple[Any, LocalArray]]) -> list[list[HostShard]]:
-        return [[_host(s.data) for s in _owned(v) if s.data.size] for v, _ in values]
+        return [[_host(data) for data in _data(value, local)] for value, local in values]
 
     shards = host
 
@@ -64,6 +64,14 @@ class Jax:
 def _owned(value: Any) -> list[Any]:
     """The shards that this process writes: of the copies of a region, jax counts one as the first."""
     return [s for s in value.addressable_shards if s.replica_id == 0]
+
+
+def _data(value: Any, local: LocalArray) -> list[Any]:
+    """The data of each piece. Pieces of one region are its copies on several devices: first the one that is written."""
+    copies: dict[Box, list[Any]] = {}
+    for shard in sorted(value.addressable_shards, key=lambda s: s.replica_id):
+        copies.setdefault(_box(shard.index, value.shape), []).append(shard.data)
+    return [copies[piece.box].pop(0) for piece in local.pieces]
 
 
 def _host(data: Any) -> HostShard:
@@ -83,10 +91,12 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
         indices = [tuple(slice(0, n) for n in shape)]
     else:
         indices = list(sharding.addressable_devices_indices_map(shape).values())
-    parts: dict[Box, Any] = dict.fromkeys(_box(index, shape) for index in indices)
+    of_device = [_box(index, shape) for index in indices]
+    local = LocalArray(shape=shape, pieces=tuple(Piece(Box.whole(b.shape), b) for b in of_device))
+    parts: dict[Box, Any] = {}
 
     def memory(_: Slabs) -> list[memoryview]:
-        parts.update({box: np.empty(box.shape, numpy_dtype(dtype)) for box in parts})
+        parts.update({box: np.empty(box.shape, numpy_dtype(dtype)) for box in local.boxes})
         return [bytes_of_array(part) for part in parts.values()]
 
     def install() -> Any:
@@ -94,4 +104,4 @@ def fresh_jax(shape: tuple[int, ...], numpy_type: Any, sharding: Any) -> Target:
             return jax.device_put(parts[Box.whole(shape)])
         return jax.make_array_from_callback(shape, sharding, lambda index: parts[_box(index, shape)])
 
-    return ComposedTarget(dtype=dtype, shape=shape, boxes=tuple(parts), live=False, fill=memory, finish=install)
+    return ComposedTarget(dtype=dtype, local=local, live=False, fill=memory, finish=install)

@@ -54,11 +54,9 @@ class Numpy:
         memory = _strided(value)
         over = [memory.cut(piece.local) for piece in local.pieces]
         if value.flags.c_contiguous and local.fills(value.shape):
-            boxes = tuple(p.box for p in local.pieces)
             return ComposedTarget(
                 dtype=self.dtype(value),
-                shape=local.shape,
-                boxes=boxes,
+                local=local,
                 live=True,
                 fill=lambda _: [bytes_of_array(value)],
                 finish=lambda: value,
@@ -131,8 +129,7 @@ def fresh_numpy(dtype: DType, shape: tuple[int, ...], numpy_type: np.dtype[Any],
 
     return ComposedTarget(
         dtype=dtype,
-        shape=local.shape,
-        boxes=tuple(p.box for p in local.pieces),
+        local=local,
         live=False,
         fill=memory,
         finish=install,

@@ -19,8 +19,7 @@ from xla_ckpt.engine.numpy_types import numpy_dtype
 from xla_ckpt.engine.target import Target
 from xla_ckpt.errors import UnsupportedStateError, UsageError
 from xla_ckpt.manifest.arrays import ArrayForm
-from xla_ckpt.sharding.box import Box
-from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.sharding.sharding import Sharding
 
@@ -88,7 +87,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self._spmd = _uses_spmd()
-        self._facts: dict[Any, tuple[str, tuple[int, ...], tuple[Box, ...]]] = {}
+        self._facts: dict[Any, tuple[str, LocalArray]] = {}
 
     def of(self, value: Any) -> ArrayAdapter | None:
         """The adapter of an array; None for anything else."""
@@ -128,12 +127,12 @@ class Adapters:
         dtype, shape = value.dtype, value.shape
         facts = self._facts.get((dtype, shape))
         if facts is None:
-            facts = self._facts[dtype, shape] = (type_name(dtype), tuple(shape), (Box.whole(shape),))
-        name, sizes, boxes = facts
-        if name != form.dtype.name or sizes != form.shape or not boxes[0].size:
+            facts = self._facts[dtype, shape] = (type_name(dtype), whole(tuple(shape)))
+        name, local = facts
+        if name != form.dtype.name or local.shape != form.shape or not value.numel():
             return None
         adapter = _TORCH_HOST if value.is_cpu else _xla(self._spmd) if is_xla(value) else None
-        return None if adapter is None else adapter.over_whole(value, form.dtype, boxes, owned=owned)
+        return None if adapter is None else adapter.over_whole(value, form.dtype, local, owned=owned)
 
     def kind(self, value: Any) -> str | None:
         """The kind of an array, as the skeleton names it; None for anything else."""

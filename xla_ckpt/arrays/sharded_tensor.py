@@ -75,8 +75,7 @@ class ShardedTensors:
 
         return ComposedTarget(
             dtype=self.dtype(value),
-            shape=local.shape,
-            boxes=tuple(p.box for p in local.pieces),
+            local=local,
             live=any(p.live for p in parts),
             fill=lambda slabs: [memory for part in parts for memory in part.memory(slabs)],
             finish=install,

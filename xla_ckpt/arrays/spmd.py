@@ -94,17 +94,19 @@ class Spmd:
 
         def install() -> torch.Tensor:
             with torch.no_grad():
-                _XLAC._load_local_shards(inner, shards.filled(), _XLAC._xla_get_runtime_devices())
+                if shards.are_copies:
+                    inner.copy_(shards.filled()[0])  # torch_xla loads no shards into a tensor that is replicated
+                else:
+                    _XLAC._load_local_shards(inner, shards.filled(), _XLAC._xla_get_runtime_devices())
             return value
 
         return ComposedTarget(
             dtype=shards.dtype,
-            shape=tuple(value.shape),
-            boxes=shards.boxes,
+            local=shards.local,
             live=False,
             fill=shards.memory,
             finish=install,
-            lies=lambda: [whole.cut(box) for box in shards.boxes],
+            lies=lambda: [whole.cut(box) for box in shards.local.boxes],
         )
 
     def like(self, value: torch.Tensor, local: LocalArray, dtype: DType | None = None) -> Target:
@@ -117,9 +119,7 @@ class Spmd:
             tensor: torch.Tensor = _XLAC._global_tensor_from_cpu_shards(shards.filled(), sharding, shape)
             return tensor
 
-        return ComposedTarget(
-            dtype=element, shape=shape, boxes=shards.boxes, live=False, fill=shards.memory, finish=install
-        )
+        return ComposedTarget(dtype=element, local=shards.local, live=False, fill=shards.memory, finish=install)
 
 
 class _Copies:
@@ -198,16 +198,15 @@ class _Shards:
         self._of_device = [box for _, box in _regions(value)]
         sizes = zip(*(box.shape for box in self._of_device), strict=True)
         self._padded = tuple(max(n) for n in sizes)
-        self._whole = tuple(value.shape)
-        unique = dict.fromkeys(box for box in self._of_device if box.size)
-        self._spreads = {
-            box: Spread(LocalArray(shape=self._whole, pieces=(Piece(Box.whole(box.shape), box),))) for box in unique
-        }
+        pieces = [Piece(Box.whole(box.shape), box, lane) for lane, box in enumerate(self._of_device) if box.size]
+        self.local = LocalArray(shape=tuple(value.shape), pieces=tuple(pieces))
+        self._spreads = {piece.box: Spread(replace(self.local, pieces=(piece,))) for piece in pieces}
         self._made: dict[Box, torch.Tensor] = {}
 
     @property
-    def boxes(self) -> tuple[Box, ...]:
-        return tuple(self._spreads)
+    def are_copies(self) -> bool:
+        """Whether each device holds the whole tensor."""
+        return all(box.shape == self.local.shape for box in self._of_device)
 
     def memory(self, _: Slabs) -> list[memoryview]:
         views = []

@@ -149,8 +149,8 @@ class WholeTensors(ABC):
         return None
 
     @abstractmethod
-    def over_whole(self, value: torch.Tensor, dtype: DType, boxes: tuple[Box, ...], *, owned: bool) -> Target | None:
-        """The target that overwrites a dense tensor whose only box is that of the whole array; None if that takes more.
+    def over_whole(self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool) -> Target | None:
+        """The target that overwrites a dense tensor that is the whole array; None if that takes more.
 
         A load asks this of each of its arrays.
         """
@@ -159,11 +159,11 @@ class WholeTensors(ABC):
 class TorchHost(WholeTensors):
     """Dense torch tensors that are not on an XLA device."""
 
-    def over_whole(self, value: torch.Tensor, dtype: DType, boxes: tuple[Box, ...], *, owned: bool) -> Target | None:
+    def over_whole(self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool) -> Target | None:
         in_order = value.layout is torch.strided and value.is_contiguous() and not value.is_nested
         if not value.is_cpu or not in_order or value.is_conj() or value.is_neg():
             return None
-        return InPlace(dtype, boxes[0].stop, boxes, value)
+        return InPlace(dtype, local, value)
 
     def accepts(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor)
@@ -206,11 +206,10 @@ class TorchHost(WholeTensors):
             return changed(fresh, install, over)
         spread = Spread(local)
         if local.fills(value.shape):
-            return InPlace(dtype_of(value), local.shape, spread.boxes, value)
+            return InPlace(dtype_of(value), local, value)
         return ComposedTarget(
             dtype=dtype_of(value),
-            shape=local.shape,
-            boxes=spread.boxes,
+            local=local,
             live=True,
             fill=lambda _: spread.over(value),
             finish=lambda: spread.fill(value),
@@ -276,11 +275,6 @@ class Spread:
         self._pieces = local.pieces
         self._buffers: list[tuple[Box, torch.Tensor]] = []
 
-    @property
-    def boxes(self) -> tuple[Box, ...]:
-        """The box of each piece."""
-        return tuple(p.box for p in self._pieces)
-
     def over(self, tensor: torch.Tensor) -> list[memoryview]:
         """Memory for each piece of `tensor`, which is contiguous."""
         memory, whole = [], Box.whole(tensor.shape)
@@ -311,8 +305,7 @@ class InPlace(Target):
     """A target that overwrites a contiguous CPU tensor, all of which is one box."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    local: LocalArray
     value: torch.Tensor
     live = True
 
@@ -344,14 +337,13 @@ class NewTensor(Target):
     """A target that makes a new CPU tensor, all of which is one box."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    local: LocalArray
     torch_type: torch.dtype
     value: torch.Tensor | None = None
     live = False
 
     def memory(self, slabs: Slabs) -> list[memoryview]:
-        self.value = torch.empty(self.boxes[0].shape, dtype=self.torch_type)
+        self.value = torch.empty(self.local.pieces[0].box.shape, dtype=self.torch_type)
         return [bytes_of(self.value)]
 
     def install(self) -> torch.Tensor:
@@ -364,7 +356,7 @@ def fresh_torch(
 ) -> Target:
     """A target that makes a new tensor of a local shape; its padding is zero."""
     if local.fills(shape) and (device is None or device.type == "cpu"):
-        return NewTensor(dtype, local.shape, (local.pieces[0].box,), torch_type)
+        return NewTensor(dtype, local, torch_type)
     spread, tensor = Spread(local), torch.empty(0)
 
     def memory(_: Slabs) -> list[memoryview]:
@@ -376,4 +368,4 @@ def fresh_torch(
         spread.fill(tensor)
         return tensor if device is None or device.type == "cpu" else tensor.to(device)
 
-    return ComposedTarget(dtype=dtype, shape=local.shape, boxes=spread.boxes, live=False, fill=memory, finish=install)
+    return ComposedTarget(dtype=dtype, local=local, live=False, fill=memory, finish=install)

@@ -31,7 +31,6 @@ from xla_ckpt.arrays.torch_host import (
 from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.target import ComposedTarget, MemorySpan, Target, changed
 from xla_ckpt.errors import UsageError
-from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.strided import Strided, packed
 from xla_ckpt.snapshot.memory import Slabs
@@ -112,11 +111,10 @@ class Xla(WholeTensors):
     def accepts(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and is_xla(value)
 
-    def over_whole(self, value: torch.Tensor, dtype: DType, boxes: tuple[Box, ...], *, owned: bool) -> Target | None:
-        shape = boxes[0].stop
-        if not (owned and self._adopts and adoptable(value.dtype, shape)):
+    def over_whole(self, value: torch.Tensor, dtype: DType, local: LocalArray, *, owned: bool) -> Target | None:
+        if not (owned and self._adopts and adoptable(value.dtype, local.shape)):
             return None
-        return NewBuffer(dtype, shape, boxes, value.dtype, value)
+        return NewBuffer(dtype, local, value.dtype, value)
 
     def identity(self, value: torch.Tensor) -> Hashable | None:
         return "xla", _XLAC._xla_get_tensor_id(value)
@@ -166,7 +164,7 @@ def fresh_xla(
     """
     adopts = (_adopts() if adopts is None else adopts) and adoptable(torch_type, shape)
     if adopts and local.fills(shape):
-        return NewBuffer(dtype, local.shape, (local.pieces[0].box,), torch_type)
+        return NewBuffer(dtype, local, torch_type)
     spread, tensor = Spread(local), torch.empty(0)
     buffer: Adoptable | None = None
 
@@ -186,7 +184,7 @@ def fresh_xla(
         filled, tensor = spread.fill(tensor), torch.empty(0)
         return from_host(filled, buffer, device)
 
-    return ComposedTarget(dtype=dtype, shape=local.shape, boxes=spread.boxes, live=False, fill=memory, finish=install)
+    return ComposedTarget(dtype=dtype, local=local, live=False, fill=memory, finish=install)
 
 
 @dataclass(slots=True)
@@ -194,15 +192,14 @@ class NewBuffer(Target):
     """A target that makes a new tensor of one box, in memory that XLA adopts; it goes into `value`, if there is one."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    local: LocalArray
     torch_type: torch.dtype
     value: torch.Tensor | None = None
     buffer: Adoptable | None = None
     live = False
 
     def memory(self, slabs: Slabs) -> list[memoryview]:
-        self.buffer = Adoptable(self.torch_type, self.boxes[0].shape, slabs)
+        self.buffer = Adoptable(self.torch_type, self.local.pieces[0].box.shape, slabs)
         return [self.buffer.memory()]
 
     def install(self) -> torch.Tensor:

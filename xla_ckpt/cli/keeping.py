@@ -1,4 +1,4 @@
-"""Commands that change which tags are kept: ``rm``, ``pin``, ``unpin``, ``clean``, ``adopt``."""
+"""Commands that change which tags are kept, and where: ``rm``, ``pin``, ``unpin``, ``clean``, ``adopt``, ``upload``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def unpin(args: argparse.Namespace) -> int:
 
 
 WATCHED_AT_MOST = 120.0
-"""Seconds that ``clean`` and ``adopt`` wait, at most, to see whether somebody saves there."""
+"""Seconds that ``clean``, ``adopt`` and ``upload`` wait, at most, to see whether somebody saves there."""
 
 
 def add_clean(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +81,12 @@ def add_clean(parser: argparse.ArgumentParser) -> None:
 
 def clean_up(args: argparse.Namespace) -> int:
     """The command ``clean``; returns its exit code."""
-    from xla_ckpt.cli import render
+    from xla_ckpt.cli import answers
 
-    with _held(args.path) as root:
+    with _held(_root_at(args.path), "cleaning up") as root:
         cleaned = root.clean_all(WATCHED_AT_MOST)
     kept = [{"name": name, "why": why} for name, why in cleaned.kept.items()]
-    print_answer(args, {"path": args.path, "removed": [*cleaned.removed], "kept": kept}, render.cleaned)
+    print_answer(args, {"path": args.path, "removed": [*cleaned.removed], "kept": kept}, answers.cleaned)
     return 0
 
 
@@ -101,7 +101,7 @@ def adopt(args: argparse.Namespace) -> int:
     """The command ``adopt``; returns its exit code."""
     from xla_ckpt.tags.missing import no_such_tag
 
-    with _held(args.path) as root:
+    with _held(_root_at(args.path), "adopting tags") as root:
         adopted = root.adopt(args.tags, WATCHED_AT_MOST)
         tags = args.tags or adopted or [entry.tag for entry in root.entries()]
         if not tags:
@@ -115,17 +115,51 @@ def adopt(args: argparse.Namespace) -> int:
         return _each(args, tags, told)
 
 
-@contextlib.contextmanager
-def _held(path: str) -> Iterator[Root]:
-    """A root that is there, whose lease is given back when the block ends."""
+def add_upload(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``upload``."""
+    parser.add_argument("path", metavar="DIR", help="directory that a job saved to first (local=)")
+    parser.add_argument("destination", metavar="ROOT", help="where its tags go: s3://bucket/run")
+    options.add_json(parser)
+
+
+def upload(args: argparse.Namespace) -> int:
+    """The command ``upload``; returns its exit code."""
+    from xla_ckpt.api.tags import near_and_far
+    from xla_ckpt.engine.upload import UPLOADS
+
+    uploader = UPLOADS.of(*near_and_far(args.destination, args.path))
+    with _held(uploader.root, "uploading") as root:
+        root.hold(WATCHED_AT_MOST)
+        entries = {entry.tag: entry for entry in root.entries()}
+        before = {tag for tag, entry in entries.items() if uploader.root.journal(entry).is_remote}
+        try:
+            uploader.wake(None)
+            uploader.finish()
+        finally:
+            uploader.end()  # if it is interrupted, its thread ends soon, and not with the last tag
+
+        def told(tag: str) -> str:
+            uploader.uploaded(entries[tag].sequence, None)
+            return "was there already" if tag in before else "uploaded"
+
+        return _each(args, [*entries], told)
+
+
+def _root_at(path: str) -> Root:
     from xla_ckpt.storage.door import full_path, store_at
-    from xla_ckpt.tags.lease import LEASES
-    from xla_ckpt.tags.missing import no_such_tag
     from xla_ckpt.tags.roots import root_of
 
-    root = root_of(store_at(full_path(path)))
+    return root_of(store_at(full_path(path)))
+
+
+@contextlib.contextmanager
+def _held(root: Root, doing: str) -> Iterator[Root]:
+    """A root that is there. The leases that this process takes are given back when the block ends."""
+    from xla_ckpt.tags.lease import LEASES
+    from xla_ckpt.tags.missing import no_such_tag
+
     try:
-        with storage_errors("cleaning up", path=root.path):
+        with storage_errors(doing, path=root.path):
             if not root.store.is_directory(""):
                 raise no_such_tag(root, None)
             yield root
@@ -135,7 +169,7 @@ def _held(path: str) -> Iterator[Root]:
 
 def _each(args: argparse.Namespace, tags: list[str], act: Callable[[str], str]) -> int:
     """Do something with each tag. What was done before a refusal is told."""
-    from xla_ckpt.cli import render
+    from xla_ckpt.cli import answers
 
     done: list[dict[str, str]] = []
     refused: CheckpointError | None = None
@@ -146,7 +180,7 @@ def _each(args: argparse.Namespace, tags: list[str], act: Callable[[str], str]) 
             refused = error
             break
     if done:
-        print_answer(args, {"path": args.path, "tags": done}, render.done)
+        print_answer(args, {"path": args.path, "tags": done}, answers.done)
     if refused is not None:
         raise refused
     return 0

@@ -140,6 +140,13 @@ _COMMANDS: dict[str, _Command] = {
   xla-ckpt adopt s3://bucket/lm            all tags that have a manifest
   xla-ckpt adopt s3://bucket/lm step_10    this one""",
     ),
+    "upload": _Command(
+        help="Upload the tags of a directory that a job saved to first, and that are not in the object store yet.",
+        action=keeping.upload,
+        add_arguments=keeping.add_upload,
+        examples="""\
+  xla-ckpt upload /nvme/lm s3://bucket/lm  after a job that saved with local="/nvme/lm", and did not wait""",
+    ),
     "completion": _Command(
         help="Print what makes a shell complete the words of this command.",
         action=_complete,

@@ -36,7 +36,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 def export(args: argparse.Namespace) -> int:
     """The command ``export``; returns its exit code."""
     from xla_ckpt.api.export import export_hf
-    from xla_ckpt.cli import facts, render
+    from xla_ckpt.cli import answers, facts
     from xla_ckpt.storage.door import store_at
 
     root, tag = facts.locate(args.path, args.tag)
@@ -61,7 +61,7 @@ def export(args: argparse.Namespace) -> int:
         "nbytes": report.nbytes,
         "config": store_at(report.path).has("config.json"),
     }
-    print_answer(args, answer, render.exported)
+    print_answer(args, answer, answers.exported)
     return 0
 
 
@@ -122,7 +122,7 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 def convert(args: argparse.Namespace) -> int:
     """The command ``convert``; returns its exit code."""
     from xla_ckpt.api.convert import convert
-    from xla_ckpt.cli import facts, render
+    from xla_ckpt.cli import answers, facts
 
     root, tag = facts.locate(args.path, args.tag)
     report = convert(
@@ -140,5 +140,5 @@ def convert(args: argparse.Namespace) -> int:
         trust_pickle=args.trust_pickle,
         options=options.of_conversion(args),
     )
-    print_answer(args, dataclasses.asdict(report), render.conversion)
+    print_answer(args, dataclasses.asdict(report), answers.conversion)
     return 0

@@ -98,7 +98,7 @@ class _InBackground:
     def release(self) -> None:
         """See `xla_ckpt.engine.background.InFlight`."""
 
-    def tidy(self) -> None:
+    def tidy(self, *, failed: bool) -> None:
         """See `xla_ckpt.engine.background.InFlight`."""
 
 

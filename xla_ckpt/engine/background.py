@@ -41,7 +41,7 @@ class InFlight(Protocol):
     def release(self) -> None:
         """Let go of what is saved. It was not run."""
 
-    def tidy(self) -> None:
+    def tidy(self, *, failed: bool) -> None:
         """Remove what it left behind, now that the outcome is known."""
 
 
@@ -249,7 +249,7 @@ class Saves:
             finally:
                 handle._settled.set()
                 try:
-                    save.tidy()
+                    save.tidy(failed=handle._error is not None)
                 finally:
                     handle._tidied.set()
 

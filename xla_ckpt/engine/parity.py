@@ -33,7 +33,7 @@ from xla_ckpt.plan.parity import (
     places,
     share,
 )
-from xla_ckpt.storage.base import Directory, Sink, Source, read_whole, write_small
+from xla_ckpt.storage.base import Directory, ReadDirectory, Sink, Source, read_whole, write_small
 from xla_ckpt.storage.pool import threads, work_off
 from xla_ckpt.tags.entry import MANIFEST
 
@@ -244,7 +244,7 @@ def joined(files: Files, parity: Parity, manifest: bytes, shares: Sequence[Told]
     )
 
 
-def has_parity(directory: Directory) -> bool:
+def has_parity(directory: ReadDirectory) -> bool:
     """Whether a tag was saved with parity, as far as its files show."""
     for path in (PARITY_INDEX, COPY):
         try:
@@ -255,7 +255,7 @@ def has_parity(directory: Directory) -> bool:
     return False
 
 
-def parity_of(directory: Directory) -> str | None:
+def parity_of(directory: ReadDirectory) -> str | None:
     """What a tag survives, in a word; None if it has no parity."""
     if not has_parity(directory):
         return None
@@ -265,7 +265,7 @@ def parity_of(directory: Directory) -> str | None:
         return "damaged"
 
 
-def read_index(directory: Directory, manifest: Manifest) -> ParityIndex:
+def read_index(directory: ReadDirectory, manifest: Manifest) -> ParityIndex:
     """The index of a tag's parity, compared with its manifest.
 
     Raises:
@@ -299,7 +299,7 @@ def all_places(index: ParityIndex) -> dict[Sum, SumPlace]:
     return sum_places
 
 
-def damaged_sums(directory: Directory, index: ParityIndex, *, workers: int = WORKERS) -> dict[Sum, SumPlace]:
+def damaged_sums(directory: ReadDirectory, index: ParityIndex, *, workers: int = WORKERS) -> dict[Sum, SumPlace]:
     """The sums that cannot be read, or are not what was saved, and where they should be."""
     blocks = Blocks(tuple(file.size for file in index.files))
     placed = all_places(index)
@@ -318,7 +318,7 @@ def damaged_sums(directory: Directory, index: ParityIndex, *, workers: int = WOR
 
 
 def reads_as(
-    directory: Directory, path: str, offset: int, target: memoryview, scratch: memoryview, wanted: int
+    directory: ReadDirectory, path: str, offset: int, target: memoryview, scratch: memoryview, wanted: int
 ) -> bool:
     """Whether the bytes of a block are those that were saved; they are in `target` then."""
     try:
@@ -329,7 +329,7 @@ def reads_as(
 
 
 def verify_parity(
-    directory: Directory, manifest: Manifest, files: Iterable[str]
+    directory: ReadDirectory, manifest: Manifest, files: Iterable[str]
 ) -> tuple[list[CheckpointError], frozenset[str]]:
     """What is wrong with the parity of a tag, and the names of its files. Nothing and none where there is no parity.
 
@@ -358,7 +358,7 @@ def verify_parity(
     return problems, frozenset({PARITY_INDEX, COPY, *file_sizes(blocks, all_places(index))})
 
 
-def copy_is_sound(directory: Directory, index: ParityIndex) -> bool:
+def copy_is_sound(directory: ReadDirectory, index: ParityIndex) -> bool:
     """Whether the copy of the manifest is what was saved."""
     try:
         return index.manifest in manifest_json.digests_of(read_whole(directory, COPY))

@@ -25,8 +25,8 @@ SAVE_PHASES = (
 )
 """Phases of a save, in their order. `copy`, `digest`, `write` and `fsync` happen side by side on several threads."""
 
-LOAD_PHASES = ("open", "check", "plan", "read", "verify", "install")
-"""Phases of a load, in their order. `read` and `verify` happen side by side on several threads."""
+LOAD_PHASES = ("open", "check", "plan", "read", "verify", "install", "prove")
+"""Phases of a load, in their order. `read` and `verify` happen side by side on several threads; `prove` on several."""
 
 STALL, SAVE, LOAD, WAIT = "stall", "save", "load", "wait"
 """Intervals of a trace that are no phase: the time for which the caller of a save waited; all that the save did in the

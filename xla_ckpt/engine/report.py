@@ -62,6 +62,13 @@ class LoadReport:
     read_bytes: int = 0
     """Bytes that were read from the storage for them."""
 
+    proven_bytes: int = 0
+    """With ``prove=True``: bytes that were read back from memory, and compared with the tag. Copies on several local
+    devices count each."""
+
+    unproven: tuple[str, ...] = ()
+    """With ``prove=True``: arrays whose bytes cannot be compared, with the reason."""
+
     seconds: float = 0.0
     """From the call to its end."""
 

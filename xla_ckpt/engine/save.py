@@ -27,7 +27,7 @@ from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
 from xla_ckpt.engine.save_messages import Base, Begun, Committed, Part, hear_verdict
 from xla_ckpt.engine.shared_directory import open_shared
-from xla_ckpt.engine.sharing import base_of, share_files
+from xla_ckpt.engine.sharing import base_for, share_files
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
 from xla_ckpt.engine.write import check_space, write_files, write_objects
@@ -137,17 +137,19 @@ class Save:
         if isinstance(self.frozen, Frozen):
             self.frozen.snapshot.release()
 
-    def tidy(self) -> None:
+    def tidy(self, *, failed: bool) -> None:
         """Remove what this save and earlier ones left behind; called when the outcome is known.
 
-        That it cannot be removed is logged. The next save tries it again.
+        That it cannot be removed is logged, unless the save failed, too: then its error has said why, most often. The
+        next save tries it again.
         """
         if self.exchange.rank == 0:
             root = self.order.root
             try:
                 root.clean()
             except (OSError, CheckpointError) as error:
-                logger.warning("could not clean up in %s after tag %s: %s", root.path, self.order.tag, error)
+                level = logging.DEBUG if failed else logging.WARNING
+                logger.log(level, "could not clean up in %s after tag %s: %s", root.path, self.order.tag, error)
 
     def _begin(self) -> Sequence[int]:
         """Begin together with all ranks; those that have other arrays than the first of their pipeline stage."""
@@ -179,9 +181,9 @@ class Save:
             with self._failing_on_all_ranks():
                 frozen = self._ready()
                 with self.phases.timed("commit"):
-                    self.order.root.hold(exchange.timeout * LEAD)
+                    self.order.root.hold(exchange.timeout * LEAD, self.cancellation.check)
                     transaction.begin()
-                    base = base_of(self.order, transaction.newest)
+                    base = base_for(self.order, transaction.newest)
                 if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
                     exchange.say("begin", Begun(transaction.directory.name, base).to_json())
                 sharing = self._share(frozen, base, transaction.directory)

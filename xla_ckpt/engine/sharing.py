@@ -35,7 +35,7 @@ AT_ONCE = 64
 """Regions that a thread compares before it asks for more."""
 
 
-def base_of(order: Order, newest: TagEntry | None) -> Base | None:
+def base_for(order: Order, newest: TagEntry | None) -> Base | None:
     """The tag whose files a save may share, if it asks for that and there is one."""
     wanted = order.options.share
     if not wanted:

@@ -22,7 +22,7 @@ from xla_ckpt.files import safetensors as payload
 from xla_ckpt.manifest import manifest_json
 from xla_ckpt.manifest.digest import BlockTable, digest, to_hex
 from xla_ckpt.manifest.records import FileRecord, Manifest
-from xla_ckpt.storage.base import Directory, Source
+from xla_ckpt.storage.base import ReadDirectory, Source
 from xla_ckpt.tags.entry import MANIFEST
 
 MAX_MANIFEST = 1 << 30
@@ -63,7 +63,7 @@ class TagReader:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: ReadDirectory,
         root: str,
         tag: str,
         manifest: Manifest | None = None,
@@ -252,7 +252,7 @@ class TagReader:
         return None
 
 
-def absent(directory: Directory, problem: str, **facts: Any) -> CheckpointError:
+def absent(directory: ReadDirectory, problem: str, **facts: Any) -> CheckpointError:
     """The error for a file that is not in a directory of a checkpoint, which may have been removed meanwhile.
 
     Where there are no locks, another job does not see that somebody reads what it removes.

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from xla_ckpt.dtypes import DType
 from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import LocalArray
 from xla_ckpt.sharding.strided import Strided
 from xla_ckpt.snapshot.memory import Slabs
 
@@ -23,11 +24,18 @@ class Target(Protocol):
     """
 
     dtype: DType
-    shape: tuple[int, ...]
-    """Global shape that the target wants."""
+    local: LocalArray
+    """Where the array's elements lie in the global array. Of a region that several devices hold, each is a piece."""
 
-    boxes: tuple[Box, ...]
-    """The regions of the global array that this process wants."""
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape that the target wants."""
+        return self.local.shape
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The regions of the global array that this process wants, each of them once."""
+        return self.local.boxes
 
     @property
     def live(self) -> bool:
@@ -64,8 +72,7 @@ class ComposedTarget(Target):
     """A target of any array, made of functions."""
 
     dtype: DType
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
+    local: LocalArray
     live: bool
     fill: Callable[[Slabs], list[memoryview]]
     """Answers `memory`."""
@@ -90,8 +97,7 @@ def changed(target: Target, finish: Callable[[], Any], lies: Callable[[], Sequen
     """The same target with another `install`, and perhaps another `over`."""
     return ComposedTarget(
         dtype=target.dtype,
-        shape=target.shape,
-        boxes=target.boxes,
+        local=target.local,
         live=target.live,
         fill=target.memory,
         finish=finish,

@@ -134,7 +134,7 @@ class Uploader:
         for entry in self.root.entries():
             if entry.sequence not in self._dropped and not self.root.journal(entry).is_remote:
                 if not holds:
-                    self.root.remote.hold(WITHIN)
+                    self.root.remote.hold(WITHIN, self._check_ends)
                     holds = True
                 try:
                     with naming(path=self.root.path, tag=entry.tag), storage_errors("uploading a tag"):
@@ -208,9 +208,12 @@ class Uploader:
 
     def _unless_ended(self, pieces: Iterator[memoryview]) -> Iterator[memoryview]:
         for piece in pieces:
-            if self._ends.is_set():
-                raise InterruptedError("the process ends")
+            self._check_ends()
             yield piece
+
+    def _check_ends(self) -> None:
+        if self._ends.is_set():
+            raise InterruptedError("the process ends")
 
 
 def checked(reader: TagReader, number: int) -> Iterator[memoryview]:

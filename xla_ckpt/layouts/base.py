@@ -160,6 +160,10 @@ class Layout:
     marks: frozenset[str] = frozenset()
     """Names of files that belong to its tags without being listed in the manifest."""
 
+    first_mark: str = ""
+    """That one of them which its own library writes before all else, if it knows its tags by their names alone. So an
+    object store, where ours lie under names of their own, gets a converted tag where that library looks for it."""
+
     def wrote(self, manifest: Manifest) -> bool:
         """Whether a tag of ours, given its manifest, was written in this layout."""
         return False

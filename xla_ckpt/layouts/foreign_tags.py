@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.entry import TagEntry
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.roots import root_of
 
 T = TypeVar("T")
+
+_DIGITS = re.compile(r"\d+")
 
 
 def time_text(time: int) -> str:
@@ -45,3 +49,19 @@ def merged_by_time(ordered: Sequence[T], others: Iterable[T], time: Callable[[T]
         at = next((i for i in range(len(tags), 0, -1) if time(tags[i - 1]) <= time(other)), 0)
         tags.insert(at, other)
     return tags
+
+
+def by_numbers(entries: Iterable[TagEntry]) -> list[TagEntry]:
+    """Tags in order: those whose names differ in numbers only by these numbers, for a copy of a root may have other
+    time stamps; all others by their time stamps.
+    """
+    groups: dict[str, list[TagEntry]] = {}
+    for entry in entries:
+        groups.setdefault(_DIGITS.sub("0", entry.tag), []).append(entry)
+    ordered: list[tuple[str, TagEntry]] = []
+    for group in groups.values():
+        latest = ""
+        for entry in sorted(group, key=lambda e: ([int(n) for n in _DIGITS.findall(e.tag)], e.created)):
+            latest = max(latest, entry.created)
+            ordered.append((latest, entry))
+    return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]

@@ -23,6 +23,7 @@ from xla_ckpt.layouts.native import Native
 from xla_ckpt.layouts.nxd.layout import NeuronxDistributed
 from xla_ckpt.layouts.one_file.layout import OneFile
 from xla_ckpt.layouts.optimum.layout import OptimumNeuron
+from xla_ckpt.layouts.orbax.layout import Orbax
 from xla_ckpt.layouts.peft import Peft
 from xla_ckpt.layouts.smp.layout import SageMaker
 from xla_ckpt.manifest.records import Manifest
@@ -30,7 +31,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.storage import door
 from xla_ckpt.storage.base import Store
 from xla_ckpt.storage.pool import READERS
-from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.entry import MANIFEST, TagEntry
 from xla_ckpt.tags.listing import names_in
 from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import is_tag_name
@@ -51,6 +52,7 @@ _layouts: list[Layout] = [
     NeuronxDistributed("xser", finds=True),
     NeuronxDistributed("pt", finds=False, other_names=("nxd",)),
     SageMaker(),  # before single files: one of its directories, or sets, may have the name of one
+    Orbax(),
     HuggingFace(),
     Peft(),
     OneFile(),
@@ -157,7 +159,7 @@ def _time(entry: TagEntry) -> float:
 
 
 def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
-    """A tag without a manifest of ours, complete or not, and the layout that opens it; None if there is none."""
+    """A tag that another library wrote, or that is its own, complete or not, and its layout; None if there is none."""
     root = root_of(store)
     if _may_be_foreign(root, tag):
         for layout in _layouts:
@@ -167,6 +169,14 @@ def find_foreign(store: Store, tag: str) -> tuple[Layout, TagEntry] | None:
                 # A tag of ours that was just being replaced, in this layout, has its manifest again.
                 return None if root.is_ours(tag) else (layout, entry)
     return None
+
+
+def _has_manifest(store: Store, entry: TagEntry) -> bool:
+    """Whether what lies there as another library's tag has a manifest of ours: a conversion has put it into an object
+    store in that library's place, or somebody has copied it there. It is opened by it, and is that library's all the
+    same: no retention counts it.
+    """
+    return entry.complete and store.has(f"{entry.directory}/{MANIFEST}")
 
 
 def _may_be_foreign(root: Root, name: str) -> bool:
@@ -182,12 +192,13 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         CheckpointError: It is damaged, or the hints contradict it.
     """
     foreign = find_foreign(store, tag)
-    if foreign is not None:
+    has_manifest = foreign is not None and _has_manifest(store, foreign[1])
+    if foreign is not None and not has_manifest:
         layout, entry = foreign
         _tell_beside(store, tag, [other for other in _layouts if other is not layout])
         return layout.open(store, entry, Hints() if hints is None else hints)
     try:
-        directory = root_of(store).open(tag)
+        directory = store.open(tag) if has_manifest else root_of(store).open(tag)
     except NoCheckpointError as error:
         raise _better(error, store) from None
     try:
@@ -201,7 +212,7 @@ def open_tag(store: Store, tag: str, hints: Hints | None = None) -> TagReader:
         return open_tag(now, tag, hints)
     layout = layout_of(reader.manifest)
     try:
-        if store.file_system is not None:  # else nobody else's files get into its directory
+        if store.file_system is not None or has_manifest:  # else nobody else's files get into its directory
             reader.advice = " ".join(filter(None, (reader.advice, layout.saved_over(store, tag))))
             _tell_beside(store, tag, [other for other in _layouts if other.marks - layout.marks])
         layout.check(reader)
@@ -230,7 +241,7 @@ def as_hugging_face(store: Store, reader: TagReader) -> HuggingFaceModel | None:
 def verify_stored(store: Store, tag: str, workers: int = READERS) -> VerifyReport:
     """Read all of a tag (see `xla_ckpt.verify`)."""
     foreign = find_foreign(store, tag)
-    if foreign is not None:
+    if foreign is not None and not _has_manifest(store, foreign[1]):
         layout, entry = foreign
         return layout.verify(store, entry, workers)
     try:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from xla_ckpt.errors import UnsupportedStateError, naming, storage_errors
 from xla_ckpt.layouts.untrusted import UntrustedObject
 from xla_ckpt.manifest.arrays import ArrayRecord, Arrays
 from xla_ckpt.manifest.records import FileRecord, Head, Manifest, UnknownArray
-from xla_ckpt.storage.base import Directory, Store
+from xla_ckpt.storage.base import ReadDirectory, Store
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.codec import ValueCodec
 from xla_ckpt.tree.flatten import Flat, flatten
 
+R = TypeVar("R", bound=ReadDirectory)
+
 
 @contextmanager
-def directory_to_scan(store: Store, tag: str, opened: Callable[[], Directory]) -> Iterator[Directory]:
+def directory_to_scan(store: Store, tag: str, opened: Callable[[], R]) -> Iterator[R]:
     """A directory that stays open for the reader which is made of it. Errors name the tag, and close the directory.
 
     Raises:

@@ -69,6 +69,37 @@ def digest(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+ROWS_BYTES = 256
+"""Rows of fewer bytes are digested together."""
+
+
+def rows_together(row_bytes: int) -> int:
+    """How many rows of an array have one digest in `rows_digest`: a power of two, as most numbers of ranks are.
+
+    >>> rows_together(2), rows_together(24), rows_together(4096)
+    (128, 16, 1)
+    """
+    return 1 << (-(-ROWS_BYTES // max(row_bytes, 1)) - 1).bit_length()
+
+
+def rows_digest(data: memoryview, row_bytes: int, first: int) -> int:
+    """A digest of some rows of an array, from a row on. That of all rows is the sum of those of parts, modulo 2**64.
+
+    Each part begins, and ends, where `rows_together` does, or at the end of the array.
+
+    >>> data = memoryview(bytes(1024))
+    >>> parts = rows_digest(data[:512], 128, 0), rows_digest(data[512:], 128, 4)
+    >>> sum(parts) % 2**64 == rows_digest(data, 128, 0)
+    True
+    """
+    together = rows_together(row_bytes)
+    step, begin = together * max(row_bytes, 1), first // together
+    parts = (
+        xxhash.xxh3_64_intdigest(data[at : at + step], seed=begin + n) for n, at in enumerate(range(0, len(data), step))
+    )
+    return sum(parts) % (1 << 64)
+
+
 DigestColumn = npt.NDArray[np.uint64]
 """Many digests."""
 

@@ -82,6 +82,23 @@ class ReadBatch:
         """Bytes of all extents: more than are read where they overlap."""
         return int((self.extents.stop - self.extents.start).sum())
 
+    @property
+    def wanted(self) -> tuple[Ints, Ints]:
+        """What its read wants of each extent: offsets in the shard, of the first byte and of one past the last."""
+        plan, extents = self.plan, self.extents
+        first, offset = plan.first[extents.read], plan.offset[extents.read]
+        # A long part comes in several extents: each has the bytes that the part and the extent have in common.
+        low = np.maximum(first, extents.start - offset)
+        return low, np.minimum(first + plan.span[extents.read], extents.stop - offset)
+
+    @property
+    def is_wanted_whole(self) -> bool:
+        """Whether all bytes of the blocks are wanted; only for plans that want none of them twice."""
+        (low, high), read, extents = self.wanted, self.extents.read, self.extents
+        wanted = np.where(self.plan.scatter[read] < 0, high - low, self.plan.moved[read])
+        behind = np.concatenate([extents.start[:1], np.maximum.accumulate(extents.stop)[:-1]])  # of those before
+        return bool(wanted.sum() == np.maximum(extents.stop - np.maximum(extents.start, behind), 0).sum())
+
     def leaf(self, extent: int = 0) -> str:
         """The leaf path of the array that one of the extents belongs to."""
         return self.plan.leaves[int(self.plan.leaf[self.extents.read[extent]])]

@@ -90,3 +90,21 @@ class Hints:
     def knows(self, name: object) -> bool:
         """Whether state of a parameter can be wanted: not if the optimizer is there and does not have it here."""
         return self.groups is None or name in self.arrays
+
+
+def united_groups(stages: Sequence[Sequence[Sequence[str]] | None]) -> list[list[str]] | None:
+    """The groups of an optimizer's parameters over all pipeline stages: group by group, each name once.
+
+    None if a stage does not know its own.
+
+    >>> united_groups([[["a", "tied"], ["b"]], [["tied", "c"]]])
+    [['a', 'tied', 'c'], ['b']]
+    """
+    known = [groups for groups in stages if groups is not None]
+    if len(known) < len(stages):
+        return None
+    merged: list[list[str]] = [[] for _ in range(max(map(len, known), default=0))]
+    for groups in known:
+        for n, names in enumerate(groups):
+            merged[n] += [name for name in names if name not in merged[n]]
+    return merged

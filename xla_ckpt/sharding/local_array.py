@@ -79,6 +79,11 @@ class LocalArray:
     spec: tuple[object, ...] | None = None
     """For people and for `explain`: per tensor dim None or what splits it (see `Sharding.spec`)."""
 
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The regions of the global array that the pieces are, each of them once."""
+        return tuple(dict.fromkeys(piece.box for piece in self.pieces))
+
     def fills(self, shape: Sequence[int]) -> bool:
         """Whether a local tensor of this shape is one piece, and none of it padding: as nearly every tensor is."""
         return len(self.pieces) == 1 and self.pieces[0].local == Box.whole(shape)

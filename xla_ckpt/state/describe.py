@@ -30,6 +30,7 @@ from xla_ckpt.sharding.ranges import Runs, runs
 from xla_ckpt.sharding.rules import Rules, idle, parse_rules
 from xla_ckpt.snapshot.sample import windows
 from xla_ckpt.snapshot.shards import HostShard, LocalShards, Look, MemoryShard
+from xla_ckpt.state.frozen_base import tree_of_base
 from xla_ckpt.state.members import State
 from xla_ckpt.state.mistakes import check_may_be_pickled
 from xla_ckpt.state.shardings import StateShardings
@@ -186,7 +187,8 @@ def describe(
         adapters.append(adapter)
         return adapter.kind
 
-    flat = flatten(state.tree, kind, APART if takes_apart else CODEC)
+    tree = state.tree if state.base is None else {**state.tree, schema.BASE: tree_of_base(state.base, shardings)}
+    flat = flatten(tree, kind, APART if takes_apart else CODEC)
     if placement.mesh.pp == 1 and placement.rank == 0:  # on other stages a rule may be for leaves that are not here
         for message in idle(shardings.rules, flat.arrays):
             logger.warning("%s", message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,14 +22,12 @@ from xla_ckpt.sharding.local_array import LocalArray, whole
 from xla_ckpt.sharding.sections import has_sections
 from xla_ckpt.state.attributes import is_declared
 from xla_ckpt.state.handover import Handover
+from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.shardings import StateShardings
 from xla_ckpt.state.values import CODEC, checked_members
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.flatten import Resolve, Unflattener, flatten
 from xla_ckpt.tree.skeleton import array_paths, children, part_at
-
-MAX_DIFFERENCES = 12
-"""Differences that an error message lists before it only counts."""
 
 
 @lightweight()
@@ -180,27 +178,6 @@ class Stored:
             return None
 
 
-ABSENT = "wanted, but not stored"
-UNWANTED = "stored, but not wanted"
-"""Texts of problems with names."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A difference between what is stored and what the target wants."""
-
-    leaf: str
-    text: str
-    castable: bool = False
-    """Whether `cast` would be enough."""
-
-    stays: bool = False
-    """Whether the program's own is as good, so that a strict load goes on."""
-
-    def __str__(self) -> str:
-        return f"{self.leaf}: {self.text}"
-
-
 @dataclass(slots=True)
 class Loading:
     """A part of a load, checked but not yet begun: what it reads, and what it does with it."""
@@ -308,65 +285,3 @@ def absent_part(stored: Stored, what: str) -> Loading:
     members = ", ".join(children(stored.skeleton) or {}) or "nothing"
     loading.add_problem(what, f"not in the checkpoint, which holds {members}")
     return loading
-
-
-def incompatible(
-    problems: Sequence[Problem], *, fits: bool, optional: bool, ranks: int = 1
-) -> IncompatibleCheckpointError:
-    """One error for all the differences.
-
-    Args:
-        problems: The differences.
-        fits: Whether there is anything that fits.
-        optional: Whether the call can be told to load only that.
-        ranks: Number of ranks of the job.
-    """
-    shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
-    if len(problems) > MAX_DIFFERENCES:
-        shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
-    count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
-    hints = []
-    if any(p.text.startswith("shape") or p.text in (ABSENT, UNWANTED) for p in problems):
-        hints.append("Make the model as it was at the save: xla-ckpt show lists what is stored.")
-    if any(p.text.startswith("shape") for p in problems) and ranks > 1:
-        hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
-    if any(p.castable for p in problems):
-        hints.append("cast=True converts floating-point values to the type that is wanted.")
-    if (named := _renamed(problems)) is not None:
-        hints.append(named)
-    if fits and optional:
-        hints.append("strict=False loads what fits.")
-    nothing = "" if fits or not optional else ", and no array of it fits"
-    return IncompatibleCheckpointError(
-        f"the checkpoint does not fit the target: {count}{nothing}; nothing was changed",
-        hint=" ".join(hints) or None,
-        details="\n".join(shown),
-    )
-
-
-def _renamed(problems: Sequence[Problem]) -> str | None:
-    """What to do where all names that are wanted are those that are stored, but for a prefix; None if they are not.
-
-    >>> _renamed([Problem("model/module.w", ABSENT), Problem("model/w", UNWANTED)])
-    "The names of the target begin with 'module.', which those that are stored lack: load into model.module."
-    """
-    wanted = sorted(p.leaf for p in problems if p.text == ABSENT)
-    stored = sorted(p.leaf for p in problems if p.text == UNWANTED)
-    if not wanted or not stored or len(wanted) != len(stored):
-        return None
-    longer, shorter = (wanted, stored) if len(wanted[0]) > len(stored[0]) else (stored, wanted)
-    member, _, name = shorter[0].partition("/")
-    prefix = longer[0].removeprefix(f"{member}/").removesuffix(name)
-    if not prefix or any(
-        a != f"{member}/{prefix}{b.removeprefix(f'{member}/')}" for a, b in zip(longer, shorter, strict=True)
-    ):
-        return None
-    if longer is wanted:
-        return (
-            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into "
-            f"model.{prefix[:-1]}."
-        )
-    return (
-        f"The names that are stored begin with {prefix!r}, which those of the target lack: a wrapper was saved. Load "
-        f"into a wrapper of the same kind, which has the model as its {prefix[:-1]}."
-    )

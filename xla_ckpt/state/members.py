@@ -6,32 +6,28 @@ into it, and what it knows about the arrays that it wants.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
 from xla_ckpt.arrays import pytree
 from xla_ckpt.arrays.registry import array_kind, is_spec, number_like, target_of_spec
-from xla_ckpt.engine.target import Target, install_all
 from xla_ckpt.errors import IncompatibleCheckpointError
-from xla_ckpt.job.verdict import Round
 from xla_ckpt.keywords import nearest
 from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import mistakes, module, optimizer_load, per_rank, rank_states, several, stateful, zero1
 from xla_ckpt.state import optimizer as optimizers
-from xla_ckpt.state.handover import Handing, changing
+from xla_ckpt.state.frozen_base import adapters_of, split_base
 from xla_ckpt.state.loading import Loading, Stored, absent_part, plan_arrays
+from xla_ckpt.state.loadings import Loadings
 from xla_ckpt.state.program_hints import hints_of, hints_of_tree
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.several import Several, bare_optimizer
 from xla_ckpt.state.shardings import Parameter, StateShardings
 from xla_ckpt.state.values import CODEC
 from xla_ckpt.state.wrappers import NamesOnly, unwrapped_model
-from xla_ckpt.storage.undisturbed import Undisturbed
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree import schema
 from xla_ckpt.tree.skeleton import Make, Weave, children, leaves_below, part_at
@@ -64,66 +60,11 @@ class State:
     zero1: tuple[str, ...] | None = None
     """Mesh axes over which a ZeRO-1 optimizer deals rows out; None for any other optimizer."""
 
+    base: Mapping[str, Any] | None = None
+    """The parameters that are left out, by name; None if nothing is."""
+
     experts: frozenset[str] | None = None
     """Names of the parameters that its part for experts has; None if it has no such part."""
-
-
-@dataclass(frozen=True)
-class Loadings:
-    """All parts of a load, checked but not yet begun."""
-
-    parts: list[Loading]
-    result: Make
-    """The value that the load returns, from the restored arrays by leaf path."""
-
-    @functools.cached_property
-    def targets(self) -> dict[str, Target]:
-        """Leaf path -> where the array goes."""
-        return {path: target for part in self.parts for path, target in part.targets.items()}
-
-    handed: dict[str, Any] = field(default_factory=dict, init=False)
-    """The arrays that code of the program has taken, by leaf path."""
-
-    @property
-    def alone(self) -> frozenset[str]:
-        """Leaf paths of arrays that code of the program takes before anything else is changed."""
-        return frozenset(path for part in self.parts for path in part.handed_paths)
-
-    @contextlib.contextmanager
-    def handing_over(self, exchange: Round) -> Iterator[Callable[[], None]]:
-        """Around the reading and the installation. Gives what hands over to code of the program what that takes.
-
-        It is called when the arrays `alone` are filled, and the memory that the program uses is not yet overwritten. If
-        that or anything after it fails, the members get back what they had. From its end on all is overwritten and
-        installed before a signal handler of the program runs, which may raise: a half-loaded model looks like a good
-        one.
-        """
-        handing = Handing([part.handover for part in self.parts if part.handover is not None])
-
-        def install() -> Mapping[str, Any]:
-            alone = self.alone
-            self.handed.update(install_all({p: t for p, t in self.targets.items() if p in alone}))
-            return self.handed
-
-        with Undisturbed() as calm, handing.put_back_on_failure():
-
-            def hand_over() -> None:
-                handing.run(install, exchange)
-                calm.begin()
-
-            yield hand_over
-
-    def install(self) -> Any:
-        """Put everything in place, now that the memory of all targets is filled; returns the load's value.
-
-        Raises:
-            LoadError: That fails, which leaves a part of the objects changed.
-        """
-        with changing():
-            arrays = self.handed | install_all({p: t for p, t in self.targets.items() if p not in self.handed})
-            for part in self.parts:
-                part.finish(arrays)
-            return self.result(arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +76,8 @@ class Objects:
     scheduler: Any = None
     user_content: Any = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    adapters_alone: bool = False
+    """Whether a save leaves out what is not trained of the model."""
 
     def __post_init__(self) -> None:
         mistakes.check_extras(self.extras)
@@ -146,6 +89,7 @@ class Objects:
         """
         usual = {schema.MODEL: self.model, schema.OPTIMIZER: self.optimizer, schema.SCHEDULER: self.scheduler}
         names = [name for name, value in usual.items() if value is not None]
+        names += ["adapters alone"] if self.adapters_alone else []
         return ", ".join([*names, *map(schema.in_extras, sorted(map(str, self.extras)))])
 
     def state(self, placement: Placement) -> State:
@@ -164,7 +108,10 @@ class Objects:
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
-        by_name, axes, experts = False, None, None
+        by_name, axes, experts, base = False, None, None, None
+        if self.adapters_alone:
+            model, base = adapters_of(model, placement)
+            alone.append(schema.of_rank(schema.BASE, rank))
         if model is not None and not isinstance(model, NamesOnly):
             tree[schema.MODEL] = module.tree_of(model)
             buffers = frozenset(map(schema.weight, module.buffer_names(model)))
@@ -210,6 +157,7 @@ class Objects:
             by_name=by_name,
             zero1=axes,
             experts=experts,
+            base=base,
         )
 
     def hints(self, shardings: StateShardings) -> Hints:
@@ -234,6 +182,7 @@ class Objects:
         model = unwrapped_model(self.model, loading=True, stored={paths.unescape(n) for n in names or ()})
         optimizer = bare_optimizer(self.optimizer, stored.at(schema.OPTIMIZER))
         mistakes.check_members(model, optimizer, loading=True)
+        model, base = split_base(stored, model)
         stored = replace(stored, shardings=stored.shardings.of_model(model))
         parts = []
         for path, load in self._members(model, optimizer, stored.shardings.placement):
@@ -241,16 +190,16 @@ class Objects:
             parts += [absent_part(stored, path)] if part is None else load(part)
         content = stored.at(schema.USER_CONTENT)
         if content is None:
-            return Loadings(parts, lambda arrays: None)
+            return Loadings(parts, lambda arrays: None, base)
         fresh = Loading()
         try:
             content.build()  # an object that may not be loaded is found out before anything is changed
         except IncompatibleCheckpointError as error:
             # A class of the program that saved is missing here. Weights can be loaded without it, if the load is told.
             fresh.add_problem(error.leaf or content.prefix, f"{error.problem}. {error.hint or ''}".rstrip())
-            return Loadings([*parts, fresh], lambda arrays: None)
+            return Loadings([*parts, fresh], lambda arrays: None, base)
         plan_arrays(content, fresh, {})
-        return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]))
+        return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]), base)
 
     def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, _Load]]:
         """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""

@@ -13,17 +13,8 @@ from xla_ckpt.arrays.torch_host import PLAIN, attributes_of
 from xla_ckpt.errors import LoadError
 from xla_ckpt.state import rank_numbers
 from xla_ckpt.state.handover import Handover, PutBack, copied
-from xla_ckpt.state.loading import (
-    ABSENT,
-    UNWANTED,
-    ArrayAt,
-    Loading,
-    Problem,
-    Stored,
-    arrays_of,
-    plan_arrays,
-    plan_freely,
-)
+from xla_ckpt.state.loading import ArrayAt, Loading, Stored, arrays_of, plan_arrays, plan_freely
+from xla_ckpt.state.problems import ABSENT, UNWANTED, Problem
 from xla_ckpt.state.wrappers import ModelView
 from xla_ckpt.tree import path as paths
 from xla_ckpt.tree.nested import leaves
@@ -77,13 +68,6 @@ def parameter_names(model: Any) -> dict[Any, str]:
 def buffer_names(model: Any) -> list[str]:
     """Names of the buffers of a module: state that is not trained, and may differ between data-parallel ranks."""
     return [n for n, _ in model.named_buffers(remove_duplicate=False)] if isinstance(model, torch.nn.Module) else []
-
-
-def fixed_names(model: Any) -> list[str]:
-    """Names of the parameters of a module that are not trained."""
-    if not isinstance(model, torch.nn.Module):
-        return []
-    return [n for n, value in model.named_parameters(remove_duplicate=False) if not value.requires_grad]
 
 
 def parameter_name(parameter: Any, names: Mapping[Any, str]) -> str | None:

@@ -22,7 +22,7 @@ from xla_ckpt.engine.target import Target
 from xla_ckpt.manifest.arrays import ArrayRecord
 from xla_ckpt.state import rank_states, zero1
 from xla_ckpt.state.handover import Handover, kept_state
-from xla_ckpt.state.loading import Loading, Problem, Stored, arrays_of, plan_arrays
+from xla_ckpt.state.loading import Loading, Stored, arrays_of, plan_arrays
 from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.optimizer import (
     Names,
@@ -33,6 +33,7 @@ from xla_ckpt.state.optimizer import (
     parameters_of,
 )
 from xla_ckpt.state.optimizer_state import StateTargets
+from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.ties import stored_names, with_other_names
 from xla_ckpt.tree import schema

@@ -9,7 +9,8 @@ import torch
 
 from xla_ckpt.plan.rank_numbers import axes_of_numbers, has_numbers, same_numbers
 from xla_ckpt.sharding.mesh import Mesh
-from xla_ckpt.state.loading import Problem, Stored
+from xla_ckpt.state.loading import Stored
+from xla_ckpt.state.problems import Problem
 from xla_ckpt.tree import path as paths
 
 _STAYS = "it says something of each rank of a job, and the ranks that saved were arranged otherwise: it stays as it is"

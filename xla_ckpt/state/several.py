@@ -15,7 +15,8 @@ from xla_ckpt.errors import UsageError
 from xla_ckpt.sharding.placement import Placement
 from xla_ckpt.state import optimizer as optimizers
 from xla_ckpt.state import optimizer_load, zero1
-from xla_ckpt.state.loading import Loading, Problem, Stored
+from xla_ckpt.state.loading import Loading, Stored
+from xla_ckpt.state.problems import Problem
 from xla_ckpt.state.registered import schema_of
 from xla_ckpt.state.shardings import Parameter
 from xla_ckpt.state.ties import stored_names, with_other_names

@@ -62,16 +62,38 @@ class Source(Protocol):
         """Release the file."""
 
 
-class Directory(Protocol):
-    """A directory of files, named by relative paths with ``/``. It stays the same one if it is renamed."""
+class ReadDirectory(Protocol):
+    """Files that are read, named by relative paths with ``/``: those of a directory, or what is made of them."""
 
     @property
     def name(self) -> str:
-        """Its name in the store when it was opened."""
+        """The name of the directory in the store when it was opened."""
 
     @property
     def costs(self) -> Costs:
         """What reading costs there."""
+
+    def open(self, path: str, size: int | None = None) -> Source:
+        """Open a file for reading. FileNotFoundError if there is none.
+
+        Args:
+            path: Which file.
+            size: How many bytes it should have. An object store does not ask, then, and finds out at the first read
+                that there is no such file, or that it ends before.
+        """
+
+    def files(self) -> list[str]:
+        """Paths of all files, sorted."""
+
+    def is_at(self, name: str) -> bool:
+        """Whether the directory has this name now, in the place where it was opened: its own, unless it was moved."""
+
+    def close(self) -> None:
+        """Release the directory, and the lock that it was opened with."""
+
+
+class Directory(ReadDirectory, Protocol):
+    """A directory of files. It stays the same one if it is renamed."""
 
     @property
     def streaming(self) -> Streaming | None:
@@ -86,16 +108,7 @@ class Directory(Protocol):
         A store that has no directories of its own, only names of files, has nothing to do.
         """
 
-    def open(self, path: str, size: int | None = None) -> Source:
-        """Open a file for reading. FileNotFoundError if there is none.
-
-        Args:
-            path: Which file.
-            size: How many bytes it should have. An object store does not ask, then, and finds out at the first read
-                that there is no such file, or that it ends before.
-        """
-
-    def link(self, source: Directory, path: str, name: str) -> None:
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
         """Have a finished file of another directory of the store here, too, under a name that no file has yet.
 
         Its bytes are not sent, and where the storage can they are not copied either. Each of the two stays if the other
@@ -105,20 +118,11 @@ class Directory(Protocol):
             OSError: The storage cannot do that, or refused.
         """
 
-    def files(self) -> list[str]:
-        """Paths of all files below, sorted."""
-
     def sync(self) -> None:
         """Make the names of all files and directories that were made through this object durable."""
 
     def free(self) -> int | None:
         """Bytes that this process may still write there; None where nobody can say."""
-
-    def is_at(self, name: str) -> bool:
-        """Whether it has this name now, in the place where it was opened: its own, unless it was moved."""
-
-    def close(self) -> None:
-        """Release the directory, and the lock that it was opened with."""
 
 
 class Streaming(Directory, Protocol):
@@ -306,7 +310,7 @@ class ObjectStore(Store, Protocol):
         """
 
 
-def read_whole(directory: Directory, path: str, *, limit: int | None = None, what: str = "the file") -> bytes:
+def read_whole(directory: ReadDirectory, path: str, *, limit: int | None = None, what: str = "the file") -> bytes:
     """All bytes of a small file.
 
     Args:
@@ -331,7 +335,7 @@ def read_whole(directory: Directory, path: str, *, limit: int | None = None, wha
         source.close()
 
 
-def size_of(directory: Directory, path: str) -> int:
+def size_of(directory: ReadDirectory, path: str) -> int:
     """Bytes in a file.
 
     Raises:

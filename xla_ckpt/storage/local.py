@@ -15,7 +15,7 @@ import shutil
 import time
 
 from xla_ckpt.plan.costs import DISK
-from xla_ckpt.storage.base import Directory, Identity
+from xla_ckpt.storage.base import Directory, Identity, ReadDirectory
 from xla_ckpt.storage.local_file import LocalSink, LocalSource, open_regular
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class LocalDirectory:
         os.rename(path, path, src_dir_fd=other.fd, dst_dir_fd=self._fd)
         self._touched.update(parents)
 
-    def link(self, source: Directory, path: str, name: str) -> None:
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
         assert isinstance(source, LocalDirectory), "both are directories of one store"
         parents = self._make(name.split("/")[:-1])
         os.link(path, name, src_dir_fd=source.fd, dst_dir_fd=self._fd, follow_symlinks=False)

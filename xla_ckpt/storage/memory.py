@@ -16,7 +16,8 @@ from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
 from xla_ckpt.plan.costs import DISK
-from xla_ckpt.storage.base import Changed, Directory
+from xla_ckpt.storage.addresses import Addresses
+from xla_ckpt.storage.base import Changed, ReadDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class MemoryDirectory:
         except KeyError:
             raise _error(errno.ENOENT, path) from None
 
-    def link(self, source: Directory, path: str, name: str) -> None:
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
         assert isinstance(source, MemoryDirectory), "both are directories of one store"
         try:
             self.objects.put(self._full(name), source.objects[source._full(path)], None)
@@ -219,7 +220,7 @@ class MemoryDirectory:
         self._open = False
 
 
-class MemoryStore:
+class MemoryStore(Addresses):
     """A root in memory.
 
     Args:
@@ -230,10 +231,8 @@ class MemoryStore:
     file_system = None
 
     def __init__(self, path: str = "memory://store", objects: MemoryFiles | None = None) -> None:
-        self.path = path
+        super().__init__(path, path.partition("://")[2])
         self._objects = MemoryFiles() if objects is None else objects
-        root = path.partition("://")[2]
-        self._prefix = f"{root}/" if root else ""
 
     def __repr__(self) -> str:
         return f"MemoryStore({self.path!r})"
@@ -247,40 +246,30 @@ class MemoryStore:
         """Itself: no question costs anything."""
         return self
 
-    def address(self, name: str) -> str:
-        return f"{self.path}/{name}"
-
-    def _full(self, path: str) -> str:
-        return f"{self._prefix}{path}" if path else self._prefix[:-1]
-
-    def _below(self, path: str) -> str:
-        full = self._full(path)
-        return f"{full}/" if full else ""
-
     def prepare(self) -> None:
         """Nothing: it is there when a file is, and can be written."""
 
     def names(self, path: str = "") -> list[str]:
-        prefix = self._below(path)
+        prefix = self.below(path)
         names = self._objects.below(prefix)
         if not path and not names and self.has(""):
             raise _error(errno.ENOTDIR, self.path)
         return sorted({name[len(prefix) :].partition("/")[0] for name in names})
 
     def has(self, path: str) -> bool:
-        return self._full(path) in self._objects or self.is_directory(path)
+        return self.key(path) in self._objects or self.is_directory(path)
 
     def is_directory(self, path: str) -> bool:
-        return bool(self._objects.below(self._below(path)))
+        return bool(self._objects.below(self.below(path)))
 
     def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
         try:
-            return self._objects[self._full(path)][:nbytes]
+            return self._objects[self.key(path)][:nbytes]
         except KeyError:
             raise _error(errno.ENOENT, path) from None
 
     def modified(self, path: str) -> int | None:
-        names = [self._full(path), *self._objects.below(self._below(path))]
+        names = [self.key(path), *self._objects.below(self.below(path))]
         files = [file for name in names if (file := self._objects.file(name)) is not None]
         return max((file.modified for file in files), default=None)
 
@@ -290,18 +279,18 @@ class MemoryStore:
         return self.fill(name)
 
     def fill(self, name: str) -> MemoryDirectory:
-        return MemoryDirectory(name, self._objects, self._below(name))
+        return MemoryDirectory(name, self._objects, self.below(name))
 
     def check_conditions(self) -> None:
         """Nothing: they are."""
 
     def remove(self, name: str) -> None:
-        for full in (self._full(name), *self._objects.below(self._below(name))):
+        for full in (self.key(name), *self._objects.below(self.below(name))):
             self._objects.discard(full)
 
     def read_record(self, name: str) -> tuple[bytes, str] | None:
-        file = self._objects.file(self._full(name))
+        file = self._objects.file(self.key(name))
         return None if file is None else (file.data, file.version)
 
     def write_record(self, name: str, data: bytes, version: str | None) -> str:
-        return self._objects.put(self._full(name), data, version)
+        return self._objects.put(self.key(name), data, version)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xla_ckpt.plan.costs import Costs
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.addresses import Addresses
+from xla_ckpt.storage.base import ReadDirectory
 from xla_ckpt.storage.remote_client import Client, client_of
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class RemoteDirectory:
             source.look()
         return source
 
-    def link(self, source: Directory, path: str, name: str) -> None:
+    def link(self, source: ReadDirectory, path: str, name: str) -> None:
         assert isinstance(source, RemoteDirectory), "both are directories of one store"
         self._client.copy(source._key(path), self._key(name))
 
@@ -218,7 +219,7 @@ def part_bytes(size: int) -> int:
     return max(PART_BYTES, -(-size // (MAX_PARTS * MIB)) * MIB)
 
 
-class RemoteStore:
+class RemoteStore(Addresses):
     """A root in a bucket.
 
     Args:
@@ -231,13 +232,12 @@ class RemoteStore:
     file_system = None
 
     def __init__(self, path: str) -> None:
-        self.path = path
+        scheme, _, location = path.partition("://")
+        bucket, _, key = location.partition("/")
+        super().__init__(path, key)
         self._seen: dict[str, Any] | None = None
         """What was read of records and of the names in the root, by its name; None where nothing is kept."""
-        scheme, _, location = path.partition("://")
-        bucket, _, prefix = location.partition("/")
         self._client = client_of(scheme, bucket)
-        self._prefix = f"{prefix}/" if prefix else ""
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.path!r})"
@@ -260,16 +260,6 @@ class RemoteStore:
             self._seen[name] = read()
         return self._seen[name]
 
-    def address(self, name: str) -> str:
-        return f"{self.path}/{name}"
-
-    def _key(self, path: str) -> str:
-        return f"{self._prefix}{path}" if path else self._prefix[:-1]
-
-    def _below(self, path: str) -> str:
-        key = self._key(path)
-        return f"{key}/" if key else ""
-
     def prepare(self) -> None:
         """Nothing: the first save finds out, on its own thread, what the store does (see `check_conditions`)."""
 
@@ -280,16 +270,16 @@ class RemoteStore:
             UsageError: It does not: two jobs would overwrite what the other one has committed.
             OSError: It refused.
         """
-        self._client.check_conditions(self._prefix)
+        self._client.check_conditions(self.below(""))
 
     def names(self, path: str = "") -> list[str]:
         if path:
-            return self._client.names_below(self._below(path))
-        names: list[str] = self._once("", lambda: self._client.names_below(self._below("")))
+            return self._client.names_below(self.below(path))
+        names: list[str] = self._once("", lambda: self._client.names_below(self.below("")))
         return list(names)
 
     def has(self, path: str) -> bool:
-        return self._exists(self._key(path)) or self.is_directory(path)
+        return self._exists(self.key(path)) or self.is_directory(path)
 
     def _exists(self, key: str) -> bool:
         if not key:
@@ -301,16 +291,16 @@ class RemoteStore:
         return True
 
     def is_directory(self, path: str) -> bool:
-        return self._client.is_any_below(self._below(path))
+        return self._client.is_any_below(self.below(path))
 
     def start_of(self, path: str, nbytes: int, *, links: bool = True) -> bytes:
-        return bytes(self._client.read(self._key(path), 0, nbytes, None)[0])
+        return bytes(self._client.read(self.key(path), 0, nbytes, None)[0])
 
     def modified(self, path: str) -> int | None:
         try:
-            metas: Sequence[ObjectMeta] = [self._client.head(self._key(path))]
+            metas: Sequence[ObjectMeta] = [self._client.head(self.key(path))]
         except FileNotFoundError:
-            metas = list(self._client.metas_below(self._below(path)))
+            metas = list(self._client.metas_below(self.below(path)))
         return max((int(meta["last_modified"].timestamp() * 1e9) for meta in metas), default=None)
 
     def open(self, name: str, *, lock: bool = True, links: bool = False) -> RemoteDirectory:
@@ -319,11 +309,11 @@ class RemoteStore:
         return self.fill(name)
 
     def fill(self, name: str) -> RemoteDirectory:
-        return RemoteDirectory(self._client, self._below(name), name)
+        return RemoteDirectory(self._client, self.below(name), name)
 
     def remove(self, name: str) -> None:
         # A store without a request for many files ends at the first that is not there: only such names are told as are.
-        keys = self._client.below(self._below(name)) or [self._key(name)]
+        keys = self._client.below(self.below(name)) or [self.key(name)]
         for at in range(0, len(keys), DELETED_AT_ONCE):
             self._client.delete(keys[at : at + DELETED_AT_ONCE])
 
@@ -333,7 +323,7 @@ class RemoteStore:
 
     def _record(self, name: str) -> tuple[bytes, str] | None:
         try:
-            data, version = self._client.read_version(self._key(name))
+            data, version = self._client.read_version(self.key(name))
         except FileNotFoundError:
             return None
         return data, json.dumps(version)
@@ -342,6 +332,4 @@ class RemoteStore:
         # S3 calls equal bytes an equal version, so every record has something in it that no other one has.
         if self._seen is not None:
             self._seen.clear()  # it is another one then, or was before
-        return json.dumps(
-            self._client.write_if(self._key(name), data, None if version is None else json.loads(version))
-        )
+        return json.dumps(self._client.write_if(self.key(name), data, None if version is None else json.loads(version)))

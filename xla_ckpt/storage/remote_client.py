@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Changed
-from xla_ckpt.storage.remote_errors import NO_STORE, os_error
+from xla_ckpt.storage.remote_errors import NO_STORE, os_error, said_by
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta, PutResult
@@ -67,7 +67,8 @@ def _asked(method: Callable[Concatenate[Client, P], T]) -> Callable[Concatenate[
         try:
             return method(client, *args, **kwargs)
         except (exceptions.BaseError, FileNotFoundError) as error:
-            raise os_error(error, args[0] if isinstance(args[0], str) else args[0][0]) from error  # type: ignore[index]
+            cause = type(error)(said_by(error))  # whoever reads the traceback sees it
+            raise os_error(cause, args[0] if isinstance(args[0], str) else args[0][0]) from cause  # type: ignore[index]
 
     return ask
 

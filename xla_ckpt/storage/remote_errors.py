@@ -56,9 +56,7 @@ def os_error(error: BaseException, key: str) -> OSError:
     >>> os_error(FileNotFoundError("Object at location a not found"), "a")
     FileNotFoundError(2, 'there is no such file')
     """
-    text = str(error)
-    # Behind its first lines obstore's error repeats them in another form, with the bodies of answers escaped.
-    text = text.partition("Debug source:")[0]
+    text = said_by(error)
     code = next((one or other for one, other in _CODE.findall(text)), "")
     method, url = next(iter(_REQUEST.findall(text)), ("", ""))
     status = next(iter(_STATUS.findall(text)), "")
@@ -77,6 +75,11 @@ def os_error(error: BaseException, key: str) -> OSError:
     detail = " ".join(part for part in (status, code) if part)
     kind: type[OSError] = PermissionError if number == errno.EACCES else OSError
     return kind(number, f"{words} ({detail})" if detail and detail not in words else words, key)
+
+
+def said_by(error: BaseException) -> str:
+    """What an error of obstore says. Behind its first lines it repeats them in another form, with bodies escaped."""
+    return str(error).partition("Debug source:")[0].rstrip()
 
 
 def _by_signs(text: str, method: str, url: str, code: str) -> tuple[int, str]:

@@ -102,14 +102,8 @@ class Attempt:
             return ledger
         if fate == "given up":
             raise error
-        raise UnknownOutcomeError(
-            "the storage did not answer whether it has committed this tag",
-            path=self.record.path,
-            tag=self.tag,
-            found=error,
-            hint="Look with xla-ckpt ls when it answers again: the new tag is there, whole, or what was there before. "
-            "The next save there cleans up.",
-        ) from cause
+        after = "the new tag is there, whole, or what was there before. The next save there cleans up"
+        raise unknown_outcome(self.record.path, self.tag, "committed", error, after) from cause
 
     def _carry_over(self) -> None:
         """Have the files that were not made anew in this directory, too."""
@@ -138,6 +132,17 @@ class Attempt:
         self.is_open = False
         WRITING.discard(self.directory.name)
         self.directory.close()
+
+
+def unknown_outcome(path: str, tag: str, done: str, error: Unanswered, after: str) -> UnknownOutcomeError:
+    """The error for a change of the ledger that was not answered: what it does to a tag, and what is there `after`."""
+    return UnknownOutcomeError(
+        f"the storage did not answer whether it has {done} this tag",
+        path=path,
+        tag=tag,
+        found=error,
+        hint=f"Look with xla-ckpt ls when it answers again: {after}.",
+    )
 
 
 def taken_over(path: str, ledger: Ledger) -> RootInUseError:

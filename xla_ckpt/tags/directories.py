@@ -38,7 +38,7 @@ from xla_ckpt.tags.missing import no_such_tag
 from xla_ckpt.tags.names import NEW_PREFIX, OLD_PREFIX
 from xla_ckpt.tags.orbax_commit import COMMITTER
 from xla_ckpt.tags.placing import check_not_overtaken, place
-from xla_ckpt.tags.root import Cleaned, Kind, Transaction
+from xla_ckpt.tags.root import Cleaned, Kind, Transaction, go_on
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +201,9 @@ class DirectoryRoot:
             expected="a root in an object store",
         )
 
-    def hold(self, within: float) -> None:
+    def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
         self.store.prepare()
-        LEASES.hold(LeaseDirectory(self.store), within)
+        LEASES.hold(LeaseDirectory(self.store), within, check)
 
     def expect(self) -> None:
         COMMITTER.start()

@@ -11,6 +11,7 @@ import datetime
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from xla_ckpt.errors import RootInUseError, UsageError
@@ -97,12 +98,13 @@ class Leases:
 
         self._watched: dict[str, _Watch] = {}
 
-    def hold(self, place: LeasePlace, within: float) -> str | None:
+    def hold(self, place: LeasePlace, within: float, check: Callable[[], object]) -> str | None:
         """Have the lease of a root. Waits until it is clear whether another process has it.
 
         Args:
             place: Where it lies. The root exists.
             within: Seconds to wait at most.
+            check: Is called while this waits, and raises to end the wait.
 
         Returns:
             The token of the process whose lease it is, this one or one of its kin; None if it saves without a lease.
@@ -146,6 +148,7 @@ class Leases:
             if not warned:
                 warned = True
                 logger.warning("%s: waiting to see whether its last owner still runs: %s", path, sight.owner)
+            check()
             time.sleep(LOOK)
 
     def check(self, path: str, sequence: int) -> None:
@@ -259,16 +262,16 @@ class Leases:
         taker = self._lost.get(path)
         if taker is not None:
             return RootInUseError(
-                "another process has taken over the lease of this directory: nothing is saved there any more",
+                "another process has taken over the lease of this root: nothing is saved there any more",
                 path=path,
                 found=taker,
                 hint="It was stopped or silent for long, or had to yield. Start it again to go on from the newest tag.",
             )
         return RootInUseError(
-            "another process saves to this directory",
+            "another process saves to this root",
             path=path,
             found=str(owner or "a lease that cannot be read"),
-            hint="Save to another directory, or end that process. With "
+            hint="Save to another root, or end that process. With "
             f"{LEASE_VARIABLE}=take in its environment, this job saves there, and that one no more; with "
             f"{LEASE_VARIABLE}=off for both, two share it, under different tags.",
         )

@@ -13,15 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from xla_ckpt.errors import RootInUseError, StorageError, UsageError, storage_errors
+from xla_ckpt.errors import RootInUseError, StorageError, storage_errors
 from xla_ckpt.storage.base import Directory, ObjectStore, Store, read_whole
 from xla_ckpt.storage.this_process import this_process
 from xla_ckpt.tags import ledger_rules as rules
-from xla_ckpt.tags.attempt import WRITING, Attempt, taken_over
+from xla_ckpt.tags.attempt import WRITING, Attempt, taken_over, unknown_outcome
 from xla_ckpt.tags.deleting import busy
 from xla_ckpt.tags.entry import REPORT, TagEntry
 from xla_ckpt.tags.lease import LEASES
@@ -34,12 +33,12 @@ from xla_ckpt.tags.ledger_cleaning import (
     complete_among,
     parsed_or_empty,
 )
-from xla_ckpt.tags.ledger_record import LedgerRecord
+from xla_ckpt.tags.ledger_record import LedgerRecord, Unanswered
 from xla_ckpt.tags.ledger_rules import LAG, Ledger, attempt_name
 from xla_ckpt.tags.missing import check_is_no_tag, no_such_tag
 from xla_ckpt.tags.names import LEDGER, NEW_PREFIX, check_tag
 from xla_ckpt.tags.placed import Placed
-from xla_ckpt.tags.root import Cleaned, Draft, Kind
+from xla_ckpt.tags.root import Cleaned, Draft, Kind, go_on
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +184,14 @@ class LedgerRoot:
             return rules.pinned(ledger, tag, pinned)
 
         with storage_errors("pinning a tag", path=self.path, tag=tag):
-            self._record.edit(change)
+            self._edit(change, tag, "pinned" if pinned else "unpinned")
         return True
+
+    def _edit(self, change: Callable[[Ledger], Ledger], tag: str, done: str) -> None:
+        try:
+            self._record.edit(change)
+        except Unanswered as error:
+            raise unknown_outcome(self.path, tag, done, error, "it is as it was before, or so") from error
 
     def retire(self, tag: str) -> None:
         def change(ledger: Ledger) -> Ledger:
@@ -194,7 +199,7 @@ class LedgerRoot:
                 raise FileNotFoundError(f"there is no tag {tag}")
             return rules.retired(ledger, [tag])
 
-        self._record.edit(change)
+        self._edit(change, tag, "deleted")
 
     def is_read(self, tag: str) -> bool:
         """False: nobody can tell, and who reads it has time (`LAG`)."""
@@ -249,12 +254,11 @@ class LedgerRoot:
         after = self._record.edit(change, parsed_or_empty)
         return [entry.tag for entry in _listed(after) if entry.tag not in before]
 
-    def hold(self, within: float) -> None:
-        job, self._epoch = self._lease(within), None
+    def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
+        job, self._epoch = self._lease(within, check), None
         if job is not None:
             ledger = self.take(job)
             if ledger.sequence == 0:
-                self._check_is_no_tag()
                 check_not_lost(self.store, self.read)
             LEASES.note(self.path, "", ledger.sequence)
 
@@ -266,19 +270,26 @@ class LedgerRoot:
         """
         try:
             check_is_no_tag(self.path, _ledger_root)
-        except UsageError:
-            self.store.remove(LEDGER)  # nothing was committed there
-            raise
         except StorageError as error:
             logger.debug("%s: what is above it cannot be read: %s", self.path, error)  # as who may use this path alone
 
-    def _lease(self, within: float) -> str | None:
+    def _lease(self, within: float, check: Callable[[], object] = go_on) -> str | None:
         self.store.check_conditions()
-        return LEASES.hold(LeaseRecord(self.store, lambda: self.read().owner), within)
+        return LEASES.hold(LeaseRecord(self.store, lambda: self.read().owner), within, check)
 
     def take(self, job: str) -> Ledger:
-        """Have all commits refused that a job has begun which had the root before this one."""
-        ledger = self._record.edit(partial(rules.taken, job=job))
+        """Have all commits refused that a job has begun which had the root before this one.
+
+        Raises:
+            UsageError: It is no root, but a tag.
+        """
+
+        def change(ledger: Ledger) -> Ledger:
+            if ledger.sequence == 0:  # before anything is written: else it would be a root from then on
+                self._check_is_no_tag()
+            return rules.taken(ledger, job)
+
+        ledger = self._record.edit(change)
         self._epoch = ledger.epoch
         return ledger
 

@@ -110,11 +110,11 @@ def names_in(store: Store) -> list[str]:
     try:
         return store.names()
     except NotADirectoryError as error:
-        problem = StorageError.of(error, "listing the checkpoint directory", path=store.path)
+        problem = StorageError.of(error, "listing the tags", path=store.path)
         problem.hint = "It is a file, and none that torch.save wrote: pass the root directory of the checkpoints."
         raise problem from error
     except OSError as error:
-        raise StorageError.of(error, "listing the checkpoint directory", path=store.path) from error
+        raise StorageError.of(error, "listing the tags", path=store.path) from error
 
 
 def _entry(store: Store, name: str, tag: str) -> TagEntry | None:

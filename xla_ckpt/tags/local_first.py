@@ -11,6 +11,7 @@ from xla_ckpt.tags.cleaning import retire_older
 from xla_ckpt.tags.directories import DirectoryRoot
 from xla_ckpt.tags.entry import UPLOAD, TagEntry
 from xla_ckpt.tags.ledger import LedgerRoot
+from xla_ckpt.tags.root import go_on
 from xla_ckpt.tags.upload_rules import Journal, address_in, parse_journal
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,8 @@ class LocalFirst(DirectoryRoot):
         self._committed = committed
         self._above: int | None = None
 
-    def hold(self, within: float) -> None:
-        super().hold(within)
+    def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
+        super().hold(within, check)
         if self._above is None:
             self._check_is_its_directory()
         if self._above is None:  # asked once: while the store is away, saves must not wait for it

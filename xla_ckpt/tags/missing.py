@@ -27,7 +27,7 @@ def check_is_no_tag(path: str, root_of: Callable[[Store], Root]) -> None:
         return  # nothing is above it
     if root_of(store).is_ours(name):
         raise UsageError(
-            "this is the directory of a tag, and no root directory",
+            "this is a tag, and no root of tags",
             path=path,
             hint=f"Pass {store.path}, and the name of the new tag.",
         )
@@ -51,7 +51,7 @@ def _what_is_there(root: Root, tags: Sequence[str]) -> str:
     """What a root directory holds in place of the tag that was looked for: other tags, or what else lies there."""
     store = root.store
     if not store.is_directory(""):
-        return "It is a file." if store.has("") else "The directory does not exist."
+        return "It is a file." if store.has("") else "Nothing lies there."
     if tags:
         return f"Tags there, oldest first: {', '.join(tags[-10:])}. Where a tag may be left out, the newest is taken."
     if below := roots_below(root):

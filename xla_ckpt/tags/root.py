@@ -8,7 +8,7 @@ A `Transaction` is how anything is written there: it appears whole, under its na
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -18,6 +18,10 @@ from xla_ckpt.tags.entry import TagEntry
 
 WITHIN = 1800.0
 """Seconds that a commit may take, by default."""
+
+
+def go_on() -> None:
+    """The `check` of who waits as long as it takes."""
 
 
 class Kind(enum.Enum):
@@ -218,11 +222,12 @@ class Root(Protocol):
             OSError: The storage refused.
         """
 
-    def hold(self, within: float) -> None:
+    def hold(self, within: float, check: Callable[[], object] = go_on) -> None:
         """Be the one who saves here, from now on. Waits until it is clear whether another process does.
 
         Args:
             within: Seconds to wait at most.
+            check: Is called while this waits, and raises to end the wait.
 
         Raises:
             RootInUseError: Another process saves there, or nobody can tell in that time whether it still runs.

@@ -13,6 +13,8 @@
     extras/<name>                            {per_rank, ranks}, where each rank has a state of its own
     extras/<name>/ranks/<rank>
     user_content
+    base                                     {per_rank, ranks}: what each rank says of the parameters that are left out
+    base/ranks/<rank>
 
 Everything else is a tree of the caller's own (`xla_ckpt.save`), or state of an optimizer of another structure.
 """
@@ -34,13 +36,16 @@ SCHEDULER = "scheduler"
 EXTRAS = "extras"
 USER_CONTENT = "user_content"
 
+BASE = "base"
+"""What a tag that has adapters alone says of the rest of the model."""
+
 LORA_CONFIG = "lora_config"
 """What neuronx-distributed calls the configuration of adapters in the state of a model."""
 
 ADAPTER = "lora_"
 """What the names of adapters' weights contain, and no other names."""
 
-MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT)
+MEMBERS = (MODEL, OPTIMIZER, SCHEDULER, EXTRAS, USER_CONTENT, BASE)
 """Members of the tree of a training state."""
 
 STAGED = frozenset({paths.ROOT, MODEL, OPTIMIZER})

@@ -20,7 +20,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.local_array import Piece
 from xla_ckpt.sharding.ranges import runs
-from xla_ckpt.storage.base import Directory
+from xla_ckpt.storage.base import ReadDirectory
 from xla_ckpt.tree.nested import Keys, replaced_leaves
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RankFiles:
         below: Where in it the files of the ranks lie (see `RankTag.below`).
     """
 
-    def __init__(self, directory: Directory, below: str = "") -> None:
+    def __init__(self, directory: ReadDirectory, below: str = "") -> None:
         self.directory = directory
         self.below = below
         self.names = frozenset(directory.files())

@@ -16,7 +16,6 @@ from xla_ckpt.dtypes import DType
 from xla_ckpt.engine.tag_reader import TagReader
 from xla_ckpt.errors import CorruptCheckpointError, UntrustedObjectError, naming
 from xla_ckpt.layouts.dcp.files import DcpFiles, check_unchanged
-from xla_ckpt.layouts.dcp.keys import nested
 from xla_ckpt.layouts.dcp.metadata import METADATA, Contents, DcpTensor, KeyPath, Span
 from xla_ckpt.layouts.dcp.shards import sharded_arrays
 from xla_ckpt.layouts.dcp.tags import safetensors_shards
@@ -33,6 +32,7 @@ from xla_ckpt.plan.hints import Hints
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tree.nested import nested
 
 _OF_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 """A file of tensors; the number is that of the rank which wrote it."""

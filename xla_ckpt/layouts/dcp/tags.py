@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 
 from xla_ckpt.layouts.dcp.metadata import METADATA
-from xla_ckpt.layouts.foreign_tags import time_text
+from xla_ckpt.layouts.foreign_tags import by_numbers, time_text
 from xla_ckpt.storage.base import Store
 from xla_ckpt.tags.entry import TagEntry
 
@@ -25,8 +25,6 @@ _OF_RANK = re.compile(r"__(\d+)\.metadata")
 
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 """A file of safetensors that one rank wrote: its number from 1, and which of how many files of the model it is."""
-
-_DIGITS = re.compile(r"\d+")
 
 
 def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
@@ -46,22 +44,9 @@ def find_dcp_tag(store: Store, tag: str) -> TagEntry | None:
 
 
 def complete_dcp_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
-    """The complete ones among some names, oldest first.
-
-    Those whose names differ in numbers only are ordered by these numbers: a copy of a root may have other time stamps.
-    All others are ordered by the time stamps of `.metadata`.
-    """
-    complete = [entry for name in names if (entry := find_dcp_tag(store, name)) is not None and entry.complete]
-    groups: dict[str, list[TagEntry]] = {}
-    for entry in complete:
-        groups.setdefault(_DIGITS.sub("0", entry.tag), []).append(entry)
-    ordered: list[tuple[str, TagEntry]] = []
-    for entries in groups.values():
-        latest = ""
-        for entry in sorted(entries, key=lambda e: ([int(n) for n in _DIGITS.findall(e.tag)], e.created)):
-            latest = max(latest, entry.created)
-            ordered.append((latest, entry))
-    return [entry for _, entry in sorted(ordered, key=lambda pair: pair[0])]
+    """The complete ones among some names, oldest first. Their time stamps are those of `.metadata`."""
+    candidates = (find_dcp_tag(store, name) for name in names)
+    return by_numbers([entry for entry in candidates if entry is not None and entry.complete])
 
 
 def ranks_metadata(names: Iterable[str]) -> list[str]:

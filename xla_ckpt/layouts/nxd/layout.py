@@ -49,6 +49,7 @@ class NeuronxDistributed(RankLayout):
     pickles = True
     model_names = ModelNames.FUSED
     marks = frozenset(TAG_MARKS)
+    first_mark = "checkpoint"
 
     def __init__(self, name: str, *, finds: bool, other_names: tuple[str, ...] = ()) -> None:
         self.name = name

@@ -25,7 +25,7 @@ from xla_ckpt.layouts.torch_save.restricted_pickle import loads, replaced
 from xla_ckpt.layouts.torch_save.zip_directory import records_of
 from xla_ckpt.sharding.box import Box
 from xla_ckpt.sharding.ranges import strides
-from xla_ckpt.storage.base import Directory, Source
+from xla_ckpt.storage.base import ReadDirectory, Source
 
 _EDGE = 4096
 """Bytes at either end of a zip in which its directory and its pickle lie, as a rule."""
@@ -111,7 +111,7 @@ class Ahead:
         return self._held[at : at + nbytes]
 
 
-def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
+def read(directory: ReadDirectory, file: str, reference: Callable[[Any], Any] | None = None) -> Any:
     """What a file of torch.save holds, with a `TensorAt` for every tensor; `reference` of the number of each reference.
 
     Raises:
@@ -123,7 +123,7 @@ def read(directory: Directory, file: str, reference: Callable[[Any], Any] | None
         return Zip(Ahead(source, file, _EDGE), 0, source.size).value(reference)
 
 
-def check_zip(directory: Directory, file: str) -> int:
+def check_zip(directory: ReadDirectory, file: str) -> int:
     """Read a whole zip, and compare each record with its CRC-32; its size in bytes.
 
     Raises:
@@ -134,7 +134,7 @@ def check_zip(directory: Directory, file: str) -> int:
         return source.size
 
 
-def _opened(directory: Directory, file: str) -> Source:
+def _opened(directory: ReadDirectory, file: str) -> Source:
     try:
         return directory.open(file)
     except FileNotFoundError:

@@ -1,0 +1,268 @@
+"""The arrays of an item of orbax's, decoded: each is a file of its chunks, one behind the other.
+
+A chunk is compressed, so that a part of it is had by decoding all of it. To the engine, which reads ranges of files, an
+array is one file with the elements of its chunks in C order, and each chunk is a region of it. tensorstore decodes
+them, and needs neither jax nor the devices that saved the array.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
+import tensorstore
+
+from xla_ckpt import dtypes
+from xla_ckpt.dtypes import DType
+from xla_ckpt.errors import CorruptCheckpointError, FormatError, naming
+from xla_ckpt.layouts.orbax.tags import OCDBT
+from xla_ckpt.manifest.shards import ShardColumns
+from xla_ckpt.plan.costs import DISK, Costs
+from xla_ckpt.sharding.corners import Corners
+from xla_ckpt.storage.base import LocalFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_CHUNKS = 1 << 22
+"""Chunks that an array may have: an array that a hostile file describes may have any number."""
+
+ODD_BYTES = 1 << 16
+"""Bytes that a chunk may have, however small its array is."""
+
+DECODED_BYTES = 1 << 30
+"""Bytes of chunks that are decoded at a time, or one chunk, if that is larger."""
+
+CACHE_BYTES = 1 << 28
+"""Decoded chunks that tensorstore keeps, for reads that want another part of one."""
+
+_OF_STORAGE = ("PERMISSION_DENIED", "UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "ABORTED", "INTERNAL")
+"""What messages of tensorstore begin with if the storage has refused; all others say that the files are damaged."""
+
+
+@contextmanager
+def tensorstore_errors(name: str) -> Iterator[None]:
+    """What tensorstore raises, as errors of this library.
+
+    Raises:
+        CorruptCheckpointError: The files are damaged.
+        OSError: The storage refused.
+    """
+    try:
+        with naming(file=name):
+            yield
+    except (ValueError, KeyError, IndexError, NotImplementedError) as error:
+        if isinstance(error, CorruptCheckpointError):
+            raise
+        text = str(error).partition(" [tensorstore_spec=")[0][:300]
+        if text.startswith(_OF_STORAGE):
+            raise OSError(text) from error
+        raise CorruptCheckpointError(f"an array of orbax's cannot be read: {text}", file=name) from error
+
+
+class ChunkedArray:
+    """An array as a file of its chunks, decoded. A `Source`."""
+
+    def __init__(self, name: str, array: Any, chunks: int) -> None:
+        self.name = name
+        self._array = array
+        self.shape: tuple[int, ...] = tuple(array.shape)
+        self.dtype: DType = dtypes.dtype(array.dtype.name)
+        grid = array.chunk_layout.read_chunk.shape or ()  # None for an array without dims
+        # tensorstore ends the process where it has no memory for a chunk, which a hostile file may call as large as it
+        # likes. Those of orbax are no larger than their arrays.
+        largest = max(math.prod(self.shape), 1) * self.dtype.itemsize
+        if math.prod(grid) * self.dtype.itemsize > max(2 * largest, ODD_BYTES):
+            raise FormatError(
+                "a chunk is larger than its array", file=name, expected=f"at most {self.shape}", found=grid
+            )
+        count = math.prod(-(-n // max(chunk, 1)) for n, chunk in zip(self.shape, grid, strict=True))
+        if count > MAX_CHUNKS:
+            raise FormatError("an array has too many chunks", file=name, expected=f"at most {MAX_CHUNKS}")
+        # Of zarr version 3, several chunks may be one entry of the store. Memory is taken for what is there only.
+        entries = array.chunk_layout.write_chunk.shape or ()
+        expected = math.prod(-(-n // max(size, 1)) for n, size in zip(self.shape, entries, strict=True))
+        if chunks < expected:
+            raise CorruptCheckpointError(
+                "chunks of an array are missing", file=name, expected=f"{expected} chunks", found=chunks
+            )
+        cuts = [np.append(np.arange(0, n, max(chunk, 1)), n) for n, chunk in zip(self.shape, grid, strict=True)]
+        start, stop = ([*itertools.product(*some)] for some in ([c[:-1] for c in cuts], [c[1:] for c in cuts]))
+        self._start, self._stop = (np.array(ends, np.int64).reshape(count, len(cuts)) for ends in (start, stop))
+        sizes = (self._stop - self._start).prod(axis=1) * self.dtype.itemsize
+        self._ends = np.cumsum(sizes)
+        self.largest = int(sizes.max(initial=0))
+        """Bytes of the largest chunk."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all elements."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def shards(self, file: int) -> ShardColumns:
+        """The chunks as shards of the file that has this number."""
+        offset = np.concatenate([np.zeros(1, np.int64), self._ends])[: len(self._ends)]
+        return ShardColumns(
+            box=Corners(self._start, self._stop), file=np.full(len(offset), file, np.int64), offset=offset
+        )
+
+    def number(self) -> Any:
+        """The only element, as a value of Python's."""
+        with tensorstore_errors(self.name):
+            return self._array.read().result().reshape(()).item()
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """Fill `buffer` from `offset` on; all chunks of that range are decoded at once."""
+        wanted = min(len(buffer), self.size - offset)
+        into = np.frombuffer(buffer, np.uint8)[:wanted]
+        first = int(np.searchsorted(self._ends, offset, side="right"))
+        last = int(np.searchsorted(self._ends, offset + wanted, side="left")) + 1
+        with tensorstore_errors(self.name):
+            waiting = []
+            for row in range(first, last):
+                begin = int(self._ends[row - 1]) if row else 0
+                low, high = max(offset - begin, 0), min(offset + wanted, int(self._ends[row])) - begin
+                waiting.append(self._part(row, low, into[begin + low - offset : begin + high - offset]))
+            for future, copy in waiting:
+                copy(future.result())
+        return wanted
+
+    def _part(self, row: int, low: int, into: npt.NDArray[np.uint8]) -> tuple[Any, Callable[[Any], object]]:
+        """Have some bytes of a chunk decoded, from byte `low` of it on; what is done with the result.
+
+        tensorstore gives boxes. This one is cut along the first dim that has more than one element, and where it holds
+        these bytes alone, they come where they are wanted.
+        """
+        start, stop = self._start[row].tolist(), self._stop[row].tolist()
+        dim = next((d for d, (a, b) in enumerate(zip(start, stop, strict=True)) if b - a > 1), None)
+        if dim is not None:
+            step = (
+                self.dtype.itemsize
+                * math.prod(b - a for a, b in zip(start, stop, strict=True))
+                // (stop[dim] - start[dim])
+            )
+            first, last = low // step, -(-(low + len(into)) // step)
+            start[dim], stop[dim] = start[dim] + first, start[dim] + last
+            low -= first * step
+        part = self._array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+        kind, shape = self._array.dtype.numpy_dtype, tuple(b - a for a, b in zip(start, stop, strict=True))
+        aligned = into.ctypes.data % kind.itemsize == 0
+        if aligned and len(into) == math.prod(shape) * kind.itemsize:
+            return tensorstore.array(into.view(kind).reshape(shape)).write(part), lambda _: None
+
+        def copy(elements: Any) -> None:
+            into[:] = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)[low : low + len(into)]
+
+        return part.read(), copy
+
+    def read_once(self, buffer: memoryview, offset: int, scratch: memoryview) -> int:
+        """As `read_into`: tensorstore has memory of its own."""
+        return self.read_into(buffer, offset)
+
+    def close(self) -> None:
+        """Nothing is open between reads."""
+
+
+class DecodedFiles:
+    """The arrays of a checkpoint of orbax's, a file for each. A `ReadDirectory`."""
+
+    def __init__(self, directory: LocalFiles) -> None:
+        self._directory = directory
+        self.arrays: dict[str, ChunkedArray] = {}
+        """Path of each file -> the array."""
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+
+    def add(
+        self, item: str, chunks: Mapping[str, int], *, zarr3: bool, together: bool
+    ) -> Mapping[str, tuple[str, ChunkedArray]]:
+        """Open arrays of an item, all at once.
+
+        Args:
+            item: The item; ``""`` is the checkpoint itself.
+            chunks: What orbax calls each array -> how many chunks of it there are.
+            zarr3: Whether they are zarr version 3.
+            together: Whether they lie in one database (OCDBT); else each has a directory of its own.
+
+        Returns:
+            Name of each -> its path here, and the array.
+
+        Raises:
+            CorruptCheckpointError: One is missing or damaged.
+            UnsupportedStateError: One is of a type that is not known.
+        """
+        base = f"/proc/self/fd/{self._directory.fd}/{item + '/' if item else ''}"  # wherever it is moved meanwhile
+        opened = []
+        for name in chunks:
+            if together:
+                place: Any = {"driver": "ocdbt", "base": {"driver": "file", "path": base}, "path": f"{name}/"}
+            else:
+                place = {"driver": "file", "path": f"{base}{name}/"}
+            # A chunk that is missing would be read as zeros.
+            spec = {"driver": "zarr3" if zarr3 else "zarr", "kvstore": place, "fill_missing_data_reads": False}
+            opened.append((name, tensorstore.open(spec, open=True, read=True, context=self._context)))
+        arrays = {}
+        for name, future in opened:
+            path = quote(f"{item}/{name}" if item else name, safe="/")
+            path = path.replace("//", "/%2F").strip("/") or "%2F"
+            with tensorstore_errors(path):
+                self.arrays[path] = ChunkedArray(path, future.result(), chunks[name])
+            arrays[name] = path, self.arrays[path]
+        return arrays
+
+    @property
+    def name(self) -> str:
+        return self._directory.name
+
+    @property
+    def costs(self) -> Costs:
+        """A chunk is decoded as a whole, so it is read in one go, however large it is."""
+        largest = max((array.largest for array in self.arrays.values()), default=0)
+        batch = max(largest, DISK.batch_bytes)
+        return replace(
+            DISK,
+            batch_bytes=batch,
+            max_gap=0,
+            in_flight=max(DECODED_BYTES // batch, 1) if batch * 8 > DECODED_BYTES else 0,
+            cached=False,
+        )
+
+    def open(self, path: str, size: int | None = None) -> ChunkedArray:
+        if path not in self.arrays:
+            raise FileNotFoundError(path)
+        return self.arrays[path]
+
+    def files(self) -> list[str]:
+        return sorted(self.arrays)
+
+    def is_at(self, name: str) -> bool:
+        return self._directory.is_at(name)
+
+    def close(self) -> None:
+        self._directory.close()
+
+
+def keys_of(directory: LocalFiles, item: str, files: Sequence[str]) -> list[str]:
+    """What an item stores for its arrays, whether in one database (OCDBT) or in a directory for each array.
+
+    Args:
+        directory: That of the checkpoint.
+        item: The item; ``""`` is the checkpoint itself.
+        files: All files in the directory.
+
+    Raises:
+        CorruptCheckpointError: The database is damaged.
+    """
+    below = f"{item}/" if item else ""
+    if below + OCDBT not in files:
+        return [path.removeprefix(below) for path in files if path.startswith(below)]
+    with tensorstore_errors(below + OCDBT):
+        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"/proc/self/fd/{directory.fd}/{below}"}}
+        keys = tensorstore.KvStore.open(spec).result().list().result()
+    return [key.decode(errors="surrogateescape") for key in keys]

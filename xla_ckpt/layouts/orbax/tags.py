@@ -1,0 +1,81 @@
+"""orbax's directories in a root directory. Looks at names and time stamps only, and needs no framework.
+
+A step of a `CheckpointManager` is ``<root>/<step>/<item>/``, where one item or several lie; a `Checkpointer` makes a
+single item. An item of arrays has the file ``_METADATA``. Steps are complete when they have their name: until then
+``.orbax-checkpoint-tmp`` is a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from xla_ckpt.layouts.foreign_tags import by_numbers, time_text
+from xla_ckpt.storage.base import Store
+from xla_ckpt.tags.entry import TagEntry
+from xla_ckpt.tags.names import TMP_SUFFIX
+
+TREE_METADATA = "_METADATA"
+"""The file that says which arrays an item has."""
+
+OCDBT = "manifest.ocdbt"
+"""The index of an item whose arrays lie together in one database. Older versions of orbax wrote it alone."""
+
+CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"
+"""What orbax says of a whole checkpoint."""
+
+_OF_PROCESS = "ocdbt.process_"
+"""Begins the name of what one process wrote of an item: it is a database, too, and holds a part of the arrays."""
+
+
+def find_orbax_tag(store: Store, tag: str) -> TagEntry | None:
+    """The checkpoint of orbax's that has this name; None if there is none."""
+    if not _may_be_named(tag):
+        return None
+    try:
+        names = store.names(tag)
+        inside = [name for name in names if _may_be_named(name) and store.is_directory(f"{tag}/{name}")]
+        if not _is_item(store, tag) and not any(_is_below(store, f"{tag}/{name}") for name in inside):
+            return None
+        time = store.modified(f"{tag}/{CHECKPOINT_METADATA}") or store.modified(tag)
+    except OSError:
+        return None
+    return TagEntry(tag=tag, created=time_text(time or 0), directory=tag)
+
+
+def _may_be_named(name: str) -> bool:
+    """Whether a finished checkpoint, or an item, may have this name."""
+    return TMP_SUFFIX not in name and not name.startswith(_OF_PROCESS)
+
+
+def _is_item(store: Store, directory: str) -> bool:
+    return store.has(f"{directory}/{TREE_METADATA}") or store.has(f"{directory}/{OCDBT}")
+
+
+def _is_below(store: Store, directory: str) -> bool:
+    """Whether a directory is an item of the checkpoint that it lies in; else it may be one by itself, in its root."""
+    return _is_item(store, directory) and not store.has(f"{directory}/{CHECKPOINT_METADATA}")
+
+
+def orbax_tags(store: Store, names: Iterable[str]) -> list[TagEntry]:
+    """The checkpoints among some names, oldest first: steps are ordered by their numbers."""
+    return by_numbers([entry for name in names if (entry := find_orbax_tag(store, name)) is not None])
+
+
+def items_of(files: Sequence[str]) -> list[str]:
+    """The items of arrays in a checkpoint whose files these are; ``""`` is the checkpoint itself.
+
+    >>> items_of(["state/_METADATA", "state/d/0a", "meta/metadata"])
+    ['state']
+    """
+    heads = {path.rpartition("/")[0] for path in files if path.rpartition("/")[2] in (TREE_METADATA, OCDBT)}
+    return [""] if "" in heads else sorted(head for head in heads if "/" not in head and _may_be_named(head))
+
+
+def json_items_of(files: Sequence[str]) -> list[str]:
+    """The items in such a checkpoint that are JSON, as `JsonSave` writes them.
+
+    >>> json_items_of(["state/_METADATA", "state/d/0a", "meta/metadata"])
+    ['meta']
+    """
+    heads = {head for path in files for head, _, name in [path.rpartition("/")] if name == "metadata"}
+    return sorted(head for head in heads if head and "/" not in head)

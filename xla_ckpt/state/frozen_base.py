@@ -1,0 +1,213 @@
+"""Adapters alone: the base of a model, which a tag leaves out and names by digests, and whether a program has it.
+
+The base is what is not trained of a model. Each rank says of its own parts what they are, without a word to the others:
+a digest of some rows of an array is a sum over them, so that those of all rows add up, however they are split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from xla_ckpt.arrays.base import ArrayAdapter
+from xla_ckpt.errors import FormatError, UsageError
+from xla_ckpt.manifest.digest import rows_digest, rows_together, to_hex
+from xla_ckpt.sharding.box import Box
+from xla_ckpt.sharding.local_array import LocalArray
+from xla_ckpt.sharding.placement import Placement
+from xla_ckpt.snapshot.sample import windows
+from xla_ckpt.snapshot.shards import HostShard
+from xla_ckpt.state.loading import Stored, arrays_of
+from xla_ckpt.state.module import tree_of
+from xla_ckpt.state.problems import OTHER_BASE, Problem
+from xla_ckpt.state.shardings import StateShardings
+from xla_ckpt.state.wrappers import ModelView, NamesOnly
+from xla_ckpt.tree import path as paths
+from xla_ckpt.tree import schema
+
+Said = dict[str, str]
+"""What one rank says of the base: name of an array -> ``float32 64x16 0-32-9114de54bcb7862e``, its element type, shape,
+and rows: the first, one past the last, and their digest."""
+
+BaseArrays = dict[str, list[Any]]
+"""The arrays of a base, as JSON: name -> [element type, shape, digest of all rows; None if parts of it have none]."""
+
+_digests: Any = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+"""What was digested before, by array, with what tells that nothing was written to it since."""
+
+
+def forget_digests() -> None:
+    """Digest all arrays anew. A load writes to memory that is in use, and torch counts no write."""
+    _digests.clear()
+
+
+def base_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The parameters of a model that are neither trained nor adapters, by name."""
+    return {
+        name: value
+        for name, value in tree_of(model).items()
+        if isinstance(value, torch.nn.Parameter) and not value.requires_grad and schema.ADAPTER not in name
+    }
+
+
+def adapters_of(model: Any, placement: Placement) -> tuple[ModelView, dict[str, Any]]:
+    """A model without its base, and the base.
+
+    Raises:
+        UsageError: There is none.
+    """
+    is_module = isinstance(model, torch.nn.Module)
+    base = base_of(model) if is_module else {}
+    if not is_module or (not base and placement.mesh.pp == 1):  # a pipeline stage may have none
+        raise UsageError(
+            'only="adapters" leaves out what is not trained, and the model has no such parameter',
+            leaf=schema.MODEL,
+            expected="a module, some of whose parameters have requires_grad=False",
+            found=type(model).__name__,
+            hint="Freeze the base with requires_grad_(False), or save all of the model.",
+        )
+    return without(model, base), base
+
+
+def without(model: torch.nn.Module, base: Mapping[str, Any]) -> ModelView:
+    """A model whose state has no base."""
+    return ModelView(
+        {name: value for name, value in tree_of(model).items() if name not in base},
+        parameters=list(model.named_parameters(remove_duplicate=False)),
+        parts=model.parts if isinstance(model, ModelView) else [model],
+        put=lambda state: model.load_state_dict(state, strict=False),
+    )
+
+
+def said_of(base: Mapping[str, Any], shardings: StateShardings, *, loading: bool) -> Said:
+    """What this rank says of a base. In a load all of it is digested, whatever was digested before or by replicas."""
+    if loading:
+        forget_digests()
+    said: Said = {}
+    for path, value in arrays_of(base, schema.MODEL).items():
+        adapter = shardings.adapters.require(value, path)
+        local = shardings.local(path, value, adapter)
+        if loading or local.replica == 0:
+            shape = "x".join(map(str, local.shape))
+            rows = _digested(value, local, adapter)
+            said[schema.below_member(path)] = " ".join([adapter.dtype(value, path).name, shape, *rows])
+    return said
+
+
+def _digested(value: Any, local: LocalArray, adapter: ArrayAdapter) -> list[str]:
+    """The rows of an array's parts, with their digests.
+
+    Of parts that are no whole rows, or begin among rows that go together, there are none.
+    They are kept as long as the same buffer is in the array, and nothing tells of a write to it (`_state`).
+    """
+    state = _state(value, local, adapter)
+    if state is not None and (earlier := _digests.get(value)) is not None and earlier[0] == state:
+        digested: list[str] = earlier[1]
+        return digested
+    row = Box.whole(local.shape[1:])
+    row_bytes = row.size * adapter.dtype(value).itemsize
+    together, count = rows_together(row_bytes), local.shape[0] if local.shape else 1
+    digested = []
+    for piece, shard in zip(local.pieces, adapter.host([(value, local)])[0], strict=True):
+        first, last = (piece.box.start[0], piece.box.stop[0]) if local.shape else (0, 1)
+        whole = piece.box.shape[1:] == local.shape[1:] and first % together == 0
+        if first < last and whole and (last % together == 0 or last == count):
+            digested.append(f"{first}-{last}-{to_hex(rows_digest(shard.data, row_bytes, first))}")
+    if state is not None:
+        _digests[value] = state, digested
+    return digested
+
+
+def _state(value: Any, local: LocalArray, adapter: ArrayAdapter) -> Hashable:
+    """What is another one after the program has written to a tensor; None if nothing would tell.
+
+    torch counts no writes through ``.data``, by which adapters are merged into their base: a sample tells of those.
+    On XLA's devices there is none: all of the tensor would be transferred for it.
+    """
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return None
+    shards = [] if value.device.type == "xla" else adapter.shards([(value, local)])[0]
+    looks = [(shard, windows(shard.nbytes)) for shard in shards]
+    samples = [look.of(s.data) if isinstance(s, HostShard) else s.look(look) for s, look in looks]
+    return adapter.identity(value), value._version, local, *samples
+
+
+def tree_of_base(base: Mapping[str, Any], shardings: StateShardings) -> Any:
+    """What is stored of a base: what each rank says of it."""
+    placement = shardings.placement
+    return {schema.WORLD: placement.world, schema.RANKS: {str(placement.rank): said_of(base, shardings, loading=False)}}
+
+
+def united_base(of_ranks: Sequence[Said]) -> BaseArrays:
+    """The arrays of a base, from what all ranks say. Rows that several of them have alike count once.
+
+    Raises:
+        FormatError: A tag says what no rank does.
+    """
+    named: BaseArrays = {}
+    rows: dict[str, dict[tuple[int, int], set[int]]] = {}
+    try:
+        for said in of_ranks:
+            for name, text in said.items():
+                dtype, shape, *parts = text.split(" ")
+                named[name] = [dtype, [int(n) for n in shape.split("x") if n], None]
+                for first, last, digest in (part.split("-") for part in parts):
+                    rows.setdefault(name, {}).setdefault((int(first), int(last)), set()).add(int(digest, 16))
+    except (ValueError, AttributeError) as error:
+        raise FormatError("what is stored of the base makes no sense", leaf=schema.BASE) from error
+    for name, array in named.items():
+        of_array = rows.get(name, {})
+        if any(len(digests) > 1 for digests in of_array.values()):
+            array[2] = "that differs between ranks"
+        elif sum(last - first for first, last in of_array) == (array[1][0] if array[1] else 1):
+            array[2] = to_hex(sum(digest for digests in of_array.values() for digest in digests) % (1 << 64))
+    return named
+
+
+def _difference(named: Sequence[Any], here: Sequence[Any] | None) -> str | None:
+    """What tells an array of the program from the one that a tag names; None if nothing does."""
+    if here is None:
+        return "it is not in the model"
+    for what, wanted, value in zip(("type", "shape", "digest"), named, here, strict=True):
+        if wanted != value and None not in (wanted, value):
+            return f"{what} {wanted} is named, {value} is here"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The base that a tag names, and what this rank has of it."""
+
+    named: BaseArrays
+    own: Said
+
+    def problems(self, here: BaseArrays) -> list[Problem]:
+        """What is wrong with the base that all ranks have together: one problem, whatever it is."""
+        texts = {name: text for name, array in self.named.items() if (text := _difference(array, here.get(name)))}
+        if not texts:
+            return []
+        name, text = next(iter(texts.items()))
+        more = f", and {len(texts) - 1} more arrays differ" if len(texts) > 1 else ""
+        return [Problem(paths.join(schema.MODEL, name), f"{OTHER_BASE}: {text}{more}")]
+
+
+def split_base(stored: Stored, model: Any) -> tuple[Any, Base | None]:
+    """A model without the base that a tag names, and that base; the model itself, if the tag names none.
+
+    Raises:
+        FormatError: What is stored of it makes no sense.
+    """
+    part = stored.at(schema.BASE)
+    if part is None or not isinstance(model, torch.nn.Module) or isinstance(model, NamesOnly):
+        return model, None
+    of_ranks = part.build()
+    if not isinstance(of_ranks, dict) or not isinstance(of_ranks.get(schema.RANKS), dict):
+        raise FormatError("what is stored of the base makes no sense", leaf=schema.BASE)
+    named = united_base([*of_ranks[schema.RANKS].values()])
+    names = {paths.unescape(paths.split(name)[0]) for name in named}
+    here = {name: value for name, value in tree_of(model).items() if name in names}
+    return without(model, here), Base(named, said_of(here, stored.shardings.of_model(model), loading=True))

@@ -1,0 +1,98 @@
+"""What does not fit between a tag and the objects of a load, and the one error for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from xla_ckpt.errors import IncompatibleCheckpointError
+
+MAX_DIFFERENCES = 12
+"""Differences that an error message lists before it only counts."""
+
+ABSENT = "wanted, but not stored"
+UNWANTED = "stored, but not wanted"
+"""Texts of problems with names."""
+
+OTHER_BASE = "the adapters belong to another base model"
+"""How the text of a problem begins with what a tag leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A difference between what is stored and what the target wants."""
+
+    leaf: str
+    text: str
+    castable: bool = False
+    """Whether `cast` would be enough."""
+
+    stays: bool = False
+    """Whether the program's own is as good, so that a strict load goes on."""
+
+    def __str__(self) -> str:
+        return f"{self.leaf}: {self.text}"
+
+
+def incompatible(
+    problems: Sequence[Problem], *, fits: bool, optional: bool, ranks: int = 1
+) -> IncompatibleCheckpointError:
+    """One error for all the differences.
+
+    Args:
+        problems: The differences.
+        fits: Whether there is anything that fits.
+        optional: Whether the call can be told to load only that.
+        ranks: Number of ranks of the job.
+    """
+    shown = [f"  {p}" for p in problems[:MAX_DIFFERENCES]]
+    if len(problems) > MAX_DIFFERENCES:
+        shown.append(f"  ... and {len(problems) - MAX_DIFFERENCES} more")
+    count = f"{len(problems)} differences" if len(problems) > 1 else "1 difference"
+    hints = []
+    if any(p.text.startswith("shape") or p.text in (ABSENT, UNWANTED) for p in problems):
+        hints.append("Make the model as it was at the save: xla-ckpt show lists what is stored.")
+    if any(p.text.startswith("shape") for p in problems) and ranks > 1:
+        hints.append("A rank that holds a part of an array says so with mesh= and shardings=.")
+    if any(p.castable for p in problems):
+        hints.append("cast=True converts floating-point values to the type that is wanted.")
+    if any(p.text.startswith(OTHER_BASE) for p in problems):
+        hints.append("Load the base model first, from where it was when the adapters were trained.")
+    if (named := _renamed(problems)) is not None:
+        hints.append(named)
+    if fits and optional:
+        hints.append("strict=False loads what fits.")
+    nothing = "" if fits or not optional else ", and no array of it fits"
+    return IncompatibleCheckpointError(
+        f"the checkpoint does not fit the target: {count}{nothing}; nothing was changed",
+        hint=" ".join(hints) or None,
+        details="\n".join(shown),
+    )
+
+
+def _renamed(problems: Sequence[Problem]) -> str | None:
+    """What to do where all names that are wanted are those that are stored, but for a prefix; None if they are not.
+
+    >>> _renamed([Problem("model/module.w", ABSENT), Problem("model/w", UNWANTED)])
+    "The names of the target begin with 'module.', which those that are stored lack: load into model.module."
+    """
+    wanted = sorted(p.leaf for p in problems if p.text == ABSENT)
+    stored = sorted(p.leaf for p in problems if p.text == UNWANTED)
+    if not wanted or not stored or len(wanted) != len(stored):
+        return None
+    longer, shorter = (wanted, stored) if len(wanted[0]) > len(stored[0]) else (stored, wanted)
+    member, _, name = shorter[0].partition("/")
+    prefix = longer[0].removeprefix(f"{member}/").removesuffix(name)
+    if not prefix or any(
+        a != f"{member}/{prefix}{b.removeprefix(f'{member}/')}" for a, b in zip(longer, shorter, strict=True)
+    ):
+        return None
+    if longer is wanted:
+        return (
+            f"The names of the target begin with {prefix!r}, which those that are stored lack: load into "
+            f"model.{prefix[:-1]}."
+        )
+    return (
+        f"The names that are stored begin with {prefix!r}, which those of the target lack: a wrapper was saved. Load "
+        f"into a wrapper of the same kind, which has the model as its {prefix[:-1]}."
+    )
