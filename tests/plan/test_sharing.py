@@ -97,7 +97,7 @@ class Run:
             ]
             holds.append(np.array(same, np.bool_))
         counts = {n: sum(path == f.path for path, _, _ in self.bytes) for n, f in enumerate(base.files)}
-        names = sharing.names_of(plan, twins, sharing.whole_files(twins, holds, counts))
+        names = sharing.new_names(plan, twins, sharing.whole_files(twins, holds, counts))
         shared = {file: replace(base.files[file], path=name) for file, name in names.items()}
         moved = {base.files[file].path: name for file, name in names.items()}
         bytes_of = {(moved[path], at, leaf): v for (path, at, leaf), v in self.bytes.items() if path in moved}

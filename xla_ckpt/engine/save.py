@@ -25,9 +25,9 @@ from xla_ckpt.engine.phases import SAVE, Phases, as_line, rate
 from xla_ckpt.engine.progress import Progress
 from xla_ckpt.engine.rank_timings import Measured, kept
 from xla_ckpt.engine.report import SaveReport
-from xla_ckpt.engine.save_messages import Base, Begun, Committed, Part, hear_verdict
+from xla_ckpt.engine.save_messages import Begun, Committed, EarlierTag, Part, hear_verdict
 from xla_ckpt.engine.shared_directory import open_shared
-from xla_ckpt.engine.sharing import base_for, share_files
+from xla_ckpt.engine.sharing import earlier_tag, share_files
 from xla_ckpt.engine.stages import Stages
 from xla_ckpt.engine.stale import remember
 from xla_ckpt.engine.write import check_space, write_files, write_objects
@@ -121,14 +121,9 @@ class Save:
             error=error,
         )
         if error is None:
-            logger.info(
-                "saved tag %s in %.2f s (%s), of which the caller waited %.1f ms: %s",
-                report.tag,
-                report.seconds,
-                rate(report.nbytes, report.seconds),
-                1e3 * report.stall,
-                as_line(dict(report.phases)),
-            )
+            speed, phases = rate(report.nbytes, report.seconds), as_line(dict(report.phases))
+            what = "saved tag %s in %.2f s (%s), of which the caller waited %.1f ms: %s"
+            logger.info(what, report.tag, report.seconds, speed, 1e3 * report.stall, phases)
         end(report, self.phases, self.timing.trace)
         return report
 
@@ -183,10 +178,10 @@ class Save:
                 with self.phases.timed("commit"):
                     self.order.root.hold(exchange.timeout * LEAD, self.cancellation.check)
                     transaction.begin()
-                    base = base_for(self.order, transaction.newest)
+                earlier = earlier_tag(self.order, transaction.newest)
                 if exchange.size > 1:  # a job of one rank would keep the messages of all its saves
-                    exchange.say("begin", Begun(transaction.directory.name, base).to_json())
-                sharing = self._share(frozen, base, transaction.directory)
+                    exchange.say("begin", Begun(transaction.directory.name, earlier).to_json())
+                sharing = self._share(frozen, earlier, transaction.directory)
                 record = self._write(frozen, sharing, transaction.directory)
                 parts = self._hear_parts(record, sharing.plan)
                 records = [part.record for part in parts]
@@ -245,7 +240,7 @@ class Save:
             begun = Begun.from_json(exchange.hear("begin", 0))
             directory = open_shared(root, draft := begun.draft)
             try:
-                sharing = self._share(frozen, begun.base, directory)
+                sharing = self._share(frozen, begun.earlier, directory)
                 record = self._write(frozen, sharing, directory, tells_all=exchange.rank in odd)
                 directory.sync()
             finally:
@@ -277,16 +272,15 @@ class Save:
     def _stages(self) -> Stages:
         return Stages(self.exchange, self.mesh)
 
-    def _share(self, frozen: Frozen, base: Base | None, directory: Directory) -> SharedPlan:
+    def _share(self, frozen: Frozen, earlier: EarlierTag | None, directory: Directory) -> SharedPlan:
         """Decide what this rank writes, and share what need not be written."""
-        plan = self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
-        root = self.order.root
+        root, plan = self.order.root, self._stages.plan(frozen.writing, frozen.leaves.paths, self.phases)
         plan = plan if root.store.object_store is None else plan.streamed()
         if not self.order.options.share:
             return SharedPlan(plan)
         crew = self._crew(lambda _: self.cancellation.check())
         with self.cancellation.reading(), self.phases.timed("share"):
-            return share_files(plan, frozen, frozen.snapshot.to_write(), base, root, directory, crew)
+            return share_files(plan, frozen, frozen.snapshot.to_write(), earlier, root, directory, crew)
 
     def _write(self, frozen: Frozen, sharing: SharedPlan, directory: Directory, *, tells_all: bool = False) -> Record:
         """Write this rank's files; the record of what is in them, and with `tells_all` of all arrays."""

@@ -12,7 +12,7 @@ from xla_ckpt.plan.record import Record
 
 
 @dataclass(frozen=True, slots=True)
-class Base(Message):
+class EarlierTag(Message):
     """The tag whose files a save may share."""
 
     directory: str
@@ -30,7 +30,7 @@ class Begun(Message):
     draft: str
     """Name of the directory that is filled."""
 
-    base: Base | None
+    earlier: EarlierTag | None
     """With what they share; None if they do not."""
 
 

@@ -1,8 +1,9 @@
-"""What a save shares with an earlier tag, its base, and what it writes besides. Pure.
+"""What a save shares with an earlier tag, and what it writes besides. Pure.
 
-A file of the base comes into the new tag as it is if all of its regions still hold. If one of them does not, it is left
-out: who reads the files of a directory without the manifest would find old bytes under the name of new ones. So what
-stays as it is must not share a file with what changes: it is written into a file apart, which the next save shares.
+A file of the earlier tag comes into the new one as it is if all of its regions still hold. If one of them does not, it
+is left out: who reads the files of a directory without the manifest would find old bytes under the name of new ones.
+What stays as it is must not share a file with what changes, then: it is written into a file apart, which the next save
+shares.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ APART_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Twins:
-    """Where the base has the same boxes of the same arrays as the regions of a planned file: a row for each region."""
+    """Where the earlier tag has the same boxes of the same arrays as a planned file: a row for each region of that."""
 
     file: Ints
-    """Index of the base's file; -1 where it has no such region, or it is not to be shared."""
+    """Index of the earlier tag's file; -1 where it has no such region, or it is not to be shared."""
 
     offset: Ints
     """Of its first byte in that file."""
@@ -44,20 +45,20 @@ class SharedPlan:
     """What it writes."""
 
     shared: Written = Written((), LeafShards.of(()))  # noqa: RUF009  # it is never changed
-    """The files of the base that it shares, under their names in the new tag."""
+    """The files of the earlier tag that it shares, under their names in the new tag."""
 
     nbytes: int = 0
     """Bytes of arrays that are in those."""
 
 
-def twins_of(plan: SavePlan, leaves: Leaves, base: Manifest) -> list[Twins]:
-    """Where the base has the regions of each file of a plan. Whether their bytes are equal is not asked yet."""
-    arrays = base.arrays
+def twins_of(plan: SavePlan, leaves: Leaves, earlier: Manifest) -> list[Twins]:
+    """Where the earlier tag has the regions of each file of a plan. Whether their bytes are equal is not asked yet."""
+    arrays = earlier.arrays
     form_of = dict(zip(leaves.paths, leaves.form.tolist(), strict=True))
 
-    def cell(base_form: int, box: Box, form: int) -> int:
-        """Which cell of the arrays of a form of the base is this box of a leaf; -1 if none is."""
-        theirs = arrays.forms[base_form]
+    def cell(earlier_form: int, box: Box, form: int) -> int:
+        """Which cell of the arrays of a form of the earlier tag is this box of a leaf; -1 if none is."""
+        theirs = arrays.forms[earlier_form]
         cells = (i for i, its in theirs.touching(box) if its == box)
         return next(cells, -1) if theirs.dtype == leaves.forms[form][0] else -1
 
@@ -70,11 +71,11 @@ def twins_of(plan: SavePlan, leaves: Leaves, base: Manifest) -> list[Twins]:
         # Few boxes are different ones, and each is looked for once.
         alike = np.array([arrays.form[row[has]], entries.box[has], form[has]])
         kinds, which = np.unique(alike, axis=1, return_inverse=True)
-        cells = [cell(base_form, entries.boxes[box], form) for base_form, box, form in kinds.T.tolist()]
+        cells = [cell(earlier_form, entries.boxes[box], form) for earlier_form, box, form in kinds.T.tolist()]
         of_array = np.array(cells, np.int64)[which.reshape(-1)]
         place = arrays.first[row[has]] + of_array
         # Who reads the files of a directory without the manifest would miss what lies elsewhere, or is no such file.
-        near = np.array([_is_like(record.path, file.path) for record in base.files], np.bool_)
+        near = np.array([_is_like(record.path, file.path) for record in earlier.files], np.bool_)
         good = np.flatnonzero((of_array >= 0) & ~np.isin(place, list(arrays.frames)))
         good = good[near[arrays.file[place[good]]]]
         twins.file[has[good]], twins.offset[has[good]] = arrays.file[place[good]], arrays.offset[place[good]]
@@ -82,26 +83,26 @@ def twins_of(plan: SavePlan, leaves: Leaves, base: Manifest) -> list[Twins]:
 
 
 def without_twins(plan: SavePlan) -> list[Twins]:
-    """The same where there is no base."""
+    """The same where there is no earlier tag."""
     return [
         Twins(np.full(len(file.sources), -1, np.int64), np.zeros(len(file.sources), np.int64)) for file in plan.files
     ]
 
 
 def whole_files(twins: Sequence[Twins], holds: Sequence[Flags], regions: Mapping[int, int]) -> list[int]:
-    """The files of the base of which all regions still hold.
+    """The files of the earlier tag of which all regions still hold.
 
     Args:
         twins: For each file of a plan.
         holds: Likewise: whether the bytes of each region are those of its twin.
-        regions: How many regions that are not empty each file of the base has, of those with twins.
+        regions: How many regions that are not empty each file of the earlier tag has, of those with twins.
     """
     counts = Counter(file for its, same in zip(twins, holds, strict=True) for file in its.file[same].tolist())
     return sorted(file for file, count in counts.items() if count == regions[file])
 
 
-def names_of(plan: SavePlan, twins: Sequence[Twins], files: Sequence[int]) -> dict[int, str]:
-    """What files of the base are called in the new tag: like files of this process, so no other one has such a name."""
+def new_names(plan: SavePlan, twins: Sequence[Twins], files: Sequence[int]) -> dict[int, str]:
+    """What files of the earlier tag are called in the new one: like files of this process, so the names are free."""
     beside: dict[int, str] = {}
     for file, its in zip(plan.files, twins, strict=True):
         for number in np.intersect1d(its.file, files).tolist():
@@ -116,13 +117,13 @@ def divided(
     shared: Mapping[int, FileRecord],
     fixed: Collection[str] = (),
 ) -> SharedPlan:
-    """What is written if some files of the base are shared.
+    """What is written if some files of the earlier tag are shared.
 
     Args:
-        plan: What would be written without a base.
+        plan: What would be written without an earlier tag.
         twins: Of each of its files.
         holds: Whether the bytes of each region are those of its twin.
-        shared: Index of each shared file of the base -> its record, with its name in the new tag.
+        shared: Index of each shared file of the earlier tag -> its record, with its name in the new tag.
         fixed: Leaf paths of what the program says that it does not change.
     """
     files: list[FilePlan] = []
