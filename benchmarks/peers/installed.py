@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 
 PEERS = Path(__file__).parents[2] / ".peers"
 """Packages of peers that the project itself does not need."""
-PACKAGES = ("torch-checkpointing", "tensorizer", "fastsafetensors", "runai-model-streamer", "moonclip")
+PACKAGES = (
+    "torch-checkpointing",
+    "tensorizer",
+    "fastsafetensors",
+    "runai-model-streamer",
+    "moonclip",
+    "s3torchconnector",
+    "s3fs",
+)
 """Those of them that have rows; the others are what these import."""
 Contender = TypeVar("Contender", bound=Callable[..., object])
 

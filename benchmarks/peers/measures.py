@@ -12,6 +12,7 @@ import shutil
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class WrongError(Exception):
 def save(name: str, device: str, gb: float, count: int, directory: str) -> Figures:
     """A durable save: seconds until it is on the disk, and until the call returned; bytes of memory and disk."""
     folder = Path(directory)
-    state, contender = _state(device, gb, count), ready(getattr(saves, name))
+    state, contender = fresh_state(device, gb, count), ready(getattr(saves, name))
     peak = Peak()
     began = time.perf_counter()
     contender(state, folder)
@@ -51,7 +52,7 @@ def stall(name: str, device: str, gb: float, count: int, times: int, directory: 
     "processor" is the median of the caller's processor time meanwhile: what other programs add to a wait of a few
     milliseconds is more than what most changes of the code do.
     """
-    state, contender = _state(device, gb, count), ready(getattr(saves, name))
+    state, contender = fresh_state(device, gb, count), ready(getattr(saves, name))
     stalls, processor, totals, rises = [], [], [], []
     for number in range(times):
         folder = Path(directory) / str(number)
@@ -74,7 +75,7 @@ def stall(name: str, device: str, gb: float, count: int, times: int, directory: 
 
 def prepare(name: str, device: str, gb: float, count: int, directory: str) -> str:
     """Save what loads will read; returns the digest that they must find."""
-    state = _state(device, gb, count)
+    state = fresh_state(device, gb, count)
     ready(getattr(saves, name))(state, Path(directory))
     os.sync()  # what is not on the disk yet cannot be evicted from the page cache
     return state.digest()
@@ -86,7 +87,7 @@ def load(name: str, device: str, gb: float, count: int, digest: str, is_warm: bo
     The digest of all values is compared after that.
     """
     folder = Path(directory)
-    state, contender = _state(device, gb, count, LOADED_SEED), ready(getattr(loads, name))
+    state, contender = fresh_state(device, gb, count, LOADED_SEED), ready(getattr(loads, name))
     if is_warm:
         warm(folder)
     peak = Peak()
@@ -102,15 +103,33 @@ def load(name: str, device: str, gb: float, count: int, digest: str, is_warm: bo
 
 
 def loop(name: str, threads: int, gb: float, windows: int, directory: str) -> Figures:
+    """What a save of XLA tensors to the disk does to a training loop on the CPU: see `beside`."""
+    state, contender = fresh_state("xla", gb, 0), getattr(saves, name)
+
+    def begin(number: int) -> Callable[[], object]:
+        folder = Path(directory) / str(number)
+        folder.mkdir()
+        return contender(state, folder)  # type: ignore[no-any-return]
+
+    def end(number: int) -> None:
+        sync_files(Path(directory) / str(number))
+        shutil.rmtree(Path(directory) / str(number))
+
+    return {**beside(threads, windows, begin, end), "nbytes": state.nbytes}
+
+
+def beside(
+    threads: int, windows: int, begin: Callable[[int], Callable[[], object]], end: Callable[[int], object]
+) -> Figures:
     """How much longer a step of a training loop on the CPU takes while a save runs than without one (a part of 1).
 
     The loop multiplies matrices with as many threads as it says; windows with a save and windows of the same length
     without one take turns. "lost" is how much longer the loop took for the steps of a window with a save (seconds),
-    and "cpu" the processor time of this process in a save without a loop.
+    and "cpu" the processor time of this process in a save without a loop. `begin` is given the number of a save, and
+    returns what saves or waits for it; `end` is called when it is done.
     """
     import torch
 
-    state = _state("xla", gb, 0)
     torch.set_num_threads(threads)
     a, b = torch.rand(384, 384), torch.rand(384, 384)
 
@@ -125,10 +144,8 @@ def loop(name: str, threads: int, gb: float, windows: int, directory: str) -> Fi
     steps(lambda passed: passed > 0.3)
     ratios, lost, used, lengths = [], [], [], [0.5]
     for number in range(windows + 1):
-        folder = Path(directory) / str(number)
-        folder.mkdir()
         before = steps(lambda passed: passed > lengths[-1])
-        thread = threading.Thread(target=getattr(saves, name)(state, folder))
+        thread = threading.Thread(target=begin(2 * number))
         began = time.perf_counter()
         thread.start()
         during = steps(lambda _, saving=thread: not saving.is_alive())
@@ -138,17 +155,14 @@ def loop(name: str, threads: int, gb: float, windows: int, directory: str) -> Fi
         undisturbed = (before + after) / 2
         ratios.append(during / undisturbed - 1)
         lost.append(lengths[-1] * (1 - undisturbed / during))
-        sync_files(folder)
-        shutil.rmtree(folder)
-        folder.mkdir()
+        end(2 * number)
         began = time.process_time()
-        getattr(saves, name)(state, folder)()
+        begin(2 * number + 1)()
         used.append(time.process_time() - began)
-        sync_files(folder)
-        shutil.rmtree(folder)
+        end(2 * number + 1)
     return {
         "seconds": statistics.median(ratios[1:]), "save": statistics.median(lengths[2:]),
-        "lost": statistics.median(lost[1:]), "cpu": statistics.median(used[1:]), "nbytes": state.nbytes,
+        "lost": statistics.median(lost[1:]), "cpu": statistics.median(used[1:]),
     }  # fmt: skip
 
 
@@ -162,7 +176,7 @@ def rank_saves(rank: int, world: int, gb: float, directory: str) -> Figures:
     import xla_ckpt
 
     neuron_compat.emulate()
-    state = _state("xla", gb / 3, 0)
+    state = fresh_state("xla", gb / 3, 0)
     optimizer = ZeroRedundancyOptimizer(
         state.module.parameters(), torch.optim.AdamW, sharding_groups=[list(range(world))], grad_clipping=False,
         pin_layout=False, lr=1e-3, foreach=False,
@@ -206,7 +220,7 @@ def spmd_saves(gb: float, directory: str) -> Figures:
     return {"seconds": time.perf_counter() - began, "nbytes": state.nbytes}
 
 
-def _state(device: str, gb: float, count: int, seed: int = 0) -> State:
+def fresh_state(device: str, gb: float, count: int, seed: int = 0) -> State:
     """The state, with everything loaded and set that is no part of a measurement, ours as the peers'."""
     import orbax.checkpoint
     import torch

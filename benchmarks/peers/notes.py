@@ -50,4 +50,15 @@ NOTES: dict[str, str] = {
     "moments. The time is that of the slowest rank; GB/s are of all bytes stored.",
     "loop": "The time of a step while a save runs, over that of a step in windows of the same length before and after. "
     "The processor time of a save is that of this process, without the kernel's own threads and interrupts.",
+    "object store": "A server of the benchmark's own (`benchmarks/sink_s3.py`), which keeps files in memory, in a "
+    "process of its own on the same cores, without TLS and without the delay of a network: what is compared is what "
+    "the clients take. Requests are counted at the server, and matter where each one takes 20 ms. A load is into "
+    "memory of its own, by a process that has saved before; its digest is compared. The server takes processor time "
+    "that a loop beside a save would have, and as much for each contender.",
+    "obstore alone, boto3": "A file for each tensor, 16 of them at once; no names, digests, or commit.",
+    "`dcp`, s3torchconnector": "Its `S3StorageWriter` and `S3StorageReader` at their defaults, with a thread for each "
+    "core. They can be given no endpoint, so the client in them is made for ours.",
+    "`dcp`, s3fs": "torch's `FsspecWriter` and `FsspecReader`, with a thread for each core.",
+    "neuronx-distributed's S3 code": "`S3CheckpointStorage`: one file of `torch.save`, which it puts into `/dev/shm` "
+    "first, and two small ones; a load reads the file as one. Its rows need the package (tests/README.md, `NXD_REAL`).",
 }

@@ -115,9 +115,9 @@ def _columns(group: Group, outcomes: Sequence[Outcome]) -> list[str]:
     offered = {
         "GB/s": group.rate, "returned": "returned" in had, "the first": "first" in had, "until durable": "total" in had,
         "later": "later" in had, "after its bytes": "after" in had, "the statement alone": "alone" in had,
-        "torch": "torch" in had, "extra memory": "rss" in had,
-         "a save takes": "save" in had, "the loop loses": "lost" in had,
-         "processor time of a save alone": "cpu" in had,
+        "torch": "torch" in had, "extra memory": "rss" in had, "requests": "requests" in had,
+        "processor time": "worked" in had, "a save takes": "save" in had, "the loop loses": "lost" in had,
+        "processor time of a save alone": "cpu" in had,
         "times ours": len(group.rows) > 1 and group.unit != "%",
     }  # fmt: skip
     return [name for name, there in offered.items() if there]
@@ -149,11 +149,15 @@ def _cell(column: str, outcome: Outcome, unit: str, ours: float | None) -> str:
     if column == "extra memory":
         rise = outcome.median("rss")
         return "" if rise is None else f"{rise / 1e6:.0f} MB"
+    if column == "requests":
+        requests = outcome.median("requests")
+        return "" if requests is None else f"{requests:.0f}"
     figure, unit = {
         "returned": ("returned", "s"), "the first": ("first", unit), "until durable": ("total", "s"),
         "later": ("later", "s"), "after its bytes": ("after", "s"), "the statement alone": ("alone", unit),
         "torch": ("torch", unit), "a save takes": ("save", "s"),
-        "the loop loses": ("lost", "s"), "processor time of a save alone": ("cpu", "s"),
+        "the loop loses": ("lost", "s"), "processor time": ("worked", "s"),
+        "processor time of a save alone": ("cpu", "s"),
     }[column]  # fmt: skip
     value = outcome.median(figure)
     return "" if value is None else shown(value, unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.peers.buckets import BARE
 from benchmarks.peers.figures import Figure, Ratio
 from benchmarks.peers.on_cpus import COPIED
 
@@ -23,6 +24,7 @@ class Target:
 
 
 _MANY, _LOADS, _SAVES, _LOOP = "20,000 arrays of 1 KiB, and stalls", "Loads", "Saves", "The running loop"
+_BUCKETS = "Object stores"
 _STARTS = "Start of a process, and commands"
 _RAW, _ALONE = "raw limit", "one process"
 _RANKS, _SPMD = "4 ranks, data parallel with ZeRO-1", "8 SPMD devices of one process"
@@ -47,6 +49,8 @@ TARGETS: tuple[Target, ...] = (
     Target(_LOOP, "slower while a save runs, one core free", Figure("loop-1", unit="%"), 3),
     Target(_LOOP, "both cores busy: what it loses, over the processor time of a save alone",
            Figure("loop-2", unit="x", figure="lost", over="cpu"), 1.2),
+    Target(_BUCKETS, "save, against the bare client", Ratio("bucket-save", BARE, rate=True), 0.9),
+    Target(_BUCKETS, "load, against the bare client", Ratio("bucket-load", BARE, rate=True), 0.9),
     Target(_STARTS, "`import xla_ckpt`, with bytecode", Figure("import", _IMPORTED, "ms", "alone"), 60),
     Target(_STARTS, "`import xla_ckpt`, without bytecode", Figure("import", _COMPILED, "ms", "alone"), 120),
     Target(_STARTS, "first save of a process, after its bytes", Figure("first", figure="after"), 0.5),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import __main__ as command
-from benchmarks.peers import loads, measures, saves
+from benchmarks.peers import bucket_calls, buckets, loads, measures, saves
 from benchmarks.peers.check import GUARDS
 from benchmarks.peers.contenders import groups
 from benchmarks.peers.results import Results
@@ -84,6 +84,36 @@ def test_a_contender_that_loads_nothing_has_no_time(tmp_path: Path) -> None:
     outcome = results.rows["g"]["a"]
     assert outcome.runs == []
     assert outcome.error.startswith("WrongError: the digest of what was loaded is ")
+
+
+def test_saves_and_loads_of_an_object_store_are_measured_and_their_requests_counted(tmp_path: Path) -> None:
+    groups_ = {group.key: {row.name: row for row in group.rows} for group in buckets.on_buckets(0.001)}
+    for name in ("xla_ckpt", buckets.BARE):
+        for key in ("bucket-save", "bucket-load", "bucket-part"):
+            outcome = measured(groups_[key][name], tmp_path).rows["g"][name]
+            assert outcome.error == "", (key, name)
+            (figures,) = outcome.runs
+            assert figures["requests"] >= 1
+        assert figures["nbytes"] < State("cpu", 0.001, buckets.TENSORS).nbytes / 3
+    (figures,) = measured(groups_["bucket-save"][buckets.BARE], tmp_path).runs("g", buckets.BARE)
+    assert figures["requests"] == buckets.TENSORS
+
+
+def loads_zeros_from_a_bucket(name: str, gb: float, share: int, directory: str) -> object:
+    class Zeros(bucket_calls.Bare):
+        def load(self, wanted: bucket_calls.Shapes, address: str, tag: str) -> bucket_calls.Values:
+            found = super().load(wanted, address, tag)
+            return {name: value * 0 for name, value in found.items()}
+
+    buckets.CONTENDERS[name] = Zeros
+    return buckets.load(name, gb, share, directory)
+
+
+def test_a_contender_that_loads_something_else_from_an_object_store_has_no_time(tmp_path: Path) -> None:
+    row = Row("a", loads_zeros_from_a_bucket, ("a", 0.001, 1), xla=False)
+    outcome = measured(row, tmp_path).rows["g"]["a"]
+    assert outcome.runs == []
+    assert outcome.error == "WrongError: what was loaded is not what was saved"
 
 
 def hangs(directory: str) -> None:

@@ -60,6 +60,9 @@ class GcsServer:
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
         self.objects: dict[str, Thing] = {}
+        self.authorizations: set[str] = set()
+        """The headers of that name that requests had; "" if they had none."""
+
         self._parts: dict[str, dict[int, bytes]] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -68,9 +71,14 @@ class GcsServer:
         self._thread.start()
 
     @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self._server.port}"
+
+    @property
     def environment(self) -> dict[str, str]:
         """What a process has in its environment that uses it."""
-        key = {"gcs_base_url": f"http://127.0.0.1:{self._server.port}", "disable_oauth": True}
+        key = {"gcs_base_url": self.url, "disable_oauth": True}
         key |= {"client_email": "", "private_key": "", "private_key_id": ""}
         return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key), "GOOGLE_ALLOW_HTTP": "true"}
 
@@ -85,6 +93,7 @@ class GcsServer:
         key = path.lstrip("/").partition("/")[2]
         query = {name: values[0] for name, values in parse_qs(environ["QUERY_STRING"], keep_blank_values=True).items()}
         with self._lock:
+            self.authorizations.add(environ.get("HTTP_AUTHORIZATION", ""))
             answer = self._answer(environ["REQUEST_METHOD"], key, query, environ, body)
         length = [] if environ["REQUEST_METHOD"] == "HEAD" else [("Content-Length", str(len(answer.body)))]
         start(answer.status, [*answer.headers, *length])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import email.utils
 import hashlib
 import hmac
 import socket
 import subprocess
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +20,8 @@ import pytest
 import torch
 
 import xla_ckpt
+from xla_ckpt.errors import StorageError
+from xla_ckpt.storage.remote_client import client_of
 
 AZURITE = Path(__file__).parents[2] / ".azurite/node_modules/.bin/azurite-blob"
 ACCOUNT = "devstoreaccount1"
@@ -77,3 +81,37 @@ def test_saves_and_loads(container: str) -> None:
     assert torch.equal(tree["w"], state["w"])
     assert torch.equal(tree["v"], state["v"])
     assert xla_ckpt.verify(container).ok
+
+
+def signature(rights: str, days: int) -> str:
+    """A signature for shared access, made as Microsoft's documentation of account SAS says."""
+    until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    end, version, kinds = until.strftime("%Y-%m-%dT%H:%M:%SZ"), "2021-08-06", "https,http"
+    facts = "\n".join((ACCOUNT, rights, "b", "sco", "", end, "", kinds, version, "", ""))
+    signed = base64.b64encode(hmac.new(base64.b64decode(KEY), facts.encode(), hashlib.sha256).digest()).decode()
+    parts = {"sv": version, "ss": "b", "srt": "sco", "sp": rights, "se": end, "spr": kinds, "sig": signed}
+    return urllib.parse.urlencode(parts)
+
+
+def test_a_signature_for_shared_access(container: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature("rwdlac", 1))
+    xla_ckpt.save(container, "a", {"w": torch.ones(3)})
+    xla_ckpt.finalize_checkpoint()
+    for token, told in (
+        (signature("rl", 1), "no permission to write there"),
+        (signature("rwdlac", -1), "the credentials are refused: they are wrong, have expired"),
+    ):
+        client_of.cache_clear()
+        monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", token)
+        with pytest.raises(StorageError, match=told):
+            xla_ckpt.save(container, "b", {"w": torch.ones(3)})
+    client_of.cache_clear()
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature("rl", 1))
+    assert torch.equal(xla_ckpt.restore(container).tree["w"], torch.ones(3))
+
+
+def test_a_wrong_key(container: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", base64.b64encode(b"wrong").decode())
+    with pytest.raises(StorageError, match="the credentials are refused: they are wrong"):
+        xla_ckpt.list_tags(container)

@@ -144,3 +144,39 @@ def test_credentials_that_are_renewed_meanwhile(no_keys: Path, root: str, s3: S3
     provider = Boto3CredentialProvider(boto3.Session(), ttl=timedelta(0))
     provider.credentials = RefreshableCredentials.create_from_metadata(fresh(), fresh, "test")
     assert provider()["access_key_id"] != provider()["access_key_id"]
+
+
+AZURE = {"AZURE_STORAGE_ACCOUNT_NAME": "its", "AZURE_ALLOW_HTTP": "true"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "told"),
+    [
+        ({"AZURE_MSI_ENDPOINT": "/metadata/identity/oauth2/token"}, "metadata/identity", "no credentials were found"),
+        (
+            {"AZURE_AUTHORITY_HOST": "", "AZURE_CLIENT_ID": "a", "AZURE_CLIENT_SECRET": "b", "AZURE_TENANT_ID": "c"},
+            "c/oauth2/v2.0/token",
+            "the credentials are refused: they are wrong, have expired",
+        ),
+    ],
+    ids=["no identity", "a wrong application"],
+)
+def test_who_gives_tokens_for_azure_refuses(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], asked: str, told: str
+) -> None:
+    """The server has the part of the one that gives tokens; the store itself is never asked."""
+    urls = {name: s3.url + value for name, value in settings.items() if name.endswith(("ENDPOINT", "HOST"))}
+    for name, value in {**AZURE, **settings, **urls}.items():
+        monkeypatch.setenv(name, value)
+    s3.faults.append(Fault("", asked, "refuse403", 1_000_000))
+    with pytest.raises(StorageError, match=told):
+        xla_ckpt.list_tags("az://box/run")
+    assert s3.requests
+    assert all(asked in request.path for request in s3.requests)
+
+
+def test_azure_without_the_name_of_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=its;AccountKey=eA==")  # obstore reads none
+    client_of.cache_clear()
+    with pytest.raises(UsageError, match=r"the settings for az:// .*Account must be specified\. docs/object-stores.md"):
+        xla_ckpt.list_tags("az://box/run")

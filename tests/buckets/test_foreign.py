@@ -183,6 +183,7 @@ def test_a_conversion_puts_a_tag_where_neuronx_distributed_looks(layout: str, ro
     assert {name: read(f"{root}-nxd/{name}") for name in names_below(f"{root}-nxd")} == before
     xla_ckpt.convert(root, f"{root}-nxd", to=layout, as_tag="b")
     assert xla_ckpt.list_tags(f"{root}-nxd") == ["a", "b"]
+    assert xla_ckpt.Checkpoints(f"{root}-nxd").show("a").sequence == 0, "it is no commit"
     other, its_optimizer = model_and_optimizer()
     torch.nn.init.zeros_(other[0].weight)
     xla_ckpt.load_checkpoint(f"{root}-nxd", "a", other, its_optimizer)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 import xla_ckpt
 from tests.buckets.gcs_server import GcsServer
+from xla_ckpt.errors import UsageError
 from xla_ckpt.storage.base import Changed
 from xla_ckpt.storage.door import store_at
+from xla_ckpt.tags.lease import LEASES
 
 
 @pytest.fixture
@@ -19,6 +26,7 @@ def gcs(use_store: Callable[[Mapping[str, str]], None]) -> Iterator[GcsServer]:
     use_store(server.environment)
     yield server
     xla_ckpt.finalize_checkpoint()  # what a save does after its commit would wait for a server that is gone
+    LEASES.give_back()  # likewise
     server.close()
 
 
@@ -50,3 +58,72 @@ def test_a_generation_decides(gcs: GcsServer) -> None:
             store.write_record("r", b"3", stale)
     assert (store.read_record("r") or (b"", ""))[0] == b"2"
     assert data == b"1"
+
+
+KEY = rsa.generate_private_key(65537, 2048).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
+def account(name: str) -> str:
+    """The text of a made-up service account's file."""
+    return json.dumps({"type": "service_account", "client_email": name, "private_key": KEY, "private_key_id": "1"})
+
+
+@pytest.fixture
+def signed(gcs: GcsServer, monkeypatch: pytest.MonkeyPatch) -> GcsServer:
+    """The server, which is named by the environment, and no credentials."""
+    monkeypatch.delenv("GOOGLE_SERVICE_ACCOUNT_KEY")
+    monkeypatch.setenv("GOOGLE_BASE_URL", gcs.url)
+    return gcs
+
+
+def signers(gcs: GcsServer) -> set[str]:
+    """Who signed the requests of a save and a load."""
+    xla_ckpt.save("gs://bucket/run", "a", {"w": torch.ones(3)})
+    assert torch.equal(xla_ckpt.restore("gs://bucket/run").tree["w"], torch.ones(3))
+    parts = [header.removeprefix("Bearer ").split(".") for header in gcs.authorizations]
+    return {
+        json.loads(base64.urlsafe_b64decode(f"{part[1]}=="))["iss"] if len(part) == 3 else part[0] for part in parts
+    }
+
+
+@pytest.mark.parametrize("variable", ["GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT"])
+def test_a_file_of_a_service_account(
+    signed: GcsServer, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "its.json").write_text(account("of the file"))
+    monkeypatch.setenv(variable, str(tmp_path / "its.json"))
+    assert signers(signed) == {"of the file"}
+
+
+def test_the_text_of_a_service_account_goes_before_the_credentials_of_the_application(
+    signed: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "its.json").write_text(account("of the file"))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "its.json"))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", account("of the text"))
+    assert signers(signed) == {"of the text"}
+
+
+def test_credentials_of_gcloud(signed: GcsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / ".config/gcloud/application_default_credentials.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(account("of gcloud"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert signers(signed) == {"of gcloud"}
+
+
+def test_a_token(signed: GcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "its")
+    assert signers(signed) == {"its"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "Unable to decode"), ('{"type": "external_account"}', "unknown variant `external_account`")]
+)
+def test_files_that_are_none_of_a_service_account(
+    signed: GcsServer, text: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "its.json").write_text(text)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "its.json"))
+    with pytest.raises(UsageError, match=f"the settings for gs:// .*{told}.*docs/object-stores.md"):
+        xla_ckpt.list_tags("gs://bucket/run")

@@ -135,13 +135,13 @@ def test_verify(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "words"),
     [
-        (["ls", "/nowhere"], 1, "does not exist"),
+        (["ls", "/nowhere"], 1, "Nothing lies there"),
         (["show", "ROOT", "--tag", "x"], 1, "Tags there, oldest first: best, step_2"),
         (["show", "ROOT", "--leaf", "modle"], 1, "Leaves begin with: model, user_content."),
         (["show", "ROOT", "--like", "gc:collect_"], 1, "could not be made"),
         (["show", "ROOT", "--like", "gc:enable"], 1, "the function returns nothing"),
         (["verify", "ROOT", "--tag", "../x"], 1, "cannot be a tag"),
-        (["verify", "/nowhere", "--all"], 1, "does not exist"),
+        (["verify", "/nowhere", "--all"], 1, "Nothing lies there"),
     ],
 )
 def test_problems(root: Path, capsys: pytest.CaptureFixture[str], args: list[str], code: int, words: str) -> None:

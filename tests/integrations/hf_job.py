@@ -35,7 +35,7 @@ def losses(
                 Path(out, "stop").touch()
 
     with xla_ckpt.PreemptionGuard(file=Path(out, "stop")) as guard:
-        set_seed(int(os.getpid()) if Path(root).exists() else 3)  # what is not restored shows
+        set_seed(int(os.getpid()) if xla_ckpt.has_checkpoint(root) else 3)  # what is not restored shows
         model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_positions=8, n_embd=16, n_layer=1, n_head=2))
         args = TrainingArguments(
             out, per_device_train_batch_size=4, num_train_epochs=3, logging_steps=1, report_to=[], disable_tqdm=True,

@@ -23,7 +23,9 @@ def network(dropout: float = 0.2) -> torch.nn.Sequential:
 
 def seeded(root: str) -> None:
     """The first start of a run has a seed, later ones have others: what is not restored shows."""
-    torch.manual_seed(os.getpid() if Path(root).exists() else 3)
+    import xla_ckpt
+
+    torch.manual_seed(os.getpid() if xla_ckpt.has_checkpoint(root) else 3)
 
 
 def lightning_losses(

@@ -17,9 +17,12 @@ from tests.nursery import ProcessError
 KILLED = "exit code -9"
 
 
-def compare(tmp_path: Path, job: Callable[..., Any], options: dict[str, Any], broken: dict[str, Any]) -> list[str]:
-    """Run it unbroken; and broken, and resumed. The tags at the end."""
-    a, b, log_a, log_b = (str(tmp_path / name) for name in ("a", "b", "log_a", "log_b"))
+def compare(
+    tmp_path: Path, job: Callable[..., Any], options: dict[str, Any], broken: dict[str, Any], roots: str = ""
+) -> list[str]:
+    """Run it unbroken; and broken, and resumed. The roots lie in `roots`, or beside the logs. The tags at the end."""
+    a, b = (f"{roots or tmp_path}/{name}" for name in "ab")
+    log_a, log_b = (str(tmp_path / name) for name in ("log_a", "log_b"))
     unbroken = run_alone(job, a, log_a, options)
     if "kill_after" in broken:
         with pytest.raises(ProcessError, match=KILLED):

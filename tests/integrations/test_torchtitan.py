@@ -17,7 +17,7 @@ from tests.jobs import run_on_ranks
 pytestmark = needs("torchtitan", "torch.distributed._local_tensor")
 
 
-def job(folder: Path, ranks: int, steps: int, **options: Any) -> list[titan_job.Result]:
+def job(folder: Path | str, ranks: int, steps: int, **options: Any) -> list[titan_job.Result]:
     return run_on_ranks(titan_job.run, ranks, str(folder), steps, options)
 
 

@@ -225,9 +225,18 @@ def test_replicas_that_differ_are_caught(tmp_path: Path) -> None:
     loader = Loader(0)
     with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="the state of 4 ranks, this job has 1"):
         xla_ckpt.load_checkpoint(root, "good", extras={"data": xla_ckpt.PerRank(loader)})
+    with pytest.raises(xla_ckpt.IncompatibleCheckpointError, match="the state of 4 ranks, this job has 1"):
+        xla_ckpt.load_checkpoint(root, "good", extras={"data": LoaderOfItsOwn(0)})
+    xla_ckpt.load_checkpoint(root, "good", extras={"rng": xla_ckpt.PerRank(xla_ckpt.RNGState())})
     wrapped = xla_ckpt.PerRank(loader, reshard=sum_of)
     xla_ckpt.load_checkpoint(root, "good", extras={"data": wrapped, "rng": xla_ckpt.RNGState()})
     assert loader.at == 10 + 11 + 12 + 13
+
+
+class LoaderOfItsOwn(Loader):
+    """A loader that says by itself that every rank has its own."""
+
+    per_rank = True
 
 
 def sum_of(states: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def contents_of(store: Store, tag: str, about: Knowledge, pattern: str | None = 
     return TagContents(
         path=store.path,
         tag=tag,
-        sequence=head.sequence,
+        sequence=head.sequence if foreign is None else 0,
         created=head.created,
         pinned=head.pinned if entry is None else entry.pinned,
         parity=survives,

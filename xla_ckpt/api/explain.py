@@ -123,11 +123,11 @@ def _own_states(manifest: Manifest, mesh: Mesh) -> list[str]:
 
 
 def _own_members(manifest: Manifest, mesh: Mesh) -> list[str]:
-    """Members of `extras` that every rank has its own of, and that another number of ranks may not take over."""
+    """Members of `extras` that every rank has its own of, and that another mesh may not take over."""
     extras = manifest.skeleton.get(schema.EXTRAS, {}) if isinstance(manifest.skeleton, dict) else {}
     return [
-        f"{schema.in_extras(name)} holds a state for each of {ranks} ranks: on {mesh.size} ranks a PerRank member "
-        "needs reshard=, and RNGState leaves the generators of further ranks as they are"
+        f"{schema.in_extras(name)} holds a state for each of {ranks} ranks: over {mesh} a PerRank member of a class "
+        "that is not known needs position= or reshard=, and RNGState leaves the generators of further ranks as they are"
         for name, member in (extras.items() if isinstance(extras, dict) else ())
-        if (ranks := schema.saved_by(member)) is not None and ranks != mesh.size
+        if (ranks := schema.saved_by(member)) is not None and not schema.same_ranks(member, mesh.size, str(mesh))
     ]

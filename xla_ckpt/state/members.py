@@ -104,7 +104,7 @@ class Objects:
         model, optimizer = unwrapped_model(self.model), bare_optimizer(self.optimizer)
         mistakes.check_members(model, optimizer)
         mistakes.check_scheduler(self.scheduler)
-        rank, world = placement.rank, placement.world
+        rank = placement.rank
         tree: dict[str, Any] = {}
         parts, alone, buffers = [], [], frozenset[str]()
         parameters: Mapping[str, Parameter] = {}
@@ -138,7 +138,7 @@ class Objects:
             parts.append(schema.SCHEDULER)
         if self.extras:
             tree[schema.EXTRAS] = {
-                n: per_rank.tree_of(m, schema.in_extras(n), rank, world) for n, m in self.extras.items()
+                n: per_rank.tree_of(m, schema.in_extras(n), placement) for n, m in self.extras.items()
             }
             own = [n for n, m in self.extras.items() if per_rank.is_per_rank(m)]
             alone += [per_rank.path_of(n, rank) for n in own]
@@ -185,7 +185,7 @@ class Objects:
         model, base = split_base(stored, model)
         stored = replace(stored, shardings=stored.shardings.of_model(model))
         parts = []
-        for path, load in self._members(model, optimizer, stored.shardings.placement):
+        for path, load in self._members(model, optimizer):
             part = stored.at(path)
             parts += [absent_part(stored, path)] if part is None else load(part)
         content = stored.at(schema.USER_CONTENT)
@@ -201,7 +201,7 @@ class Objects:
         plan_arrays(content, fresh, {})
         return Loadings([*parts, fresh], lambda arrays: content.build(lambda leaf, _: arrays[leaf]), base)
 
-    def _members(self, model: Any, optimizer: Any, where: Placement) -> list[tuple[str, _Load]]:
+    def _members(self, model: Any, optimizer: Any) -> list[tuple[str, _Load]]:
         """(leaf path, how it is loaded) of each object; model and optimizer without what wraps them."""
         members: list[tuple[str, _Load]] = []
         if model is not None and not isinstance(model, NamesOnly):
@@ -214,8 +214,7 @@ class Objects:
         if self.scheduler is not None:
             members.append((schema.SCHEDULER, _one(lambda part: stateful.load(part, self.scheduler))))
         for name, member in self.extras.items():
-            load = partial(per_rank.load, member=member, rank=where.rank, world=where.world)
-            members.append((schema.in_extras(name), _one(load)))
+            members.append((schema.in_extras(name), _one(partial(per_rank.load, member=member))))
         return members
 
 

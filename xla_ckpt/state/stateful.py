@@ -13,6 +13,21 @@ from xla_ckpt.state.module import load_dict
 from xla_ckpt.state.rng import RNGState
 
 
+class _ByGetState:
+    """An object whose calls are `get_state` and `set_state`, as grain's iterators have them."""
+
+    def __init__(self, member: Any) -> None:
+        self.state_dict = member.get_state
+        self.load_state_dict = member.set_state
+
+
+def with_state_dict(member: Any) -> Any:
+    """A member as an object with `state_dict` and `load_state_dict`, if it has calls for its state at all."""
+    if not hasattr(member, "state_dict") and hasattr(member, "get_state") and hasattr(member, "set_state"):
+        return _ByGetState(member)
+    return member
+
+
 def tree_of(member: Any, name: str) -> Any:
     """The state of a member.
 

@@ -295,7 +295,8 @@ def client_of(scheme: str, bucket: str) -> Client:
         return Client(*(kind(bucket, client_options=its, **options) for its in (quick, patient)))
     except exceptions.BaseError as error:
         problem = f"the settings for {scheme}:// in the environment make no sense"
-        raise UsageError(problem, found=str(error).partition("\n")[0]) from error
+        hint = "docs/object-stores.md has the names and the meaning of the variables."
+        raise UsageError(problem, found=str(error).partition("\n")[0].rstrip("."), hint=hint) from error
 
 
 def _s3_options() -> dict[str, Any]:

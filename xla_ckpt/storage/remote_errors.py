@@ -14,6 +14,8 @@ _TRIED = re.compile(r" in ([\d.]+)s\b")
 
 _REGION = "the bucket is in another region: set AWS_REGION to that one"
 
+_REFUSED = "the credentials are refused: they are wrong, have expired, or may not be used from here"
+
 _MEANINGS = {
     "NoSuchBucket": (errno.ENODEV, "there is no such bucket: make it first, or correct its name"),
     "ContainerNotFound": (errno.ENODEV, "there is no such container: make it first, or correct its name"),
@@ -21,6 +23,8 @@ _MEANINGS = {
         errno.EACCES,
         "the access key is not known there: look at it, and at the endpoint",
     ),
+    "AuthenticationFailed": (errno.EACCES, _REFUSED),  # of Azure's
+    "AuthorizationFailure": (errno.EACCES, _REFUSED),
     "SignatureDoesNotMatch": (errno.EACCES, "the secret key does not fit to the access key: set both anew"),
     "ExpiredToken": (errno.EACCES, "the credentials have expired: get new ones, and start again"),
     "InvalidToken": (errno.EACCES, "the session token does not fit to the access key: set all three anew"),
@@ -44,8 +48,11 @@ _NEEDED = {
 _NO_CREDENTIALS = (
     "no credentials were found, and this machine has no role. For s3://: set AWS_ACCESS_KEY_ID and "
     "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, which takes boto3; a public bucket is read with AWS_SKIP_SIGNATURE=true. "
-    "For gs:// and az://: docs/object-stores.md"
+    "For gs://: set GOOGLE_APPLICATION_CREDENTIALS. For az://: set AZURE_STORAGE_ACCOUNT_KEY"
 )
+
+_ROLES = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/", "/metadata/identity/")
+"""Where Amazon's, Google's and Azure's machines have the credentials of their roles."""
 
 NO_STORE = "what answers there is no object store: look at the endpoint (for s3://, AWS_ENDPOINT_URL)"
 
@@ -84,8 +91,10 @@ def said_by(error: BaseException) -> str:
 
 def _by_signs(text: str, method: str, url: str, code: str) -> tuple[int, str]:
     """What an answer means that has no code of a store."""
-    if "/latest/api/token" in url or "/latest/meta-data" in url or "metadata.google.internal" in url:
+    if any(place in url for place in _ROLES):
         return errno.EACCES, _NO_CREDENTIALS
+    if "performing token request" in text and _STATUS.search(text):
+        return errno.EACCES, _REFUSED
     if "redirect without LOCATION" in text:
         return errno.EREMOTE, _REGION
     if "error sending request" in text:

@@ -10,7 +10,7 @@
     optimizer/state_per_rank/ranks/<rank>/<parameter>/<key>...
     optimizer/param_groups                   hyper-parameters, and names of the parameters, group by group
     scheduler
-    extras/<name>                            {per_rank, ranks}, where each rank has a state of its own
+    extras/<name>                            {per_rank, mesh, ranks}, where each rank has a state of its own
     extras/<name>/ranks/<rank>
     user_content
     base                                     {per_rank, ranks}: what each rank says of the parameters that are left out
@@ -256,12 +256,12 @@ def saved_by(skeleton: Any) -> int | None:
 
 
 def same_ranks(skeleton: Any, world: int, mesh: str) -> bool:
-    """Whether as many ranks, arranged alike, saved their own of something.
+    """Whether as many ranks, arranged alike, saved their own of something. Members of `extras` did not say how, once.
 
     >>> same_ranks({"per_rank": 2, "mesh": "dp=2", "ranks": {}}, 2, "tp=2")
     False
     """
-    return saved_by(skeleton) == world and (world == 1 or skeleton.get(MESH) == mesh)
+    return saved_by(skeleton) == world and skeleton.get(MESH, mesh) == mesh
 
 
 def _below(path: str, *keys: Any) -> str:
